@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Make .venv in this repository with everything that requirements.txt pins.
+#
+#   scripts/setup.sh [--help]
+#
+# Needs Python 3.11 or 3.12 and, on 3.11, a C++ compiler: fairseq is built from source there, about two minutes.
+# The interpreter is $PYTHON if set, else the first of python3, python3.12, python3.11 that is new enough.
+# pip's own variables work as ever, for example PIP_INDEX_URL, or PIP_EXTRA_INDEX_URL for a CPU-only PyTorch.
+# Safe to run again: it returns at once where nothing has changed, and takes up an installation that was cut off.
+set -euo pipefail
+
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "setup.sh takes no argument '$1'; see --help" >&2; exit 2 ;;
+esac
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$repo/.venv
+stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it has been installed
+
+supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; }
+
+if [[ -x $venv/bin/python ]] && cmp -s "$repo/requirements.txt" "$stamp"; then
+    exit 0
+fi
+
+python=
+for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11; do
+    if supported "$candidate"; then python=$candidate; break; fi
+    if [[ $candidate == "${PYTHON:-}" ]]; then break; fi
+done
+if [[ -z $python ]]; then
+    found=$("${PYTHON:-python3}" --version 2>&1) || found="no usable '${PYTHON:-python3}'"
+    echo "setup.sh: Python 3.11 or 3.12 is needed, found: $found." >&2
+    echo "Install one of them, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
+    exit 1
+fi
+
+if [[ -e $venv ]] && ! supported "$venv/bin/python"; then
+    echo "setup.sh: $venv is not an environment of Python 3.11 or 3.12; move it away and run this again." >&2
+    exit 1
+fi
+
+echo "setting up $venv with $("$python" --version); the first time takes a few minutes"
+[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
+
+# Without build isolation, so that a source build of fairseq uses this torch instead of fetching a second one.
+echo "  1/2 PyTorch and the build requirements"
+build=(setuptools wheel)
+if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+    build+=(numpy cython ninja)
+fi
+"${pip[@]}" torch "${build[@]}"
+echo "  2/2 fairseq and the rest (on Python 3.11 fairseq is compiled now)"
+"${pip[@]}" --no-build-isolation --requirement "$repo/requirements.txt"
+
+"$venv/bin/python" -W ignore -c 'import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
+cp "$repo/requirements.txt" "$stamp"
+echo "set-up done"
