@@ -1,0 +1,17 @@
+"""Evolving Attention Transformers for fairseq: ``fairseq-train --user-dir ea_fairseq --arch ea_transformer_base``."""
+
+import argparse
+import logging
+
+import torch
+
+# fairseq's speech tasks announce on import that they miss a package that translation does not need.
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
+
+from .transformer import EATransformerModel  # noqa: E402, I001  (registers the model, which must come first)
+from . import architectures  # noqa: E402, F401  (registers the presets)
+
+# fairseq's checkpoints hold their options in a Namespace: harmless, but torch.load(weights_only=True) must be told.
+torch.serialization.add_safe_globals([argparse.Namespace])
+
+__all__ = ["EATransformerModel"]

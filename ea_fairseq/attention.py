@@ -1,0 +1,266 @@
+"""Multi-head attention whose maps evolve, in the place of fairseq's.
+
+Parameters, state-dict keys and calling convention are those of ``fairseq.modules.MultiheadAttention``, with
+``evolution.conv.{weight,bias}`` added. fairseq's own forward leaves for a fused kernel that never shows its maps, so
+the path from projections to context is written out here.
+
+Axes: T target (query) length, S source (key) length, B batch, C channels, K heads, D = C / K. During beam search B
+counts beams, while keys and values of the encoder may be kept once per sentence: N sentences, B = N x beams.
+Masks: True = masked.
+"""
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention
+from torch import Tensor
+
+from .evolution import Evolution, Geometry
+
+IncrementalState = dict[str, dict[str, Tensor | None]]
+
+
+class EvolvingAttention(MultiheadAttention):
+    """What the three kinds of attention share.
+
+    Args:
+        geometry, alpha, beta, kernel_size: see :class:`Evolution`.
+        embed_dim, num_heads, **kwargs: see fairseq's ``MultiheadAttention``.
+
+    Raises:
+        ValueError: for options of fairseq's attention whose maps have other shapes, or no maps at all.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        alpha: float = 0.0,
+        beta: float = 0.1,
+        kernel_size: int = 3,
+        **kwargs,
+    ):
+        super().__init__(embed_dim, num_heads, **kwargs)
+        if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
+        self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """T x B x C -> B x K x T x D"""
+        return x.view(x.size(0), x.size(1), self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+    def attend(self, a_logit: Tensor, masked: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax, dropout, weighted sum and output projection.
+
+        Args:
+            a_logit: B x K x T x S, evolved logits.
+            masked: broadcasts to B x K x T x S; keys that must not be attended to.
+            v: N x K x S x D, the values.
+
+        Returns:
+            output T x B x C; attention weights B x K x T x S in float32, before dropout.
+        """
+        if masked is not None:
+            # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
+            a_logit = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+        weights = F.softmax(a_logit, dim=-1, dtype=torch.float32)
+        probs = self.dropout_module(weights.type_as(v))
+        context = _per_sentence(torch.matmul, probs, v)  # B x K x T x D
+        batch, _, length, _ = context.shape
+        return self.out_proj(context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)), weights
+
+
+class EncoderSelfAttention(EvolvingAttention):
+    """Encoder self-attention: takes the map of the layer before, gives its own to the layer after.
+
+    fairseq's layer has no argument for maps. They travel beside its call: set ``previous_map`` before, and
+    ``take_map`` after.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, **kwargs):
+        super().__init__(Geometry.ENCODER_SELF, embed_dim, num_heads, self_attention=True, **kwargs)
+        self.previous_map: Tensor | None = None  # B x K x S x S, A_logit of the layer before
+
+    def take_map(self) -> Tensor | None:
+        """A_logit of the last call, B x K x S x S, handed out once; None where no layer would use it (alpha = 0)."""
+        evolved, self.previous_map = self.previous_map, None
+        return evolved
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As fairseq's.
+
+        Args:
+            query: S x B x C; keys and values are made of it too.
+            key_padding_mask: B x S.
+            attn_mask: S x S, anything but zero = masked.
+
+        Returns:
+            output S x B x C; weights, if asked for, as ``averaged`` gives them.
+        """
+        q = self.split_heads(self.q_proj(query) * self.scaling)
+        k = self.split_heads(self.k_proj(query))
+        v = self.split_heads(self.v_proj(query))
+        logits = q @ k.transpose(2, 3)  # B x K x S x S
+
+        masked = combine(key_padding_mask, attn_mask)
+        hidden = masked
+        if key_padding_mask is not None:
+            hidden = masked | key_padding_mask.bool()[:, None, :, None]  # padded rows too
+
+        a_logit = self.evolution(logits, hidden, self.previous_map)
+        self.previous_map = a_logit if self.evolution.alpha > 0 else None
+        output, weights = self.attend(a_logit, masked, v)
+        return output, averaged(weights, need_weights, need_head_weights)
+
+
+class DecoderAttention(EvolvingAttention):
+    """Decoder self-attention and encoder-decoder attention, at once or step by step.
+
+    Step by step, ``incremental_state`` keeps keys and values where fairseq keeps them, and under a key of its own the
+    last rows of the map, which belong to one beam each.
+    """
+
+    ROWS = "evolution_rows"
+
+    def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **kwargs):
+        super().__init__(geometry, embed_dim, num_heads, **kwargs)
+        self.query_padding_mask: Tensor | None = None  # B x T, set by the layer: its padded rows are outside of the map
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Tensor | None = None,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As fairseq's.
+
+        Args:
+            query: T x B x C, T = 1 in step-by-step decoding.
+            key, value: S x B x C; the same as query in self-attention.
+            key_padding_mask: B x S; of the new positions only, in self-attention step by step.
+            incremental_state: keeps what earlier steps computed.
+            static_kv: unused; the encoder's keys and values never change.
+            attn_mask: T x S, anything but zero = masked.
+
+        Returns:
+            output T x B x C; weights, if asked for, as ``averaged`` gives them.
+        """
+        q = self.split_heads(self.q_proj(query) * self.scaling)
+        k, v, key_padding_mask = self._keys_and_values(query, key, key_padding_mask, incremental_state)
+        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))  # B x K x T x S
+        if key_padding_mask is not None and key_padding_mask.size(0) != logits.size(0):
+            key_padding_mask = key_padding_mask.repeat_interleave(logits.size(0) // key_padding_mask.size(0), dim=0)
+
+        masked = combine(key_padding_mask, attn_mask)
+        hidden = masked
+        if self.query_padding_mask is not None:
+            rows = self.query_padding_mask[:, None, :, None]
+            hidden = rows if masked is None else masked | rows
+
+        above = self._rows_above(logits, hidden, incremental_state)
+        a_logit = self.evolution(logits, hidden, above=above)
+        output, weights = self.attend(a_logit, masked, v)
+        return output, averaged(weights, need_weights, need_head_weights)
+
+    def _keys_and_values(
+        self, query: Tensor, key: Tensor | None, padding: Tensor | None, state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values N x K x S x D of all positions so far, and their padding mask N x S."""
+        saved = self._get_input_buffer(state)
+        if self.encoder_decoder_attention:
+            if "prev_key" in saved:
+                return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"]
+            if state is not None and self.beam_size > 1 and key.size(1) == query.size(1):
+                # the beams of a sentence look at the same source: once is enough
+                key = key[:, :: self.beam_size]
+                padding = None if padding is None else padding[:: self.beam_size]
+        else:
+            key = query
+        k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
+        padding = None if padding is None else padding.bool()
+        if state is not None:
+            if "prev_key" in saved:
+                padding = _append_padding(saved["prev_key_padding_mask"], padding, saved["prev_key"], k)
+                k = torch.cat([saved["prev_key"], k], dim=2)
+                v = torch.cat([saved["prev_value"], v], dim=2)
+            self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
+        return k, v, padding
+
+    def _rows_above(self, logits: Tensor, hidden: Tensor | None, state: IncrementalState | None) -> Tensor | None:
+        """The rows before these, B x K x rows_above x S, or None if not step by step; keeps the last for next time."""
+        count = self.evolution.rows_above
+        if state is None or count == 0:
+            return None
+        rows = self.evolution.mix(logits, hidden)
+        saved = self.get_incremental_state(state, self.ROWS)
+        if saved is None:
+            above = rows.new_zeros(rows.size(0), rows.size(1), count, rows.size(3))
+        else:
+            # Columns that are new in this step lie in the future of the earlier rows: zero.
+            above = F.pad(saved["rows"], (0, rows.size(3) - saved["rows"].size(3)))
+        self.set_incremental_state(state, self.ROWS, {"rows": torch.cat([above, rows], dim=2)[:, :, -count:]})
+        return above
+
+    def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
+        """Follow beam search: beam b continues what was beam new_order[b]."""
+        # fairseq moves keys and values, and may leave the encoder's where they are: beams share them. Rows move always.
+        incremental_state = super().reorder_incremental_state(incremental_state, new_order)
+        saved = self.get_incremental_state(incremental_state, self.ROWS)
+        if saved is not None:
+            self.set_incremental_state(incremental_state, self.ROWS, {"rows": saved["rows"].index_select(0, new_order)})
+        return incremental_state
+
+
+def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+    """What the softmax must not see: B x S and T x S, each optional, -> bool that broadcasts to B x K x T x S."""
+    masked = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
+    if attn_mask is None:
+        return masked
+    attn_mask = attn_mask.bool()[None, None]
+    return attn_mask if masked is None else masked | attn_mask
+
+
+def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Tensor | None:
+    """B x K x T x S -> B x T x S, the mean over heads; or K x B x T x S with need_head_weights; or None."""
+    if need_head_weights:
+        return weights.transpose(0, 1)
+    return weights.mean(dim=1) if need_weights else None
+
+
+def _per_sentence(matmul, x: Tensor, shared: Tensor) -> Tensor:
+    """matmul(x, shared) for x of B = N x beams and shared of N: B x K x T x _ times N x K x _ x _."""
+    batch, heads, length, width = x.shape
+    sentences = shared.size(0)
+    if batch == sentences:
+        return matmul(x, shared)
+    x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
+    product = matmul(x.reshape(sentences, heads, -1, width), shared).view(sentences, heads, -1, length, shared.size(3))
+    return product.transpose(1, 2).reshape(batch, heads, length, shared.size(3))
+
+
+def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new_keys: Tensor) -> Tensor | None:
+    """Padding mask of all positions, B x S, from that of the earlier and that of the new ones; None = no padding."""
+    if before is None and now is None:
+        return None
+    batch, device = old_keys.size(0), old_keys.device
+    if before is None:
+        before = torch.zeros(batch, old_keys.size(2), dtype=torch.bool, device=device)
+    if now is None:
+        now = torch.zeros(batch, new_keys.size(2), dtype=torch.bool, device=device)
+    return torch.cat([before, now], dim=1)
