@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Average the weights of the last checkpoints of a run, as the papers do before they translate."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
+
+
+def main(arguments=None):
+    """Command line: choose the checkpoints, average them, write one that fairseq-generate loads."""
+    args = parse(arguments)
+    try:
+        paths = select(
+            args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
+        )
+        state = average(paths)
+        with replacing(args.output) as temporary:
+            torch.save(state, temporary)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"average_checkpoints: {error}")
+    print(f"wrote {args.output}, the average of {len(paths)} checkpoints")
+
+
+def parse(arguments):
+    """The flags of fairseq's own script of this name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="a run folder, or checkpoint files")
+    parser.add_argument("--output", required=True, metavar="FILE", help="where the averaged checkpoint goes")
+    count = parser.add_mutually_exclusive_group()
+    count.add_argument("--num-epoch-checkpoints", type=positive, metavar="N", help="the last N of checkpointE.pt")
+    count.add_argument("--num-update-checkpoints", type=positive, metavar="N", help="the last N of checkpoint_E_U.pt")
+    parser.add_argument(
+        "--checkpoint-upper-bound", type=positive, metavar="M", help="none later than epoch (or update) M"
+    )
+    args = parser.parse_args(arguments)
+    counted = args.num_epoch_checkpoints or args.num_update_checkpoints
+    if args.checkpoint_upper_bound and not counted:
+        parser.error("--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints")
+    return args
+
+
+def positive(text):
+    """An argparse type: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def select(inputs, num_epochs=None, num_updates=None, upper_bound=None):
+    """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
+    files = []
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file or folder")
+        files += sorted(path.iterdir()) if path.is_dir() else [path]
+    if num_epochs is None and num_updates is None:
+        folders = [path for path in inputs if Path(path).is_dir()]
+        if folders:
+            raise CheckpointError(
+                f"{folders[0]}: is a folder; say how many of its checkpoints with "
+                "--num-epoch-checkpoints N or --num-update-checkpoints N"
+            )
+        return files
+    pattern, wanted, kind = (EPOCH, num_epochs, "epoch") if num_epochs else (UPDATE, num_updates, "update")
+    found = [(number, path) for number, path in numbered(files, pattern) if number <= (upper_bound or number)]
+    if len(found) < wanted:
+        bound = f" up to {kind} {upper_bound}" if upper_bound else ""
+        raise CheckpointError(
+            f"{' '.join(map(str, inputs))}: {wanted} {kind} checkpoints are wanted and there are {len(found)}{bound}"
+        )
+    return [path for _, path in found[-wanted:]]
+
+
+def average(paths):
+    """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
+
+    Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
+    What is not floating point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
+    """
+    sums, reference = {}, None
+    for number, path in enumerate(paths, 1):
+        print(f"  {number}/{len(paths)} {path}", file=sys.stderr)
+        state = load(path)
+        if reference is None:
+            reference, reference_path = _skeleton(state), path
+        _require_same(reference, reference_path, _skeleton(state), path)
+        for key, value in state["model"].items():
+            if value.is_floating_point():
+                value = value.to(torch.float64)
+                sums[key] = sums[key] + value if key in sums else value
+    shared = {}
+    for key, value in state["model"].items():
+        if key in sums:
+            # One object per stored tensor: tied embeddings share memory when loaded, and must when saved.
+            identity = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+            if identity not in shared:
+                shared[identity] = (sums[key] / len(paths)).to(value.dtype)
+            state["model"][key] = shared[identity]
+            if not torch.isfinite(shared[identity]).all():
+                raise CheckpointError(f"{path} or one before it: {key} holds NaN or infinity")
+    state.pop("last_optimizer_state", None)
+    state.get("extra_state", {})["averaged"] = [str(path) for path in paths]
+    return state
+
+
+def _skeleton(state):
+    """What averaged checkpoints must share: settings, and each key's shape and type."""
+    tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
+    return {"settings": structure(state), "tensors": tensors}
+
+
+def _require_same(one, one_path, other, other_path):
+    """Refuse two checkpoints that are not of one model, naming both files and the first difference."""
+    for kind in ("settings", "tensors"):
+        for name in sorted(one[kind].keys() | other[kind].keys()):
+            left, right = (side[kind].get(name, "absent") for side in (one, other))
+            if left != right:
+                raise CheckpointError(
+                    f"not checkpoints of one model: {name} is {left} in {one_path} but {right} in {other_path}"
+                )
+
+
+if __name__ == "__main__":
+    main()

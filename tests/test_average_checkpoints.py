@@ -1,0 +1,162 @@
+"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name what is wrong."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import average_checkpoints
+import pytest
+import torch
+from checkpoints import CheckpointError, load
+
+SCRIPTS = Path(average_checkpoints.__file__).parent
+
+
+def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
+    """Write a small checkpoint of the layout that fairseq writes, with tied embeddings and a counter."""
+    embedding = torch.full((3, 2), value, dtype=dtype)
+    model = {
+        "encoder.embed_tokens.weight": embedding,
+        "decoder.embed_tokens.weight": embedding,
+        "decoder.steps": torch.tensor([int(value)]),
+        **(tensors or {}),
+    }
+    defaults = {"arch": "ea_transformer_lite", "ea_alpha": 0.1, "ea_beta": 0.1, "encoder_attention_heads": 4, "lr": [1]}
+    cfg = {"model": argparse.Namespace(**{**defaults, **settings})}
+    state = {"args": None, "cfg": cfg, "model": model, "extra_state": {}, "last_optimizer_state": {"big": embedding}}
+    torch.save(state, path)
+    return path
+
+
+def epochs(folder, count, **options):
+    return [checkpoint(folder / f"checkpoint{n}.pt", float(n), **options) for n in range(1, count + 1)]
+
+
+def test_mean_of_the_last_n(tmp_path):
+    epochs(tmp_path, 11)  # checkpoint10 sorts after checkpoint9 by number, not by name
+    average_checkpoints.main(
+        ["--inputs", str(tmp_path), "--output", str(tmp_path / "out.pt"), "--num-epoch-checkpoints", "3"]
+    )
+    model = load(tmp_path / "out.pt")["model"]
+    assert torch.equal(model["encoder.embed_tokens.weight"], torch.full((3, 2), 10.0))
+    assert torch.equal(model["decoder.steps"], torch.tensor([11])), "what is no float is the last checkpoint's"
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_upper_bound_and_updates(tmp_path):
+    for number in (100, 200, 1000):
+        checkpoint(tmp_path / f"checkpoint_1_{number}.pt", float(number))
+    chosen = average_checkpoints.select([tmp_path], num_updates=2, upper_bound=900)
+    assert [path.name for path in chosen] == ["checkpoint_1_100.pt", "checkpoint_1_200.pt"]
+
+
+def test_tied_tensors_stay_tied(tmp_path):
+    state = average_checkpoints.average(epochs(tmp_path, 2))
+    torch.save(state, tmp_path / "out.pt")
+    model = load(tmp_path / "out.pt")["model"]
+    assert model["encoder.embed_tokens.weight"].data_ptr() == model["decoder.embed_tokens.weight"].data_ptr()
+    assert "last_optimizer_state" not in state
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_equal_checkpoints_average_to_themselves(tmp_path, dtype):
+    noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)}
+    paths = [checkpoint(tmp_path / f"checkpoint{n}.pt", 1.0, dtype=dtype, tensors=noise) for n in range(10)]
+    averaged = average_checkpoints.average(paths)["model"]["w"]
+    assert averaged.dtype == dtype
+    assert torch.equal(averaged, noise["w"])
+
+
+def test_half_precision_does_not_overflow(tmp_path):
+    paths = [checkpoint(tmp_path / f"checkpoint{n}.pt", 60000.0, dtype=torch.float16) for n in range(3)]
+    assert average_checkpoints.average(paths)["model"]["encoder.embed_tokens.weight"][0, 0] == 60000
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"ea_alpha": 0.5}, "ea_alpha is 0.1"),
+        ({"ea_beta": 0.3}, "ea_beta is 0.1"),
+        ({"ea_kernel_size": 5}, "ea_kernel_size is absent"),
+        ({"arch": "transformer_lite"}, "arch is ea_transformer_lite"),
+        ({"encoder_attention_heads": 8}, "encoder_attention_heads is 4"),
+        ({"tensors": {"surplus": torch.ones(1)}}, "surplus is absent"),
+        ({"tensors": {"encoder.embed_tokens.weight": torch.ones(3, 5)}}, r"encoder.embed_tokens.weight is \(3, 2\)"),
+        ({"dtype": torch.float16}, "float32"),
+    ],
+)
+def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
+    paths = [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
+    with pytest.raises(CheckpointError, match=difference) as refusal:
+        average_checkpoints.average(paths)
+    assert all(path.name in str(refusal.value) for path in paths)
+
+
+def test_settings_of_the_training_may_differ(tmp_path):
+    average_checkpoints.average(
+        [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, lr=[2])]
+    )
+
+
+def test_refuses_fewer_than_n(tmp_path):
+    epochs(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="4 epoch checkpoints are wanted and there are 3"):
+        average_checkpoints.select([tmp_path], num_epochs=4)
+
+
+def test_refuses_weights_that_are_not_finite(tmp_path):
+    path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
+    with pytest.raises(CheckpointError, match="w holds NaN"):
+        average_checkpoints.average([path])
+
+
+class Payload:
+    """Unpickles, where nothing stops it, to a call that creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (Path(self.path),))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, legacy):
+    trace, path = tmp_path / "trace", tmp_path / "checkpoint1.pt"
+    state = {"model": {}, "cfg": Payload(trace)}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    result = run("--inputs", path, "--output", tmp_path / "out.pt")
+    assert result.returncode == 1
+    assert "checkpoint1.pt: refused" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not trace.exists()
+    assert not (tmp_path / "out.pt").exists()
+    # The payload is a real one: it does its work where weights_only is not used.
+    torch.load(path, weights_only=False)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("keep", [0, 0.001, 0.2, 0.9])
+def test_a_torn_file_is_named(tmp_path, keep):
+    path = checkpoint(tmp_path / "checkpoint1.pt", 1.0)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    result = run("--inputs", path, "--output", tmp_path / "out.pt")
+    assert result.returncode == 1
+    assert "checkpoint1.pt: " in result.stderr
+    assert ("empty" if keep == 0 else "torn or damaged") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text.pt").write_text("hello, I am not a checkpoint at all\n")
+    torch.save({"weights": torch.ones(1)}, tmp_path / "weights.pt")
+    for name in ("text.pt", "weights.pt", "absent.pt"):
+        with pytest.raises(CheckpointError, match=name):
+            load(tmp_path / name)
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPTS / "average_checkpoints.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
