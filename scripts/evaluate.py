@@ -1,0 +1,306 @@
+"""Translate a prepared split with a trained run and score it; scripts/evaluate.sh is how it is called.
+
+Two kinds of BLEU come out, and they are not comparable with each other:
+  sacreBLEU       detokenised translations against the raw references: what to report today
+  tokenised BLEU  Moses tokens on both sides: what the papers' tables hold
+Where the model was trained on lower-cased text both ignore case, and their signatures say so.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import average_checkpoints
+import torch
+from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
+from sacrebleu.metrics import BLEU
+from text import Moses, PrepError, read_lines, read_prep
+from tqdm import tqdm
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Neither scorer's tokeniser can find this in a reference: an unknown word earns nothing, whatever the reference holds.
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class EvaluationError(Exception):
+    """Something that the user can put right; the message says what."""
+
+
+def main(arguments=None):
+    """Command line: translate, score, print, and keep the result in RUN/eval/SUBSET.json."""
+    args = parse(arguments)
+    try:
+        evaluate(args)
+    except (EvaluationError, CheckpointError, PrepError, OSError) as error:
+        sys.exit(f"evaluate: {error}")
+
+
+def parse(arguments):
+    """The flags; what stands after -- goes to fairseq-generate as it is."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(
+        prog="evaluate.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags after -- go to fairseq-generate, for example: -- --batch-size 64 --cpu",
+    )
+    parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="prepared data, data/NAME")
+    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="the run's folder, runs/NAME")
+    parser.add_argument("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--average",
+        type=average_checkpoints.positive,
+        metavar="N",
+        help="translate with the average of the last N checkpoints, by epoch or by update (default: 10)",
+    )
+    which.add_argument("--checkpoint", type=Path, metavar="FILE", help="translate with this checkpoint instead")
+    parser.add_argument("--beam", type=average_checkpoints.positive, default=5, help="(default: 5)")
+    parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
+    args = parser.parse_args(arguments[:end])
+    args.command = ["scripts/evaluate.sh", *arguments]
+    args.generate_flags = arguments[end + 1 :]
+    return args
+
+
+def evaluate(args):
+    """Translate and score one split; returns what goes into the JSON file."""
+    prep = read_prep(args.data)
+    references = read_lines(_reference_file(args.data, args.subset, prep["target_lang"]))
+    if not args.run.is_dir():
+        raise EvaluationError(f"--run {args.run}: no such folder")
+    checkpoint, averaged = choose_checkpoint(args)
+    state = load(checkpoint)
+    check_dictionaries(args.data, prep, checkpoint, state)
+
+    results = args.run / "eval"
+    generate_command, output = generate(args, prep, checkpoint, len(references), results)
+    hypotheses = in_order(output, len(references))
+    moses = Moses(prep, prep["target_lang"])
+    detokenised = [moses.detokenize(line) for line in hypotheses]
+    tokenised_references = [moses.tokenize(line) for line in references]
+    check_references(output, tokenised_references, prep["lowercase"], args)
+
+    result = {
+        "data": prep.get("name", args.data.name),
+        "run": str(args.run),
+        "subset": args.subset,
+        "sentences": len(references),
+        "direction": f"{prep['source_lang']}-{prep['target_lang']}",
+        "arch": settings(state).get("arch"),
+        "checkpoint": str(checkpoint),
+        "averaged": averaged,
+        "beam": args.beam,
+        "lenpen": args.lenpen,
+        "scores": score(hypotheses, detokenised, references, tokenised_references, prep["lowercase"]),
+        "speed": speed(output),
+        "training_seed": section(state, "common").get("seed"),
+        "command": shlex.join(args.command),
+        "generate_command": shlex.join(generate_command),
+        **provenance("--cpu" in args.generate_flags),
+    }
+    with replacing(results / f"{args.subset}.hyp.txt") as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
+    with replacing(results / f"{args.subset}.json") as temporary:
+        temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    report(result, results)
+    return result
+
+
+def _reference_file(data, subset, language):
+    """The raw references of a split, or an error that names the splits there are."""
+    path = data / "raw" / f"{subset}.{language}"
+    if not path.is_file():
+        there = sorted(found.stem for found in (data / "raw").glob(f"*.{language}"))
+        raise EvaluationError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
+    return path
+
+
+def choose_checkpoint(args):
+    """The checkpoint to translate with, and the files it is the average of ([] where it is none)."""
+    if args.checkpoint:
+        return args.checkpoint, []
+    wanted = args.average or 10
+    files = list(args.run.iterdir())
+    epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
+    if max(epochs, updates) < wanted:
+        hint = "" if args.average else f"; --average {max(epochs, updates, 1)} takes what there is"
+        raise EvaluationError(
+            f"{args.run}: {wanted} checkpoints to average are wanted; there are {epochs} by epoch, {updates} by update"
+            f"{hint if epochs or updates else ''}"
+        )
+    by_epoch = epochs >= wanted
+    paths = average_checkpoints.select([args.run], wanted if by_epoch else None, None if by_epoch else wanted)
+    output = args.run / f"average{wanted}.pt"
+    print(f"averaging the last {wanted} checkpoints by {'epoch' if by_epoch else 'update'}", file=sys.stderr)
+    state = average_checkpoints.average(paths)
+    with replacing(output) as temporary:
+        torch.save(state, temporary)
+    return output, [str(path) for path in paths]
+
+
+def check_dictionaries(data, prep, checkpoint, state):
+    """Refuse a checkpoint whose embeddings are not of this folder's dictionaries."""
+    for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
+        path, weight = data / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
+        entries = len(read_lines(path)) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
+        if weight is not None and len(weight) != entries:
+            raise EvaluationError(
+                f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
+            )
+
+
+def generate(args, prep, checkpoint, sentences, results):
+    """Run fairseq-generate; returns the command and its output lines, which RESULTS/generate-SUBSET.txt keeps."""
+    command = [
+        str(Path(sys.executable).with_name("fairseq-generate")),
+        *(str(args.data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
+        *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"]),
+        *("--path", str(checkpoint), "--gen-subset", args.subset),
+        *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
+        *args.generate_flags,
+    ]
+    print("+", shlex.join(command), file=sys.stderr)
+    results.mkdir(exist_ok=True)
+    log = results / f"generate-{args.subset}.log"
+    output = []
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+        ) as process,
+        tqdm(total=sentences, unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress,
+    ):
+        for line in process.stdout:
+            output.append(line.decode("utf-8").rstrip("\n"))
+            progress.update(line.startswith(b"H-"))
+    messages = read_lines(log)
+    if process.returncode:
+        last = next((line for line in reversed(messages) if line.strip()), "it said nothing")
+        raise EvaluationError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
+    with replacing(results / f"generate-{args.subset}.txt") as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in output), encoding="utf-8")
+    return command, output + messages
+
+
+def in_order(output, sentences):
+    """The hypotheses in fairseq-generate's output, in the order of the sentence ids 0 .. sentences - 1."""
+    found = {}
+    for line in output:
+        if match := re.match(r"H-(\d+)\t[^\t]*\t?(.*)", line):
+            number = int(match[1])
+            if number in found:
+                raise EvaluationError(f"sentence {number} has more than one hypothesis (was --nbest given?)")
+            found[number] = match[2]
+    missing = sorted(set(range(sentences)) - set(found))
+    surplus = sorted(set(found) - set(range(sentences)))
+    if missing:
+        raise EvaluationError(f"{len(missing)} of {sentences} sentences have no hypothesis, the first is {missing[0]}")
+    if surplus:
+        raise EvaluationError(f"there are hypotheses for {len(surplus)} sentences beyond the {sentences} references")
+    return [found[number] for number in range(sentences)]
+
+
+def check_references(output, references, lowercase, args):
+    """The raw references must be the text that was made binary: compare them with what fairseq read back."""
+    targets = {int(m[1]): m[2] for line in output if (m := re.match(r"T-(\d+)\t(.*)", line)) and "<<unk>>" not in m[2]}
+    different = [
+        number
+        for number, target in sorted(targets.items())
+        if target.split() != (references[number].lower() if lowercase else references[number]).split()
+    ]
+    if not different:
+        return
+    first = different[0]
+    message = (
+        f"{len(different)} of {len(targets)} raw references of {args.subset!r} in {args.data} are not the text of the "
+        f"binary data, first line {first + 1}:\n  raw:    {references[first]}\n  binary: {targets[first]}"
+    )
+    if len(different) > len(targets) // 10:
+        raise EvaluationError(message)
+    print(f"evaluate: warning: {message}", file=sys.stderr)
+
+
+def score(tokenised, detokenised, references, tokenised_references, lowercase):
+    """Both kinds of BLEU with their signatures, by sacreBLEU; all arguments are lists of lines."""
+    raw, tokens = BLEU(lowercase=lowercase), BLEU(lowercase=lowercase, tokenize="none", force=True)
+    return {
+        "sacrebleu": _result(raw, detokenised, references),
+        "tokenised_bleu": _result(tokens, tokenised, tokenised_references),
+    }
+
+
+def _result(metric, hypotheses, references):
+    found = metric.corpus_score([line.replace("<unk>", UNKNOWN) for line in hypotheses], [references])
+    return {"score": found.score, "detail": str(found), "signature": str(metric.get_signature())}
+
+
+def speed(output):
+    """What fairseq-generate says about its own speed, or None."""
+    for line in output:
+        if match := re.search(r"Translated [\d,]+ sentences .* in ([\d.]+)s \(([\d.]+) sentences/s, ([\d.]+)", line):
+            seconds, sentences, tokens = map(float, match.groups())
+            return {"seconds": seconds, "sentences_per_second": sentences, "tokens_per_second": tokens}
+    return None
+
+
+def provenance(on_cpu=False):
+    """Where and with what a result was made."""
+    packages = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
+    return {
+        "commit": _git_commit(),
+        "device": _device(on_cpu),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git_commit():
+    def git(*words):
+        return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout
+
+    commit = git("rev-parse", "HEAD").strip()
+    return commit + (" with local changes" if git("status", "--porcelain", "--untracked-files=no") else "") or None
+
+
+def _device(on_cpu):
+    if torch.cuda.is_available() and not on_cpu:
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return f"CPU, {names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _version(package):
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def report(result, results):
+    """Print the result as people read it."""
+    scores = result["scores"]
+    print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
+    print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
+    for name, label in (("sacrebleu", "sacreBLEU"), ("tokenised_bleu", "tokenised BLEU")):
+        print(f"  {label + ' ':.<18} {scores[name]['score']:6.2f}  {scores[name]['signature']}")
+    print(f"  written: {results / result['subset']}.json, .hyp.txt")
+
+
+if __name__ == "__main__":
+    main()

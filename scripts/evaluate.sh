@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Translate a prepared split with a trained run and score it: average, beam search, BLEU in two kinds.
+#
+#   scripts/evaluate.sh --data data/NAME --run runs/NAME [--subset test] [--average N | --checkpoint FILE]
+#                       [--beam 5] [--lenpen 1] [-- fairseq-generate flags]
+#
+# For example: scripts/evaluate.sh --data data/multi30k-de-en --run runs/m30k --average 10 -- --batch-size 64
+# Results go to RUN/eval/: SUBSET.json with the scores, their signatures and where they came from, SUBSET.hyp.txt with
+# the translations. All flags: scripts/evaluate.sh --help
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+require_setup
+exec "$python" "$repo/scripts/evaluate.py" "$@"
