@@ -167,6 +167,8 @@ def generate(args, prep, checkpoint, sentences, results):
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"]),
         *("--path", str(checkpoint), "--gen-subset", args.subset),
         *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
+        # By default this fairseq drops the last batch unless it holds a multiple of 8 sentences.
+        *("--required-batch-size-multiple", "1"),
         *args.generate_flags,
     ]
     print("+", shlex.join(command), file=sys.stderr)

@@ -1,0 +1,153 @@
+"""scripts/evaluate.sh: the numbers are sacreBLEU's, the order is the sentences', and nothing flatters."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import pytest
+from evaluate import EvaluationError
+from text import Moses, PrepError, read_lines, read_prep
+from toy import data, run, script  # noqa: F401  (fixtures)
+
+REFERENCES = [
+    "The quick brown fox doesn't jump over the lazy dog.",
+    "A man in a blue shirt is standing on a ladder, cleaning a window.",
+    "“Two young, White males” are outside near many bushes.",
+    "It costs $3.50 (about 3 €), he said.",
+]
+HYPOTHESES = [
+    "the quick brown fox does not jump over a lazy dog.",
+    "a man in a blue shirt is on a ladder cleaning a window.",
+    "two young, white men are outside near the bushes.",
+    "it costs $3.50 (about 3 €), he says.",
+]
+MOSES = Moses({}, "en")
+
+
+def tokens(lines):
+    return [MOSES.tokenize(line) for line in lines]
+
+
+def sacrebleu_cli(folder, hypotheses, references, *flags):
+    """The score that sacreBLEU's own command line gives."""
+    for name, lines in (("hyp", hypotheses), ("ref", references)):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    command = [Path(sys.executable).with_name("sacrebleu"), folder / "ref", "-i", folder / "hyp", "-w", "6", *flags]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_both_scores_equal_sacrebleus_command_line(tmp_path, lowercase):
+    scores = evaluate.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
+    case = ["-lc"] if lowercase else []
+    raw = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, *case)
+    tokenised = sacrebleu_cli(tmp_path, tokens(HYPOTHESES), tokens(REFERENCES), *case, "--tokenize", "none", "--force")
+    for name, expected in (("sacrebleu", raw), ("tokenised_bleu", tokenised)):
+        assert scores[name]["score"] == pytest.approx(expected["score"], abs=1e-6)
+        assert scores[name]["signature"] == expected["signature"]
+    assert ("case:lc" in scores["sacrebleu"]["signature"]) == lowercase
+    assert scores["sacrebleu"]["score"] != scores["tokenised_bleu"]["score"]
+
+
+def test_order_is_restored_by_sentence_id():
+    numbers = list(range(25))
+    random.Random(1).shuffle(numbers)
+    output = ["INFO: H-1 in a message", *(f"{kind}-{n}\t-0.5\tsentence {n}" for n in numbers for kind in "HDP")]
+    assert evaluate.in_order(output, 25) == [f"sentence {n}" for n in range(25)]
+
+
+def test_an_empty_hypothesis_is_a_hypothesis():
+    assert evaluate.in_order(["H-1\t-0.5\tb", "H-0\t-0.5\t"], 2) == ["", "b"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([0, 2], "1 of 3 sentences have no hypothesis, the first is 1"),
+        ([0, 1, 2, 1], "sentence 1 has more than one"),
+        ([0, 1, 2, 3], "1 sentences beyond the 3 references"),
+        ([], "3 of 3"),
+    ],
+)
+def test_missing_and_doubled_hypotheses_are_errors(numbers, message):
+    with pytest.raises(EvaluationError, match=message):
+        evaluate.in_order([f"H-{n}\t0\tx" for n in numbers], 3)
+
+
+def test_unk_earns_nothing():
+    references = ["<unk> <unk> <unk> <unk> <unk>", "a <unk> b c d"]
+    assert evaluate.score(references, references, references, references, True)["sacrebleu"]["score"] < 50
+    only = references[:1]
+    scores = evaluate.score(only, only, only, only, True)
+    assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
+
+
+def test_raw_references_must_be_the_binary_datas_text(capsys):
+    class Args:
+        subset, data = "test", "data/x"
+
+    lines = [f"sentence {n} ." for n in range(20)]
+    output = [f"T-{n}\t{line}" for n, line in enumerate(lines)]
+    evaluate.check_references(output, [line.title() for line in lines], True, Args)
+    assert capsys.readouterr().err == ""
+    evaluate.check_references(["T-0\t<<unk>> 0 ."], lines, True, Args)
+    assert capsys.readouterr().err == ""
+    evaluate.check_references(output, ["Other .", *lines[1:]], True, Args)
+    assert "1 of 20 raw references" in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="first line 1"):
+        evaluate.check_references(output, lines[1:] + lines[:1], True, Args)
+
+
+def test_lines_end_only_at_line_feeds(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes("one\u2028still one\r\n\nthree\x85\n".encode())
+    assert read_lines(path) == ["one\u2028still one", "", "three\x85"]
+    path.write_bytes(b"good\nb\xffd\n")
+    with pytest.raises(PrepError, match=r"text:2: not UTF-8"):
+        read_lines(path)
+
+
+def test_prep_is_checked(tmp_path):
+    with pytest.raises(PrepError, match=r"PREP\.json: no such file"):
+        read_prep(tmp_path)
+    (tmp_path / "PREP.json").write_text('{"source_lang": "de"}')
+    with pytest.raises(PrepError, match="has no target_lang, tokenizer, lowercase, bpe"):
+        read_prep(tmp_path)
+
+
+@pytest.mark.slow
+def test_end_to_end(data, run, tmp_path):  # noqa: F811
+    result = script("evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((run / "eval" / "test.json").read_text())
+    assert [Path(path).name for path in found["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
+    assert found["sentences"] == 10, "all of them, although 10 is no multiple of 8"
+    assert found["arch"] == "ea_transformer_base"
+    assert found["training_seed"] == 1
+    assert "tok:13a" in found["scores"]["sacrebleu"]["signature"]
+    assert "tok:none" in found["scores"]["tokenised_bleu"]["signature"]
+    assert {"commit", "device", "versions", "command", "speed"} <= found.keys()
+    assert "--max-len-b 30" in found["generate_command"]
+    assert found["generate_command"] in result.stderr, "the command is shown"
+    assert found["scores"]["sacrebleu"]["signature"] in result.stdout
+    assert len(read_lines(run / "eval" / "test.hyp.txt")) == 10
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
+    def error(*flags, of=data):
+        result = script("evaluate.sh", "--data", of, "--run", run, *flags)
+        assert result.returncode not in (0, None)
+        assert "Traceback" not in result.stderr
+        return result.stderr
+
+    assert "10 checkpoints to average are wanted; there are 3 by epoch" in error()
+    assert "--subset nope" in error("--subset", "nope", "--average", 1)
+    assert "there are: test, valid" in error("--subset", "nope", "--average", 1)
+    assert "no such checkpoint" in error("--checkpoint", tmp_path / "none.pt")
+    assert "unrecognized arguments: --nonsense" in error("--average", 1, "--", "--nonsense")
+    (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
+    assert "torn.pt: torn or damaged" in error("--checkpoint", tmp_path / "torn.pt")

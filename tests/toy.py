@@ -1,0 +1,96 @@
+"""A prepared data folder and a trained run, tiny and made in seconds, for the tests of the scripts."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import learn_bpe
+
+REPO = Path(__file__).resolve().parent.parent
+TINY = [
+    *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "16", "--encoder-attention-heads", "2"),
+    *("--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16", "--decoder-attention-heads", "2"),
+    *("--encoder-layers", "2", "--decoder-layers", "1", "--share-all-embeddings"),
+]
+NOUNS = "dog cat house tree book lamp garden bird".split()  # noqa: SIM905
+GERMAN = "Hund Katze Haus Baum Buch Lampe Garten Vogel".split()  # noqa: SIM905
+
+
+def sentences(count, seed):
+    """Pairs like ("Hund Katze, Haus.", "the dog, the cat, the house.")."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        words = rng.choices(range(len(NOUNS)), k=rng.randint(1, 5))
+        yield ", ".join(GERMAN[w] for w in words) + ".", ", ".join("the " + NOUNS[w] for w in words) + "."
+
+
+def prepare(folder, train=120, valid=12, test=10):
+    """Make `folder` as data-prep/ would: binary data, code, raw text of the held-out splits, PREP.json."""
+    (folder / "raw").mkdir(parents=True)
+    scratch = folder.with_name(folder.name + ".scratch")
+    scratch.mkdir()
+    for seed, (split, count) in enumerate((("train", train), ("valid", valid), ("test", test))):
+        for language, lines in zip(("de", "en"), zip(*sentences(count, seed), strict=True), strict=True):
+            if split != "train":
+                (folder / "raw" / f"{split}.{language}").write_text("".join(f"{line}\n" for line in lines))
+            tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in lines]
+            (scratch / f"{split}.tok.{language}").write_text("".join(f"{line}\n" for line in tokens))
+    with (folder / "code").open("w") as codes:
+        both = [line for language in ("de", "en") for line in (scratch / f"train.tok.{language}").open()]
+        learn_bpe(both, codes, 20)
+    with (folder / "code").open() as codes:
+        bpe = BPE(codes)
+    for path in scratch.glob("*.tok.*"):
+        lines = path.read_text().splitlines()
+        path.with_name(path.name.replace(".tok", "")).write_text(
+            "".join(bpe.process_line(line) + "\n" for line in lines)
+        )
+    fairseq(
+        *("preprocess", "-s", "de", "-t", "en", "--joined-dictionary", "--destdir", folder),
+        *(word for split in ("train", "valid", "test") for word in (f"--{split}pref", scratch / split)),
+    )
+    prep = {"name": folder.name, "source_lang": "de", "target_lang": "en", "tokenizer": "moses"}
+    prep |= {"lowercase": True, "bpe": "subword_nmt", "splits": {"test": {"pairs": test}}}
+    (folder / "PREP.json").write_text(json.dumps(prep))
+    return folder
+
+
+def train(data, run, *flags, arch="ea_transformer_base"):
+    """A few epochs of fairseq-train, on the CPU."""
+    fairseq(
+        *("train", data, "--user-dir", REPO / "ea_fairseq", "--save-dir", run, "--arch", arch, *TINY, "--cpu"),
+        *("--max-tokens", 400, "--optimizer", "adam", "--lr", 0.01, "--criterion", "label_smoothed_cross_entropy"),
+        *("--max-epoch", 3, "--no-progress-bar", *flags),
+    )
+    return run
+
+
+def fairseq(name, *arguments):
+    command = [Path(sys.executable).with_name(f"fairseq-{name}"), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def script(name, *arguments, **options):
+    """Run scripts/NAME (.sh or .py) and return what it printed and its status."""
+    path = REPO / "scripts" / name
+    command = ["bash", path] if path.suffix == ".sh" else [sys.executable, path]
+    return subprocess.run(
+        [*command, *map(str, arguments)], **{"capture_output": True, "text": True, "check": False, **options}
+    )
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """One prepared folder for all the tests of a session; nobody writes to it."""
+    return prepare(tmp_path_factory.mktemp("prepared") / "toy-de-en")
+
+
+@pytest.fixture(scope="session")
+def run(data, tmp_path_factory):
+    """One run with three epochs' checkpoints; tests may add files to it and must not change those."""
+    return train(data, tmp_path_factory.mktemp("runs") / "toy")
