@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Multi30k, real image captions: multi30k.sh de-en|en-de|en-fr [--raw DIR] [options]; --help lists them.
+source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" multi30k "$@"

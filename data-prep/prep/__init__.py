@@ -1,0 +1,1 @@
+"""From raw parallel text to fairseq's binary data: one pipeline, which every recipe in data-prep/ runs."""

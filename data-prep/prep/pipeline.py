@@ -1,0 +1,305 @@
+"""The seven stages, from raw text to fairseq's binary data.
+
+extract   raw/ and archives -> plain text, UTF-8 verified, both sides of a split with as many lines
+clean     punctuation and non-printing characters, where the rules ask for it
+tokenise  Moses tokens, case; length filter in words; the validation split
+learn     joint subword codes
+apply     text -> subwords
+filter    length filter in subwords
+binarise  fairseq-preprocess; the finished data folder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from . import report, sources, stages, subwords
+from .parallel import Chunk, chunks, ordered_map
+from .recipe import Part, Recipe
+from .rules import Faults, Normalise, Tokenise, TokeniseChecked
+from .stages import NAMES, Stage
+from .text import PrepError, checked_lines, count_lines
+
+ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
+LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "fairseq-fixed")
+
+
+def say(text: str) -> None:
+    """A line for the person at the screen."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Pipeline:
+    """One preparation: `recipe` applied to the text below `raw`, finished as the folder `out`."""
+
+    def __init__(self, recipe: Recipe, raw: Path, out: Path, workers: int, command: list[str]):
+        self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
+        self.languages = (recipe.source_lang, recipe.target_lang)
+        self.work = out.with_name(out.name + ".work")
+        folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
+        self.folder = folder | {"binarise": out}
+        # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
+        self.filtered = ["train", "valid"] if recipe.rules.valid_every else ["train"]
+        self.chain = self._stages()
+
+    def run(self, force: str | None = None) -> dict:
+        """Makes what is missing and returns the contents of PREP.json."""
+        if self.out.exists() and not (self.out / stages.STAMP).exists() and any(self.out.iterdir()):
+            raise PrepError(f"{self.out}: exists and was not made here; move it away or choose another --out")
+        with stages.alone(self.work):
+            stages.run(self.chain, force, say)
+        return json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+
+    def _stages(self) -> list[Stage]:
+        rules = self.recipe.rules
+        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
+        lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
+        options = {
+            "extract": [self.languages, self._fingerprint()],
+            "clean": rules.normalise,
+            "tokenise": [versions(), tokens, lengths if rules.filter_on == "words" else None],
+            "learn": [rules.bpe, rules.merges, rules.vocabulary_threshold],
+            "apply": None,
+            "filter": lengths if rules.filter_on == "subwords" else None,
+            "binarise": self.recipe.name,
+        }
+        return [
+            Stage(name, options[name], getattr(self, name), self.folder[name], self.work / f"{name}.tmp")
+            for name in NAMES
+        ]
+
+    def _fingerprint(self) -> list:
+        return [
+            [split, dataclasses.astuple(part), *sources.fingerprint(part, lang, role, self.raw)]
+            for split, parts in self.recipe.splits().items()
+            for part in parts
+            for lang, role in zip(self.languages, ROLES, strict=True)
+        ]
+
+    def text(self, stage: str, split: str, raw: bool = False) -> list[Path]:
+        """Both files of a split as `stage` left them; `raw` for the text of the same lines before any rule."""
+        folder = self.folder[stage] / "raw" if raw else self.folder[stage]
+        return [folder / f"{split}.{lang}" for lang in self.languages]
+
+    def splits(self) -> list[str]:
+        """The splits of the finished data, training first."""
+        return ["train", "valid", *self.recipe.test_names()]
+
+    def dropped(self) -> dict[str, int]:
+        """Reason -> number of pairs that the length filter dropped."""
+        done = {stage.name: stage for stage in self.chain}
+        return done["tokenise"].report() | done["filter"].report()
+
+    def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
+        """See parallel.ordered_map; shows progress."""
+        return ordered_map(function, chunks(paths, what, count_lines(paths[0])), self.workers)
+
+    def _rewrite(self, function: Callable, stage: str, folder: Path, split: str) -> None:
+        """Passes both sides of a split, as `stage` left them, through `function`, into `folder`."""
+        inputs = self.text(stage, split)
+        with ExitStack() as stack:
+            files = _create(stack, [folder / path.name for path in inputs])
+            for _, sides in self._read(function, inputs, f"{folder.stem} {split}"):
+                for file, lines in zip(files, sides, strict=True):
+                    file.writelines(lines)
+
+    # --- extract ----------------------------------------------------------------------------------------------------
+
+    def extract(self, folder: Path) -> dict:
+        return {split: self._extract(folder, split, parts) for split, parts in self.recipe.splits().items()}
+
+    def _extract(self, folder: Path, split: str, parts: tuple[Part, ...]) -> int:
+        total = 0
+        for part in parts:
+            counts = {}
+            for lang, role in zip(self.languages, ROLES, strict=True):
+                name = str(sources.locate(part, lang, role, self.raw))
+                lines = checked_lines(sources.lines(part, lang, role, self.raw), name, self.recipe.rules.normalise)
+                with (folder / f"{split}.{lang}").open("ab") as file:
+                    counts[name] = _write(file, lines)
+            if len(set(counts.values())) != 1:
+                found = "\n".join(f"  {count:>11,} lines in {name}" for name, count in counts.items())
+                raise PrepError(f"{split}: the two sides do not have the same number of lines:\n{found}")
+            total += counts[name]
+        if not total:
+            raise PrepError(f"{split}: no lines in {' and '.join(counts)}")
+        return total
+
+    # --- clean ------------------------------------------------------------------------------------------------------
+
+    def clean(self, folder: Path) -> dict:
+        for split in self.recipe.splits():
+            if split == "train" and self.recipe.rules.normalise:
+                self._rewrite(Normalise(self.languages), "extract", folder, split)
+            else:
+                _link(self.text("extract", split), folder)
+        return {}
+
+    # --- tokenise ---------------------------------------------------------------------------------------------------
+
+    def tokenise(self, folder: Path) -> dict:
+        (folder / "raw").mkdir()
+        for split in self.recipe.splits():
+            if split != "train":
+                self._rewrite(Tokenise(self.languages, self.recipe.rules), "clean", folder, split)
+                _link(self.text("extract", split), folder / "raw")
+        return self._tokenise_train(folder)
+
+    def _tokenise_train(self, folder: Path) -> dict:
+        """Tokens of the training text, its length filter in words, and the validation split if it comes from there."""
+        rules = self.recipe.rules
+        every = rules.valid_every or sys.maxsize
+        work = TokeniseChecked(self.languages, rules)
+        names = [f"train.{lang}" for lang in self.languages]
+        if rules.valid_every:
+            names += [f"{folder}valid.{lang}" for folder in ("", "raw/") for lang in self.languages]
+        inputs = self.text("clean", "train") + (self.text("extract", "train") if rules.valid_every else [])
+        dropped, kept = Counter(), 0
+        with ExitStack() as stack:
+            files = _create(stack, [folder / name for name in names])
+            train, valid = files[:2], files[2:]
+            for chunk, (sides, wrong) in self._read(work, inputs, "tokenise train"):
+                for fault, *row in zip(wrong, *sides, *chunk[2:], strict=True):
+                    if fault:
+                        dropped[fault] += 1
+                        continue
+                    kept += 1
+                    for file, line in zip(valid if kept % every == 0 else train, row, strict=False):
+                        file.write(line)
+        if not kept:
+            raise PrepError(f"no training pair is left; dropped: {dict(dropped)}")
+        return dict(dropped)
+
+    # --- learn ------------------------------------------------------------------------------------------------------
+
+    def learn(self, folder: Path) -> dict:
+        rules, train = self.recipe.rules, self.text("tokenise", "train")
+        words = (Counter(), Counter())
+        for _, counts in self._read(subwords.count_words, train, "count words"):
+            for total, count in zip(words, counts, strict=True):
+                total.update(count)
+        if rules.bpe == "sentencepiece":
+            subwords.learn_sentencepiece(train, rules.merges, folder)
+        else:
+            subwords.learn(words[0] + words[1], rules.merges, folder)
+        if rules.vocabulary_threshold:
+            for lang, side in zip(self.languages, words, strict=True):
+                allowed = subwords.frequent(side, self._codes(folder), rules.vocabulary_threshold)
+                (folder / f"vocabulary.{lang}").write_text("".join(f"{word}\n" for word in allowed), encoding="utf-8")
+        report = zip(self.languages, words, strict=True)
+        return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
+
+    def _codes(self, folder: Path) -> Path:
+        return folder / subwords.CODES[self.recipe.rules.bpe]
+
+    # --- apply ------------------------------------------------------------------------------------------------------
+
+    def apply(self, folder: Path) -> dict:
+        learnt, vocabularies = self.folder["learn"], [None, None]
+        if self.recipe.rules.vocabulary_threshold:
+            files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
+            vocabularies = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
+        work = subwords.Apply(self._codes(learnt), vocabularies)
+        for split in self.splits():
+            self._rewrite(work, "tokenise", folder, split)
+        return {}
+
+    # --- filter -----------------------------------------------------------------------------------------------------
+
+    def filter(self, folder: Path) -> dict:
+        (folder / "raw").mkdir()
+        dropped = Counter()
+        for split in self.splits():
+            raw = [] if split == "train" else self.text("tokenise", split, raw=True)
+            if self.recipe.rules.filter_on == "subwords" and split in self.filtered:
+                dropped += self._filter(folder, split, raw)
+            else:
+                _link(self.text("apply", split), folder)
+                _link(raw, folder / "raw")
+        return dict(dropped)
+
+    def _filter(self, folder: Path, split: str, raw: list[Path]) -> Counter:
+        inputs, dropped = self.text("apply", split), Counter()
+        outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
+        with ExitStack() as stack:
+            files = _create(stack, outputs)
+            work = Faults(self.recipe.rules)
+            for chunk, wrong in self._read(work, inputs + raw, f"filter {split}"):
+                for fault, *row in zip(wrong, *chunk, strict=True):
+                    if fault:
+                        dropped[fault] += 1
+                    else:
+                        for file, line in zip(files, row, strict=True):
+                            file.write(line)
+        return dropped
+
+    # --- binarise ---------------------------------------------------------------------------------------------------
+
+    def binarise(self, folder: Path) -> dict:
+        text = self.folder["filter"]
+        self._preprocess(text, folder)
+        shutil.copy(self._codes(self.folder["learn"]), folder)
+        shutil.copytree(text / "raw", folder / "raw")
+        summary = report.summarise(self, folder, versions())
+        (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        report.plot_lengths(self, folder)
+        return {}
+
+    def _preprocess(self, text: Path, folder: Path) -> None:
+        """Runs fairseq-preprocess on the files in `text`."""
+        tests = ",".join(str(text / name) for name in self.recipe.test_names())
+        command = [
+            str(Path(sys.executable).with_name("fairseq-preprocess")), "--joined-dictionary",
+            "--source-lang", self.languages[0], "--target-lang", self.languages[1],
+            "--trainpref", str(text / "train"), "--validpref", str(text / "valid"), "--testpref", tests,
+            "--destdir", str(folder), "--workers", str(self.workers),
+        ]  # fmt: skip
+        say("+ " + shlex.join(command))
+        log = folder / "preprocess.log"
+        quiet = os.environ | {"PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet, check=False
+        )
+        if done.returncode:
+            raise PrepError(f"fairseq-preprocess failed ({done.returncode}):\n" + done.stdout[-2000:])
+        log.unlink()
+
+
+def _create(stack: ExitStack, paths: list[Path]) -> list[IO[bytes]]:
+    return [stack.enter_context(path.open("wb", buffering=1 << 20)) for path in paths]
+
+
+def _write(file: IO[bytes], lines: Iterable[bytes]) -> int:
+    """Writes the lines and says how many they were."""
+    number = 0
+    for number, line in enumerate(lines, 1):  # noqa: B007
+        file.write(line)
+    return number
+
+
+def _link(paths: list[Path], folder: Path) -> None:
+    """The same files in another folder, without a second copy on the disk where the file system can."""
+    for path in paths:
+        try:
+            os.link(path, folder / path.name)
+        except OSError:
+            shutil.copyfile(path, folder / path.name)
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides what the data looks like."""
+    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version()} | found

@@ -1,0 +1,63 @@
+"""What a recipe is made of: parts, rules and expected counts. The recipes themselves are in ../recipes.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one recipe."""
+
+    lowercase: bool = False
+    split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
+    normalise: bool = False  # punctuation and non-printing characters, in training text
+    filter_on: str = "words"  # lengths are counted in "words", before the split and BPE, or in "subwords", after
+    max_ratio: float | None = None  # a pair goes if one side is more than this many times as long as the other
+    max_length: int | None = None
+    valid_every: int | None = None  # every n-th training line is validation
+    bpe: str = "subword_nmt"  # or sentencepiece
+    merges: int = 10_000
+    vocabulary_threshold: int = 0  # subwords rarer than this on their side are split again
+
+    def fault(self, source_length: int, target_length: int) -> str | None:
+        """Why a training pair is dropped, or None; as in Moses' clean-corpus-n."""
+        if not source_length or not target_length:
+            return "empty"
+        if self.max_length and max(source_length, target_length) > self.max_length:
+            return "too long"
+        if self.max_ratio and max(source_length, target_length) > self.max_ratio * min(source_length, target_length):
+            return "length ratio"
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of parallel text: two files. {lang} in `member` is the side's language, {role} its "src" or "ref"."""
+
+    member: str  # path inside the archive, or below --raw
+    url: str = ""  # of the archive, or of the file itself; may hold {lang} too
+    form: str = "plain"  # plain, ted, segments: see sources.py
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Parallel text and what to do with it."""
+
+    name: str
+    source_lang: str
+    target_lang: str
+    train: tuple[Part, ...]
+    tests: dict[str, tuple[Part, ...]]  # name -> parts, in order; fairseq calls them test, test1, ...
+    rules: Rules
+    valid: tuple[Part, ...] = ()  # none: every rules.valid_every-th training line
+    expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
+
+    def splits(self) -> dict[str, tuple[Part, ...]]:
+        """fairseq's name of each split that comes as such -> its parts."""
+        splits = {"train": self.train} | ({"valid": self.valid} if self.valid else {})
+        return splits | dict(zip(self.test_names(), self.tests.values(), strict=True))
+
+    def test_names(self) -> dict[str, str]:
+        """fairseq's name of each test -> the name people know it by."""
+        return {f"test{number or ''}": name for number, name in enumerate(self.tests)}

@@ -1,0 +1,81 @@
+"""What is done to a line: punctuation, tokens, case, lengths. Each function takes and gives one line or one pair."""
+
+from __future__ import annotations
+
+from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+from .parallel import Chunk
+from .recipe import Rules
+
+
+class Tokenizer(MosesTokenizer):
+    """sacremoses' tokenizer with sets where it searches strings and lists: the same output, several times as fast."""
+
+    def __init__(self, lang: str):
+        super().__init__(lang)
+        self._lower, self._alpha = frozenset(self.IsLower), frozenset(self.IsAlpha)
+        self.NONBREAKING_PREFIXES = frozenset(self.NONBREAKING_PREFIXES)
+        self.NUMERIC_ONLY_PREFIXES = frozenset(self.NUMERIC_ONLY_PREFIXES)
+
+    def islower(self, text: str) -> bool:
+        return self._lower.issuperset(text)
+
+    def isanyalpha(self, text: str) -> bool:
+        return not self._alpha.isdisjoint(text)
+
+
+class Normalise:
+    """Chunk -> the same lines with normalised punctuation and without non-printing characters, as WMT recipes do."""
+
+    def __init__(self, languages: tuple[str, str]):
+        self._normalizers = [
+            MosesPunctNormalizer(lang, penn=True, norm_numbers=True, post_remove_control_chars=True)
+            for lang in languages
+        ]
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        return tuple(
+            [normalizer.normalize(line.decode()).encode() + b"\n" for line in lines]
+            for normalizer, lines in zip(self._normalizers, chunk, strict=True)
+        )
+
+
+class Tokenise:
+    """Chunk -> its tokenised lines."""
+
+    def __init__(self, languages: tuple[str, str], rules: Rules):
+        self._tokenizers = [Tokenizer(lang) for lang in languages]
+        self._rules = rules
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        return tuple(
+            [self._line(tokenizer, line) for line in lines]
+            for tokenizer, lines in zip(self._tokenizers, chunk, strict=True)
+        )
+
+    def _line(self, tokenizer: Tokenizer, line: bytes) -> bytes:
+        text = tokenizer.tokenize(line.decode(), self._rules.split_dashes, return_str=True)
+        return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
+
+
+class Faults:
+    """Chunk of space-separated tokens -> what the length rules say about each pair, None where they say nothing."""
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+
+    def __call__(self, chunk: Chunk) -> list[str | None]:
+        pairs = zip(*chunk, strict=True)
+        return [self._rules.fault(len(source.split()), len(target.split())) for source, target in pairs]
+
+
+class TokeniseChecked(Tokenise):
+    """Chunk -> (its tokenised lines, what the length rules say about each pair)."""
+
+    def __init__(self, languages: tuple[str, str], rules: Rules):
+        super().__init__(languages, rules)
+        self._faults = Faults(rules) if rules.filter_on == "words" else lambda sides: [None] * len(sides[0])
+
+    def __call__(self, chunk: Chunk) -> tuple[Chunk, list[str | None]]:
+        sides = super().__call__(chunk)
+        return sides, self._faults(sides)

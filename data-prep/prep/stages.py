@@ -1,0 +1,113 @@
+"""Stages that stop and go on: each fills a folder of its own, which gets its name only when it is complete.
+
+    NAME.work/1-extract/.stamp.json    {"key": ..., "report": ...}
+    NAME.work/2-clean/...
+
+A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
+any other is made again, and so is everything after it. A killed run leaves NAME.work/*.tmp, which the next run
+removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .text import PrepError
+
+STAMP = ".stamp.json"
+NAMES = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")
+
+
+@dataclass
+class Stage:
+    """`make(folder)` fills an empty folder and returns what there is to report; `options` decide what it makes."""
+
+    name: str
+    options: Any
+    make: Callable[[Path], dict]
+    folder: Path  # its final name
+    temporary: Path  # its name while it is filled, on the same file system
+    key: str = ""
+
+    def report(self) -> dict | None:
+        """The report of the finished stage, or None if it has to be made (again)."""
+        try:
+            stamp = json.loads((self.folder / STAMP).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return stamp["report"] if stamp["key"] == self.key else None
+
+
+def chain(stages: list[Stage]) -> None:
+    """Gives every stage the key that depends on all that comes before it."""
+    key = ""
+    for stage in stages:
+        key = stage.key = hashlib.sha256(json.dumps([key, stage.name, stage.options]).encode()).hexdigest()
+
+
+def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> None:
+    """Makes what is not there yet. `force` names a stage to make again, with all that follow it."""
+    chain(stages)
+    forced = False
+    for position, stage in enumerate(stages):
+        forced = forced or stage.name == force
+        if not forced and stage.report() is not None:
+            say(f"{stage.name}: done already")
+            continue
+        for later in stages[position:-1]:  # the last stage's folder is the user's: it stays until it is replaced
+            _remove(later.folder)
+        say(stage.name)
+        _make(stage)
+
+
+def _make(stage: Stage) -> None:
+    temporary = stage.temporary
+    temporary.mkdir(parents=True)
+    try:
+        report = stage.make(temporary)
+        stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
+        (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
+        stage.folder.parent.mkdir(parents=True, exist_ok=True)
+        gone = temporary.with_name("replaced.tmp")
+        if stage.folder.exists():
+            stage.folder.rename(gone)
+        temporary.rename(stage.folder)
+        shutil.rmtree(gone, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder so that it is never seen half-removed under its own name."""
+    if folder.exists():
+        gone = folder.with_name(folder.name + ".gone.tmp")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone)
+
+
+@contextmanager
+def alone(work: Path) -> Iterator[None]:
+    """Keeps a second run out of the same folder, and removes what a killed one left."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PrepError(f"{work}: another run is at work here") from error
+        for left in work.glob("*.tmp"):
+            shutil.rmtree(left)
+        try:
+            yield
+        finally:
+            if not any(path.is_dir() for path in work.iterdir()):  # nothing was made: leave no trace
+                shutil.rmtree(work)

@@ -1,0 +1,103 @@
+"""Joint subwords: learnt on the words of both sides together, applied to each."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+from subword_nmt import apply_bpe, learn_bpe
+
+from .parallel import Chunk
+from .text import PrepError
+
+CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
+CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
+
+
+def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
+    """The words of each side of a chunk, as bytes."""
+    return tuple(Counter(b"".join(lines).split()) for lines in chunk)
+
+
+def learn(words: Counter, merges: int, folder: Path) -> None:
+    """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words."""
+    entries = [f"{word.decode()} {count}" for word, count in words.items()]
+    with (folder / CODES["subword_nmt"]).open("w", encoding="utf-8", newline="\n") as file:
+        learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
+
+
+def learn_sentencepiece(texts: list[Path], size: int, folder: Path) -> None:
+    """Writes folder/sentencepiece.bpe.model, of `size` pieces."""
+    prefix = folder / CODES["sentencepiece"].removesuffix(".model")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(path) for path in texts], model_prefix=str(prefix), model_type="bpe", vocab_size=size,
+            character_coverage=1.0, input_sentence_size=5_000_000, shuffle_input_sentence=True,
+            normalization_rule_name="identity", minloglevel=1,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise PrepError(f"sentencepiece could not learn {size:,} pieces (--merges): {error}") from error
+    prefix.with_suffix(".bpe.vocab").unlink(missing_ok=True)
+
+
+def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:
+    """The subwords that occur at least `threshold` times in text with these words."""
+    side, counts = Apply(codes).sides[0], Counter()
+    for word, count in words.items():
+        for subword in side.line(word).split():
+            counts[subword] += count
+    return sorted(subword.decode() for subword, count in counts.items() if count >= threshold)
+
+
+def _codes(path: Path) -> io.StringIO:
+    return io.StringIO(path.read_text(encoding="utf-8"))
+
+
+class Apply:
+    """Chunk -> the same lines in subwords.
+
+    `vocabularies` gives each side's allowed subwords, or None for all.
+    """
+
+    def __init__(self, codes: Path, vocabularies: Sequence[list[str] | None] = (None, None)):
+        if codes.name == CODES["sentencepiece"]:
+            self.sides = [_Pieces(codes, vocabulary) for vocabulary in vocabularies]
+        else:
+            self.sides = [
+                _Words(apply_bpe.BPE(_codes(codes), vocab=vocabulary and set(vocabulary)))
+                for vocabulary in vocabularies
+            ]
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        return tuple([side.line(line) for line in lines] for side, lines in zip(self.sides, chunk, strict=True))
+
+
+class _Words(dict):
+    """Word -> its subwords, both as bytes; a missing word is looked up in subword-nmt."""
+
+    def __init__(self, bpe: apply_bpe.BPE):
+        super().__init__()
+        self._bpe = bpe
+
+    def __missing__(self, word: bytes) -> bytes:
+        if len(self) >= CACHE_WORDS:
+            self.clear()
+            self._bpe.cache.clear()
+        self[word] = subwords = " ".join(self._bpe.segment_tokens([word.decode()])).encode()
+        return subwords
+
+    def line(self, line: bytes) -> bytes:
+        return b" ".join(map(self.__getitem__, line.split())) + b"\n"
+
+
+class _Pieces:
+    def __init__(self, model: Path, vocabulary: list[str] | None):
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        if vocabulary is not None:
+            self._model.set_vocabulary(vocabulary)
+
+    def line(self, line: bytes) -> bytes:
+        return " ".join(self._model.encode(line.decode().rstrip("\n"), out_type=str)).encode() + b"\n"

@@ -1,0 +1,84 @@
+"""Reading text that others made: UTF-8 or refused, one line per "\\n" and nothing else.
+
+Python's str.splitlines (and iteration over files opened as text) also breaks lines at U+2028, U+0085, form feeds or
+lone carriage returns. One of those in one language puts the two sides out of step for the rest of the corpus, so
+everything here works on bytes and splits at b"\\n" alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+BOM = b"\xef\xbb\xbf"
+
+
+class PrepError(Exception):
+    """A fault in the data or the command, worded for the person who has to mend it."""
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Turns what a damaged compressed file raises into a PrepError that names it."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise PrepError(f"{path}: truncated or damaged ({error}); fetch it again") from error
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file's bytes, decompressed if its name ends in .gz."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> Iterator[bytes]:
+    """Lines of `name` as UTF-8, each ending in one b"\\n".
+
+    CRLF becomes LF, a lone carriage return a space, and a byte-order mark at the start is dropped. Bytes that are not
+    UTF-8, and NUL bytes unless `keep_nul` says that a later step removes them, raise PrepError with the line's number.
+    """
+    lines, number = iter(lines), 0
+    while batch := list(islice(lines, 2000)):
+        if number == 0 and batch[0].startswith(BOM):
+            batch[0] = batch[0].removeprefix(BOM)
+        block = b"".join(batch)
+        try:
+            block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
+        except UnicodeDecodeError:
+            _refuse_undecodable(batch, name, number)
+        if b"\0" in block and not keep_nul:
+            at = next(i for i, line in enumerate(batch, number + 1) if b"\0" in line)
+            raise PrepError(f"{name}, line {at}: a NUL byte; is the file damaged, or UTF-16?")
+        if b"\r" in block or not block.endswith(b"\n"):
+            batch = [_end(line) for line in batch]
+        number += len(batch)
+        yield from batch
+
+
+def _end(line: bytes) -> bytes:
+    body = line.removesuffix(b"\n").removesuffix(b"\r")
+    return body.replace(b"\r", b" ") + b"\n"
+
+
+def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
+    for at, line in enumerate(batch, number + 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            found = line[error.start : error.end].hex(" ")
+            hint = "; is the file UTF-16?" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+            raise PrepError(
+                f"{name}, line {at}: byte {error.start + 1} (hex {found}) is not UTF-8{hint}; "
+                f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
+            ) from error
+
+
+def count_lines(path: Path) -> int:
+    """How many b"\\n" a file has."""
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))

@@ -1,0 +1,11 @@
+# Sourced by the recipes beside it, which only differ in name: source recipe.sh NAME ARGS...
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
+
+for argument in "$@"; do
+    if [[ $argument == -h || $argument == --help ]]; then
+        exec "${PYTHON:-python3}" "$repo/data-prep/prepare.py" "$1" --help
+    fi
+done
+require_setup
+exec "$python" "$repo/data-prep/prepare.py" "$@"
