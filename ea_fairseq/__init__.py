@@ -8,10 +8,11 @@ import torch
 # fairseq's speech tasks announce on import that they miss a package that translation does not need.
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 
-from .transformer import EATransformerModel  # noqa: E402, I001  (registers the model, which must come first)
+from .transformer import EATransformerModel, show_options_in_help  # noqa: E402, I001  (registers the model, first)
 from . import architectures  # noqa: E402, F401  (registers the presets)
 
 # fairseq's checkpoints hold their options in a Namespace: harmless, but torch.load(weights_only=True) must be told.
 torch.serialization.add_safe_globals([argparse.Namespace])
+show_options_in_help()
 
 __all__ = ["EATransformerModel"]

@@ -1,5 +1,7 @@
 """The papers' architectures (ICML 2021, section 4.3 and table 10). Presets set only what differs from the base."""
 
+from importlib.util import find_spec
+
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
 
@@ -11,12 +13,19 @@ def _default(args, **values):
             setattr(args, name, value)
 
 
+def _bf16_needs_no_tpu(args):
+    """fairseq takes --bf16 for a TPU and ends where there is none; GPUs and CPUs compute in bf16 as well."""
+    if getattr(args, "bf16", False) and find_spec("torch_xla") is None:
+        args.tpu = False
+
+
 @register_model_architecture("ea_transformer", "ea_transformer_base")
 def ea_transformer_base(args):
     """fairseq's ``transformer`` (512 / 2048 / 8 heads / 6+6 layers) with evolving attention."""
     # alpha, beta: table 10. Kernel: section 3.3. A beta of None follows ea_beta.
     _default(args, ea_alpha=0.5, ea_beta=0.1, ea_kernel_size=3)
     _default(args, ea_encoder_beta=None, ea_decoder_beta=None, ea_cross_beta=None)
+    _bf16_needs_no_tpu(args)
     base_architecture(args)
 
 
@@ -32,6 +41,7 @@ def ea_transformer_lite(args):
 def transformer_lite(args):
     """The baseline: a plain Transformer, all of whose dimensions are 160 (Wu et al., 2020; section 4.3)."""
     _lite(args)
+    _bf16_needs_no_tpu(args)
     base_architecture(args)
 
 

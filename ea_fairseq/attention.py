@@ -59,12 +59,12 @@ class EvolvingAttention(MultiheadAttention):
             v: N x K x S x D, the values.
 
         Returns:
-            output T x B x C; attention weights B x K x T x S in float32, before dropout.
+            output T x B x C; attention weights B x K x T x S, at least float32, before dropout.
         """
         if masked is not None:
             # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
             a_logit = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-        weights = F.softmax(a_logit, dim=-1, dtype=torch.float32)
+        weights = F.softmax(a_logit, dim=-1, dtype=torch.promote_types(a_logit.dtype, torch.float32))
         probs = self.dropout_module(weights.type_as(v))
         context = _per_sentence(torch.matmul, probs, v)  # B x K x T x D
         batch, _, length, _ = context.shape

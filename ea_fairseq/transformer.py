@@ -2,7 +2,9 @@
 
 import argparse
 import logging
+import sys
 
+from fairseq import options
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -112,6 +114,25 @@ OPTIONS = {
 }
 
 
+def add_options(parser) -> None:
+    """Add ``OPTIONS`` to an argument parser or group; defaults are the architecture's to set."""
+    for flag, (parse, text) in OPTIONS.items():
+        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="N", help=text)
+
+
+def show_options_in_help() -> None:
+    """Have ``fairseq-train --help`` list our options: by itself it ends before it asks the model for any."""
+    if not {"-h", "--help"}.intersection(sys.argv):
+        return
+    add_model_args = options.add_model_args
+
+    def add_model_args_and_ours(parser):
+        add_options(parser.add_argument_group("Evolving Attention (--arch ea_transformer_base, ea_transformer_lite)"))
+        return add_model_args(parser)
+
+    options.add_model_args = add_model_args_and_ours
+
+
 def _attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
@@ -149,8 +170,7 @@ class EATransformerModel(TransformerModel):
     @classmethod
     def add_args(cls, parser):
         super().add_args(parser)
-        for flag, (parse, text) in OPTIONS.items():
-            parser.add_argument(flag, type=parse, metavar="N", help=text)
+        add_options(parser)
 
     @classmethod
     def build_model(cls, args, task):

@@ -1,0 +1,186 @@
+"""Names that others rely on: architectures, their sizes, flags, state-dict keys; and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, batch, build, model_args
+
+REPO = Path(__file__).parent.parent
+
+CONVOLUTIONS = {
+    "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",
+    "decoder": "decoder.layers.{}.self_attn.evolution.conv.{}",
+    "cross": "decoder.layers.{}.encoder_attn.evolution.conv.{}",
+}
+
+
+@pytest.mark.parametrize(
+    "arch, expected",
+    [
+        ("ea_transformer_lite", 2_485_224),
+        ("ea_transformer_base", 44_149_008),
+        ("transformer_lite", 2_482_560),
+        ("transformer", 44_138_496),
+    ],
+)
+def test_number_of_parameters(arch, expected):
+    model = build(arch, size=())
+    count = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    assert count - model.decoder.output_projection.weight.numel() == expected
+
+
+@pytest.mark.parametrize("arch, alpha", [("ea_transformer_lite", 0.1), ("ea_transformer_base", 0.5)])
+def test_hyper_parameters_of_the_papers(arch, alpha):
+    args = model_args(arch)
+    assert (args.ea_alpha, args.ea_beta, args.ea_kernel_size) == (alpha, 0.1, 3)
+    model = build(arch, size=())
+    assert {layer.self_attn.evolution.alpha for layer in model.encoder.layers} == {alpha}
+    assert {layer.self_attn.evolution.beta for layer in model.decoder.layers} == {0.1}
+
+
+def convolution_keys(model):
+    return {key for key in model.state_dict() if "evolution" in key}
+
+
+def expected_keys(kinds):
+    layers = {"encoder": 3, "decoder": 2, "cross": 2}
+    return {
+        CONVOLUTIONS[kind].format(layer, part)
+        for kind in kinds
+        for layer in range(layers[kind])
+        for part in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    "flags, kinds",
+    [
+        ([], ["encoder", "decoder", "cross"]),
+        (["--ea-encoder-beta", 0], ["decoder", "cross"]),
+        (["--ea-decoder-beta", 0], ["encoder", "cross"]),
+        (["--ea-cross-beta", 0], ["encoder", "decoder"]),
+        (["--ea-beta", 0], []),
+        (["--ea-beta", 0, "--ea-cross-beta", 0.2], ["cross"]),
+        (["--ea-alpha", 0], ["encoder", "decoder", "cross"]),
+        (["--ea-kernel-size", 1], ["encoder", "decoder", "cross"]),
+        (["--ea-kernel-size", 5], ["encoder", "decoder", "cross"]),
+    ],
+)
+def test_ablations_remove_exactly_their_convolutions_and_run(flags, kinds):
+    model = build("ea_transformer_base", *flags, train=True)
+    assert convolution_keys(model) == expected_keys(kinds)
+    logits = model(batch([5, 3]), None, batch([4, 2], eos_first=True))[0]
+    logits.pow(2).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    stock = build("transformer")
+    assert set(model.state_dict()) - convolution_keys(model) == set(stock.state_dict())
+
+
+def test_alpha_zero_hands_on_no_map():
+    model = build("ea_transformer_base", "--ea-alpha", 0)
+    layer = model.encoder.layers[0]
+    _, evolved = layer(torch.randn(4, 1, 16), None)
+    assert evolved is None
+
+
+def test_the_skip_connection_reaches_the_next_layer():
+    """Changing how the first layer attends changes the second layer's logits only through the skip connection."""
+    model = build("ea_transformer_base", "--ea-alpha", 0.5)
+    layer = model.encoder.layers[1]
+    x, previous = torch.randn(4, 1, 16), torch.randn(1, 4, 4, 4)
+    assert not torch.equal(layer(x, None)[0], layer(x, None, previous_map=previous)[0])
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--ea-alpha", "1.5"),
+        ("--ea-alpha", "nan"),
+        ("--ea-beta", "-0.1"),
+        ("--ea-beta", "much"),
+        ("--ea-encoder-beta", "2"),
+        ("--ea-decoder-beta", "inf"),
+        ("--ea-cross-beta", "-1"),
+        ("--ea-kernel-size", "4"),
+        ("--ea-kernel-size", "0"),
+        ("--ea-kernel-size", "-3"),
+        ("--ea-kernel-size", "2.5"),
+    ],
+)
+def test_bad_values_are_refused_by_name(flag, value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        model_args("ea_transformer_base", flag, value)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert flag in message and value in message
+
+
+@pytest.mark.parametrize(
+    "name, value, flag",
+    [
+        ("ea_beta", float("nan"), "--ea-beta"),
+        ("ea_kernel_size", 2, "--ea-kernel-size"),
+        ("ea_alpha", "x", "--ea-alpha"),
+    ],
+)
+def test_bad_values_from_elsewhere_are_refused_too(name, value, flag):
+    """Not every value comes through the parser: --model-overrides, a configuration, a program."""
+    from types import SimpleNamespace
+
+    from ea_fairseq import EATransformerModel
+
+    args = model_args("ea_transformer_base", *TINY)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=f"{flag} {value}"):
+        EATransformerModel.build_model(args, SimpleNamespace())
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_heads_must_divide_the_dimension(side):
+    with pytest.raises(ValueError, match=f"--{side}-attention-heads 3 .* --{side}-embed-dim 16"):
+        build("ea_transformer_base", f"--{side}-attention-heads", 3)
+
+
+@pytest.mark.parametrize(
+    "flags, expected, actual",
+    [
+        (["--ea-kernel-size", 5], r"\[4, 4, 3, 3\]", r"\[4, 4, 5, 5\]"),
+        (["--encoder-attention-heads", 2], r"\[4, 4, 3, 3\]", r"\[2, 2, 3, 3\]"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused_by_name(flags, expected, actual, caplog):
+    state = build().state_dict()
+    name = "encoder.layers.0.self_attn.evolution.conv.weight"
+    with pytest.raises(RuntimeError, match=rf"{name}.*\n?.*{expected}.*{actual}"):
+        build("ea_transformer_base", *flags).load_state_dict(state)
+    assert name in caplog.text and "--ea-kernel-size" in caplog.text
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+
+
+def test_import_is_silent():
+    result = run("import ea_fairseq")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_help_shows_every_option():
+    code = (
+        "import sys; sys.argv = 'fairseq-train --user-dir ea_fairseq --arch ea_transformer_base --help'.split();"
+        "from fairseq_cli.train import cli_main; cli_main()"
+    )
+    text = run(code).stdout
+    for flag in ("alpha", "beta", "encoder-beta", "decoder-beta", "cross-beta", "kernel-size"):
+        assert f"--ea-{flag} " in text
+
+
+def test_evolution_knows_no_fairseq():
+    code = (
+        "import sys, importlib.util as u; s = u.spec_from_file_location('evolution', 'ea_fairseq/evolution.py');"
+        "m = u.module_from_spec(s); s.loader.exec_module(m); assert not any('fairseq' in n for n in sys.modules)"
+    )
+    assert run(code).returncode == 0

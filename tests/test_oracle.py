@@ -1,0 +1,106 @@
+"""Promise 7: a loop-by-loop reading of the paper gives the same numbers and the same gradients."""
+
+import pytest
+import reference
+import torch
+from torch.testing import assert_close
+
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
+from ea_fairseq.evolution import Geometry
+
+C, K, T, S = 6, 3, 5, 4
+
+
+def randomised(module):
+    module = module.double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+def gradients(module, output, inputs):
+    """Gradients of one fixed, uneven functional of the output with regard to inputs and all parameters."""
+    probe = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view(output.shape)
+    return torch.autograd.grad((probe * output).sum(), [*inputs, *module.parameters()])
+
+
+def compare(module, fast, slow, inputs):
+    assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(gradients(module, fast, inputs), gradients(module, slow, inputs), strict=True):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
+@pytest.mark.parametrize("alpha, beta, k", [(0, 0.3, 3), (0.4, 0, 3), (0.4, 0.3, 1), (0.4, 0.3, 3), (1, 1, 5)])
+def test_two_encoder_layers(alpha, beta, k, padding):
+    layers = torch.nn.ModuleList(
+        randomised(EncoderSelfAttention(C, K, alpha=alpha, beta=beta, kernel_size=k)) for _ in range(2)
+    )
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor(padding, dtype=torch.bool)
+    real = ~padding
+
+    fast, previous = x.unsqueeze(1), None
+    for layer in layers:
+        layer.previous_map = previous
+        fast, _ = layer(fast, key_padding_mask=padding[None])
+        previous = layer.take_map()
+    slow, previous = x, None
+    for layer in layers:
+        slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
+    compare(layers, fast[real, 0], slow[real], [x])
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]])
+@pytest.mark.parametrize("beta, k", [(0.3, 1), (0.3, 3), (1, 5)])
+def test_decoder_self_attention(beta, k, padding):
+    module = randomised(DecoderAttention(Geometry.DECODER_SELF, C, K, beta=beta, kernel_size=k, self_attention=True))
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor(padding, dtype=torch.bool)
+    future = torch.full((T, T), -torch.inf).triu(1)
+    module.query_padding_mask = padding[None]
+    fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
+    slow, _ = reference.attention(module, x, x, "decoder", padding, padding)
+    compare(module, fast[~padding, 0], slow[~padding], [x])
+
+
+@pytest.mark.parametrize("source_padding", [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 1]])
+@pytest.mark.parametrize("target_padding", [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0]])
+@pytest.mark.parametrize("beta, k", [(0.3, 1), (0.3, 3), (1, 5)])
+def test_encoder_decoder_attention(beta, k, source_padding, target_padding):
+    module = randomised(
+        DecoderAttention(
+            Geometry.ENCODER_DECODER, C, K, beta=beta, kernel_size=k, kdim=7, vdim=7, encoder_decoder_attention=True
+        )
+    )
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
+    source_padding = torch.tensor(source_padding, dtype=torch.bool)
+    target_padding = torch.tensor(target_padding, dtype=torch.bool)
+    module.query_padding_mask = target_padding[None]
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=source_padding[None])
+    slow, _ = reference.attention(module, x, y, "cross", target_padding, source_padding)
+    real = ~target_padding
+    compare(module, fast[real, 0], slow[real], [x, y])
+
+
+@pytest.mark.parametrize("kind, taps", [("encoder", 9), ("decoder", 6), ("cross", 9)])
+def test_receptive_field(kind, taps):
+    """Nine, six and nine taps for k = 3, none of them in a row below."""
+    offsets = [(di, dj) for di, dj, _, _ in reference.visible_taps(kind, 3)]
+    assert len(offsets) == taps
+    if kind != "encoder":
+        assert all(di <= 0 for di, _ in offsets)
+    if kind == "decoder":
+        assert all(dj <= di + 0 or dj <= 0 for di, dj in offsets)
+
+
+def test_removed_taps_have_no_effect_whatever_they_hold():
+    module = DecoderAttention(Geometry.DECODER_SELF, C, K, beta=0.5, kernel_size=3, self_attention=True)
+    x = torch.randn(T, 1, C)
+    before, _ = module(x, x, x)
+    with torch.no_grad():
+        module.evolution.conv.weight[:, :, 0, 1:] = float("nan")
+        module.evolution.conv.weight[:, :, 1, 2] = float("inf")
+    after, _ = module(x, x, x)
+    assert torch.equal(before, after)

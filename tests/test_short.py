@@ -1,0 +1,33 @@
+"""Promise 5: sentences shorter than the kernel work, and nothing is ever NaN, in any precision."""
+
+import pytest
+import torch
+from conftest import amplify_, batch, build
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("source, target", [([1], [1]), ([2], [1]), ([1, 2], [2, 1]), ([1, 9], [1, 7])])
+@pytest.mark.parametrize("left_pad", [True, False])
+def test_short_sentences(dtype, k, source, target, left_pad):
+    model = amplify_(build("ea_transformer_base", "--ea-kernel-size", k, dtype=dtype, train=True))
+    source = batch(source, left_pad=left_pad)
+    target = batch(target, left_pad=left_pad, eos_first=True)
+    logits = model(source, None, target)[0]
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+    logits.float().pow(2).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_step_by_step_from_nothing(dtype):
+    model = amplify_(build("ea_transformer_base", "--ea-kernel-size", 5, dtype=dtype))
+    encoder_out = model.encoder(batch([1, 2]))
+    tokens, state = torch.full((2, 1), 2), {}
+    for _ in range(6):
+        logits = model.decoder(tokens, encoder_out=encoder_out, incremental_state=state)[0][:, -1]
+        assert logits.isfinite().all()
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
