@@ -79,7 +79,8 @@ def average(paths):
     """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
 
     Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
-    What is not floating point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
+    The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. What is not floating
+    point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
     """
     sums, reference = {}, None
     for number, path in enumerate(paths, 1):
@@ -98,7 +99,8 @@ def average(paths):
             # One object per stored tensor: tied embeddings share memory when loaded, and must when saved.
             identity = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
             if identity not in shared:
-                shared[identity] = (sums[key] / len(paths)).to(value.dtype)
+                mean = sums[key] / len(paths)
+                shared[identity] = mean if value.dtype == torch.float64 else mean.float()
             state["model"][key] = shared[identity]
             if not torch.isfinite(shared[identity]).all():
                 raise CheckpointError(f"{path} or one before it: {key} holds NaN or infinity")

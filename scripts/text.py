@@ -49,11 +49,11 @@ class Moses:
 
     def __init__(self, prep, language):
         self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
-        self._options = prep.get("tokenizer_options", {})
+        self._split_dashes = prep.get("rules", {}).get("split_dashes", False)
 
     def tokenize(self, line):
         """Raw text to tokens with spaces between."""
-        return self._tokenizer.tokenize(line, return_str=True, **self._options)
+        return self._tokenizer.tokenize(line, aggressive_dash_splits=self._split_dashes, return_str=True)
 
     def detokenize(self, line):
         """Tokens with spaces between to raw text."""

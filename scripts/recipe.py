@@ -1,0 +1,109 @@
+"""Recipes: the hyper-parameters of recipes/*.toml as flags of fairseq-train."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+FOLDER = REPO / "recipes"
+
+
+class RecipeError(Exception):
+    """A recipe or a command that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one update sees: `gpus` x `accumulation` batches of at most `tokens` tokens."""
+
+    tokens: int
+    gpus: int
+    accumulation: int
+
+    @property
+    def total(self):
+        return self.tokens * self.gpus * self.accumulation
+
+    def __str__(self):
+        return f"{self.gpus} GPU x {self.accumulation} accumulation x {self.tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One task: where its data are, its batch, its flags."""
+
+    name: str
+    data: str
+    source_lang: str
+    target_lang: str
+    batch: Batch
+    flags: dict
+    architectures: dict
+
+    def flags_for(self, arch):
+        """The flags with the architecture's own in the place of the common ones."""
+        return {**self.flags, **self.architectures.get(arch, {})}
+
+
+def names():
+    """The recipes that name a data set; the others are there to be inherited."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _read(path))
+
+
+def read(name):
+    """The recipe `name`, together with what it inherits."""
+    if name not in names():
+        raise RecipeError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
+    merged = _inherited(FOLDER / f"{name}.toml")
+    return Recipe(
+        name=name,
+        data=merged["data"],
+        source_lang=merged["source-lang"],
+        target_lang=merged["target-lang"],
+        batch=Batch(**merged["batch"]),
+        flags=merged["flags"],
+        architectures=merged.get("arch", {}),
+    )
+
+
+def _read(path):
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def _inherited(path):
+    own = _read(path)
+    return _merge(_inherited(FOLDER / f"{own['inherit']}.toml"), own) if "inherit" in own else own
+
+
+def _merge(base, own):
+    """`own` over `base`, table by table."""
+    both = {key: _merge(base[key], own[key]) for key in base.keys() & own.keys() if isinstance(base[key], dict)}
+    return {**base, **own, **both}
+
+
+def parse_flags(words):
+    """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line."""
+    flags, name = {}, None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = [value] if equals else []
+        elif name is None:
+            raise RecipeError(f"{word!r} stands where a flag of fairseq-train is expected")
+        else:
+            flags[name].append(word)
+    return flags
+
+
+def spell_flags(flags):
+    """{"lr": 0.1, "fp16": True, "share": False} -> ["--lr", "0.1", "--fp16"], in order."""
+    words = []
+    for name, value in flags.items():
+        if value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
