@@ -1,16 +1,18 @@
-"""The command behind the recipes in this folder; run those: data-prep/multi30k.sh --help."""
+"""The command behind the recipes in this folder. Run those instead, for example data-prep/multi30k.sh --help."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import recipes
+import corpora
 import sample
-from prep.recipe import Recipe
+from prep.recipe import Recipe, Rules
 from prep.stages import NAMES
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -22,67 +24,137 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, at least 1, not {text!r}")
+    return value
+
+
+def language(text: str) -> str:
+    if not text.isalnum():
+        raise argparse.ArgumentTypeError(f"must be a language code like de, not {text!r}")
+    return text
+
+
 def common_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("options of every recipe")
-    group.add_argument("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
-    group.add_argument(
-        "--bpe", choices=["subword_nmt", "sentencepiece"], help="kind of subwords (default: subword_nmt)"
+    add = parser.add_argument_group("options of every recipe").add_argument
+    add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
+    add("--bpe", choices=["subword_nmt", "sentencepiece"], help="kind of subwords (default: subword_nmt)")
+    add(
+        "--merges",
+        type=positive,
+        metavar="N",
+        help="merges of BPE, or pieces of sentencepiece, both languages together",
     )
-    group.add_argument("--merges", type=positive, metavar="N", help="merges, or sentencepiece's number of pieces")
-    group.add_argument(
-        "--vocabulary-threshold", type=positive, metavar="N",
-        help="split subwords again that occur fewer than N times on their side of the training text",
-    )  # fmt: skip
-    group.add_argument("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: all)")
-    group.add_argument(
-        "--force", choices=NAMES, metavar="STAGE",
-        help=f"make a finished stage again, and those after it: {', '.join(NAMES)}",
-    )  # fmt: skip
+    add("--vocabulary-threshold", type=positive, metavar="N",
+        help="split subwords again that occur fewer than N times on their side of the training text")  # fmt: skip
+    add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")
+    add("--force", choices=NAMES, metavar="STAGE",
+        help=f"make a finished stage again, and those after it: {', '.join(NAMES)}")  # fmt: skip
+    add("--strict", action="store_true", help="fail if the numbers of pairs are not the expected ones")
     return parser
 
 
-def parse() -> tuple[argparse.Namespace, Recipe, Path | None]:
-    """The arguments, the recipe they amount to, and the folder with its raw text (None: to be downloaded)."""
-    parser = argparse.ArgumentParser(prog="data-prep")
+def parse() -> tuple[argparse.Namespace, Recipe]:
+    """The arguments, and the recipe they amount to."""
+    parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__)
     common = common_options()
-    commands = parser.add_subparsers(dest="recipe", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, description: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+    def command(name: str, make: Callable[[argparse.Namespace], Recipe], description: str) -> Callable:
+        child = commands.add_parser(
             name, prog=f"{name}.sh", parents=[common], description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
+        child.set_defaults(make=make)
+        return child.add_argument
 
-    multi30k = command("multi30k", recipes.multi30k.__doc__)
-    multi30k.add_argument("pair", choices=["de-en", "en-de", "en-fr"], help="source and target language")
-    multi30k.add_argument("--raw", type=Path, metavar="DIR", help="folder with the raw files (.gz or plain)")
-    made = command("sample", sample.__doc__.split("\n\n    python")[0] + "\n" + sample.__doc__.split("\n\n", 2)[2])
-    made.add_argument("--train", type=positive, default=12_000, metavar="N", help="training pairs (default: 12000)")
-    made.add_argument("--seed", type=int, default=1, metavar="N", help="(default: 1)")
+    def public(name: str, make: Callable[[argparse.Namespace], Recipe], function: Callable) -> Callable:
+        add = command(name, make, function.__doc__.replace("\n    ", "\n"))
+        add("--raw", type=Path, metavar="DIR", help="folder with the archives or files (default: they are downloaded)")
+        return add
+
+    add = command("sample", lambda args: corpora.sample(), sample.__doc__)
+    add("--train", type=positive, default=12_000, metavar="N", help="training pairs (default: 12000)")
+    add("--seed", type=int, default=1, metavar="N", help="(default: 1)")
+
+    add = public("multi30k", lambda args: corpora.multi30k(*args.pair.split("-")), corpora.multi30k)
+    add("pair", choices=["de-en", "en-de", "en-fr"], help="source and target language")
+    public("iwslt14-de-en", lambda args: corpora.iwslt14_de_en(), corpora.iwslt14_de_en)
+    public("wmt14-en-de", lambda args: corpora.wmt14_en_de(), corpora.wmt14_en_de)
+    public("wmt14-en-fr", lambda args: corpora.wmt14_en_fr(), corpora.wmt14_en_fr)
+
+    add = command("custom", custom, corpora.custom.__doc__)
+    add("--source-lang", type=language, required=True, metavar="XX")
+    add("--target-lang", type=language, required=True, metavar="YY")
+    add("--train", required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz")
+    add("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
+    add("--valid-every", type=positive, metavar="N", help="instead: every N-th training pair is validation")
+    add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
+    add("--name", type=str, help="name of the data (default: custom-XX-YY)")
+    add("--lowercase", action="store_true")
+    add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as WMT recipes have it")
+    add("--normalise", action="store_true", help="normalise punctuation of training text, as WMT recipes do")
+    add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
+    add("--max-ratio", type=ratio, metavar="R", help="drop training pairs with one side more than R times the other")
 
     args = parser.parse_args()
-    raw = getattr(args, "raw", None)
-    recipe = recipes.multi30k(*args.pair.split("-")) if args.recipe == "multi30k" else recipes.sample()
+    if args.command == "custom" and bool(args.valid) == bool(args.valid_every):
+        parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
+    recipe = args.make(args)
     changes = {key: getattr(args, key) for key in ("bpe", "merges", "vocabulary_threshold") if getattr(args, key)}
-    return args, dataclasses.replace(recipe, rules=dataclasses.replace(recipe.rules, **changes)), raw
+    return args, dataclasses.replace(recipe, rules=dataclasses.replace(recipe.rules, **changes))
+
+
+def custom(args: argparse.Namespace) -> Recipe:
+    rules = Rules(
+        lowercase=args.lowercase, split_dashes=args.split_dashes, normalise=args.normalise, filter_on="subwords",
+        max_length=args.max_length, max_ratio=args.max_ratio, valid_every=args.valid_every,
+    )  # fmt: skip
+    name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
+    return corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
+
+
+def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:
+    """The folder with the raw text; it is made or downloaded now if need be."""
+    if args.command == "custom":
+        return Path.cwd()
+    if args.command == "sample":
+        raw = out.with_name(out.name + ".work") / "raw"
+        sample.write(sample.corpus(args.train, 500, 500, args.seed), raw)
+        return raw
+    if args.raw:
+        return args.raw.resolve()
+    from prep import download
+
+    folder = DATA / "downloads" / recipe.downloads
+    for url, part in recipe.files().items():
+        path = folder / Path(url).name
+        if not path.exists():
+            download.fetch(url, path, part.size)
+    return folder
 
 
 def main() -> None:
-    args, recipe, raw = parse()
+    args, recipe = parse()
     out = (args.out or DATA / recipe.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from prep.pipeline import Pipeline
     from prep.text import PrepError
 
-    command = [f"data-prep/{args.recipe}.sh", *sys.argv[2:]]
+    command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     try:
-        if args.recipe == "sample":
-            raw = out.with_name(out.name + ".work") / "raw"
-            sample.write(sample.corpus(args.train, 500, 500, args.seed), raw)
-        Pipeline(recipe, raw, out, args.workers, command).run(args.force)
-    except PrepError as error:
-        sys.exit(f"{args.recipe}.sh: {error}")
+        raw = raw_folder(args, recipe, out)
+        Pipeline(recipe, raw, out, args.workers, command, args.strict).run(args.force)
+    except (PrepError, OSError) as error:
+        sys.exit(f"{args.command}.sh: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{args.command}.sh: interrupted; run it again to go on")
     print(f"{out}: ready")
 
 

@@ -27,15 +27,19 @@ CHUNK_BYTES = 1 << 20
 Chunk = tuple[list[bytes], ...]  # one list of lines for each file, all of one length
 
 
+def tqdm_options() -> dict:
+    """A log file needs few progress lines, and a short job none."""
+    return {"delay": 1.0} | ({} if sys.stderr.isatty() else {"mininterval": 30.0})
+
+
 def chunks(paths: list[Path], what: str, total: int) -> Iterator[Chunk]:
     """The files' lines, in step. Shows a progress bar titled `what` that expects `total` lines.
 
     Raises ValueError if the files do not have the same number of lines.
     """
-    patient = {} if sys.stderr.isatty() else {"mininterval": 30}  # a log file needs few of them
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb", buffering=1 << 20)) for path in paths]
-        bar = stack.enter_context(tqdm(total=total, desc=f"  {what}", unit=" lines", unit_scale=True, **patient))
+        bar = stack.enter_context(tqdm(total=total, desc=f"  {what}", unit=" lines", unit_scale=True, **tqdm_options()))
         rows = zip(*files, strict=True)
         while batch := list(_bounded(islice(rows, CHUNK_LINES))):
             yield tuple(map(list, zip(*batch, strict=True)))

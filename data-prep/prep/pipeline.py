@@ -11,7 +11,6 @@ binarise  fairseq-preprocess; the finished data folder
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -20,16 +19,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from . import report, sources, stages, subwords
-from .parallel import Chunk, chunks, ordered_map
-from .recipe import Part, Recipe
-from .rules import Faults, Normalise, Tokenise, TokeniseChecked
+from tqdm import tqdm
+
+from . import download, report, stages, subwords
+from .parallel import Chunk, chunks, ordered_map, tqdm_options
+from .recipe import Recipe
+from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
+from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines
 
@@ -43,11 +46,24 @@ def say(text: str) -> None:
 
 
 class Pipeline:
-    """One preparation: `recipe` applied to the text below `raw`, finished as the folder `out`."""
+    """One preparation: `recipe` applied to the text below `raw`, finished as the folder `out`.
 
-    def __init__(self, recipe: Recipe, raw: Path, out: Path, workers: int, command: list[str]):
+    `command` is for the record. With `strict`, numbers of pairs other than the recipe's expected ones are an error.
+    """
+
+    def __init__(
+        self, recipe: Recipe, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
+    ):
         self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
+        self.strict = strict
         self.languages = (recipe.source_lang, recipe.target_lang)
+        self.sides = {
+            split: [
+                [Side(part, lang, role, raw) for lang, role in zip(self.languages, ROLES, strict=True)]
+                for part in parts
+            ]
+            for split, parts in recipe.splits().items()
+        }  # split -> part -> side
         self.work = out.with_name(out.name + ".work")
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
         self.folder = folder | {"binarise": out}
@@ -61,7 +77,18 @@ class Pipeline:
             raise PrepError(f"{self.out}: exists and was not made here; move it away or choose another --out")
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
-        return json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        say(report.table(summary, colour=sys.stderr.isatty()))
+        self._check_expected({split: found["pairs"] for split, found in summary["splits"].items()})
+        return summary
+
+    def _check_expected(self, pairs: dict[str, int]) -> None:
+        wrong = {split: pairs[split] for split, number in self.recipe.expected.items() if pairs[split] != number}
+        if wrong and self.strict:
+            found = ", ".join(
+                f"{split} {n:,} pairs (not {self.recipe.expected[split]:,})" for split, n in wrong.items()
+            )
+            raise PrepError(f"--strict: {found}")
 
     def _stages(self) -> list[Stage]:
         rules = self.recipe.rules
@@ -69,7 +96,7 @@ class Pipeline:
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
         options = {
             "extract": [self.languages, self._fingerprint()],
-            "clean": rules.normalise,
+            "clean": [rules.normalise, rules.plain_apostrophes],
             "tokenise": [versions(), tokens, lengths if rules.filter_on == "words" else None],
             "learn": [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
@@ -83,10 +110,10 @@ class Pipeline:
 
     def _fingerprint(self) -> list:
         return [
-            [split, dataclasses.astuple(part), *sources.fingerprint(part, lang, role, self.raw)]
-            for split, parts in self.recipe.splits().items()
-            for part in parts
-            for lang, role in zip(self.languages, ROLES, strict=True)
+            [split, side.form, *side.fingerprint()]
+            for split, parts in self.sides.items()
+            for sides in parts
+            for side in sides
         ]
 
     def text(self, stage: str, split: str, raw: bool = False) -> list[Path]:
@@ -98,10 +125,9 @@ class Pipeline:
         """The splits of the finished data, training first."""
         return ["train", "valid", *self.recipe.test_names()]
 
-    def dropped(self) -> dict[str, int]:
-        """Reason -> number of pairs that the length filter dropped."""
-        done = {stage.name: stage for stage in self.chain}
-        return done["tokenise"].report() | done["filter"].report()
+    def report(self, stage: str) -> dict:
+        """What a finished stage had to report."""
+        return next(done.report() for done in self.chain if done.name == stage)
 
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
         """See parallel.ordered_map; shows progress."""
@@ -119,23 +145,28 @@ class Pipeline:
     # --- extract ----------------------------------------------------------------------------------------------------
 
     def extract(self, folder: Path) -> dict:
-        return {split: self._extract(folder, split, parts) for split, parts in self.recipe.splits().items()}
+        public = {
+            side.path: side.part for parts in self.sides.values() for sides in parts for side in sides if side.public
+        }
+        known = {path.name: (part.size, part.sha256) for path, part in public.items()}
+        download.verify(public, self.work / download.SUMS, known)
+        return {split: self._extract(folder, split) for split in self.sides}
 
-    def _extract(self, folder: Path, split: str, parts: tuple[Part, ...]) -> int:
+    def _extract(self, folder: Path, split: str) -> int:
         total = 0
-        for part in parts:
-            counts = {}
-            for lang, role in zip(self.languages, ROLES, strict=True):
-                name = str(sources.locate(part, lang, role, self.raw))
-                lines = checked_lines(sources.lines(part, lang, role, self.raw), name, self.recipe.rules.normalise)
-                with (folder / f"{split}.{lang}").open("ab") as file:
-                    counts[name] = _write(file, lines)
-            if len(set(counts.values())) != 1:
-                found = "\n".join(f"  {count:>11,} lines in {name}" for name, count in counts.items())
+        for sides in self.sides[split]:
+            counts = []
+            for lang, side in zip(self.languages, sides, strict=True):
+                keep_nul = split == "train" and self.recipe.rules.normalise  # which removes it
+                with (folder / f"{split}.{lang}").open("ab", buffering=1 << 20) as file:
+                    lines = tqdm(side.lines(), f"  {side.path.name}", unit=" lines", unit_scale=True, **tqdm_options())
+                    counts.append(_write(file, checked_lines(lines, str(side), keep_nul)))
+            if counts[0] != counts[1]:
+                found = "\n".join(f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True))
                 raise PrepError(f"{split}: the two sides do not have the same number of lines:\n{found}")
-            total += counts[name]
+            total += counts[0]
         if not total:
-            raise PrepError(f"{split}: no lines in {' and '.join(counts)}")
+            raise PrepError(f"{split}: no lines in {' and '.join(map(str, sides))}")
         return total
 
     # --- clean ------------------------------------------------------------------------------------------------------
@@ -144,6 +175,8 @@ class Pipeline:
         for split in self.recipe.splits():
             if split == "train" and self.recipe.rules.normalise:
                 self._rewrite(Normalise(self.languages), "extract", folder, split)
+            elif split.startswith("test") and self.recipe.rules.plain_apostrophes:
+                self._rewrite(plain_apostrophes, "extract", folder, split)
             else:
                 _link(self.text("extract", split), folder)
         return {}
@@ -167,11 +200,12 @@ class Pipeline:
         if rules.valid_every:
             names += [f"{folder}valid.{lang}" for folder in ("", "raw/") for lang in self.languages]
         inputs = self.text("clean", "train") + (self.text("extract", "train") if rules.valid_every else [])
-        dropped, kept = Counter(), 0
+        read, dropped, kept = 0, Counter(), 0
         with ExitStack() as stack:
             files = _create(stack, [folder / name for name in names])
             train, valid = files[:2], files[2:]
             for chunk, (sides, wrong) in self._read(work, inputs, "tokenise train"):
+                read += len(wrong)
                 for fault, *row in zip(wrong, *sides, *chunk[2:], strict=True):
                     if fault:
                         dropped[fault] += 1
@@ -181,7 +215,7 @@ class Pipeline:
                         file.write(line)
         if not kept:
             raise PrepError(f"no training pair is left; dropped: {dict(dropped)}")
-        return dict(dropped)
+        return {"train": {"in": read, "out": kept, "dropped": dict(dropped)}} if rules.filter_on == "words" else {}
 
     # --- learn ------------------------------------------------------------------------------------------------------
 
@@ -221,61 +255,87 @@ class Pipeline:
 
     def filter(self, folder: Path) -> dict:
         (folder / "raw").mkdir()
-        dropped = Counter()
+        result = {}
         for split in self.splits():
             raw = [] if split == "train" else self.text("tokenise", split, raw=True)
             if self.recipe.rules.filter_on == "subwords" and split in self.filtered:
-                dropped += self._filter(folder, split, raw)
+                result[split] = self._filter(folder, split, raw)
             else:
                 _link(self.text("apply", split), folder)
                 _link(raw, folder / "raw")
-        return dict(dropped)
+        return result
 
-    def _filter(self, folder: Path, split: str, raw: list[Path]) -> Counter:
-        inputs, dropped = self.text("apply", split), Counter()
+    def _filter(self, folder: Path, split: str, raw: list[Path]) -> dict:
+        inputs, read, dropped = self.text("apply", split), 0, Counter()
         outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
         with ExitStack() as stack:
             files = _create(stack, outputs)
             work = Faults(self.recipe.rules)
             for chunk, wrong in self._read(work, inputs + raw, f"filter {split}"):
+                read += len(wrong)
                 for fault, *row in zip(wrong, *chunk, strict=True):
                     if fault:
                         dropped[fault] += 1
                     else:
                         for file, line in zip(files, row, strict=True):
                             file.write(line)
-        return dropped
+        if dropped.total() == read:
+            raise PrepError(f"{split}: no pair is left; dropped: {dict(dropped)}")
+        return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
 
     # --- binarise ---------------------------------------------------------------------------------------------------
 
     def binarise(self, folder: Path) -> dict:
         text = self.folder["filter"]
-        self._preprocess(text, folder)
+        pairs = {split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()}
+        self._check_expected(pairs)
+        log = self._preprocess(text, folder)
         shutil.copy(self._codes(self.folder["learn"]), folder)
         shutil.copytree(text / "raw", folder / "raw")
-        summary = report.summarise(self, folder, versions())
+        summary = report.summarise(self, folder, log, versions())
+        for split, number in pairs.items():
+            if summary["splits"][split]["pairs"] != number:
+                raise PrepError(
+                    f"{split}: fairseq-preprocess made {summary['splits'][split]['pairs']:,} pairs of {number:,}"
+                )
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        report.plot_lengths(self, folder)
+        report.plot_lengths(summary, folder)
         return {}
 
-    def _preprocess(self, text: Path, folder: Path) -> None:
-        """Runs fairseq-preprocess on the files in `text`."""
-        tests = ",".join(str(text / name) for name in self.recipe.test_names())
+    def _preprocess(self, text: Path, folder: Path) -> str:
+        """Runs fairseq-preprocess on the files in `text`; returns what it said."""
         command = [
             str(Path(sys.executable).with_name("fairseq-preprocess")), "--joined-dictionary",
             "--source-lang", self.languages[0], "--target-lang", self.languages[1],
-            "--trainpref", str(text / "train"), "--validpref", str(text / "valid"), "--testpref", tests,
+            "--trainpref", str(text / "train"), "--validpref", str(text / "valid"),
             "--destdir", str(folder), "--workers", str(self.workers),
         ]  # fmt: skip
+        if self.recipe.tests:
+            command += ["--testpref", ",".join(str(text / name) for name in self.recipe.test_names())]
         say("+ " + shlex.join(command))
         log = folder / "preprocess.log"
-        quiet = os.environ | {"PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=quiet, check=False
-        )
-        if done.returncode:
-            raise PrepError(f"fairseq-preprocess failed ({done.returncode}):\n" + done.stdout[-2000:])
+        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+        with (self.work / "fairseq-preprocess.log").open("w+b") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            try:
+                _watch(process, folder)
+            finally:
+                process.kill()
+                process.wait()
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+        if process.returncode:
+            raise PrepError(f"fairseq-preprocess failed with exit status {process.returncode}:\n{said[-3000:]}")
         log.unlink()
+        return said
+
+
+def _watch(process: subprocess.Popen, folder: Path) -> None:
+    """Waits for a process, showing how much it has written to `folder`."""
+    with tqdm(desc="  binarise", unit="B", unit_scale=True, **tqdm_options()) as bar:
+        while process.poll() is None:
+            time.sleep(0.2)
+            bar.update(sum(path.stat().st_size for path in folder.glob("*.bin")) - bar.n)
 
 
 def _create(stack: ExitStack, paths: list[Path]) -> list[IO[bytes]]:

@@ -1,4 +1,4 @@
-"""What a recipe is made of: parts, rules and expected counts. The recipes themselves are in ../recipes.py."""
+"""What a recipe is made of: parts, rules and expected counts. The recipes themselves are in ../corpora.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class Rules:
     lowercase: bool = False
     split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
     normalise: bool = False  # punctuation and non-printing characters, in training text
+    plain_apostrophes: bool = False  # ’ becomes ', in tests
     filter_on: str = "words"  # lengths are counted in "words", before the split and BPE, or in "subwords", after
     max_ratio: float | None = None  # a pair goes if one side is more than this many times as long as the other
     max_length: int | None = None
@@ -36,8 +37,10 @@ class Part:
     """A piece of parallel text: two files. {lang} in `member` is the side's language, {role} its "src" or "ref"."""
 
     member: str  # path inside the archive, or below --raw
-    url: str = ""  # of the archive, or of the file itself; may hold {lang} too
+    url: str = ""  # of the archive, or of the file itself, which may hold {lang} too
     form: str = "plain"  # plain, ted, segments: see sources.py
+    size: int = 0  # of what is at `url`, in bytes; 0: not known
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Recipe:
     source_lang: str
     target_lang: str
     train: tuple[Part, ...]
-    tests: dict[str, tuple[Part, ...]]  # name -> parts, in order; fairseq calls them test, test1, ...
     rules: Rules
     valid: tuple[Part, ...] = ()  # none: every rules.valid_every-th training line
+    tests: dict[str, tuple[Part, ...]] = field(default_factory=dict)  # name -> parts; for fairseq: test, test1, ...
     expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
+    downloads: str = ""  # folder below data/downloads
 
     def splits(self) -> dict[str, tuple[Part, ...]]:
         """fairseq's name of each split that comes as such -> its parts."""
@@ -61,3 +65,9 @@ class Recipe:
     def test_names(self) -> dict[str, str]:
         """fairseq's name of each test -> the name people know it by."""
         return {f"test{number or ''}": name for number, name in enumerate(self.tests)}
+
+    def files(self) -> dict[str, Part]:
+        """URL -> the part it belongs to, for all there is to download."""
+        languages = (self.source_lang, self.target_lang)
+        every = [part for parts in self.splits().values() for part in parts if part.url]
+        return {part.url.format(lang=lang): part for part in every for lang in languages}

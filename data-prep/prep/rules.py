@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import regex
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 from .parallel import Chunk
 from .recipe import Rules
+
+NON_PRINTING = regex.compile(r"\p{C}")
 
 
 class Tokenizer(MosesTokenizer):
@@ -28,16 +33,24 @@ class Normalise:
     """Chunk -> the same lines with normalised punctuation and without non-printing characters, as WMT recipes do."""
 
     def __init__(self, languages: tuple[str, str]):
-        self._normalizers = [
-            MosesPunctNormalizer(lang, penn=True, norm_numbers=True, post_remove_control_chars=True)
-            for lang in languages
-        ]
+        self._normalizers = [_normalizer(lang) for lang in languages]
 
     def __call__(self, chunk: Chunk) -> Chunk:
         return tuple(
-            [normalizer.normalize(line.decode()).encode() + b"\n" for line in lines]
+            [NON_PRINTING.sub(" ", normalizer.normalize(line.decode())).encode() + b"\n" for line in lines]
             for normalizer, lines in zip(self._normalizers, chunk, strict=True)
         )
+
+
+def _normalizer(lang: str) -> MosesPunctNormalizer:
+    normalizer = MosesPunctNormalizer(lang, perl_parity=True)  # what Moses' script does, which published data went by
+    normalizer.substitutions = [(re.compile(pattern), text) for pattern, text in normalizer.substitutions]
+    return normalizer
+
+
+def plain_apostrophes(chunk: Chunk) -> Chunk:
+    """Chunk -> the same lines with ' for ’."""
+    return tuple([line.replace("’".encode(), b"'") for line in lines] for lines in chunk)
 
 
 class Tokenise:

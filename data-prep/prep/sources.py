@@ -1,33 +1,107 @@
-"""Where raw text comes from: files below --raw, plain or .gz."""
+"""Where raw text comes from: plain files, .gz files, members of archives; in a folder, or downloaded into one.
+
+Three forms of text are known:
+
+    plain     every line is a sentence
+    ted       IWSLT's train.tags files: <url>, <talkid> and <keywords> lines are dropped, <title> and <description>
+              unwrapped; any other tag stays, as in the standard recipe
+    segments  .sgm and IWSLT's .xml: what stands between <seg id="..."> and </seg>; XML entities stay as they are
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gzip
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .recipe import Part
 from .text import PrepError, open_bytes, reading
 
-
-def locate(part: Part, lang: str, role: str, raw: Path) -> Path:
-    """The file below `raw` that holds one side of `part`."""
-    member = part.member.format(lang=lang, role=role)
-    names = [member, member + ".gz"]
-    for name in names:
-        if (raw / name).is_file():
-            return raw / name
-    raise PrepError(f"{raw}: has neither {' nor '.join(names)}")
+ARCHIVES = (".tgz", ".tar.gz", ".tar")
+DROPPED_TAGS = (b"<url>", b"<talkid>", b"<keywords>")
+UNWRAPPED_TAGS = re.compile(rb"</?(?:title|description)>")
+SEGMENT_TAGS = re.compile(rb'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 
 
-def lines(part: Part, lang: str, role: str, raw: Path) -> Iterator[bytes]:
-    """The lines of one side of `part`, as they are in the file."""
-    path = locate(part, lang, role, raw)
-    with reading(path), open_bytes(path) as file:
+class Side:
+    """One side of a part: the file or archive below `raw` that holds it.
+
+    Raises PrepError if there is none.
+    """
+
+    def __init__(self, part: Part, lang: str, role: str, raw: Path):
+        self.member = part.member.format(lang=lang, role=role)
+        self.form = part.form
+        self.url = part.url.format(lang=lang)
+        self.part = part
+        self.path = self._locate(raw)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.member}" if self.archived else str(self.path)
+
+    @property
+    def archived(self) -> bool:
+        return self.path.name.endswith(ARCHIVES)
+
+    @property
+    def public(self) -> bool:
+        """Whether `path` is the file at `url`, as everybody gets it."""
+        return self.path.name == Path(self.url).name
+
+    def _locate(self, raw: Path) -> Path:
+        names = [self.member, self.member + ".gz"]
+        if self.url:
+            basename = Path(self.member).name
+            names += [basename, basename + ".gz", Path(self.url).name]
+        names = list(dict.fromkeys(names))
+        for name in names:
+            if (raw / name).is_file():
+                return raw / name
+        where = f"; it can be had at {self.url}" if self.url else ""
+        raise PrepError(f"{raw}: has no {' and no '.join(names)}{where}")
+
+    def fingerprint(self) -> list:
+        """Changes when the file is replaced."""
+        status = self.path.stat()
+        return [str(self.path), self.member, status.st_size, status.st_mtime_ns]
+
+    def lines(self) -> Iterator[bytes]:
+        """The sentences, as bytes; line ends and bytes are as they are in the file."""
+        with reading(self.path):
+            yield from FORMS[self.form](self._archived_lines() if self.archived else _file_lines(self.path))
+
+    def _archived_lines(self) -> Iterator[bytes]:
+        wanted, found = {self.member, self.member + ".gz"}, []
+        with tarfile.open(self.path, "r|*") as archive:  # a stream: one pass, up to the member
+            for entry in archive:
+                name = entry.name.removeprefix("./")
+                if name in wanted and entry.isfile():
+                    with archive.extractfile(entry) as file:
+                        yield from gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
+                    return
+                if entry.isfile():
+                    found.append(name)
+        listing = ", ".join(found[:20]) + (", ..." if len(found) > 20 else "")
+        raise PrepError(f"{self.path}: has no member {self.member}; it has {listing or 'none'}")
+
+
+def _file_lines(path: Path) -> Iterator[bytes]:
+    with open_bytes(path) as file:
         yield from file
 
 
-def fingerprint(part: Part, lang: str, role: str, raw: Path) -> list:
-    """Changes when the file that holds one side of `part` is replaced."""
-    path = locate(part, lang, role, raw)
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+def _ted(lines: Iterable[bytes]) -> Iterator[bytes]:
+    for line in lines:
+        if not any(tag in line for tag in DROPPED_TAGS):
+            yield UNWRAPPED_TAGS.sub(b"", line)
+
+
+def _segments(lines: Iterable[bytes]) -> Iterator[bytes]:
+    for line in lines:
+        if b"<seg id" in line:
+            yield SEGMENT_TAGS.sub(b"", line).rstrip(b"\r\n") + b"\n"
+
+
+FORMS = {"plain": iter, "ted": _ted, "segments": _segments}

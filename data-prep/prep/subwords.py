@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
 from subword_nmt import apply_bpe, learn_bpe
+from tqdm import tqdm
 
-from .parallel import Chunk
+from .parallel import Chunk, tqdm_options
 from .text import PrepError
 
 CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
@@ -24,6 +26,7 @@ def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
 
 def learn(words: Counter, merges: int, folder: Path) -> None:
     """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words."""
+    learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", **tqdm_options())  # its own has no name
     entries = [f"{word.decode()} {count}" for word, count in words.items()]
     with (folder / CODES["subword_nmt"]).open("w", encoding="utf-8", newline="\n") as file:
         learn_bpe.learn_bpe(entries, file, merges, is_dict=True)

@@ -8,6 +8,7 @@ everything here works on bytes and splits at b"\\n" alone.
 from __future__ import annotations
 
 import gzip
+import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def reading(path: Path | str) -> Iterator[None]:
     """Turns what a damaged compressed file raises into a PrepError that names it."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
         raise PrepError(f"{path}: truncated or damaged ({error}); fetch it again") from error
 
 

@@ -1,0 +1,149 @@
+"""The recipes: each states where its text comes from, its rules and its expected counts, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prep.recipe import Part, Recipe, Rules
+
+
+def sample() -> Recipe:
+    """The corpus that sample.py makes."""
+    return Recipe(
+        name="sample",
+        source_lang="de",
+        target_lang="en",
+        train=(Part("train.{lang}"),),
+        valid=(Part("valid.{lang}"),),
+        tests={"test": (Part("test.{lang}"),)},
+        rules=Rules(lowercase=True, merges=1_000),
+    )
+
+
+def multi30k(source: str, target: str) -> Recipe:
+    """Multi30k, task 1: image captions in German, English and French."""
+
+    def part(split: str) -> tuple[Part, ...]:
+        url = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
+        return (Part(split + ".{lang}", url=url + split + ".{lang}.gz"),)
+
+    return Recipe(
+        name=f"multi30k-{source}-{target}",
+        source_lang=source,
+        target_lang=target,
+        train=part("train"),
+        valid=part("val"),
+        tests={name: part(name) for name in ("test_2016_flickr", "test_2017_flickr")},
+        rules=Rules(lowercase=True, merges=8_000),
+        expected={"train": 29_000, "valid": 1_014, "test": 1_000, "test1": 1_000},
+        downloads="multi30k",
+    )
+
+
+def iwslt14_de_en() -> Recipe:
+    """IWSLT'14 German-English, TED talks, as in the papers: lower-cased, 10k joint BPE merges.
+
+    Validation is every 23rd training pair. 72 of the test pairs are known to be misaligned; they stay, for
+    comparability.
+    """
+    archive = "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
+    tests = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+    return Recipe(
+        name="iwslt14-de-en",
+        source_lang="de",
+        target_lang="en",
+        train=(Part("de-en/train.tags.de-en.{lang}", url=archive, form="ted"),),
+        tests={
+            "dev2010+dev2012+tst2010+tst2011+tst2012": tuple(
+                Part(f"de-en/IWSLT14.{test}.de-en.{{lang}}.xml", url=archive, form="segments") for test in tests
+            )
+        },
+        rules=Rules(
+            lowercase=True, plain_apostrophes=True, filter_on="words", max_ratio=1.5, max_length=175,
+            valid_every=23, merges=10_000,
+        ),
+        expected={"train": 160_239, "valid": 7_283, "test": 6_750},
+        downloads="iwslt14",
+    )  # fmt: skip
+
+
+def _wmt14(name: str, source: str, target: str, train: tuple[Part, ...], test: str, valid_every: int) -> Recipe:
+    archive = "https://www.statmt.org/wmt14/test-full.tgz"
+    return Recipe(
+        name=name,
+        source_lang=source,
+        target_lang=target,
+        train=train,
+        tests={"newstest2014": (Part(f"test-full/{test}-{{role}}.{{lang}}.sgm", url=archive, form="segments"),)},
+        rules=Rules(
+            split_dashes=True, normalise=True, plain_apostrophes=True, filter_on="subwords", max_ratio=1.5,
+            max_length=250, valid_every=valid_every, merges=40_000,
+        ),
+        expected={"test": 3_003},
+        downloads="wmt14",
+    )  # fmt: skip
+
+
+EUROPARL = {
+    "url": "https://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz",
+    "size": 657_632_379,
+    "sha256": "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
+}
+COMMON_CRAWL = {
+    "url": "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
+    "size": 918_311_367,
+    "sha256": "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
+}
+NEWS_COMMENTARY = {
+    "url": "https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz",
+    "size": 80_418_416,
+    "sha256": "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
+}
+UN = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
+GIGA = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
+
+
+def wmt14_en_de() -> Recipe:
+    """WMT'14 English-German, about 4.5 million pairs: cased, 40k joint BPE merges.
+
+    Europarl v7, Common Crawl, News Commentary v9. Validation is every 100th training line; test is newstest2014.
+    """
+    train = (
+        Part("training/europarl-v7.de-en.{lang}", **EUROPARL),
+        Part("commoncrawl.de-en.{lang}", **COMMON_CRAWL),
+        Part("training/news-commentary-v9.de-en.{lang}", **NEWS_COMMENTARY),
+    )
+    return _wmt14("wmt14-en-de", "en", "de", train, "newstest2014-deen", 100)
+
+
+def wmt14_en_fr() -> Recipe:
+    """WMT'14 English-French, about 41 million pairs before filtering: cased, 40k joint BPE merges.
+
+    Europarl v7, Common Crawl, UN, News Commentary v9, Giga. Validation is every 1333rd training line; test is
+    newstest2014.
+    """
+    train = (
+        Part("training/europarl-v7.fr-en.{lang}", **EUROPARL),
+        Part("commoncrawl.fr-en.{lang}", **COMMON_CRAWL),
+        Part("un/undoc.2000.fr-en.{lang}", **UN),
+        Part("training/news-commentary-v9.fr-en.{lang}", **NEWS_COMMENTARY),
+        Part("giga-fren.release2.fixed.{lang}", **GIGA),
+    )
+    return _wmt14("wmt14-en-fr", "en", "fr", train, "newstest2014-fren", 1333)
+
+
+def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Recipe:
+    """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz."""
+
+    def part(prefix: str) -> tuple[Part, ...]:
+        return (Part(str(Path(prefix).absolute()).replace("{", "{{").replace("}", "}}") + ".{lang}"),)
+
+    return Recipe(
+        name=name,
+        source_lang=source,
+        target_lang=target,
+        train=sum(map(part, train), ()),
+        valid=part(valid) if valid else (),
+        tests={Path(prefix).name: part(prefix) for prefix in tests},
+        rules=rules,
+    )

@@ -1,0 +1,113 @@
+"""Downloads that resume, and checksums that are recorded at first use and verified ever after."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from http.client import HTTPException
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .parallel import tqdm_options
+from .text import PrepError
+
+BLOCK = 1 << 20
+ATTEMPTS = 5
+PAUSE = 2.0  # seconds before the second attempt, doubled for each one after it
+SUMS = "SHA256SUMS"  # in sha256sum's format: `sha256sum -c SHA256SUMS` works
+
+
+def fetch(url: str, path: Path, size: int = 0) -> None:
+    """Downloads `url` to `path` by way of path.part, which a later run takes up. `size` is checked if it is not 0."""
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE * 2 ** (attempt - 1))
+        try:
+            _continue(url, part)
+            break
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise _unavailable(url, path, error) from error
+            last = error
+        except (OSError, HTTPException) as error:  # no network, or cut off: try again from where it stopped
+            if isinstance(error, OSError) and error.errno == 28:
+                raise
+            last = error
+    else:
+        raise _unavailable(url, path, last) from last
+    if size and part.stat().st_size != size:
+        found = part.stat().st_size
+        part.unlink()
+        raise PrepError(f"{url}: {found:,} bytes, but {size:,} were expected; nothing was kept")
+    part.rename(path)
+
+
+def _continue(url: str, part: Path) -> None:
+    """Downloads what `part` does not have yet. Raises HTTPException if the connection ends too early."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        if have and error.code == 416:  # nothing after what we have: it was complete
+            return
+        raise
+    with response:
+        if response.status != 206:  # the server starts over, so do we
+            have = 0
+        length = response.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        bar = tqdm(total=total, initial=have, desc=f"  {part.stem}", unit="B", unit_scale=True, **tqdm_options())
+        with bar, part.open("ab" if have else "wb") as file:
+            while block := response.read(BLOCK):
+                file.write(block)
+                bar.update(len(block))
+    if total is not None and part.stat().st_size < total:
+        raise HTTPException(f"connection lost after {part.stat().st_size:,} of {total:,} bytes")
+
+
+def _unavailable(url: str, path: Path, error: Exception) -> PrepError:
+    return PrepError(
+        f"{path.name} is missing, and could not be fetched from {url}\n  ({error})\n"
+        f"Get it from there or from elsewhere, put it into a folder, and say --raw FOLDER."
+    )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(files: Iterable[Path], sums: Path, known: dict[str, tuple[int, str]]) -> None:
+    """Checks files against `known` (name -> size and SHA-256, 0 and "" if not known) and those recorded in `sums`.
+
+    Files not in `sums` yet are recorded there. Raises PrepError for the first file that differs.
+    """
+    recorded = {}
+    if sums.exists():
+        for line in sums.read_text(encoding="utf-8").split("\n")[:-1]:
+            digest, _, name = line.partition("  ")
+            recorded[name] = digest
+    before = dict(recorded)
+    for path in files:
+        size, digest = known.get(path.name, (0, ""))
+        if size and path.stat().st_size != size:
+            raise PrepError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; fetch it again")
+        actual = sha256(path)
+        if digest and actual != digest:
+            raise PrepError(f"{path}: its SHA-256 is {actual}, but should be {digest}; fetch it again")
+        if actual != recorded.setdefault(path.name, actual):
+            raise PrepError(
+                f"{path}: its SHA-256 is {actual}, but was {recorded[path.name]} at first use;\n"
+                f"fetch it again, or delete its line from {sums} if the new one is right"
+            )
+    if recorded != before:
+        temporary = sums.with_name(sums.name + ".tmp")
+        temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in recorded.items()), encoding="utf-8")
+        temporary.replace(sums)
