@@ -56,6 +56,9 @@ def chain(stages: list[Stage]) -> None:
 def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> None:
     """Makes what is not there yet. `force` names a stage to make again, with all that follow it."""
     chain(stages)
+    if not force and stages[-1].report() is not None:
+        say("nothing to do: made before, with the same options from the same text")
+        return
     forced = False
     for position, stage in enumerate(stages):
         forced = forced or stage.name == force

@@ -62,12 +62,12 @@ def _codes(path: Path) -> io.StringIO:
 class Apply:
     """Chunk -> the same lines in subwords.
 
-    `vocabularies` gives each side's allowed subwords, or None for all.
+    `vocabularies` gives each side's allowed subwords, or None for all; for subword-nmt only.
     """
 
     def __init__(self, codes: Path, vocabularies: Sequence[list[str] | None] = (None, None)):
         if codes.name == CODES["sentencepiece"]:
-            self.sides = [_Pieces(codes, vocabulary) for vocabulary in vocabularies]
+            self.sides = [_Pieces(codes)] * len(vocabularies)
         else:
             self.sides = [
                 _Words(apply_bpe.BPE(_codes(codes), vocab=vocabulary and set(vocabulary)))
@@ -97,10 +97,8 @@ class _Words(dict):
 
 
 class _Pieces:
-    def __init__(self, model: Path, vocabulary: list[str] | None):
+    def __init__(self, model: Path):
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        if vocabulary is not None:
-            self._model.set_vocabulary(vocabulary)
 
     def line(self, line: bytes) -> bytes:
         return " ".join(self._model.encode(line.decode().rstrip("\n"), out_type=str)).encode() + b"\n"

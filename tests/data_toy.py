@@ -1,0 +1,90 @@
+"""What the tests of data-prep/ share: small made-up corpora, and running the pipeline on them."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+PREP = Path(__file__).parent.parent / "data-prep"
+sys.path.insert(0, str(PREP))
+
+import corpora  # noqa: E402, F401
+from prep import stages  # noqa: E402
+from prep.pipeline import Pipeline  # noqa: E402
+from prep.recipe import Part, Recipe, Rules  # noqa: E402
+
+# Words that meet the tokenizer's special cases: abbreviations, numbers, quotes, entities, other scripts, odd spaces.
+WORDS = """the Haus „Ja“ "no" it's l'été U.S. Mr. z.B. 3,000 3.14 1,5 foo-bar A-B e-mail ... a...b wait.. a/b 50% $5
+(ok) [x] {y} <b> &amp; &quot; R&D |pipe| ¿qué? naïve Straße ÄÖÜ σοφία мир 東京 3-4 -5 '90s dogs' ’tis don’t – — …
+«oui» http://x.org/a_b?c=1 me@x.org No. 5 Nr. 7 St. art. ﬁ ½ ™ € @-@ DOTMULTI THISISPROTECTED0 ; : ! a,b ,x 5, '' `` ´""".split()
+
+
+def sentences(number, seed=0, longest=12):
+    """Random lines, most of them harmless words and some of them awkward; a few with odd spaces."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(number):
+        words = [
+            rng.choice(WORDS) if rng.random() < 0.4 else f"wort{rng.randrange(60)}"
+            for _ in range(rng.randint(1, longest))
+        ]
+        lines.append(rng.choice([" "] * 6 + ["  ", "\u00a0", "\t"]).join(words))
+    return lines
+
+
+def pairs(number, seed=0):
+    """Parallel lines of about the same length."""
+    source = sentences(number, seed)
+    return source, [" ".join(line.split()[: random.Random(i).randint(1, 20)]) for i, line in enumerate(source)]
+
+
+def write(path, lines):
+    """Writes lines of str or bytes, and gives the path back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return path
+
+
+def read(path):
+    return path.read_bytes().decode().split("\n")[:-1]
+
+
+def parallel(folder, prefix, number=40, seed=0):
+    """Writes folder/prefix.de and .en."""
+    for lang, lines in zip(("de", "en"), pairs(number, seed), strict=True):
+        write(folder / f"{prefix}.{lang}", lines)
+
+
+def recipe(**rules):
+    """Training, validation and a test below the raw folder, as plain files."""
+    return Recipe(
+        name="toy",
+        source_lang="de",
+        target_lang="en",
+        train=(Part("train.{lang}"),),
+        valid=(Part("valid.{lang}"),),
+        tests={"easy": (Part("test.{lang}"),)},
+        rules=Rules(**{"merges": 60} | rules),
+    )
+
+
+def corpus(folder, train=200):
+    for split, number in (("train", train), ("valid", 20), ("test", 20)):
+        parallel(folder, split, number, seed=number)
+    return folder
+
+
+def text_only(recipe, raw, out, workers=1):
+    """Every stage but fairseq's, which takes seconds; returns the pipeline, for the texts it made."""
+    pipeline = Pipeline(recipe, raw, out, workers)
+    with stages.alone(pipeline.work):
+        stages.run(pipeline.chain[:-1], None, lambda text: None)
+    return pipeline
+
+
+def script(name, *arguments, check=True, **options):
+    """Runs data-prep/NAME.sh; returns the finished process, with its output."""
+    command = ["bash", PREP / f"{name}.sh", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert not check or done.returncode == 0, done.stderr
+    return done

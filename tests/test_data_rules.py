@@ -1,0 +1,118 @@
+"""Our quicker ways to tokenise, normalise and split words give what the libraries give, byte for byte."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from data_toy import Rules, pairs, sentences, write
+from prep import rules, subwords
+from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+CLI = Path(sys.executable).with_name("subword-nmt")
+LINES = sentences(400, seed=5)
+
+
+@pytest.mark.parametrize("lang", ["de", "en", "fr"])
+@pytest.mark.parametrize("dashes", [False, True])
+def test_tokenizer(lang, dashes):
+    plain, ours = MosesTokenizer(lang), rules.Tokenizer(lang)
+    for line in LINES:
+        assert ours.tokenize(line, dashes, return_str=True) == plain.tokenize(line, dashes, return_str=True)
+
+
+@pytest.mark.parametrize("lang", ["de", "en", "fr"])
+def test_normaliser(lang):
+    """Moses' punctuation rules, then every non-printing character a space, also as in Moses."""
+    plain, ours = MosesPunctNormalizer(lang, perl_parity=True), rules.Normalise((lang, lang))
+    for line in LINES:
+        assert ours(([line.encode()], []))[0] == [plain.normalize(line).replace("\t", " ").encode() + b"\n"]
+    assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
+
+
+def chunk(lines):
+    return [line.encode() + b"\n" for line in lines]
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """Tokenised text, and codes that were learnt on it by subword-nmt's own command."""
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenise = rules.Tokenise(("de", "en"), Rules(lowercase=True))
+    source, target = (b"".join(side).decode().split("\n")[:-1] for side in tokenise(tuple(map(chunk, pairs(400)))))
+    text = write(folder / "text", source + target)
+    with (folder / "theirs").open("w") as file:
+        subprocess.run(
+            [CLI, "learn-bpe", "-s", "150"], stdin=text.open(), stdout=file, check=True, stderr=subprocess.PIPE
+        )
+    return folder, source, target
+
+
+def test_learn(learnt):
+    folder, source, target = learnt
+    words = sum(subwords.count_words((chunk(source), chunk(target))), Counter())
+    subwords.learn(words, 150, folder)
+    assert (folder / "code").read_bytes() == (folder / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("cache", [subwords.CACHE_WORDS, 7])
+def test_apply(learnt, monkeypatch, cache):
+    monkeypatch.setattr(subwords, "CACHE_WORDS", cache)
+    folder, source, target = learnt
+    (folder / "code").write_bytes((folder / "theirs").read_bytes())
+    unseen = [" ".join(line.split()[::-1]) + " ungesehenes 東 x" for line in target]
+    applied = subwords.Apply(folder / "code")((chunk(source), chunk(unseen)))
+    for lines, ours in zip((source, unseen), applied, strict=True):
+        text = write(folder / "in", lines)
+        theirs = subprocess.run([CLI, "apply-bpe", "-c", folder / "theirs"], stdin=text.open("rb"), capture_output=True)
+        assert b"".join(ours) == theirs.stdout
+
+
+def test_vocabulary_threshold(learnt):
+    """As `subword-nmt apply-bpe --vocabulary --vocabulary-threshold` does."""
+    folder, source, _ = learnt
+    (folder / "code").write_bytes((folder / "theirs").read_bytes())
+    text = write(folder / "in", source)
+    split = subprocess.run([CLI, "apply-bpe", "-c", folder / "theirs"], stdin=text.open("rb"), capture_output=True)
+    counts = Counter(split.stdout.decode().split())
+    write(folder / "counts", [f"{word} {count}" for word, count in counts.items()])
+    options = ["--vocabulary", folder / "counts", "--vocabulary-threshold", "40"]
+    theirs = subprocess.run(
+        [CLI, "apply-bpe", "-c", folder / "theirs", *options], stdin=text.open("rb"), capture_output=True, check=True
+    )
+    allowed = subwords.frequent(subwords.count_words((chunk(source),))[0], folder / "code", 40)
+    assert set(allowed) == {word for word, count in counts.items() if count >= 40}
+    ours = subwords.Apply(folder / "code", [allowed, None])((chunk(source), []))[0]
+    assert b"".join(ours) == theirs.stdout
+    assert theirs.stdout != split.stdout  # the threshold did something
+
+
+def test_sentencepiece(learnt):
+    """Joined pieces give the text back; a vocabulary restricts the pieces."""
+    folder, source, target = learnt
+    texts = [write(folder / "source", source), write(folder / "target", target)]
+    subwords.learn_sentencepiece(texts, 300, folder)
+    model = folder / "sentencepiece.bpe.model"
+    pieces = subwords.Apply(model)((chunk(source), chunk(target)))
+    for lines, side in zip((source, target), pieces, strict=True):
+        assert [line.decode().rstrip("\n").replace(" ", "").replace("▁", " ").strip() for line in side] == lines
+    words = subwords.count_words((chunk(source),))[0]
+    allowed = subwords.frequent(words, model, 40)
+    fewer = subwords.Apply(model, [allowed, None])((chunk(source), []))[0]
+    assert len({piece for line in fewer for piece in line.split()}) < len(
+        {p for line in pieces[0] for p in line.split()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "fault"),
+    [
+        (0, 3, "empty"), (3, 0, "empty"), (1, 1, None), (1, 2, "length ratio"),
+        (175, 175, None), (176, 175, "too long"), (175, 176, "too long"),
+        (3, 2, None), (2, 3, None), (30, 20, None), (31, 20, "length ratio"), (20, 31, "length ratio"),
+    ],
+)  # fmt: skip
+def test_length_rules(source, target, fault):
+    """Bounds are inclusive, as in Moses' clean-corpus-n."""
+    assert Rules(max_ratio=1.5, max_length=175).fault(source, target) == fault

@@ -1,0 +1,81 @@
+"""Text is read as it is: lines end at \\n and nowhere else, bytes are UTF-8 or refused by file and line."""
+
+import gzip
+
+import pytest
+from data_toy import corpus, read, recipe, text_only, write
+from prep.text import PrepError, checked_lines
+
+ODD = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]  # where str.splitlines breaks lines
+
+
+def checked(data, **options):
+    return list(checked_lines(data.splitlines(keepends=True) if isinstance(data, str) else data, "file", **options))
+
+
+def test_line_ends():
+    lines = [b"\xef\xbb\xbfone\r\n", b"two\n", b"three\rand\r\n", b"last"]
+    assert checked(lines) == [b"one\n", b"two\n", b"three and\n", b"last\n"]
+
+
+def test_a_byte_order_mark_inside_stays():
+    assert checked([b"a\n", b"\xef\xbb\xbfb\n"]) == [b"a\n", b"\xef\xbb\xbfb\n"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 1999, 2000, 2001, 4100])
+def test_not_utf8_names_file_line_and_byte(number):
+    lines = [b"fine\n"] * (number - 1) + [b"Stra\xdfe\n"] + [b"fine\n"] * 10
+    with pytest.raises(PrepError, match=rf"^file, line {number}: byte 5 \(hex df\) is not UTF-8"):
+        checked(lines)
+
+
+def test_utf16_is_guessed():
+    data = "Hallo\nWelt\n".encode("utf-16")
+    with pytest.raises(PrepError, match="UTF-16"):
+        checked([line + b"\n" for line in data.split(b"\n")])
+
+
+def test_nul_is_refused_or_left_to_a_later_step():
+    with pytest.raises(PrepError, match="file, line 3: a NUL byte"):
+        checked([b"a\n", b"b\n", b"c\0d\n"])
+    assert checked([b"c\0d\n"], keep_nul=True) == [b"c\0d\n"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=ascii)
+def test_only_newlines_end_lines(tmp_path, odd):
+    """One such character must not put the two sides out of step."""
+    raw = corpus(tmp_path / "raw")
+    for split in ("train", "valid", "test"):
+        lines = read(raw / f"{split}.de")
+        lines[3] = f"eins{odd}zwei"
+        write(raw / f"{split}.de", lines)
+    pipeline = text_only(recipe(), raw, tmp_path / "out")
+    for split, number in (("train", 200), ("valid", 20), ("test", 20)):
+        german, english = (read(path) for path in pipeline.text("filter", split))
+        assert len(german) == len(english) == number
+        assert german[3].replace("@@ ", "") in ("eins zwei", "einszwei")
+    assert read(pipeline.text("filter", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were
+
+
+def test_crlf_and_mark_give_the_same_data(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    windows = tmp_path / "windows"
+    windows.mkdir()
+    for path in raw.iterdir():
+        (windows / path.name).write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    ours, theirs = (text_only(recipe(), folder, tmp_path / f"{folder.name}-out") for folder in (raw, windows))
+    for split in ours.splits():
+        for raw_text in (False, True) if split != "train" else (False,):
+            for a, b in zip(*(p.text("filter", split, raw_text) for p in (ours, theirs)), strict=True):
+                assert a.read_bytes() == b.read_bytes()
+
+
+def test_gz_is_the_same_as_plain(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    for path in raw.iterdir():
+        (packed / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    ours, theirs = (text_only(recipe(), folder, tmp_path / f"{folder.name}-out") for folder in (raw, packed))
+    for a, b in zip(ours.text("filter", "train"), theirs.text("filter", "train"), strict=True):
+        assert a.read_bytes() == b.read_bytes()
