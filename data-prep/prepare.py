@@ -106,6 +106,8 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
     args = parser.parse_args()
     if args.command == "custom" and bool(args.valid) == bool(args.valid_every):
         parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
+    if args.vocabulary_threshold and args.bpe == "sentencepiece":
+        parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
     recipe = args.make(args)
     changes = {key: getattr(args, key) for key in ("bpe", "merges", "vocabulary_threshold") if getattr(args, key)}
     return args, dataclasses.replace(recipe, rules=dataclasses.replace(recipe.rules, **changes))

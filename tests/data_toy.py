@@ -16,7 +16,8 @@ from prep.recipe import Part, Recipe, Rules  # noqa: E402
 # Words that meet the tokenizer's special cases: abbreviations, numbers, quotes, entities, other scripts, odd spaces.
 WORDS = """the Haus „Ja“ "no" it's l'été U.S. Mr. z.B. 3,000 3.14 1,5 foo-bar A-B e-mail ... a...b wait.. a/b 50% $5
 (ok) [x] {y} <b> &amp; &quot; R&D |pipe| ¿qué? naïve Straße ÄÖÜ σοφία мир 東京 3-4 -5 '90s dogs' ’tis don’t – — …
-«oui» http://x.org/a_b?c=1 me@x.org No. 5 Nr. 7 St. art. ﬁ ½ ™ € @-@ DOTMULTI THISISPROTECTED0 ; : ! a,b ,x 5, '' `` ´""".split()
+«oui» http://x.org/a_b?c=1 me@x.org No. 5 Nr. 7 St. art. ﬁ ½ ™ € @-@ DOTMULTI THISISPROTECTED0
+; : ! a,b ,x 5, '' `` ´""".split()
 
 
 def sentences(number, seed=0, longest=12):
