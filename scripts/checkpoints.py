@@ -7,7 +7,19 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy
 import torch
+
+# What fairseq's checkpoints hold beside tensors and plain values: settings, and --eval-bleu's counts.
+_PLAIN = [
+    argparse.Namespace,
+    numpy.ndarray,
+    numpy.dtype,
+    numpy.dtypes.Int64DType,
+    numpy.dtypes.Float64DType,
+    numpy._core.multiarray._reconstruct,
+    numpy._core.multiarray.scalar,
+]
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
 EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -41,7 +53,7 @@ def load(path):
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: the file is empty")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(_PLAIN):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -37,6 +37,12 @@ class LongRunTrainer(Trainer):
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
 
+    def state_dict(self):
+        state = super().state_dict()
+        # Validation starts its metrics afresh; --eval-bleu's are NumPy arrays, which no safe torch.load takes.
+        state["extra_state"]["metrics"].pop("valid", None)
+        return state
+
     def save_checkpoint(self, filename, extra_state):
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}

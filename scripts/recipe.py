@@ -91,6 +91,8 @@ def parse_flags(words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             flags[name] = [value] if equals else []
+        elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
+            raise RecipeError(f"{word}: flags of fairseq-train are wanted in full, as in --source-lang")
         elif name is None:
             raise RecipeError(f"{word!r} stands where a flag of fairseq-train is expected")
         else:

@@ -235,7 +235,7 @@ def bleu_flags(data):
     bpe = read_prep(data)["bpe"]
     return {
         "eval-bleu": True,
-        "eval-bleu-args": '{"beam": 5}',
+        "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
         "eval-bleu-detok": "moses",
         "eval-bleu-remove-bpe": bpe,
         "best-checkpoint-metric": "bleu",

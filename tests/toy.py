@@ -1,6 +1,7 @@
 """A prepared data folder and a trained run, tiny and made in seconds, for the tests of the scripts."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,8 +17,8 @@ TINY = [
     *("--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16", "--decoder-attention-heads", "2"),
     *("--encoder-layers", "2", "--decoder-layers", "1", "--share-all-embeddings"),
 ]
-NOUNS = "dog cat house tree book lamp garden bird".split()  # noqa: SIM905
-GERMAN = "Hund Katze Haus Baum Buch Lampe Garten Vogel".split()  # noqa: SIM905
+NOUNS = "dog cat house tree book lamp garden bird".split()
+GERMAN = "Hund Katze Haus Baum Buch Lampe Garten Vogel".split()
 
 
 def sentences(count, seed):
@@ -69,9 +70,13 @@ def train(data, run, *flags, arch="ea_transformer_base"):
     return run
 
 
+# One thread: the models are tiny, and threads that wait for each other are slower.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def fairseq(name, *arguments):
     command = [Path(sys.executable).with_name(f"fairseq-{name}"), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -80,7 +85,8 @@ def script(name, *arguments, **options):
     path = REPO / "scripts" / name
     command = ["bash", path] if path.suffix == ".sh" else [sys.executable, path]
     return subprocess.run(
-        [*command, *map(str, arguments)], **{"capture_output": True, "text": True, "check": False, **options}
+        [*command, *map(str, arguments)],
+        **{"capture_output": True, "text": True, "check": False, "env": ENVIRONMENT, **options},
     )
 
 

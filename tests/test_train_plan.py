@@ -1,0 +1,154 @@
+"""scripts/train.sh --dry-run: the flags are the papers', and the batch is theirs on any number of GPUs."""
+
+import shlex
+
+import pytest
+import recipe as recipes
+import train
+from fairseq import options
+from recipe import parse_flags
+
+import ea_fairseq  # noqa: F401  (registers the architectures)
+
+ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
+PAPERS = ["iwslt14-de-en", "wmt14-en-de", "wmt14-en-fr"]
+
+
+def dry_run(capsys, *arguments):
+    train.main([*map(str, arguments), "--dry-run"])
+    printed = capsys.readouterr()
+    return shlex.split(printed.out), printed.err
+
+
+def flags(command):
+    return {name: " ".join(values) for name, values in parse_flags(command[command.index("--user-dir") :]).items()}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_fairseq_takes_every_recipe(capsys, recipe, arch):
+    command, _ = dry_run(capsys, recipe, arch, "--gpus", 1)
+    script = next(i for i, word in enumerate(command) if word.endswith("fairseq_train.py"))
+    args = options.parse_args_and_arch(options.get_training_parser(), command[script + 1 :])
+    assert args.arch == arch
+    assert getattr(args, "ea_alpha", None) == {"ea_transformer_lite": 0.1, "ea_transformer_base": 0.5}.get(arch)
+    assert args.share_all_embeddings
+    assert args.tensorboard_logdir.endswith("/tensorboard")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("recipe", PAPERS)
+def test_the_flags_are_the_papers(capsys, recipe, arch):
+    """ICML 2021, appendix A.3 and table 10."""
+    found = flags(dry_run(capsys, recipe, arch, "--gpus", 1)[0])
+    expected = {
+        "optimizer": "adam",
+        "adam-betas": "(0.9, 0.98)",
+        "lr-scheduler": "inverse_sqrt",
+        "lr": "0.001",
+        "warmup-updates": "4000",
+        "criterion": "label_smoothed_cross_entropy",
+        "label-smoothing": "0.1",
+        "patience": "5",
+        "keep-last-epochs": "10",
+        "dropout": {"iwslt14-de-en": "0.2", "wmt14-en-de": "0.3", "wmt14-en-fr": "0.1"}[recipe],
+        "arch": arch,
+    }
+    if arch.startswith("ea_"):
+        expected |= {"ea-alpha": "0.1" if arch.endswith("lite") else "0.5", "ea-beta": "0.1"}
+    assert expected.items() <= found.items()
+    assert arch.startswith("ea_") or not any(name.startswith("ea-") for name in found)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_the_effective_batch_is_the_same_on_any_number_of_gpus(capsys, recipe, gpus):
+    command, said = dry_run(capsys, recipe, "ea_transformer_lite", "--gpus", gpus)
+    found = flags(command)
+    batch = max(gpus, 1) * int(found["max-tokens"]) * int(found["update-freq"])
+    assert batch == recipes.read(recipe).batch.total
+    if recipe.startswith("wmt"):
+        assert batch == 8 * 16 * 4096
+        assert int(found["max-tokens"]) == 4096
+    assert f"{batch:,} tokens an update" in said
+    assert ("cpu" in found) == (gpus == 0)
+    assert found["distributed-world-size"] == str(max(gpus, 1))
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_three_gpus_are_refused(capsys, recipe):
+    with pytest.raises(SystemExit) as refusal:
+        train.main([recipe, "transformer_lite", "--gpus", "3", "--dry-run"])
+    assert "does not divide" in str(refusal.value)
+    assert "3 GPU" in str(refusal.value)
+
+
+def test_smaller_steps_are_made_up_for(capsys):
+    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_base", "--gpus", 4, "--max-tokens", 2048)[0])
+    assert found["update-freq"] == "64"
+
+
+def test_machines(capsys):
+    """2 machines with 8 GPUs each: torchrun on both, and half the accumulation of the paper's 8."""
+    where = ["--nodes", 2, "--node-rank", 1, "--master", "one.example:4000", "--gpus", 8]
+    command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_base", *where)
+    expected = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr one.example --master-port 4000"
+    assert command[0].endswith("torchrun")
+    assert expected in shlex.join(command)
+    assert flags(command)["update-freq"] == "8"
+    assert flags(command)["distributed-world-size"] == "16"
+
+
+def test_machines_without_gpus(capsys):
+    where = ["--nodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--gpus", 0]
+    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", *where)[0])
+    assert found["distributed-init-method"] == "tcp://10.0.0.1:29500"
+    assert (found["distributed-rank"], found["distributed-world-size"], found["update-freq"]) == ("1", "2", "64")
+    assert {"distributed-no-spawn", "cpu"} <= found.keys()
+
+
+def test_slurm(capsys, monkeypatch, tmp_path):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in {"NNODES": "2", "NODEID": "1", "JOB_NODELIST": "node[7-8]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
+    assert "--node-rank 1 --nproc-per-node 8 --master-addr node7" in shlex.join(command)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((9, 0), {"bf16"}), ((8, 0), {"bf16"}), ((7, 5), {"fp16"}), ((6, 1), set())]
+)
+def test_precision_follows_the_gpu(capability, expected):
+    assert train.precision_flags("auto", train.Launch(gpus=1, capability=capability)).keys() == expected
+    assert train.precision_flags("auto", train.Launch(gpus=0, capability=capability)) == {}
+    assert train.precision_flags("fp32", train.Launch(gpus=1, capability=capability)) == {}
+    assert train.precision_flags("fp16", train.Launch(gpus=1, capability=capability)) == {"fp16": True}
+
+
+def test_the_command_line_wins(capsys):
+    extra = ["--lr", "5e-4", "--seed=7", "--encoder-layers", 2, "--without", "share-all-embeddings", "--wandb", "ea"]
+    found = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", *extra)[0])
+    assert (found["lr"], found["seed"], found["encoder-layers"], found["wandb-project"]) == ("5e-4", "7", "2", "ea")
+    assert "share-all-embeddings" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["iwslt", "transformer"], "there is no recipe 'iwslt'; there are: iwslt14-de-en"),
+        (["sample"], "RECIPE and ARCH come first"),
+        (["sample", "transformer", "--save-dir", "x"], "use --run"),
+        (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
+        (["sample", "transformer", "--nodes", "2", "--node-rank", "2", "--master", "a"], "with --nodes 2 it is 0 to 1"),
+        (["sample", "transformer", "--without", "nonsense"], "the recipe has no such flag"),
+        (["sample", "transformer", "--lr", "1", "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
+        (["sample", "transformer", "1"], "'1' stands where a flag"),
+    ],
+)
+def test_mistakes(capsys, arguments, message):
+    with pytest.raises(SystemExit) as refusal:
+        train.main([*arguments, "--dry-run"])
+    assert refusal.value.code not in (0, None)
+    assert message in f"{refusal.value}{capsys.readouterr().err}"
