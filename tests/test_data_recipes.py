@@ -1,0 +1,282 @@
+"""The recipes against an independent statement of their rules, on small archives shaped exactly like the real ones."""
+
+import dataclasses
+import gzip
+import io
+import random
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import regex
+from data_toy import corpora, pairs, read, text_only, write
+from prep.text import PrepError
+from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+SUBWORD_NMT = Path(sys.executable).with_name("subword-nmt")
+
+
+def archive(path, members):
+    """Writes a .tgz or .tar of name -> text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as file:
+        for name, data in members.items():
+            data = data.encode() if isinstance(data, str) else data
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            file.addfile(entry, io.BytesIO(data))
+
+
+def text(lines):
+    return "".join(line + "\n" for line in lines)
+
+
+def segments(lines, language):
+    """A test set as IWSLT's .xml and WMT's .sgm have it."""
+    rows = ['<?xml version="1.0" encoding="UTF-8"?>', f'<refset setid="x" srclang="any" trglang="{language}">', "<doc>"]
+    rows += ["<url>http://x</url>", "<title>not a sentence</title>"]
+    rows += [f'<seg id="{number}"> {line} </seg>' for number, line in enumerate(lines, 1)]
+    return text([*rows, "</doc>", "</refset>"])
+
+
+def escaped(lines, seed):
+    """Lines with XML entities and typographic apostrophes here and there, as in the real test sets."""
+    rng = random.Random(seed)
+    return [
+        line.replace("<b>", "&lt;b&gt;") + rng.choice(["", " R&amp;D", " &quot;x&quot;", " don’t", " d’or"])
+        for line in lines
+    ]
+
+
+def a_test(number, seed):
+    source, target = pairs(number, seed)
+    return escaped(source, seed), escaped(target, seed + 1)
+
+
+def subword_nmt(folder, merges, train, *others):
+    """The library's own commands: codes learnt on both sides one after the other, and everything split with them."""
+    both = write(folder / "both", [line for side in train for line in side])
+    codes = folder / "codes"
+    learn = [SUBWORD_NMT, "learn-bpe", "-s", str(merges)]
+    subprocess.run(learn, stdin=both.open(), stdout=codes.open("w"), stderr=subprocess.PIPE, check=True)
+    result = []
+    for lines in [*train, *others]:
+        apply = [SUBWORD_NMT, "apply-bpe", "-c", codes]
+        given = write(folder / "in", lines).open("rb")
+        result.append(
+            subprocess.run(apply, stdin=given, capture_output=True, check=True).stdout.decode().split("\n")[:-1]
+        )
+    return result
+
+
+def in_bounds(source, target, longest):
+    a, b = len(source.split()), len(target.split())
+    return 1 <= a <= longest and 1 <= b <= longest and a / b <= 1.5 and b / a <= 1.5
+
+
+def assert_text(pipeline, stage, split, expected):
+    for path, lines in zip(pipeline.text(stage, split), expected, strict=True):
+        assert read(path) == lines
+
+
+# --- IWSLT'14 --------------------------------------------------------------------------------------------------------
+
+TALK = ["<url>http://x</url>", "<keywords>talks, a</keywords>", "<speaker>A. B.</speaker>", "<talkid>535</talkid>"]
+TALK += ["<title>A B: talk</title>", "<description>TED Talk Subtitles: what</description>"]
+IWSLT_TESTS = ["TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"]
+
+
+@pytest.fixture(scope="module")
+def iwslt(tmp_path_factory):
+    """Raw sides and the archive made of them."""
+    folder = tmp_path_factory.mktemp("iwslt")
+    sides = [list(side) for side in pairs(600, seed=3)]
+    sides[0][5], sides[1][6], sides[0][7] = "", " ", "zu lang " * 88  # 176 words
+    sides[1][7] = "too long " * 88
+    for side in sides:
+        for at in (500, 100, 0):
+            side[at:at] = TALK
+    tests = {name: a_test(12, seed) for seed, name in enumerate(IWSLT_TESTS)}
+    members = {}
+    for lang, side, which in (("de", sides[0], 0), ("en", sides[1], 1)):
+        members[f"de-en/train.tags.de-en.{lang}"] = text(side)
+        for name, parts in sorted(tests.items(), reverse=True):
+            members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"] = segments(parts[which], lang)
+    archive(folder / "de-en.tgz", {"de-en/README": "read me\n"} | members)
+    return folder, sides, tests
+
+
+def test_iwslt14(iwslt, tmp_path):
+    folder, sides, tests = iwslt
+
+    def tokens(lines, lang):
+        return [MosesTokenizer(lang).tokenize(line, return_str=True) for line in lines]
+
+    train = []
+    for lang, side in zip(("de", "en"), sides, strict=True):
+        kept = [line for line in side if not re.search("<url>|<talkid>|<keywords>", line)]
+        kept = [re.sub("</?title>|</?description>", "", line) for line in kept]
+        train.append(list(zip(kept, tokens(kept, lang), strict=True)))
+    kept = [(a, b) for a, b in zip(*train, strict=True) if in_bounds(a[1], b[1], 175)]
+    assert 400 < len(kept) < 618  # all the rules had something to do
+    valid = kept[22::23]
+    train = [pair for number, pair in enumerate(kept, 1) if number % 23]
+    test_sides = [sum((tests[name][which] for name in IWSLT_TESTS), []) for which in (0, 1)]
+    expected = {"train": [[pair[i][1].lower() for pair in train] for i in (0, 1)]}
+    expected["valid"] = [[pair[i][1].lower() for pair in valid] for i in (0, 1)]
+    expected["test"] = [
+        [line.lower() for line in tokens([line.replace("’", "'") for line in side], lang)]
+        for lang, side in zip(("de", "en"), test_sides, strict=True)
+    ]
+    assert any(
+        "&amp; amp ;" in line for line in expected["test"][0]
+    )  # entities are not undone: so in the real test set
+
+    pipeline = text_only(corpora.iwslt14_de_en(), folder, tmp_path / "out", workers=2)
+    for split, lines in expected.items():
+        assert_text(pipeline, "tokenise", split, lines)
+    every = subword_nmt(tmp_path, 10_000, expected["train"], *expected["valid"], *expected["test"])
+    for number, split in enumerate(expected):
+        assert_text(pipeline, "filter", split, every[2 * number : 2 * number + 2])
+    for i, path in enumerate(pipeline.text("filter", "valid", raw=True)):
+        assert read(path) == [pair[i][0] for pair in valid]
+    for side, path in zip(test_sides, pipeline.text("filter", "test", raw=True), strict=True):
+        assert read(path) == side
+
+
+def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
+    folder, *_ = iwslt
+    with tarfile.open(folder / "de-en.tgz") as file:
+        file.extractall(tmp_path / "raw", filter="data")
+    ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / raw.name) for raw in (folder, tmp_path / "raw"))
+    for split in ours.splits():
+        for a, b in zip(ours.text("filter", split), theirs.text("filter", split), strict=True):
+            assert a.read_bytes() == b.read_bytes()
+
+
+# --- WMT'14 ----------------------------------------------------------------------------------------------------------
+
+
+def without_checksums(recipe):
+    train = tuple(dataclasses.replace(part, size=0, sha256="") for part in recipe.train)
+    return dataclasses.replace(recipe, train=train)
+
+
+def wmt(folder, recipe, sizes, test_set):
+    """Archives as at statmt.org, with `sizes` training lines in each part; returns the raw sides."""
+    languages = (recipe.source_lang, recipe.target_lang)
+    archives, training = {}, ([], [])
+    for seed, (part, size) in enumerate(zip(recipe.train, sizes, strict=True), 10):
+        sides = [list(side) for side in pairs(size, seed)]
+        sides[0][2], sides[1][3], sides[0][4], sides[1][5] = "", "", "a\u200bb c\u00add\0", "one " * 9
+        for lang, side, whole in zip(languages, sides, training, strict=True):
+            member, data = part.member.format(lang=lang), text(side).encode()
+            if part.url.endswith(".tar"):  # Giga: packed one by one, inside a plain tar
+                member, data = member + ".gz", gzip.compress(data)
+            archives.setdefault(part.url, {})[member] = data
+            whole += side
+    test = a_test(30, 99)
+    members = {}
+    for lang, role, side in zip(languages, ("src", "ref"), test, strict=True):
+        members[f"test-full/{test_set}-{role}.{lang}.sgm"] = segments(side, lang)
+        members[f"test-full/{test_set}-{role}.cs.sgm"] = "another language\n"
+    archives["test-full.tgz"] = members
+    for url, members in archives.items():
+        archive(folder / Path(url).name, {"training/unrelated.txt": "x\n"} | members)
+    return training, test
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "test_set", "every"),
+    [
+        (corpora.wmt14_en_de(), (250, 120, 60), "newstest2014-deen", 100),
+        (corpora.wmt14_en_fr(), (900, 300, 300, 200, 1100), "newstest2014-fren", 1333),
+    ],
+    ids=["en-de", "en-fr"],
+)
+def test_wmt14(recipe, sizes, test_set, every, tmp_path):
+    recipe = without_checksums(recipe)
+    languages = (recipe.source_lang, recipe.target_lang)
+    training, test = wmt(tmp_path / "raw", recipe, sizes, test_set)
+
+    def tokens(lines, lang):
+        return [MosesTokenizer(lang).tokenize(line, aggressive_dash_splits=True, return_str=True) for line in lines]
+
+    def clean(lines, lang):
+        normalise = MosesPunctNormalizer(lang, perl_parity=True).normalize
+        return [regex.sub(r"\p{C}", " ", normalise(line)) for line in lines]
+
+    train, valid = [], []
+    for lang, side in zip(languages, training, strict=True):
+        lines = tokens(clean(side, lang), lang)
+        valid.append(lines[every - 1 :: every])
+        train.append([line for number, line in enumerate(lines, 1) if number % every])
+    tested = [
+        tokens([line.replace("’", "'") for line in side], lang) for lang, side in zip(languages, test, strict=True)
+    ]
+    split = subword_nmt(tmp_path, 40_000, train, *valid, *tested)
+    raw_valid = [side[every - 1 :: every] for side in training]
+
+    pipeline = text_only(recipe, tmp_path / "raw", tmp_path / "out", workers=2)
+    for name, sides, raw in (("train", split[:2], None), ("valid", split[2:4], raw_valid)):
+        kept = [in_bounds(a, b, 250) for a, b in zip(*sides, strict=True)]
+        assert name == "valid" or 0 < sum(kept) < len(kept)
+        assert_text(
+            pipeline, "filter", name, [[line for line, ok in zip(side, kept, strict=True) if ok] for side in sides]
+        )
+        if raw:
+            for path, side in zip(pipeline.text("filter", name, raw=True), raw, strict=True):
+                assert read(path) == [line for line, ok in zip(side, kept, strict=True) if ok]
+    assert_text(pipeline, "filter", "test", split[4:])
+    for path, side in zip(pipeline.text("filter", "test", raw=True), test, strict=True):
+        assert read(path) == side
+
+
+# --- archives that are not right -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
+def test_truncated_archive(iwslt, tmp_path, keep):
+    folder, *_ = iwslt
+    data = (folder / "de-en.tgz").read_bytes()
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/de-en.tgz").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(PrepError, match=r"raw/de-en\.tgz: truncated or damaged"):
+        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+
+
+def test_damaged_archive(iwslt, tmp_path):
+    """Also where the damage is not in a member that is read."""
+    folder, *_ = iwslt
+    data = bytearray((folder / "de-en.tgz").read_bytes())
+    data[-6] ^= 1  # in the checksum of the whole
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/de-en.tgz").write_bytes(data)
+    with pytest.raises(PrepError, match=r"raw/de-en\.tgz: truncated or damaged"):
+        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
+
+
+def test_missing_member(tmp_path):
+    archive(tmp_path / "raw/de-en.tgz", {"de-en/train.tags.de-en.de": "a\n", "de-en/other": "b\n"})
+    with pytest.raises(
+        PrepError, match=r"has no member de-en/train.tags.de-en.en; it has de-en/train.*de, de-en/other"
+    ):
+        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+
+
+def test_missing_archive_says_where_to_get_it(tmp_path):
+    (tmp_path / "raw").mkdir()
+    with pytest.raises(PrepError, match=r"has no .*europarl.* can be had at https://.*europarl-v7.tgz"):
+        text_only(corpora.wmt14_en_de(), tmp_path / "raw", tmp_path / "out")
+
+
+def test_an_archive_of_another_size_is_refused(tmp_path):
+    recipe = corpora.wmt14_en_de()
+    wmt(tmp_path / "raw", recipe, (10, 10, 10), "newstest2014-deen")
+    with pytest.raises(PrepError, match=r"europarl-v7.tgz: [\d,]+ bytes, but it should have 657,632,379"):
+        text_only(recipe, tmp_path / "raw", tmp_path / "out")
