@@ -37,6 +37,11 @@ class LongRunTrainer(Trainer):
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
 
+    def get_train_iterator(self, epoch, *args, **kwargs):
+        # fairseq groups sentences into batches once, by a seed that depends on the epoch in which it does: the first,
+        # or the one in which a run is taken up again. Always as in the first, a resumed run sees the same batches.
+        return super().get_train_iterator(epoch if self.task.has_sharded_data("train") else 1, *args, **kwargs)
+
     def state_dict(self):
         state = super().state_dict()
         # Validation starts its metrics afresh; --eval-bleu's are NumPy arrays, which no safe torch.load takes.

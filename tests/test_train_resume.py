@@ -1,0 +1,269 @@
+"""scripts/train.sh run again: it goes on where a kill, a torn file or a full disk left it, and nowhere else."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import train
+from checkpoints import load
+from test_average_checkpoints import Payload
+from toy import ENVIRONMENT, REPO, TINY, data, script  # noqa: F401  (fixtures)
+from train import RunError
+
+FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
+
+
+def command(data, run, *flags):  # noqa: F811
+    return ["sample", "ea_transformer_lite", "--data", data, "--run", run, *FLAGS, *flags]
+
+
+def checkpoint(path, updates, *, val_loss=1.0, best=1.0):
+    """A checkpoint as fairseq lays it out, of no use but to be found."""
+    state = {
+        "model": {"w": torch.full((64,), float(updates))},
+        "optimizer_history": [{"num_updates": updates}],
+        "last_optimizer_state": {},
+        "extra_state": {"val_loss": val_loss, "best": best, "train_iterator": {"epoch": 1}},
+    }
+    torch.save(state, path)
+    return path
+
+
+def last_updates(run):
+    return train.updates(load(run / "checkpoint_last.pt"))
+
+
+# --- what mend() makes of a folder ------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_starts_from_nothing(tmp_path):
+    assert train.mend(tmp_path) is None
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    checkpoint(tmp_path / "checkpoint2.pt", 20)
+    last = checkpoint(tmp_path / "checkpoint_last.pt", 30)
+    os.truncate(last, size)
+    assert train.updates(train.mend(tmp_path)) == 20
+    assert last_updates(tmp_path) == 20
+    warning = capsys.readouterr().err
+    assert "checkpoint_last.pt: " in warning
+    assert "set aside" in warning
+    assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == size
+
+
+def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
+    checkpoint(tmp_path / "checkpoint_last.pt", 20)
+    checkpoint(tmp_path / "checkpoint2.pt", 20)
+    checkpoint(tmp_path / "checkpoint_3_25.pt", 25)
+    os.truncate(checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
+    os.truncate(checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
+    (tmp_path / "checkpoint4.pt.tmp").write_text("half")
+    assert train.updates(train.mend(tmp_path)) == 25
+    assert last_updates(tmp_path) == 25
+    assert not (tmp_path / "checkpoint4.pt.tmp").exists()
+
+
+def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
+    """A kill between writing checkpointN.pt and copying it to checkpoint_best.pt and checkpoint_last.pt."""
+    for name in ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
+        checkpoint(tmp_path / name, 10, val_loss=2.0, best=2.0)
+    checkpoint(tmp_path / "checkpoint2.pt", 20, val_loss=1.5, best=1.5)
+    train.mend(tmp_path)
+    assert train.updates(load(tmp_path / "checkpoint_best.pt")) == 20
+    checkpoint(tmp_path / "checkpoint3.pt", 30, val_loss=1.8, best=1.5)
+    train.mend(tmp_path)
+    assert train.updates(load(tmp_path / "checkpoint_best.pt")) == 20
+    assert last_updates(tmp_path) == 30
+
+
+def test_never_silently_from_nothing(tmp_path, capsys):
+    for name in ("checkpoint1.pt", "checkpoint_last.pt"):
+        (tmp_path / name).write_text("not a checkpoint")
+    for _ in range(2):  # the second time everything has been set aside already
+        with pytest.raises(RunError, match="none of its checkpoints loads"):
+            train.mend(tmp_path)
+
+
+def test_foreign_checkpoints_are_not_gone_on_from(tmp_path, capsys):
+    trace = tmp_path / "trace"
+    torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")  # weights alone
+    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    assert train.updates(train.mend(tmp_path)) == 40
+    warning = capsys.readouterr().err
+    assert "refused" in warning
+    assert "checkpoint5.pt: has no optimizer state" in warning
+    assert not trace.exists()
+
+
+# --- whose folder it is -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
+    train.claim(tmp_path, mine)
+    train.claim(tmp_path, mine)
+    with pytest.raises(RunError, match="belongs to another run") as refusal:
+        train.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
+    assert "arch: there a, now b" in str(refusal.value)
+    assert "ea-beta: there None, now 0.3" in str(refusal.value)
+
+
+def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
+    checkpoint(tmp_path / "checkpoint_last.pt", 1)
+    with pytest.raises(RunError, match=r"scripts/train\.sh did not make"):
+        train.claim(tmp_path, {"recipe": "sample"})
+
+
+def test_two_at_once(tmp_path):
+    """The lock outlives exec, which is how train.py becomes fairseq-train, and dies with the process."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"import train, os; train.take(__import__('pathlib').Path({str(tmp_path)!r}));"
+         "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec sleep 60'])"],
+        cwd=REPO / "scripts", stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(RunError, match="another process trains in this folder"):
+        train.take(tmp_path)
+    holder.kill()
+    holder.wait()
+    train.take(tmp_path)
+
+
+def test_data_of_other_languages_are_refused(data, tmp_path):  # noqa: F811
+    flags = ["--data", data, "--run", tmp_path / "run", "--gpus", "0"]
+    result = script("train.py", "multi30k-en-fr", "transformer_lite", *flags)
+    assert result.returncode == 1
+    assert "is de-en, the recipe multi30k-en-fr is en-fr" in result.stderr
+    result = script("train.py", "sample", "transformer_lite", "--data", tmp_path, "--gpus", "0")
+    assert "PREP.json: no such file" in result.stderr
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def contents(path):
+    """What must be the same, bit for bit: weights, optimizer, progress."""
+    state = load(path)
+    history = state["optimizer_history"][-1]
+    return state["model"], state["last_optimizer_state"]["state"], history["num_updates"], history["lr_scheduler_state"]
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
+    # Wide enough that writing a checkpoint takes a moment in which one can be killed.
+    size = ["--max-epoch", 8, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
+    size += ["--decoder-embed-dim", 256, "--num-workers", 0]
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    result = script("train.py", *command(data, undisturbed, *size))
+    assert result.returncode == 0, result.stderr[-2000:]
+
+    rng, struck = random.Random(1), []
+    for number in range(10):
+        process = subprocess.Popen(
+            [sys.executable, REPO / "scripts" / "train.py", *map(str, command(data, killed, *size))],
+            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        for line in process.stdout:
+            if b"Start iterating" in line:
+                break
+        deadline = time.monotonic() + rng.uniform(0, 1.2)
+        writing = number % 2  # every other one dies while a checkpoint is being written
+        while process.poll() is None and (writing or time.monotonic() < deadline):
+            if writing and list(killed.glob("*.tmp")):
+                break
+        process.send_signal(signal.SIGKILL)
+        struck.append(process.wait() == -signal.SIGKILL and bool(list(killed.glob("*.tmp"))))
+        process.stdout.close()
+    assert any(struck), "no kill came while a checkpoint was being written"
+
+    result = script("train.py", *command(data, killed, *size))
+    assert result.returncode == 0, result.stderr[-2000:]
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint8.pt"):
+        assert same(contents(undisturbed / name), contents(killed / name)), name
+    assert not list(killed.glob("*.tmp"))
+    assert sorted(p.name for p in killed.glob("*.pt")) == sorted(p.name for p in undisturbed.glob("*.pt"))
+
+    again = script("train.py", *command(data, killed, *size))
+    assert "this run is finished: --max-epoch is 8" in again.stderr
+    assert again.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
+    """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
+    still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
+    assert script("train.py", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
+    assert script("train.py", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
+    state = load(tmp_path / "checkpoint_last.pt")
+    assert state["extra_state"]["train_iterator"]["epoch"] == 4, "the next epoch would have been the fourth"
+    assert state["extra_state"]["early_stopping"]["num_runs"] == 2
+    again = script("train.py", *command(data, tmp_path, *still, "--max-epoch", 9))
+    assert "2 validations without improvement, --patience is 2" in again.stderr
+
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
+    assert [line["step"] for line in lines if line["tag"] == "valid"] == sorted(
+        {line["step"] for line in lines if line["tag"] == "valid"}
+    )
+    assert {"train_inner", "train", "valid"} == {line["tag"] for line in lines}
+    assert all("loss" in line for line in lines)
+    assert "| valid | epoch 003 |" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
+    result = script("train.py", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
+    assert result.returncode == 0, result.stderr[-2000:]
+    state = load(tmp_path / "checkpoint_best.pt")
+    assert state["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
+    assert any("bleu" in json.loads(line) for line in (tmp_path / "log.jsonl").open())
+    # fairseq's own loading takes it too: settings are all that has to be allowed.
+    with torch.serialization.safe_globals([type(state["cfg"]["model"])]):
+        torch.load(tmp_path / "checkpoint_best.pt")
+
+
+@pytest.mark.slow
+def test_a_full_disk(data, tmp_path):  # noqa: F811
+    """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
+    disk, saved = tmp_path / "disk", tmp_path / "saved"
+    disk.mkdir()
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+        pytest.skip("needs unshare and tmpfs")
+    arguments = command(data, disk / "run", "--max-epoch", 9, "--num-workers", 0)
+    inside = 'mount -t tmpfs -o size=1500k tmpfs "$1"; shift; "$@"; status=$?; cp -r "$DISK"/run "$SAVED"; exit $status'
+    train_py = [sys.executable, REPO / "scripts" / "train.py"]
+    result = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", inside, "sh", disk, *train_py, *map(str, arguments)],
+        env={**ENVIRONMENT, "DISK": str(disk), "SAVED": str(saved)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "could not write" in result.stdout
+    assert "make room and run the same command again" in result.stdout
+    whole = [path for path in saved.glob("*.pt") if train.updates(load(path))]
+    assert len(whole) >= 3, "each of them loads"
+    assert not list(saved.glob("*.tmp"))
+    # With room again, the same command goes on.
+    shutil.move(saved, disk / "run")
+    result = script("train.py", *arguments)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "goes on after" in result.stderr
