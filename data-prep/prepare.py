@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import math
 import os
 import sys
@@ -153,7 +154,10 @@ def main() -> None:
     try:
         raw = raw_folder(args, recipe, out)
         Pipeline(recipe, raw, out, args.workers, command, args.strict).run(args.force)
-    except (PrepError, OSError) as error:
+    except OSError as error:
+        hint = "\nRun it again when there is room: it goes on from here." if error.errno == errno.ENOSPC else ""
+        sys.exit(f"{args.command}.sh: {error}{hint}")
+    except PrepError as error:
         sys.exit(f"{args.command}.sh: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{args.command}.sh: interrupted; run it again to go on")

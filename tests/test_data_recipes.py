@@ -124,7 +124,7 @@ def test_iwslt14(iwslt, tmp_path):
     assert 400 < len(kept) < 618  # all the rules had something to do
     valid = kept[22::23]
     train = [pair for number, pair in enumerate(kept, 1) if number % 23]
-    test_sides = [sum((tests[name][which] for name in IWSLT_TESTS), []) for which in (0, 1)]
+    test_sides = [[line for name in IWSLT_TESTS for line in tests[name][which]] for which in (0, 1)]
     expected = {"train": [[pair[i][1].lower() for pair in train] for i in (0, 1)]}
     expected["valid"] = [[pair[i][1].lower() for pair in valid] for i in (0, 1)]
     expected["test"] = [

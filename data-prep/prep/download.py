@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import time
@@ -37,7 +38,7 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
                 raise _unavailable(url, path, error) from error
             last = error
         except (OSError, HTTPException) as error:  # no network, or cut off: try again from where it stopped
-            if isinstance(error, OSError) and error.errno == 28:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise
             last = error
     else:

@@ -6,7 +6,7 @@ tokenise  Moses tokens, case; length filter in words; the validation split
 learn     joint subword codes
 apply     text -> subwords
 filter    length filter in subwords
-binarise  fairseq-preprocess; the finished data folder
+binarise  fairseq's dictionary and binary data; the finished data folder
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import shutil
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -28,7 +25,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from . import download, report, stages, subwords
+from . import binary, download, report, stages, subwords
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .recipe import Recipe
 from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
@@ -79,6 +76,8 @@ class Pipeline:
             stages.run(self.chain, force, say)
         summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
         say(report.table(summary, colour=sys.stderr.isatty()))
+        for warning in report.warnings(summary):
+            say(warning)
         self._check_expected({split: found["pairs"] for split, found in summary["splits"].items()})
         return summary
 
@@ -103,10 +102,7 @@ class Pipeline:
             "filter": lengths if rules.filter_on == "subwords" else None,
             "binarise": self.recipe.name,
         }
-        return [
-            Stage(name, options[name], getattr(self, name), self.folder[name], self.work / f"{name}.tmp")
-            for name in NAMES
-        ]
+        return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
 
     def _fingerprint(self) -> list:
         return [
@@ -287,55 +283,49 @@ class Pipeline:
 
     def binarise(self, folder: Path) -> dict:
         text = self.folder["filter"]
-        pairs = {split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()}
-        self._check_expected(pairs)
-        log = self._preprocess(text, folder)
+        say(f"  the same as: {self._equivalent()}")
+        self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
+        counts = Counter()
+        for _, found in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
+            counts.update(found)
+        words = binary.dictionary(counts)
+        for lang in self.languages:
+            lines = "".join(f"{word} {count}\n" for word, count in words)
+            (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
+        encode = binary.Encode(word for word, _ in words)
+        unknown = {split: self._binarise(folder, split, encode) for split in self.splits()}
         shutil.copy(self._codes(self.folder["learn"]), folder)
         shutil.copytree(text / "raw", folder / "raw")
-        summary = report.summarise(self, folder, log, versions())
-        for split, number in pairs.items():
-            if summary["splits"][split]["pairs"] != number:
-                raise PrepError(
-                    f"{split}: fairseq-preprocess made {summary['splits'][split]['pairs']:,} pairs of {number:,}"
-                )
+        summary = report.summarise(self, folder, unknown, len(words) + len(binary.SPECIAL), versions())
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)
         return {}
 
-    def _preprocess(self, text: Path, folder: Path) -> str:
-        """Runs fairseq-preprocess on the files in `text`; returns what it said."""
-        command = [
-            str(Path(sys.executable).with_name("fairseq-preprocess")), "--joined-dictionary",
-            "--source-lang", self.languages[0], "--target-lang", self.languages[1],
-            "--trainpref", str(text / "train"), "--validpref", str(text / "valid"),
-            "--destdir", str(folder), "--workers", str(self.workers),
-        ]  # fmt: skip
+    def _equivalent(self) -> str:
+        """fairseq's own command for the same files, for the record."""
+        text, (source, target) = self.folder["filter"], self.languages
+        command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
+        command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
         if self.recipe.tests:
-            command += ["--testpref", ",".join(str(text / name) for name in self.recipe.test_names())]
-        say("+ " + shlex.join(command))
-        log = folder / "preprocess.log"
-        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-        with (self.work / "fairseq-preprocess.log").open("w+b") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-            try:
-                _watch(process, folder)
-            finally:
-                process.kill()
-                process.wait()
-            output.seek(0)
-            said = output.read().decode(errors="replace")
-        if process.returncode:
-            raise PrepError(f"fairseq-preprocess failed with exit status {process.returncode}:\n{said[-3000:]}")
-        log.unlink()
-        return said
+            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.recipe.test_names())
+        return command
 
-
-def _watch(process: subprocess.Popen, folder: Path) -> None:
-    """Waits for a process, showing how much it has written to `folder`."""
-    with tqdm(desc="  binarise", unit="B", unit_scale=True, **tqdm_options()) as bar:
-        while process.poll() is None:
-            time.sleep(0.2)
-            bar.update(sum(path.stat().st_size for path in folder.glob("*.bin")) - bar.n)
+    def _binarise(self, folder: Path, split: str, encode: binary.Encode) -> list[int]:
+        """Writes .bin and .idx of both sides of a split; returns how many subwords of each are unknown."""
+        names = [folder / f"{split}.{'-'.join(self.languages)}.{lang}" for lang in self.languages]
+        data, sizes = ([Path(f"{name}.{kind}") for name in names] for kind in ("bin", "lengths"))
+        unknown = [0, 0]
+        with ExitStack() as stack:
+            files = list(zip(_create(stack, data), _create(stack, sizes), strict=True))
+            for _, sides in self._read(encode, self.text("filter", split), f"binarise {split}"):
+                for side, (found, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
+                    numbers.write(found[0])
+                    lengths.write(found[1])
+                    unknown[side] += found[2]
+        for name, lengths in zip(names, sizes, strict=True):
+            binary.write_index(Path(f"{name}.idx"), lengths, encode.type)
+            lengths.unlink()
+        return unknown
 
 
 def _create(stack: ExitStack, paths: list[Path]) -> list[IO[bytes]]:

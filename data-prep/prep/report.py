@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .binary import lengths
+
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
+POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
 RED, PLAIN = "\033[31m", "\033[0m"
 
 
-def lengths(index: Path) -> np.ndarray:
-    """Subwords of each sentence of an .idx file of fairseq's, without the end mark: int array, one per sentence."""
-    header = 9 + 8 + 1  # magic, version, type of the tokens; then the number of sentences and their sizes
-    number = int(np.fromfile(index, np.int64, 1, offset=header)[0])
-    return np.memmap(index, np.int32, "r", header + 8, (number,)) - 1
+def summarise(
+    pipeline: Pipeline, folder: Path, unknown: dict[str, list[int]], types: int, versions: dict[str, str]
+) -> dict:
+    """The contents of PREP.json for the binary data in `folder`.
 
-
-def summarise(pipeline: Pipeline, folder: Path, log: str, versions: dict[str, str]) -> dict:
-    """The contents of PREP.json for the binarised data in `folder`; `log` is what fairseq-preprocess said."""
+    `unknown` counts each split's unknown subwords by side; `types` is the size of the dictionary.
+    """
     recipe, rules = pipeline.recipe, pipeline.recipe.rules
     filters = [
         {"on": rules.filter_on, "split": split} | counts
@@ -44,7 +44,8 @@ def summarise(pipeline: Pipeline, folder: Path, log: str, versions: dict[str, st
         "bpe": rules.bpe,
         "bpe_merges": rules.merges,
         "rules": dataclasses.asdict(rules),
-        "splits": {split: _split(pipeline, folder, split, log) for split in pipeline.splits()},
+        "splits": {split: _split(pipeline, folder, split, unknown[split]) for split in pipeline.splits()},
+        "dictionary": types,
         "train_words": pipeline.report("learn"),
         "filters": filters,
         "dropped": dropped,
@@ -53,7 +54,7 @@ def summarise(pipeline: Pipeline, folder: Path, log: str, versions: dict[str, st
     }
 
 
-def _split(pipeline: Pipeline, folder: Path, split: str, log: str) -> dict:
+def _split(pipeline: Pipeline, folder: Path, split: str, unknown: list[int]) -> dict:
     recipe = pipeline.recipe
     parts = recipe.splits().get(split, recipe.train)
     found = {
@@ -65,13 +66,12 @@ def _split(pipeline: Pipeline, folder: Path, split: str, log: str) -> dict:
         "longest": {},
         "unknown_percent": {},
     }
-    for lang in pipeline.languages:
+    for lang, number in zip(pipeline.languages, unknown, strict=True):
         sizes = lengths(folder / f"{split}.{recipe.source_lang}-{recipe.target_lang}.{lang}.idx")
         found["pairs"] = len(sizes)
-        found["subwords"][lang] = int(sizes.sum())
-        found["longest"][lang] = int(sizes.max())
-        said = re.search(rf"/{split}\.{lang}: \d+ sents, \d+ tokens, ([\d.e-]+)% replaced", log)
-        found["unknown_percent"][lang] = float(said[1]) if said else None
+        found["subwords"][lang] = int(sizes.sum()) - len(sizes)
+        found["longest"][lang] = int(sizes.max()) - 1
+        found["unknown_percent"][lang] = round(100 * number / max(1, found["subwords"][lang]), 4)
     return found
 
 
@@ -93,6 +93,7 @@ def table(summary: dict, colour: bool) -> str:
     for lang in languages:
         words = summary["train_words"][lang]
         lines.append(f"train {lang}: {words['words']:,} words, {words['types']:,} types")
+    lines.append(f"dictionary, both languages: {summary['dictionary']:,} types")
     for counts in summary["filters"]:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts["dropped"].items()) or "nothing dropped"
         lines.append(
@@ -100,6 +101,18 @@ def table(summary: dict, colour: bool) -> str:
             f"{counts['in']:,} pairs in, {counts['out']:,} out; {reasons}"
         )
     return "\n".join(lines) + "\n"
+
+
+def warnings(summary: dict) -> list[str]:
+    """What the user should know before training."""
+    return [
+        f"warning: {split}: its longest {lang} sentence has {longest:,} subwords, more than the {POSITIONS:,} that "
+        f"fairseq's models take;\n  fairseq leaves it out of training, but stops at it elsewhere unless told "
+        f"--skip-invalid-size-inputs-valid-test"
+        for split, found in summary["splits"].items()
+        for lang, longest in found["longest"].items()
+        if longest + 1 > POSITIONS
+    ]
 
 
 def plot_lengths(summary: dict, folder: Path) -> None:
@@ -112,7 +125,7 @@ def plot_lengths(summary: dict, folder: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     pair = f"{summary['source_lang']}-{summary['target_lang']}"
     for lang in pair.split("-"):
-        counts = np.bincount(lengths(folder / f"train.{pair}.{lang}.idx"))
+        counts = np.bincount(lengths(folder / f"train.{pair}.{lang}.idx") - 1)
         axes.stairs(counts, label=f"{lang}, mean {np.average(np.arange(len(counts)), weights=counts):.1f}")
     axes.set(xlabel="subwords in a sentence", ylabel="sentences", yscale="log", title=f"{summary['name']}, training")
     axes.legend()

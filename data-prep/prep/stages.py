@@ -13,7 +13,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class Stage:
     options: Any
     make: Callable[[Path], dict]
     folder: Path  # its final name
-    temporary: Path  # its name while it is filled, on the same file system
+    work: Path  # where it is filled, under a name of its own; on the same file system
     key: str = ""
 
     def report(self) -> dict | None:
@@ -72,21 +75,28 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
 
 
 def _make(stage: Stage) -> None:
-    temporary = stage.temporary
-    temporary.mkdir(parents=True)
+    # A name of its own for every attempt: whatever a killed run left running must not write into this one.
+    temporary = Path(tempfile.mkdtemp(".tmp", f"{stage.name}.", stage.work))
+    temporary.chmod(0o777 & ~_umask())
     try:
         report = stage.make(temporary)
         stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
         (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
         stage.folder.parent.mkdir(parents=True, exist_ok=True)
-        gone = temporary.with_name("replaced.tmp")
+        replaced = stage.work / "replaced.tmp"
         if stage.folder.exists():
-            stage.folder.rename(gone)
+            stage.folder.rename(replaced)
         temporary.rename(stage.folder)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _remove(folder: Path) -> None:
@@ -103,10 +113,14 @@ def alone(work: Path) -> Iterator[None]:
     """Keeps a second run out of the same folder, and removes what a killed one left."""
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PrepError(f"{work}: another run is at work here") from error
+        for patience in range(50, -1, -1):  # the workers of a killed run take a moment to go
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not patience:
+                    raise PrepError(f"{work}: another run is at work here") from error
+                time.sleep(0.1)
         for left in work.glob("*.tmp"):
             shutil.rmtree(left)
         try:

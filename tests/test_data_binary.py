@@ -1,0 +1,68 @@
+"""The binary data is what fairseq-preprocess writes, byte for byte, and reads back as the text it was made from."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_toy import Pipeline, corpus, read, recipe, text_only, write
+from fairseq.data import Dictionary, data_utils
+from prep import binary
+
+
+def fairseq_preprocess(pipeline, folder):
+    text = pipeline.folder["filter"]
+    command = [
+        Path(sys.executable).with_name("fairseq-preprocess"), "--joined-dictionary", "--workers", "2",
+        "--source-lang", "de", "--target-lang", "en", "--destdir", folder,
+        "--trainpref", text / "train", "--validpref", text / "valid", "--testpref", text / "test",
+    ]  # fmt: skip
+    subprocess.run(command, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("types", [50, 65_600], ids=["uint16", "uint32"])
+def test_as_fairseq_preprocess(tmp_path, types):
+    raw = corpus(tmp_path / "raw", train=300)
+    pipeline = text_only(recipe(), raw, tmp_path / "out")
+    for lang, odd in (
+        ("de", "<unk> <s> </s> <pad>"),
+        ("en", "<unk> a@@ b 東京"),
+    ):  # words that mean something to fairseq
+        train, valid, test = (pipeline.folder["filter"] / f"{split}.{lang}" for split in ("train", "valid", "test"))
+        rare = [" ".join(f"{lang}{i}" for i in range(start, start + 20)) for start in range(0, types // 2, 20)]
+        write(train, [*read(train), *rare, "", odd])
+        write(valid, [*read(valid), "", "never seen before", odd])
+        write(test, ["nothing known"] * 3)
+    fairseq_preprocess(pipeline, tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    pipeline.binarise(tmp_path / "ours")
+    theirs = {path.name for path in (tmp_path / "theirs").iterdir()} - {"preprocess.log"}
+    assert len(theirs) == 2 + 3 * 4
+    for name in theirs:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
+
+
+def test_reads_back(tmp_path):
+    pipeline = Pipeline(recipe(), corpus(tmp_path / "raw"), tmp_path / "out")
+    pipeline.run()
+    for lang, side in (("de", 0), ("en", 1)):
+        words = Dictionary.load(str(tmp_path / f"out/dict.{lang}.txt"))
+        assert len(words) % 8 == 0
+        for split in ("train", "valid", "test"):
+            data = data_utils.load_indexed_dataset(str(tmp_path / f"out/{split}.de-en.{lang}"), words)
+            expected = read(pipeline.text("filter", split)[side])
+            assert [words.string(data[i]) for i in range(len(data))] == [" ".join(line.split()) for line in expected]
+            assert (binary.lengths(tmp_path / f"out/{split}.de-en.{lang}.idx") == np.asarray(data.sizes)).all()
+    assert Path(tmp_path / "out/dict.de.txt").read_bytes() == Path(tmp_path / "out/dict.en.txt").read_bytes()
+
+
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_index_in_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(binary, "BLOCK", block)
+    sizes = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    (tmp_path / "lengths").write_bytes(sizes.tobytes())
+    binary.write_index(tmp_path / "x.idx", tmp_path / "lengths", np.uint16)
+    assert (binary.lengths(tmp_path / "x.idx") == sizes).all()
+    begins = np.fromfile(tmp_path / "x.idx", np.int64, offset=binary.HEADER + 8 + sizes.nbytes)
+    assert begins.tolist() == [0, 6, 8, 16, 18, 28, 46, 50]

@@ -1,0 +1,223 @@
+"""Stages: killed anywhere and run again gives the same data; nothing half-made ever has a final name."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
+from prep import binary
+from prep.text import PrepError
+
+# Kills its own process with SIGKILL in the middle of a stage, or at its end, just before the folder gets its name.
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{prep!r}, {tests!r}]
+from data_toy import *
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+stage = {stage!r}
+if {middle}:
+    from prep import pipeline as module
+    original = getattr(Pipeline, stage)
+    def dying(self, folder):
+        (folder / "train.de").write_text("half\\n")
+        module.count_lines = module.subwords.learn = module._link = module._write = module.binary.write_index = die
+        return original(self, folder)
+else:
+    original = getattr(Pipeline, stage)
+    def dying(self, folder):
+        original(self, folder)
+        die()
+setattr(Pipeline, stage, dying)
+Pipeline(recipe(), Path({raw!r}), Path({out!r}), workers=2).run()
+"""
+
+
+def run_killed(stage, middle, raw, out):
+    code = KILLED.format(
+        prep=str(PREP), tests=str(PREP.parent / "tests"), stage=stage, middle=middle, raw=str(raw), out=str(out)
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def contents(folder):
+    """Relative path -> bytes, of the data itself: PREP.json and the picture are not meant to be the same twice."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    data = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: value for name, value in data.items() if not name.endswith((".json", ".png"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    raw = corpus(folder / "raw", train=3000)
+    Pipeline(recipe(), raw, folder / "out").run()
+    return raw, folder / "out"
+
+
+@pytest.mark.parametrize("middle", [True, False])
+def test_killed_in_every_stage(undisturbed, tmp_path, middle):
+    raw, expected = undisturbed
+    out, work = tmp_path / "out", tmp_path / "out.work"
+    for number, stage in enumerate(stages.NAMES, 1):
+        run_killed(stage, middle, raw, out)
+        finished = {f"{n}-{name}" for n, name in enumerate(stages.NAMES, 1) if n < number}
+        assert {path.name for path in work.iterdir() if path.is_dir() and path.suffix != ".tmp"} == finished
+        assert list(work.glob("*.tmp"))
+        assert not out.exists()
+    Pipeline(recipe(), raw, out, workers=2).run()
+    assert contents(out) == contents(expected)
+    assert not list(work.glob("*.tmp"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.work"}
+
+
+def test_a_killed_run_leaves_no_process(tmp_path):
+    """Killed from outside, while its workers are busy."""
+    raw = corpus(tmp_path / "raw", train=20_000)
+    arguments = ["--source-lang", "de", "--target-lang", "en", "--workers", "2", "--out", tmp_path / "out"]
+    arguments += ["--train", raw / "train", "--valid", raw / "valid"]
+    command = ["bash", PREP / "custom.sh", *arguments]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out.work").glob("tokenise.*.tmp/train.de")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail("workers outlived their parent")
+
+
+# --- what is made again, and what is not -----------------------------------------------------------------------------
+
+
+def made(rules, raw, out, force=None):
+    """The stages that a run makes, on the text alone."""
+    pipeline, said = Pipeline(rules, raw, out), []
+    with stages.alone(pipeline.work):
+        stages.run(pipeline.chain[:-1], force, said.append)
+    return [line for line in said if line in stages.NAMES]
+
+
+def test_only_what_depends_on_a_change_is_made_again(tmp_path):
+    raw, out = corpus(tmp_path / "raw"), tmp_path / "out"
+    every = list(stages.NAMES[:-1])
+    assert made(recipe(), raw, out) == every
+    assert made(recipe(), raw, out) == []
+    assert made(recipe(merges=70), raw, out) == every[3:]
+    assert made(recipe(merges=70, lowercase=True), raw, out) == every[2:]
+    assert made(recipe(merges=70, lowercase=True), raw, out) == []
+    assert made(recipe(merges=70, lowercase=True), raw, out, force="apply") == every[4:]
+    assert made(recipe(merges=70, lowercase=True, max_length=30, filter_on="subwords"), raw, out) == every[2:]
+    assert made(recipe(merges=70, lowercase=True, max_length=20, filter_on="subwords"), raw, out) == every[5:]
+    write(raw / "test.de", [f"zeile {i}" for i in range(20)])
+    assert made(recipe(merges=70, lowercase=True, max_length=20, filter_on="subwords"), raw, out) == every
+
+
+def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_path, monkeypatch):
+    raw, _ = undisturbed
+    out = tmp_path / "out"
+    Pipeline(recipe(), raw, out).run()
+    before = contents(out)
+
+    def fail(*_):
+        raise PrepError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(binary, "write_index", fail)
+        with pytest.raises(PrepError, match="no"):
+            Pipeline(recipe(merges=50), raw, out).run()
+    assert contents(out) == before
+    Pipeline(recipe(merges=50), raw, out).run()
+    assert contents(out) != before
+    assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 50
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    write(tmp_path / "out/thesis.tex", ["years of work"])
+    with pytest.raises(PrepError, match="out: exists and was not made here"):
+        Pipeline(recipe(), raw, tmp_path / "out").run()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_two_runs_in_one_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages.time, "sleep", lambda seconds: None)
+    raw = corpus(tmp_path / "raw")
+    first = Pipeline(recipe(), raw, tmp_path / "out")
+    with stages.alone(first.work), pytest.raises(PrepError, match="another run is at work here"):
+        Pipeline(recipe(), raw, tmp_path / "out").run()
+
+
+def test_workers_change_nothing(undisturbed, tmp_path):
+    """Order is preserved and both sides stay in step, with any number of processes; fairseq's binary data included."""
+    raw, expected = undisturbed
+    Pipeline(recipe(), raw, tmp_path / "out", workers=3).run()
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+@pytest.mark.parametrize("lines", [1, 7, 1000])
+def test_chunk_sizes_change_nothing(tmp_path, monkeypatch, lines):
+    from prep import parallel
+
+    raw = corpus(tmp_path / "raw", train=60)
+    rules = dataclasses.replace(recipe(valid_every=7, max_ratio=1.5), valid=())
+    expected = text_only(rules, raw, tmp_path / "expected")
+    monkeypatch.setattr(parallel, "CHUNK_LINES", lines)
+    ours = text_only(rules, raw, tmp_path / "ours", workers=2)
+    for split in ours.splits():
+        for a, b in zip(ours.text("filter", split), expected.text("filter", split), strict=True):
+            assert a.read_bytes() == b.read_bytes()
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+SMALL_DISK = """
+mount -t tmpfs -o size={size}k tmpfs {disk}
+bash {script} {arguments}
+code=$?
+echo LISTING >&2
+ls -A {disk}/out.work >&2
+test -e {disk}/out && echo FINAL >&2
+exit $code
+"""
+
+
+def namespaces():
+    command = ["unshare", "--user", "--map-root-user", "--mount", "true"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not namespaces(), reason="needs unshare(1) and user namespaces, to mount a small disk")
+@pytest.mark.parametrize("size", [600, 1400, 1900, 2050])
+def test_full_disk(tmp_path, size):
+    raw = corpus(tmp_path / "raw", train=6000)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    arguments = (
+        f"--source-lang de --target-lang en --train {raw}/train --valid {raw}/valid --workers 2 --out {disk}/out"
+    )
+    code = SMALL_DISK.format(size=size, disk=disk, script=PREP / "custom.sh", arguments=arguments)
+    command = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "FINAL" not in done.stderr
+    listing = done.stderr.split("LISTING")[-1].split()
+    assert not [name for name in listing if name.endswith(".tmp")]
