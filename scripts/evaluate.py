@@ -2,12 +2,13 @@
 
 Two kinds of BLEU come out, and they are not comparable with each other:
   sacreBLEU       detokenised translations against the raw references: what to report today
-  tokenised BLEU  Moses tokens on both sides: what the papers' tables hold
-Where the model was trained on lower-cased text both ignore case, and their signatures say so.
+  tokenised BLEU  Moses tokens on both sides: what the papers' tables hold; for En-De also with compounds split
+Where the model was trained on lower-cased text all scores ignore case, and their signatures say so.
 """
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -20,14 +21,11 @@ from pathlib import Path
 import average_checkpoints
 import torch
 from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
-from sacrebleu.metrics import BLEU
+from scoring import LABELS, compare, score
 from text import Moses, PrepError, read_lines, read_prep
 from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parent.parent
-
-# Neither scorer's tokeniser can find this in a reference: an unknown word earns nothing, whatever the reference holds.
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class EvaluationError(Exception):
@@ -63,7 +61,13 @@ def parse(arguments):
         metavar="N",
         help="translate with the average of the last N checkpoints, by epoch or by update (default: 10)",
     )
-    which.add_argument("--checkpoint", type=Path, metavar="FILE", help="translate with this checkpoint instead")
+    which.add_argument("--best", action="store_true", help="translate with the run's checkpoint_best.pt")
+    which.add_argument(
+        "--checkpoint", metavar="FILE[:FILE...]", help="translate with this checkpoint, or with an ensemble of several"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="RUN", help="a paired test against this run, which has been evaluated before"
+    )
     parser.add_argument("--beam", type=average_checkpoints.positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     args = parser.parse_args(arguments[:end])
@@ -78,9 +82,11 @@ def evaluate(args):
     references = read_lines(_reference_file(args.data, args.subset, prep["target_lang"]))
     if not args.run.is_dir():
         raise EvaluationError(f"--run {args.run}: no such folder")
+    baseline = read_baseline(args, references) if args.against else None
     checkpoint, averaged = choose_checkpoint(args)
-    state = load(checkpoint)
-    check_dictionaries(args.data, prep, checkpoint, state)
+    for path in checkpoint.split(":"):
+        state = load(path)
+        check_dictionaries(args.data, prep, path, state)
 
     results = args.run / "eval"
     generate_command, output = generate(args, prep, checkpoint, len(references), results)
@@ -89,6 +95,7 @@ def evaluate(args):
     detokenised = [moses.detokenize(line) for line in hypotheses]
     tokenised_references = [moses.tokenize(line) for line in references]
     check_references(output, tokenised_references, prep["lowercase"], args)
+    lowercase, german = prep["lowercase"], (prep["source_lang"], prep["target_lang"]) == ("en", "de")
 
     result = {
         "data": prep.get("name", args.data.name),
@@ -97,17 +104,22 @@ def evaluate(args):
         "sentences": len(references),
         "direction": f"{prep['source_lang']}-{prep['target_lang']}",
         "arch": settings(state).get("arch"),
-        "checkpoint": str(checkpoint),
+        "settings": {name: value for name, value in settings(state).items() if name.startswith("ea_")},
+        "checkpoint": checkpoint,
         "averaged": averaged,
         "beam": args.beam,
         "lenpen": args.lenpen,
-        "scores": score(hypotheses, detokenised, references, tokenised_references, prep["lowercase"]),
+        "scores": score(hypotheses, detokenised, references, tokenised_references, lowercase, german),
+        "references": digest(references),
         "speed": speed(output),
         "training_seed": section(state, "common").get("seed"),
+        "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
         "command": shlex.join(args.command),
         "generate_command": shlex.join(generate_command),
         **provenance("--cpu" in args.generate_flags),
     }
+    if baseline:
+        result["against"] = {"run": str(args.against), **compare(detokenised, baseline, references, lowercase)}
     with replacing(results / f"{args.subset}.hyp.txt") as temporary:
         temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
     with replacing(results / f"{args.subset}.json") as temporary:
@@ -125,10 +137,26 @@ def _reference_file(data, subset, language):
     return path
 
 
+def digest(lines):
+    """By this two results are known to have the same references."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def read_baseline(args, references):
+    """The translations of --against, which must be of the same text."""
+    record, text = (args.against / "eval" / f"{args.subset}.{kind}" for kind in ("json", "hyp.txt"))
+    if not (record.exists() and text.exists()):
+        raise EvaluationError(f"--against {args.against}: {record} does not exist; evaluate that run first")
+    theirs = json.loads(record.read_text(encoding="utf-8"))
+    if theirs.get("references") != digest(references):
+        raise EvaluationError(f"--against {args.against}: its {args.subset} has other references, of {theirs['data']}")
+    return read_lines(text)
+
+
 def choose_checkpoint(args):
-    """The checkpoint to translate with, and the files it is the average of ([] where it is none)."""
-    if args.checkpoint:
-        return args.checkpoint, []
+    """The checkpoint (or a:b:c) to translate with, and the files it is the average of ([] where it is none)."""
+    if args.checkpoint or args.best:
+        return args.checkpoint or str(args.run / "checkpoint_best.pt"), []
     wanted = args.average or 10
     files = list(args.run.iterdir())
     epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
@@ -145,7 +173,7 @@ def choose_checkpoint(args):
     state = average_checkpoints.average(paths)
     with replacing(output) as temporary:
         torch.save(state, temporary)
-    return output, [str(path) for path in paths]
+    return str(output), [str(path) for path in paths]
 
 
 def check_dictionaries(data, prep, checkpoint, state):
@@ -165,7 +193,7 @@ def generate(args, prep, checkpoint, sentences, results):
         str(Path(sys.executable).with_name("fairseq-generate")),
         *(str(args.data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"]),
-        *("--path", str(checkpoint), "--gen-subset", args.subset),
+        *("--path", checkpoint, "--gen-subset", args.subset),
         *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
         # By default this fairseq drops the last batch unless it holds a multiple of 8 sentences.
         *("--required-batch-size-multiple", "1"),
@@ -235,20 +263,6 @@ def check_references(output, references, lowercase, args):
     print(f"evaluate: warning: {message}", file=sys.stderr)
 
 
-def score(tokenised, detokenised, references, tokenised_references, lowercase):
-    """Both kinds of BLEU with their signatures, by sacreBLEU; all arguments are lists of lines."""
-    raw, tokens = BLEU(lowercase=lowercase), BLEU(lowercase=lowercase, tokenize="none", force=True)
-    return {
-        "sacrebleu": _result(raw, detokenised, references),
-        "tokenised_bleu": _result(tokens, tokenised, tokenised_references),
-    }
-
-
-def _result(metric, hypotheses, references):
-    found = metric.corpus_score([line.replace("<unk>", UNKNOWN) for line in hypotheses], [references])
-    return {"score": found.score, "detail": str(found), "signature": str(metric.get_signature())}
-
-
 def speed(output):
     """What fairseq-generate says about its own speed, or None."""
     for line in output:
@@ -296,11 +310,17 @@ def _version(package):
 
 def report(result, results):
     """Print the result as people read it."""
-    scores = result["scores"]
     print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
     print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
-    for name, label in (("sacrebleu", "sacreBLEU"), ("tokenised_bleu", "tokenised BLEU")):
-        print(f"  {label + ' ':.<18} {scores[name]['score']:6.2f}  {scores[name]['signature']}")
+    for name, found in result["scores"].items():
+        interval = f" ± {found['interval']['half_width']:.2f}" if "interval" in found else ""
+        print(f"  {LABELS[name] + ' ':.<20} {found['score']:6.2f}{interval:7}  {found['signature']}")
+    for name in (name for name in LABELS if name in result.get("against", {})):
+        found = result["against"][name]
+        print(
+            f"  {LABELS[name]} against {result['against']['run']}: {found['difference']:+.2f}, p = {found['p']:.3f} "
+            f"(paired bootstrap)  {found['signature']}"
+        )
     print(f"  written: {results / result['subset']}.json, .hyp.txt")
 
 

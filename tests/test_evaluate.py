@@ -8,6 +8,7 @@ from pathlib import Path
 
 import evaluate
 import pytest
+import scoring
 from evaluate import EvaluationError
 from text import Moses, PrepError, read_lines, read_prep
 from toy import data, run, script  # noqa: F401  (fixtures)
@@ -41,7 +42,7 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_both_scores_equal_sacrebleus_command_line(tmp_path, lowercase):
-    scores = evaluate.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
+    scores = scoring.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
     case = ["-lc"] if lowercase else []
     raw = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, *case)
     tokenised = sacrebleu_cli(tmp_path, tokens(HYPOTHESES), tokens(REFERENCES), *case, "--tokenize", "none", "--force")
@@ -50,6 +51,39 @@ def test_both_scores_equal_sacrebleus_command_line(tmp_path, lowercase):
         assert scores[name]["signature"] == expected["signature"]
     assert ("case:lc" in scores["sacrebleu"]["signature"]) == lowercase
     assert scores["sacrebleu"]["score"] != scores["tokenised_bleu"]["score"]
+
+
+def test_chrf_and_interval_equal_sacrebleus_command_line(tmp_path):
+    scores = scoring.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), False)
+    chrf = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, "-m", "chrf")
+    assert scores["chrf"]["score"] == pytest.approx(chrf["score"], abs=1e-6)
+    assert scores["chrf"]["signature"] == chrf["signature"]
+    interval = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, "--confidence")
+    assert scores["sacrebleu"]["interval"]["half_width"] == pytest.approx(interval["confidence_var"], abs=1e-6)
+    assert scores["sacrebleu"]["interval"]["signature"] == interval["signature"]
+
+
+def test_the_paired_test_equals_sacrebleus_command_line(tmp_path):
+    worse = [line.replace("the", "a") for line in HYPOTHESES]
+    (tmp_path / "worse").write_text("".join(f"{line}\n" for line in worse))
+    found = scoring.compare(HYPOTHESES, worse, REFERENCES, False)
+    # The systems come after -i in their order, the first being the baseline; hyp is the one that sacrebleu_cli writes.
+    rows = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, "-i", tmp_path / "worse", tmp_path / "hyp", "--paired-bs")
+    bleu = rows[1]["BLEU"]
+    assert found["sacrebleu"]["difference"] == pytest.approx(bleu["score"] - rows[0]["BLEU"]["score"], abs=1e-6)
+    assert found["sacrebleu"]["p"] == pytest.approx(bleu["p_value"], abs=1e-6)
+    assert 0 < found["sacrebleu"]["p"] < 1
+
+
+def test_compounds_are_split_for_english_german_only():
+    lines = ["ein Rinder-Steak - teuer", "ein Rinder @-@ Steak - teuer"]
+    assert set(scoring.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
+    hypothesis, reference = ["das Rinder-Filet ist gut ."], ["das Rinder-Steak ist gut ."]
+    arguments = (hypothesis, ["x"], ["x"], reference, False)
+    found = scoring.score(*arguments, compounds=True)
+    by_hand = scoring.score(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
+    assert found["compound_split_bleu"] == by_hand["tokenised_bleu"]
+    assert "compound_split_bleu" not in scoring.score(*arguments)
 
 
 def test_order_is_restored_by_sentence_id():
@@ -79,9 +113,9 @@ def test_missing_and_doubled_hypotheses_are_errors(numbers, message):
 
 def test_unk_earns_nothing():
     references = ["<unk> <unk> <unk> <unk> <unk>", "a <unk> b c d"]
-    assert evaluate.score(references, references, references, references, True)["sacrebleu"]["score"] < 50
+    assert scoring.score(references, references, references, references, True)["sacrebleu"]["score"] < 50
     only = references[:1]
-    scores = evaluate.score(only, only, only, only, True)
+    scores = scoring.score(only, only, only, only, True)
     assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
 
 
@@ -124,6 +158,7 @@ def test_end_to_end(data, run, tmp_path):  # noqa: F811
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())
     assert [Path(path).name for path in found["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
+    assert {"sacrebleu", "chrf", "tokenised_bleu"} == found["scores"].keys()
     assert found["sentences"] == 10, "all of them, although 10 is no multiple of 8"
     assert found["arch"] == "ea_transformer_base"
     assert found["training_seed"] == 1
@@ -134,6 +169,23 @@ def test_end_to_end(data, run, tmp_path):  # noqa: F811
     assert found["generate_command"] in result.stderr, "the command is shown"
     assert found["scores"]["sacrebleu"]["signature"] in result.stdout
     assert len(read_lines(run / "eval" / "test.hyp.txt")) == 10
+
+
+@pytest.mark.slow
+def test_ensemble_best_and_paired(data, run, tmp_path):  # noqa: F811
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("checkpoint1.pt", "checkpoint_best.pt"):
+        (other / name).symlink_to(run / name)
+    assert script("evaluate.sh", "--data", data, "--run", other, "--best").returncode == 0
+    paths = f"{run / 'checkpoint3.pt'}:{run / 'checkpoint2.pt'}"
+    result = script("evaluate.sh", "--data", data, "--run", run, "--checkpoint", paths, "--against", other)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((run / "eval" / "test.json").read_text())
+    assert found["checkpoint"] == paths
+    assert found["against"]["run"] == str(other)
+    assert 0 <= found["against"]["sacrebleu"]["p"] <= 1
+    assert f"against {other}" in result.stdout
 
 
 @pytest.mark.slow
@@ -149,5 +201,6 @@ def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
     assert "there are: test, valid" in error("--subset", "nope", "--average", 1)
     assert "no such checkpoint" in error("--checkpoint", tmp_path / "none.pt")
     assert "unrecognized arguments: --nonsense" in error("--average", 1, "--", "--nonsense")
+    assert "evaluate that run first" in error("--against", tmp_path)
     (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
     assert "torn.pt: torn or damaged" in error("--checkpoint", tmp_path / "torn.pt")
