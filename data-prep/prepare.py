@@ -107,6 +107,8 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
     args = parser.parse_args()
     if args.command == "custom" and bool(args.valid) == bool(args.valid_every):
         parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
+    if args.command == "custom" and args.source_lang == args.target_lang:
+        parser.error(f"--source-lang and --target-lang must differ, both are {args.source_lang}")
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
         parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
     recipe = args.make(args)
@@ -129,7 +131,11 @@ def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:
         return Path.cwd()
     if args.command == "sample":
         raw = out.with_name(out.name + ".work") / "raw"
-        sample.write(sample.corpus(args.train, 500, 500, args.seed), raw)
+        try:
+            pairs = sample.corpus(args.train, 500, 500, args.seed)
+        except ValueError as error:
+            sys.exit(f"sample.sh: --train {args.train}: {error}")
+        sample.write(pairs, raw)
         return raw
     if args.raw:
         return args.raw.resolve()

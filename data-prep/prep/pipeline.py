@@ -34,7 +34,7 @@ from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines
 
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
-LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "fairseq-fixed")
+LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
 
 def say(text: str) -> None:

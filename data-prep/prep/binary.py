@@ -1,0 +1,84 @@
+"""fairseq's dictionary and binary data, byte for byte as fairseq-preprocess --joined-dictionary writes them.
+
+fairseq-preprocess keeps every sentence's length and address in Python lists, so its memory grows with the corpus, and
+it looks up one word at a time through several layers. This streams: chunks in, numbers out.
+
+    dict.XX.txt        a line "subword count" for each, the most frequent first; no special symbols
+    SPLIT.S-T.XX.bin   the subwords' numbers, one sentence after the other, each with its end mark
+    SPLIT.S-T.XX.idx   header; number of sentences; their lengths (int32); where each begins in .bin, in bytes (int64)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from .parallel import Chunk
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # fairseq's numbers 0 to 3
+END, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+TYPE_CODES = {np.uint16: 8, np.uint32: 9}
+HEADER = len(MAGIC) + 8 + 1  # magic, version, type of the numbers
+BLOCK = 1 << 20  # sentences
+
+
+def count_subwords(chunk: Chunk) -> Counter:
+    """The subwords of both sides of a chunk."""
+    return Counter(b"".join(line for lines in chunk for line in lines).decode().split())
+
+
+def dictionary(counts: Counter) -> list[tuple[str, int]]:
+    """Subwords and their counts in the order of their numbers, filled up to a multiple of eight as fairseq does."""
+    ordered = sorted(
+        ((word, n) for word, n in counts.items() if word not in SPECIAL), key=lambda item: (-item[1], item[0])
+    )
+    missing = -(len(SPECIAL) + len(ordered)) % 8
+    return ordered + [(f"madeupword{number:04d}", 0) for number in range(missing)]
+
+
+class Encode:
+    """Chunk -> for each side: its numbers and its sentences' lengths, as bytes, and how many subwords are unknown."""
+
+    def __init__(self, words: Iterable[str]):
+        self._numbers = {word: number for number, word in enumerate([*SPECIAL, *words])}
+        self.type = np.uint16 if len(self._numbers) < 65_500 else np.uint32
+
+    def __call__(self, chunk: Chunk) -> list[tuple[bytes, bytes, int]]:
+        return [self._side(lines) for lines in chunk]
+
+    def _side(self, lines: list[bytes]) -> tuple[bytes, bytes, int]:
+        numbers, lengths, unknown = [], [], 0
+        for line in lines:
+            found = [self._numbers.get(word) for word in line.decode().split()]
+            if None in found:
+                unknown += found.count(None)
+                found = [UNKNOWN if number is None else number for number in found]
+            numbers += found
+            numbers.append(END)
+            lengths.append(len(found) + 1)
+        return np.array(numbers, self.type).tobytes(), np.array(lengths, np.int32).tobytes(), unknown
+
+
+def write_index(path: Path, lengths: Path, number_type: type) -> None:
+    """Writes .idx from a file of int32 lengths, in blocks."""
+    sizes = np.memmap(lengths, np.int32, "r") if lengths.stat().st_size else np.empty(0, np.int32)
+    with path.open("wb") as file:
+        file.write(MAGIC + struct.pack("<QBQ", VERSION, TYPE_CODES[number_type], len(sizes)))
+        for start in range(0, len(sizes), BLOCK):
+            file.write(sizes[start : start + BLOCK].tobytes())
+        begin = 0
+        for start in range(0, len(sizes), BLOCK):
+            ends = begin + np.cumsum(sizes[start : start + BLOCK], dtype=np.int64) * np.dtype(number_type).itemsize
+            file.write(np.concatenate(([begin], ends[:-1])).astype(np.int64).tobytes())
+            begin = int(ends[-1])
+
+
+def lengths(index: Path) -> np.ndarray:
+    """The lengths that an .idx file holds, end marks included: int32 array, one per sentence, read as needed."""
+    number = int(np.fromfile(index, np.int64, 1, offset=HEADER)[0])
+    return np.memmap(index, np.int32, "r", HEADER + 8, (number,))

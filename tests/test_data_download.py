@@ -1,0 +1,117 @@
+"""Downloads from a server of our own: resumed where they stopped, verified, refused with directions."""
+
+import hashlib
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prep import download
+from prep.text import PrepError
+
+DATA = bytes(range(256)) * 4000
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.asked.append(self.headers.get("Range"))
+        if self.path == "/missing":
+            return self.send_error(404)
+        if self.path == "/busy" and len(server.asked) < 3:
+            return self.send_error(503)
+        start = int(re.findall(r"\d+", self.headers["Range"])[0]) if server.ranges and self.headers["Range"] else 0
+        if start >= len(DATA):
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(DATA) - start))
+        self.end_headers()
+        body = DATA[start:]
+        if server.cuts:  # the connection breaks in the middle
+            body = body[: server.cuts.pop()]
+        self.wfile.write(body)
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(download, "PAUSE", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.cuts, server.ranges = [], [], True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_whole(server, tmp_path):
+    download.fetch(f"{server.url}/x", tmp_path / "new/x", len(DATA))
+    assert (tmp_path / "new/x").read_bytes() == DATA
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["resumes", "server starts over"])
+def test_cut_off(server, tmp_path, ranges):
+    server.ranges, server.cuts = ranges, [300_000, 100_000]
+    download.fetch(f"{server.url}/x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == DATA
+    assert server.asked == [None, "bytes=100000-", "bytes=400000-" if ranges else "bytes=300000-"]
+
+
+def test_killed_run_is_taken_up(server, tmp_path):
+    (tmp_path / "x.part").write_bytes(DATA[:1234])
+    download.fetch(f"{server.url}/x", tmp_path / "x")
+    assert server.asked == ["bytes=1234-"]
+    assert (tmp_path / "x").read_bytes() == DATA
+
+
+def test_complete_but_not_renamed(server, tmp_path):
+    (tmp_path / "x.part").write_bytes(DATA)
+    download.fetch(f"{server.url}/x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == DATA
+
+
+def test_busy_server(server, tmp_path):
+    download.fetch(f"{server.url}/busy", tmp_path / "x")
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("url", ["{}/missing", "http://127.0.0.1:9/x", "http://no-such-host.invalid/x"])
+def test_dead_link(server, tmp_path, url):
+    url = url.format(server.url)
+    with pytest.raises(PrepError) as error:
+        download.fetch(url, tmp_path / "train.de.gz")
+    message = str(error.value)
+    assert message.startswith(f"train.de.gz is missing, and could not be fetched from {url}")
+    assert "--raw FOLDER" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_size(server, tmp_path):
+    with pytest.raises(PrepError, match="1,024,000 bytes, but 5 were expected; nothing was kept"):
+        download.fetch(f"{server.url}/x", tmp_path / "x", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checksums(tmp_path):
+    """Recorded at first use in sha256sum's own format, verified after; known ones are verified at once."""
+    file, sums = tmp_path / "a.bin", tmp_path / "SHA256SUMS"
+    file.write_bytes(DATA)
+    digest = hashlib.sha256(DATA).hexdigest()
+    download.verify([file], sums, {})
+    assert sums.read_text() == f"{digest}  a.bin\n"
+    download.verify([file], sums, {"a.bin": (len(DATA), digest)})
+    file.write_bytes(DATA[:-1] + b"x")
+    with pytest.raises(
+        PrepError, match=rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"
+    ):
+        download.verify([file], sums, {})
+    with pytest.raises(PrepError, match=rf"a.bin: its SHA-256 is .*, but should be {digest}"):
+        download.verify([file], tmp_path / "other", {"a.bin": (0, digest)})
+    with pytest.raises(PrepError, match=r"a.bin: 1,024,000 bytes, but it should have 7"):
+        download.verify([file], tmp_path / "other", {"a.bin": (7, "")})
+    assert not (tmp_path / "other").exists()

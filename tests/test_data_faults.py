@@ -1,0 +1,178 @@
+"""Faults in a user's data: what is said, what happens, and that nothing is left behind."""
+
+import pytest
+from data_toy import corpora, corpus, parallel, read, recipe, script, text_only, write
+from prep.text import PrepError
+
+
+def refused(raw, out, pattern, rules=None):
+    with pytest.raises(PrepError, match=pattern):
+        text_only(rules or recipe(), raw, out)
+    assert not out.exists()
+    assert not out.with_name(out.name + ".work").exists()
+
+
+def test_different_numbers_of_lines(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    write(raw / "valid.en", read(raw / "valid.en")[:-3])
+    refused(
+        raw, tmp_path / "out", r"(?s)valid: .*not.* same number.*20 lines in .*/valid\.de\n.*17 lines in .*/valid\.en"
+    )
+
+
+@pytest.mark.parametrize("side", ["de", "en"])
+def test_an_empty_side(tmp_path, side):
+    raw = corpus(tmp_path / "raw")
+    write(raw / f"train.{side}", [])
+    refused(raw, tmp_path / "out", rf"(?s)train: .*\b0 lines in .*/train\.{side}")
+
+
+def test_both_sides_empty(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    for side in ("de", "en"):
+        write(raw / f"test.{side}", [])
+    refused(raw, tmp_path / "out", r"test: no lines in .*/test\.de and .*/test\.en")
+
+
+def test_a_side_of_blank_lines(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    write(raw / "train.en", [" "] * 200)
+    with pytest.raises(PrepError, match=r"no training pair is left; dropped: {'empty': 200}"):
+        text_only(recipe(), raw, tmp_path / "out")
+    with pytest.raises(PrepError, match=r"train: no pair is left; dropped: {'empty': 200}"):
+        text_only(recipe(filter_on="subwords"), raw, tmp_path / "out")
+
+
+def test_a_missing_file(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    (raw / "valid.de").unlink()
+    with pytest.raises(PrepError, match=r"raw: has no valid\.de and no valid\.de\.gz"):
+        text_only(recipe(), raw, tmp_path / "out")
+
+
+def test_not_utf8(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    write(raw / "test.en", [*read(raw / "test.en")[:7], b"caf\xe9", *read(raw / "test.en")[8:]])
+    refused(raw, tmp_path / "out", r"/test\.en, line 8: byte 4 \(hex e9\) is not UTF-8")
+
+
+def test_nul(tmp_path):
+    """Refused, unless the recipe removes non-printing characters from training text anyway."""
+    raw = corpus(tmp_path / "raw")
+    write(raw / "train.de", ["a\0b", *read(raw / "train.de")[1:]])
+    refused(raw, tmp_path / "out", r"/train\.de, line 1: a NUL byte")
+    pipeline = text_only(recipe(normalise=True), raw, tmp_path / "out")
+    assert read(pipeline.text("tokenise", "train")[0])[0] == "a b"
+
+
+def test_a_damaged_gz(tmp_path):
+    import gzip
+
+    raw = corpus(tmp_path / "raw")
+    packed = gzip.compress((raw / "train.de").read_bytes())
+    (raw / "train.de").unlink()
+    (raw / "train.de.gz").write_bytes(packed[:-20])
+    refused(raw, tmp_path / "out", r"train\.de\.gz: truncated or damaged")
+
+
+@pytest.mark.parametrize("filter_on", ["words", "subwords"])
+def test_empty_lines(tmp_path, filter_on):
+    """Dropped in training with a count; kept in validation and test, so that those stay aligned."""
+    raw = corpus(tmp_path / "raw")
+    for split in ("train", "valid", "test"):
+        for lang, at in (("de", 2), ("en", 5)):
+            lines = read(raw / f"{split}.{lang}")
+            lines[at] = " \u00a0"
+            write(raw / f"{split}.{lang}", lines)
+    pipeline = text_only(recipe(filter_on=filter_on), raw, tmp_path / "out")
+    sizes = {split: [len(read(path)) for path in pipeline.text("filter", split)] for split in pipeline.splits()}
+    assert sizes == {"train": [198, 198], "valid": [20, 20], "test": [20, 20]}
+    report = pipeline.report("tokenise" if filter_on == "words" else "filter")
+    assert report["train"] == {"in": 200, "out": 198, "dropped": {"empty": 2}}
+    assert read(pipeline.text("filter", "test")[1])[5] == ""
+
+
+def test_a_line_of_100_000_tokens(tmp_path):
+    """Dropped where there is a limit, in reasonable time; kept in a test, with a warning about fairseq's limit."""
+    raw = tmp_path / "raw"
+    for split, number in (("train", 60), ("valid", 10), ("test", 10)):
+        parallel(raw, split, number)
+    for path in (raw / "train.de", raw / "test.de"):
+        write(path, [*read(path)[:-1], "wort1 " * 100_000])
+    done = script(
+        "custom", "--source-lang", "de", "--target-lang", "en", "--train", raw / "train", "--valid", raw / "valid",
+        "--test", raw / "test", "--out", tmp_path / "out", "--workers", "2", "--merges", "60",
+    )  # fmt: skip
+    assert "60 pairs in, 59 out; 1 too long" in done.stderr
+    assert "warning: test: its longest de sentence has 100,000 subwords" in done.stderr
+    assert len(read(tmp_path / "out/raw/test.de")) == 10
+
+
+def test_the_commands_say_so_and_fail(tmp_path):
+    """Through the shell script: the message alone, no traceback, a non-zero status, nothing written."""
+    raw = tmp_path / "raw"
+    for name in ("train", "val", "test_2016_flickr", "test_2017_flickr"):
+        parallel(raw, name, 30)
+    write(raw / "train.en", read(raw / "train.en")[:-1])
+    done = script("multi30k", "de-en", "--raw", raw, "--out", tmp_path / "out", check=False)
+    assert done.returncode == 1
+    assert done.stderr.split("\n")[-4].startswith(
+        "multi30k.sh: train: the two sides do not have the same number of lines"
+    )
+    assert "30 lines in" in done.stderr
+    assert "29 lines in" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["multi30k", "fr-de"], "argument pair: invalid choice: 'fr-de'"),
+        (["multi30k", "de-en", "--merges", "0"], "argument --merges: must be a whole number, at least 1, not '0'"),
+        (["multi30k", "de-en", "--workers", "two"], "argument --workers: must be a whole number"),
+        (["multi30k", "de-en", "--force", "cook"], "argument --force: invalid choice: 'cook'"),
+        (["multi30k", "de-en", "--raw", "/nowhere"], "/nowhere: has no train.de"),
+        (["custom", "--source-lang", "de"], "the following arguments are required: --target-lang, --train"),
+        (["custom", "--source-lang", "d/e", "--target-lang", "en", "--train", "x"], "must be a language code"),
+        (["custom", "--source-lang", "de", "--target-lang", "de", "--train", "x", "--valid", "y"], "differ"),
+        (["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x"], "needs either --valid PREFIX or"),
+        (["sample", "--train", "none"], "argument --train: must be a whole number"),
+        (["sample", "--train", "3"], "--train 3: cannot make"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_arguments(tmp_path, arguments, message):
+    done = script(*arguments, "--out", tmp_path / "out", check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sample", "multi30k", "iwslt14-de-en", "wmt14-en-de", "wmt14-en-fr", "custom"])
+def test_help(tmp_path, name):
+    done = script(name, "--help", cwd=tmp_path)
+    assert done.stdout.startswith(f"usage: {name}.sh")
+    assert "--workers" in done.stdout
+
+
+def test_strict(tmp_path):
+    """Other numbers of pairs than expected are marked, and with --strict refused before there is a data folder."""
+    raw = tmp_path / "raw"
+    for name in ("train", "val", "test_2016_flickr", "test_2017_flickr"):
+        parallel(raw, name, 30)
+    common = ["multi30k", "en-de", "--raw", raw, "--out", tmp_path / "out", "--merges", "60", "--workers", "1"]
+    done = script(*common, "--strict", check=False)
+    assert done.returncode == 1
+    assert "multi30k.sh: --strict: train 30 pairs (not 29,000), valid 30 pairs (not 1,014)" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = script(*common)
+    assert done.stderr.count("<- not as expected") == 4
+    assert script(*common, "--strict", check=False).returncode == 1
+
+
+def test_expected_counts_are_those_that_are_known():
+    assert corpora.multi30k("de", "en").expected == {"train": 29_000, "valid": 1_014, "test": 1_000, "test1": 1_000}
+    assert corpora.iwslt14_de_en().expected == {"train": 160_239, "valid": 7_283, "test": 6_750}
+    assert corpora.wmt14_en_de().expected == corpora.wmt14_en_fr().expected == {"test": 3_003}
