@@ -86,7 +86,7 @@ ARTICLES = {
 }
 PLURAL = set("die den diese diesen meine meinen keine zwei drei".split())
 PHRASE = re.compile(
-    rf"\b({'|'.join(set.union(*ARTICLES.values(), PLURAL))}) "
+    rf"(?<!, )\b({'|'.join(set.union(*ARTICLES.values(), PLURAL))}) "
     rf"(?:(?:{'|'.join(stem for stem, _ in sample.ADJECTIVES)})(?:e|en|er|es|em) )?([A-ZÄÖÜ]\w+)"
 )
 
