@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
+from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
 
 
 def main(arguments=None):

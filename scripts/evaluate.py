@@ -20,7 +20,7 @@ from pathlib import Path
 
 import average_checkpoints
 import torch
-from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
+from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
 from scoring import LABELS, compare, score
 from text import Moses, PrepError, read_lines, read_prep
 from tqdm import tqdm

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from sacremoses import MosesDetokenizer, MosesTokenizer
+from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from sentencepiece import SentencePieceProcessor
+from subword_nmt.apply_bpe import BPE
 
 
 class PrepError(Exception):
@@ -35,13 +37,15 @@ def read_lines(path):
     except OSError as error:
         raise PrepError(f"{path}: {error.strerror}") from None
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
-    decoded = []
-    for number, line in enumerate(lines, 1):
-        try:
-            decoded.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise PrepError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start}") from None
-    return decoded
+    return [decode(line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def decode(line, path, number):
+    """One line of bytes as text without its end, or an error that names the file and the line's number."""
+    try:
+        return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
 class Moses:
@@ -49,12 +53,47 @@ class Moses:
 
     def __init__(self, prep, language):
         self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
-        self._split_dashes = prep.get("rules", {}).get("split_dashes", False)
+        self._rules = prep.get("rules", {})
 
     def tokenize(self, line):
-        """Raw text to tokens with spaces between."""
-        return self._tokenizer.tokenize(line, aggressive_dash_splits=self._split_dashes, return_str=True)
+        """Raw text, as the held-out splits were tokenised, with spaces between the tokens."""
+        if self._rules.get("plain_apostrophes"):
+            line = line.replace("’", "'")
+        return self._tokenizer.tokenize(line, self._rules.get("split_dashes", False), return_str=True)
 
     def detokenize(self, line):
         """Tokens with spaces between to raw text."""
         return self._detokenizer.detokenize(line.split())
+
+
+class Source:
+    """Raw source text to the subwords that a model reads."""
+
+    def __init__(self, data, prep):
+        language = prep["source_lang"]
+        self._moses, self._lowercase = Moses(prep, language), prep["lowercase"]
+        # Training text had its punctuation normalised: text that people type needs it as much.
+        normalise = prep.get("rules", {}).get("normalise")
+        self._normalizer = MosesPunctNormalizer(language, perl_parity=True) if normalise else None
+        self._subwords = _subwords(Path(data), prep["bpe"], language)
+
+    def __call__(self, line):
+        """One line of text; "" where there is nothing to translate."""
+        if self._normalizer:
+            line = self._normalizer.normalize(line)
+        line = self._moses.tokenize(line)
+        return self._subwords(line.lower() if self._lowercase else line)
+
+
+def _subwords(data, kind, language):
+    """The function from tokens to subwords that DATA's code or sentencepiece.bpe.model defines."""
+    path = data / {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}[kind]
+    if not path.is_file():
+        raise PrepError(f"{path}: no such file; the text cannot be split into subwords without it")
+    if kind == "sentencepiece":
+        model = SentencePieceProcessor(model_file=str(path))
+        return lambda line: " ".join(model.encode(line, out_type=str))
+    vocabulary = data / f"vocabulary.{language}"  # where rare subwords are split again
+    allowed = set(read_lines(vocabulary)) if vocabulary.is_file() else None
+    with path.open(encoding="utf-8") as codes:
+        return BPE(codes, vocab=allowed).process_line

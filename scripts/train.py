@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import recipe as recipes
-from checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
+from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
 from recipe import REPO, RecipeError, parse_flags, spell_flags
 from text import PrepError, read_prep
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import average_checkpoints
 import pytest
 import torch
-from checkpoints import CheckpointError, load
+from checkpoint import CheckpointError, load
 
 SCRIPTS = Path(average_checkpoints.__file__).parent
 

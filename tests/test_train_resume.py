@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import train
-from checkpoints import load
+from checkpoint import load
 from test_average_checkpoints import Payload
 from toy import ENVIRONMENT, REPO, TINY, data, script  # noqa: F401  (fixtures)
 from train import RunError
