@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Parameters and FLOPs of an architecture, counted as in the papers' table 5.
+
+Parameters are without embeddings and output projection. FLOPs are 2 x multiply-adds of one forward pass, a sentence
+pair at a time, without the output projection. Any model flag of fairseq-train may follow: --ea-kernel-size 5
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+# isort: split
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_REGISTRY
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+WORDS = 1000  # of the vocabulary: any number, neither count depends on it
+
+
+def main(arguments=None):
+    """Command line: print the counts of one architecture."""
+    args, flags = parse(arguments)
+    counts = profile(args.arch, flags, args.src_len, args.tgt_len)
+    if args.json:
+        print(json.dumps(counts))
+        return
+    print(f"{args.arch} {' '.join(flags)}".strip())
+    print(f"  parameters  {counts['parameters']:>14,}  without embeddings and output projection")
+    print(f"  FLOPs       {counts['flops']:>14,}  {args.src_len} source and {args.tgt_len} target tokens")
+    for name, count in counts["flops_by_part"].items():
+        print(f"    {name:<9} {count:>14,}")
+
+
+def parse(arguments):
+    """Our own options, and the rest for the model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--arch", required=True, help="ea_transformer_lite, transformer, ...")
+    parser.add_argument("--src-len", type=int, default=30, metavar="N", help="source tokens (default: 30)")
+    parser.add_argument("--tgt-len", type=int, default=30, metavar="N", help="target tokens (default: 30)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    args, flags = parser.parse_known_args(arguments)
+    if args.arch not in ARCH_MODEL_REGISTRY:
+        ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith(("ea_", "transformer")))
+        parser.error(f"there is no --arch {args.arch}; some that there are: {', '.join(ours)}")
+    for name in ("src_len", "tgt_len"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args, flags
+
+
+def profile(arch, flags=(), src_len=30, tgt_len=30):
+    """{"arch", "parameters", "flops", "flops_by_part", ...} of an architecture with these model flags."""
+    model = build(arch, flags)
+    flops = count_flops(model, src_len, tgt_len)
+    return {
+        "arch": arch,
+        "flags": list(flags),
+        "src_len": src_len,
+        "tgt_len": tgt_len,
+        "parameters": count_parameters(model),
+        "flops": sum(flops.values()),
+        "flops_by_part": flops,
+    }
+
+
+def build(arch, flags=()):
+    """The model as fairseq-train would build it, on a vocabulary of WORDS words."""
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", "translation", *flags])
+    words = Dictionary()
+    for number in range(WORDS):
+        words.add_symbol(str(number))
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+
+
+def count_parameters(model):
+    """Without embeddings and output projection, which depend on the vocabulary."""
+    left_out = ("embed_tokens.", "output_projection.", "adaptive_softmax.")
+    return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
+
+
+def count_flops(model, src_len, tgt_len):
+    """{"encoder": ..., "decoder": ...} of a forward pass over one pair of sentences."""
+    # In training mode, for fairseq's encoder leaves for one fused kernel in evaluation; and with PyTorch's plain
+    # attention, for the counter sees neither that kernel nor the fused attention on the CPU.
+    model.train()
+    source, target = torch.full((1, src_len), 10), torch.full((1, tgt_len), 10)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(source, torch.tensor([src_len]), target, features_only=True)
+    counts = counter.get_flop_counts()
+    name = type(model).__name__
+    return {part: sum(counts[f"{name}.{part}"].values()) for part in ("encoder", "decoder")}
+
+
+if __name__ == "__main__":
+    main()

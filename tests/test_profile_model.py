@@ -1,0 +1,55 @@
+"""scripts/profile_model.py: parameters exactly, FLOPs within 1% of the papers' table 5."""
+
+import json
+
+import profile_model
+import pytest
+from toy import script
+
+TABLE_5 = [
+    ("transformer_lite", 2_482_560, 158.31e6),
+    ("ea_transformer_lite", 2_485_224, 163.46e6),
+    ("transformer", 44_138_496, 2.68e9),
+    ("ea_transformer_base", 44_149_008, 2.70e9),
+]
+
+
+@pytest.mark.parametrize(("arch", "parameters", "flops"), TABLE_5)
+def test_table_5(arch, parameters, flops):
+    found = profile_model.profile(arch)
+    assert found["parameters"] == parameters
+    assert found["flops"] == pytest.approx(flops, rel=0.01)
+
+
+def by_hand(length, dim, ffn, layers):
+    """A Transformer's multiply-adds, twice: projections, maps and their products with values, feed-forward."""
+    attention = 4 * length * dim * dim + 2 * length * length * dim
+    feed_forward = 2 * length * dim * ffn
+    return 2 * layers * (3 * attention + 2 * feed_forward)
+
+
+@pytest.mark.parametrize("length", [1, 30, 100])
+def test_stock_attention_is_counted_fully(length):
+    """fairseq's Transformer uses fused attention where it may, which the counter would not see."""
+    assert profile_model.profile("transformer", (), length, length)["flops"] == by_hand(length, 512, 2048, 6)
+
+
+def test_convolutions_are_counted():
+    """K x K x k x k multiply-adds a pixel, in each kind of attention of each layer."""
+    plain = profile_model.profile("transformer_lite")["flops"]
+    for kernel in (1, 3):
+        evolving = profile_model.profile("ea_transformer_lite", ["--ea-kernel-size", str(kernel)])["flops"]
+        at_least = 2 * 18 * 30 * 30 * 4 * 4 * kernel**2
+        assert at_least <= evolving - plain <= 1.3 * at_least  # the decoder's maps are padded before they are convolved
+    assert profile_model.profile("ea_transformer_lite", ["--ea-beta", "0"])["flops"] == plain
+
+
+def test_command_line():
+    result = script("profile_model.py", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)
+    result = script("profile_model.py", "--arch", "nonsense")
+    assert result.returncode == 2
+    assert "there is no --arch nonsense" in result.stderr
+    assert "Traceback" not in result.stderr
