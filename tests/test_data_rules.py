@@ -12,6 +12,10 @@ from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)
+AWKWARD = """(a) . b|( a ) ; c|5 % 6\u00a0%|x : y ;|nº\u00a05|25\u00a0ºC 3\u00a0cm|ja, "nein" , "doch".|a ," b
+er sagte "ja." Dann .|«\u00a0oui\u00a0» « non »|\u00a0«\u00a0a\u00a0»\u00a0b|1\u00a0000\u00a0000|``a'' ´´b´´
+d’accord l’été ‘x‘y‚|a\u00a0? b\u00a0! c\u00a0;d,\u00a0e|(( ))|…|“a”, „b“.  c   d \r|– — a—b|a\tb|"""
+AWKWARD = AWKWARD.replace("\n", "|").split("|")
 
 
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])
@@ -26,7 +30,7 @@ def test_tokenizer(lang, dashes):
 def test_normaliser(lang):
     """Moses' punctuation rules, then every non-printing character a space, also as in Moses."""
     plain, ours = MosesPunctNormalizer(lang, perl_parity=True), rules.Normalise((lang, lang))
-    for line in LINES:
+    for line in LINES + AWKWARD:
         assert ours(([line.encode()], []))[0] == [plain.normalize(line).replace("\t", " ").encode() + b"\n"]
     assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
 
@@ -62,6 +66,7 @@ def test_apply(learnt, monkeypatch, cache):
     folder, source, target = learnt
     (folder / "code").write_bytes((folder / "theirs").read_bytes())
     unseen = [" ".join(line.split()[::-1]) + " ungesehenes 東 x" for line in target]
+    unseen[:5] = [" vorn", "hinten ", "  beides  ", "zwei  in  der Mitte", "   "]
     applied = subwords.Apply(folder / "code")((chunk(source), chunk(unseen)))
     for lines, ours in zip((source, unseen), applied, strict=True):
         text = write(folder / "in", lines)

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -71,16 +72,21 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
         for later in stages[position:-1]:  # the last stage's folder is the user's: it stays until it is replaced
             _remove(later.folder)
         say(stage.name)
-        _make(stage)
+        took = _make(stage)
+        if took["seconds"] > 5:
+            say("  {seconds:.0f} s, CPU time {cpu_seconds:.0f} s, peak memory {peak_mib:.0f} MiB".format(**took))
 
 
-def _make(stage: Stage) -> None:
+def _make(stage: Stage) -> dict[str, float]:
+    """Makes a stage; returns what it took, which its stamp keeps too."""
+    before = _usage()
     # A name of its own for every attempt: whatever a killed run left running must not write into this one.
     temporary = Path(tempfile.mkdtemp(".tmp", f"{stage.name}.", stage.work))
     temporary.chmod(0o777 & ~_umask())
     try:
         report = stage.make(temporary)
-        stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
+        took = {name: value - before[name] for name, value in _usage().items()} | {"peak_mib": _usage()["peak_mib"]}
+        stamp = json.dumps({"key": stage.key, "report": report, "took": took}, indent=1, ensure_ascii=False)
         (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
         stage.folder.parent.mkdir(parents=True, exist_ok=True)
         replaced = stage.work / "replaced.tmp"
@@ -91,6 +97,17 @@ def _make(stage: Stage) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return took
+
+
+def _usage() -> dict[str, float]:
+    """Of this process and the workers it has had: wall clock, CPU time, and the most memory that any of them took."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "seconds": time.monotonic(),
+        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in both),
+        "peak_mib": max(usage.ru_maxrss for usage in both) / 1024,
+    }
 
 
 def _umask() -> int:

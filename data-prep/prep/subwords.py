@@ -93,7 +93,12 @@ class _Words(dict):
         return subwords
 
     def line(self, line: bytes) -> bytes:
-        return b" ".join(map(self.__getitem__, line.split())) + b"\n"
+        """Spaces at either end stay, as in subword-nmt; Moses' tokenizer leaves one after a final .' for example."""
+        text = line.rstrip(b"\n")
+        start = len(text) - len(text.lstrip(b" "))
+        end = max(start, len(text.rstrip(b" ")))
+        words = filter(None, text[start:end].split(b" "))
+        return text[:start] + b" ".join(map(self.__getitem__, words)) + text[end:] + b"\n"
 
 
 class _Pieces:
