@@ -33,7 +33,7 @@ class Recipe:
     """One task: where its data are, its batch, its flags."""
 
     name: str
-    data: str
+    data: Path
     source_lang: str
     target_lang: str
     batch: Batch
@@ -51,19 +51,23 @@ def names():
 
 
 def read(name):
-    """The recipe `name`, together with what it inherits."""
-    if name not in names():
+    """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file() or (path.parent == FOLDER and path.stem not in names()):
         raise RecipeError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
-    merged = _inherited(FOLDER / f"{name}.toml")
-    return Recipe(
-        name=name,
-        data=merged["data"],
-        source_lang=merged["source-lang"],
-        target_lang=merged["target-lang"],
-        batch=Batch(**merged["batch"]),
-        flags=merged["flags"],
-        architectures=merged.get("arch", {}),
-    )
+    merged = _inherited(path)
+    try:
+        return Recipe(
+            name=path.stem,
+            data=REPO / merged["data"],
+            source_lang=merged["source-lang"],
+            target_lang=merged["target-lang"],
+            batch=Batch(**merged["batch"]),
+            flags=merged["flags"],
+            architectures=merged.get("arch", {}),
+        )
+    except (KeyError, TypeError) as error:
+        raise RecipeError(f"{path}: {error}") from None
 
 
 def _read(path):

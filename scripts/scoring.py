@@ -61,24 +61,23 @@ def split_compounds(lines):
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line.replace(" @-@ ", "-")) for line in lines]
 
 
-def compare(mine, theirs, references, lowercase):
+def compare(mine, theirs, references, lowercase, kinds=("sacrebleu", "chrf")):
     """Paired bootstrap test, `theirs` being the baseline: {"sacrebleu": {...}, "chrf": {...}}.
 
     p is the chance of a difference at least this large between two systems that are equally good.
     """
-    systems = [
-        (name, [line.replace("<unk>", UNKNOWN) for line in lines]) for name, lines in (("a", theirs), ("b", mine))
-    ]
-    metrics = {"BLEU": BLEU(lowercase=lowercase), "chrF2": CHRF(lowercase=lowercase)}
-    test = PairedTest(systems, metrics, [references], test_type="bs", n_samples=1000)
-    signatures, results = test()
-    names = {"sacrebleu": "BLEU", "chrf": "chrF2"}
-    return {
-        ours: {
-            "baseline": results[name][0].score,
-            "difference": results[name][1].score - results[name][0].score,
-            "p": results[name][1].p_value,
+    both = {"baseline": theirs, "system": mine}
+    systems = [(name, [line.replace("<unk>", UNKNOWN) for line in lines]) for name, lines in both.items()]
+    found = {}
+    for kind in kinds:
+        metric = (BLEU if kind == "sacrebleu" else CHRF)(lowercase=lowercase)
+        signatures, results = PairedTest(systems, {kind: metric}, [references], test_type="bs", n_samples=1000)()
+        (name,) = signatures
+        baseline, system = results[name]
+        found[kind] = {
+            "baseline": baseline.score,
+            "difference": system.score - baseline.score,
+            "p": system.p_value,
             "signature": str(signatures[name]),
         }
-        for ours, name in names.items()
-    }
+    return found

@@ -73,7 +73,7 @@ def parse(arguments):
         allow_abbrev=False,
         epilog="recipes: " + ", ".join(recipes.names()),
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a file of recipes/, without .toml")
+    parser.add_argument("recipe", metavar="RECIPE", help="one of the recipes below, or a .toml file of your own")
     parser.add_argument("arch", metavar="ARCH", help="ea_transformer_lite, ea_transformer_base, transformer_lite, ...")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: the recipe's, data/NAME)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
@@ -100,8 +100,8 @@ def parse(arguments):
     for name in ("save-dir", "arch", "restore-file"):
         if name in flags:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
-    args.data = args.data or _default(lambda: REPO / recipes.read(args.recipe).data, parser)
-    args.run = args.run or REPO / "runs" / f"{args.recipe}-{args.arch}"
+    args.data = args.data or _default(lambda: recipes.read(args.recipe).data, parser)
+    args.run = args.run or REPO / "runs" / f"{Path(args.recipe).stem}-{args.arch}"
     return args, flags
 
 

@@ -1,0 +1,331 @@
+"""Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
+
+scripts/reproduce.sh is how it is called. What is finished is not done again; what was interrupted goes on. Cells that
+nobody ran say so. Flags of fairseq-train go to every training run: --max-update 1500
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shlex
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import recipe as recipes
+import table as tables
+from average_checkpoints import positive
+from checkpoint import replacing
+from profile_model import profile
+from recipe import REPO, RecipeError
+from scoring import LABELS, compare
+from table import TableError
+from text import PrepError, read_lines, read_prep
+from tqdm import tqdm
+
+
+def main(arguments=None):
+    """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
+    args, extra = parse(arguments)
+    try:
+        table = tables.read(args.table)
+        cells = wanted(table, args, extra)
+        failed = [] if args.collect else run_missing(table, cells, args, extra)
+        if args.dry_run:
+            return
+        write(table, gather(table, args, extra), args.results)
+    except (TableError, RecipeError, PrepError, OSError) as error:
+        sys.exit(f"reproduce: {error}")
+    if failed:
+        sys.exit("reproduce: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
+
+
+def parse(arguments):
+    """Our own options, and flags for every training run."""
+    there = ", ".join(sorted(path.stem for path in tables.FOLDER.glob("*.toml")))
+    parser = argparse.ArgumentParser(
+        prog="reproduce.sh",
+        usage="reproduce.sh TABLE [options] [fairseq-train flags]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("table", metavar="TABLE", help=f"{there}, or a .toml file of your own")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these recipes' columns")
+    parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
+    parser.add_argument("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
+    parser.add_argument("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
+    parser.add_argument("--runs", type=Path, default=REPO / "runs" / "reproduce", metavar="DIR", help="where runs go")
+    parser.add_argument("--results", type=Path, default=REPO / "results", metavar="DIR", help="where tables go")
+    parser.add_argument("--collect", action="store_true", help="run nothing, write the table from what there is")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    args, extra = parser.parse_known_args(arguments)
+    try:
+        if "seed" in recipes.parse_flags(extra):
+            parser.error("--seed: use --seeds")
+    except RecipeError as error:
+        parser.error(str(error))
+    return args, extra
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def wanted(table, args, extra):
+    """The cells that the command line asks for, a whole seed before the next one."""
+    names = list(dict.fromkeys(column.recipe for column in table.columns))
+    if args.recipes and (unknown := set(args.recipes) - set(names)):
+        raise TableError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(names)}")
+    rows = [row for row in table.rows if not args.rows or any(word in row.label for word in args.rows)]
+    if not rows:
+        raise TableError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
+    names = [name for name in names if not args.recipes or name in args.recipes]
+    return [table.cell(row, name, seed, args.runs, extra) for seed in args.seeds for name in names for row in rows]
+
+
+def run_missing(table, cells, args, extra):
+    """Run the cells that have no result yet; returns those that failed, as text."""
+    missing = []
+    for cell in cells:
+        data = recipes.read(cell.recipe).data
+        if all(result(cell, subset) for subset in table.subsets(cell.recipe)):
+            say(f"done already: {cell}")
+        elif not (data / "PREP.json").exists() and not args.dry_run:
+            say(f"not run: {cell}: {data} is not prepared, see data-prep/")
+        else:
+            missing.append(cell)
+    free = slots(args.gpus_per_run)
+    if args.dry_run:
+        for cell in missing:
+            for command in commands(table, cell, args, extra):
+                print(shlex.join(command))
+        return []
+    places = queue.SimpleQueue()
+    for slot in free:
+        places.put(slot)
+    side_by_side = len(free) > 1
+
+    def run(cell):
+        slot = places.get()
+        try:
+            return None if run_cell(table, cell, args, extra, slot, side_by_side) else str(cell)
+        finally:
+            places.put(slot)
+
+    with ThreadPoolExecutor(len(free)) as pool:
+        outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
+    return [outcome for outcome in outcomes if outcome]
+
+
+def slots(gpus_per_run):
+    """The values of CUDA_VISIBLE_DEVICES under which cells run side by side; [None] is one after another on all."""
+    if not gpus_per_run:
+        return [None]
+    gpus = free_gpus()
+    groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
+    if not groups:
+        raise TableError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
+    return [",".join(group) for group in groups]
+
+
+def free_gpus():
+    """The numbers of the GPUs on which nothing runs, as nvidia-smi tells it."""
+
+    def ask(what):
+        command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
+        with contextlib.suppress(FileNotFoundError):
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+        return []
+
+    busy = {line.strip() for line in ask("compute-apps=gpu_uuid")}
+    gpus = [line.split(", ") for line in ask("gpu=index,uuid") if ", " in line]
+    return [index for index, uuid in gpus if uuid not in busy]
+
+
+def commands(table, cell, args, extra):
+    """What makes one cell: train, then translate and score each split."""
+    scripts, data = REPO / "scripts", str(recipes.read(cell.recipe).data)
+    own = {**recipes.parse_flags(cell.row.flags), **recipes.parse_flags(extra), "seed": [str(cell.seed)]}
+    train = [str(scripts / "train.sh"), cell.recipe, cell.row.arch, "--run", str(cell.folder)]
+    evaluate = [str(scripts / "evaluate.sh"), "--data", data, "--run", str(cell.folder), "--average", str(args.average)]
+    return [
+        [*train, *recipes.spell_flags(own)],
+        *([*evaluate, "--subset", subset] for subset in table.subsets(cell.recipe)),
+    ]
+
+
+def run_cell(table, cell, args, extra, slot, quiet):
+    """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": slot} if slot else {})}
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context((cell.folder / "reproduce.log").open("a")) if quiet else None
+        for command in commands(table, cell, args, extra):
+            say("+ " + shlex.join(command))
+            if subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode:
+                say(f"failed: {cell}" + (f"; see {output.name}" if output else ""))
+                return False
+    return True
+
+
+def say(text):
+    tqdm.write(text, file=sys.stderr)
+
+
+# --- collecting -------------------------------------------------------------------------------------------------------
+
+
+def result(cell, subset):
+    """What evaluate.sh wrote for one split of a cell, or None."""
+    path = cell.folder / "eval" / f"{subset}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def gather(table, args, extra):
+    """{(row label, column label): {"scores": {seed: ...}, "mean", "deviation", "difference", "p", "paper", ...}}."""
+    found = {}
+    for row in table.rows:
+        for column in table.columns:
+            results = {}
+            for seed in args.seeds:
+                cell = table.cell(row, column.recipe, seed, args.runs, extra)
+                if (one := result(cell, column.subset)) and column.score in one["scores"]:
+                    results[seed] = {**one, "folder": cell.folder}
+            found[row.label, column.label] = _summary(results, column, row)
+    for row in table.rows:
+        for column in table.columns:
+            if row.baseline:
+                mine, theirs = found[row.label, column.label], found[row.baseline, column.label]
+                mine.update(_against(mine["results"], theirs["results"], column))
+    return found
+
+
+def _summary(results, column, row):
+    scores = [one["scores"][column.score]["score"] for one in results.values()]
+    return {
+        "results": results,
+        "mean": statistics.mean(scores) if scores else None,
+        "deviation": statistics.stdev(scores) if len(scores) > 1 else None,
+        "paper": row.published(column),
+    }
+
+
+def _against(mine, theirs, column):
+    """Difference from the baseline over the seeds that both have, and the p of each seed's paired bootstrap test."""
+    seeds = sorted(mine.keys() & theirs.keys())
+    if not seeds:
+        return {}
+    differences = [mine[s]["scores"][column.score]["score"] - theirs[s]["scores"][column.score]["score"] for s in seeds]
+    data = recipes.read(column.recipe).data
+    p = []
+    with contextlib.suppress(PrepError):  # without the data there are no references to test with
+        prep = read_prep(data)
+        references = read_lines(data / "raw" / f"{column.subset}.{prep['target_lang']}")
+        for seed in seeds:
+            texts = [read_lines(one[seed]["folder"] / "eval" / f"{column.subset}.hyp.txt") for one in (mine, theirs)]
+            p.append(compare(*texts, references, prep["lowercase"], ["sacrebleu"])["sacrebleu"]["p"])
+    return {"difference": statistics.mean(differences), "p": p}
+
+
+def write(table, found, folder):
+    """results/TABLE.md and, where there is anything to show, results/TABLE.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = any(cell["mean"] is not None for cell in found.values())
+    text = markdown(table, found, f"{table.name}.png" if picture else None)
+    with replacing(folder / f"{table.name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if picture:
+        with replacing(folder / f"{table.name}.png") as temporary:
+            draw(table, found, temporary)
+    print(text)
+    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
+
+
+def markdown(table, found, picture):
+    """The table, what its numbers are, and where each came from."""
+    head = ["Model", "Parameters", "FLOPs", *(column.label for column in table.columns)]
+    lines = [f"# {table.title}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+    for row in table.rows:
+        size = profile(row.arch, row.flags)
+        counts = [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
+        lines.append(_line([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)]))
+    scores = ", ".join(f"{column.label}: {LABELS[column.score].strip()}" for column in table.columns)
+    lines += [
+        "",
+        f"Scores are {scores}. Mean ± standard deviation over the seeds, where there are several. Δ is the difference "
+        "from the row's baseline over the seeds that both have, with each seed's p of sacreBLEU's paired bootstrap "
+        'test on detokenised text. In brackets: the paper\'s number. "not run": nobody has run it. Parameters are '
+        "without embeddings and output projection; FLOPs for 30 source and 30 target tokens.",
+        "",
+    ]
+    if picture:
+        lines += [f"![{table.title}]({picture})", ""]
+    return "\n".join([*lines, *_provenance(table, found)]) + "\n"
+
+
+def _line(cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(cell):
+    paper = f" [{cell['paper']:.2f}]" if cell["paper"] is not None else ""
+    if cell["mean"] is None:
+        return "not run" + paper
+    text = f"{cell['mean']:.2f}" + (f" ± {cell['deviation']:.2f}" if cell["deviation"] is not None else "")
+    if "difference" in cell:
+        p = f" (p {', '.join(f'{p:.3f}' for p in cell['p'])})" if cell["p"] else ""
+        text += f", Δ {cell['difference']:+.2f}{p}"
+    return text + paper
+
+
+def _provenance(table, found):
+    lines = ["## Where the numbers come from", ""]
+    for row in table.rows:
+        for column in table.columns:
+            for seed, one in found[row.label, column.label]["results"].items():
+                score, raw = one["scores"][column.score], one["scores"]["sacrebleu"]
+                lines.append(
+                    f"- {row.label}, {column.label}, seed {seed}: {score['score']:.2f}, `{score['signature']}`; "
+                    f"sacreBLEU {raw['score']:.2f}, `{raw['signature']}`; "
+                    f"{one.get('updates') or '?'} updates, average of {len(one['averaged']) or 'one'} checkpoints; "
+                    f"{one['device']}; commit {(one['commit'] or 'unknown')[:10]}; {one['date']}; `{one['command']}`"
+                )
+    return lines if len(lines) > 2 else [*lines, "Nothing has been run yet."]
+
+
+def draw(table, found, path):
+    """Bars with the deviation over seeds, a panel for each column; a diamond is the paper's number."""
+    count = len(table.columns)
+    figure, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 1 + 0.4 * len(table.rows)), sharey=True)
+    labels = [row.label for row in table.rows]
+    for panel, column in zip(panels if count > 1 else [panels], table.columns, strict=True):
+        cells = [found[label, column.label] for label in labels]
+        shown = [cell["mean"] or 0 for cell in cells]
+        panel.barh(labels, shown, xerr=[cell["deviation"] or 0 for cell in cells], color="#4c78a8", capsize=3)
+        papers = [(cell["paper"], label) for cell, label in zip(cells, labels, strict=True)]
+        published = [(number, label) for number, label in papers if number is not None]
+        if published:
+            panel.scatter(*zip(*published, strict=True), marker="D", color="#e45756", zorder=3, label="paper")
+        numbers = [number for number in [*shown, *(number for number, _ in published)] if number]
+        if numbers:  # bars that start near the scores, or the differences could not be seen
+            panel.set_xlim(min(numbers) - 2, max(numbers) + 1)
+        panel.set_title(column.label)
+        panel.set_xlabel(LABELS[column.score].strip())
+    figure.axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Tables to reproduce: recipes/tables/*.toml, or a file of the user's own of the same form.
+
+title = "..."
+[[column]]    recipe, label, score (a key of scoring.LABELS), subset ("test" where it is not given)
+[[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
+              paper ({recipe: number} for its test, {recipe/subset: number} for another split)
+[[run]]       row, recipe, seed, path: a run that was made in another way and is taken as it is
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import recipe as recipes
+from scoring import LABELS
+
+FOLDER = recipes.FOLDER / "tables"
+
+
+class TableError(Exception):
+    """A table that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Column:
+    recipe: str
+    label: str
+    score: str
+    subset: str = "test"
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    arch: str
+    flags: list = field(default_factory=list)
+    baseline: str | None = None
+    paper: dict = field(default_factory=dict)
+
+    def published(self, column):
+        """The paper's number for this row and column, or None."""
+        key = column.recipe if column.subset == "test" else f"{column.recipe}/{column.subset}"
+        return self.paper.get(key)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: a row on a recipe with a seed."""
+
+    row: Row
+    recipe: str
+    seed: int
+    folder: Path
+
+    def __str__(self):
+        return f"{self.row.label}, {self.recipe}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    columns: list
+    rows: list
+    runs: list
+
+    def row(self, label):
+        return next(row for row in self.rows if row.label == label)
+
+    def subsets(self, recipe):
+        """The splits that this table scores of a recipe."""
+        return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
+
+    def cell(self, row, recipe, seed, runs, extra=()):
+        """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
+        for run in self.runs:
+            if (run["row"], run["recipe"], run["seed"]) == (row.label, recipe, seed):
+                return Cell(row, recipe, seed, recipes.REPO / run["path"])
+        name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
+        return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
+
+
+# How and where a model is trained, which is no part of what it is.
+LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
+
+
+def _slug(*flags):
+    """ "--ea-alpha 0 --lr 5e-3" -> "ea-alpha0", "lr5e-3"."""
+    given = {name: values for words in flags for name, values in recipes.parse_flags(words).items()}
+    given = {name: values for name, values in given.items() if name not in LAUNCH}
+    return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in given.items()]
+
+
+def read(name):
+    """A table by its name in recipes/tables, or by its path."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        there = ", ".join(sorted(found.stem for found in FOLDER.glob("*.toml")))
+        raise TableError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = Table(
+            name=path.stem,
+            title=content["title"],
+            columns=[Column(**column) for column in content["column"]],
+            rows=[Row(**row) for row in content["row"]],
+            runs=content.get("run", []),
+        )
+    except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
+        raise TableError(f"{path}: {error}") from None
+    labels = [row.label for row in table.rows]
+    for row in table.rows:
+        if row.baseline and row.baseline not in labels:
+            raise TableError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
+    for column in table.columns:
+        recipes.read(column.recipe)
+        if column.score not in LABELS:
+            raise TableError(f"{path}: {column.label}: score {column.score!r} is not one of {', '.join(LABELS)}")
+    return table
