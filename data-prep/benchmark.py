@@ -2,10 +2,12 @@
 
     python data-prep/benchmark.py libraries --source TEXT.de --target TEXT.en [--lines N]
     python data-prep/benchmark.py scale     --source TEXT.de --target TEXT.en [--lines N ...] [--workers N ...]
+    python data-prep/benchmark.py roundtrip --source TEXT.de --target TEXT.en
 
 The text is repeated up to N lines (pairs). `libraries` compares outputs byte for byte, and counts CPU time, start-up
 included, since other work on the machine changes the wall clock. Normalised text differs by design (see
-rules.Normalizer). docs/data.md has the results.
+rules.Normalizer). `roundtrip` takes text that is tokenised and lower-cased, detokenises it, gives every sentence its
+capital back, and counts the lines that come out the same when tokenised again. docs/data.md has the results.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 
 from prep import binary, rules, subwords
@@ -29,6 +31,7 @@ from prep.pipeline import Pipeline
 from prep.recipe import Part, Recipe, Rules
 from prep.stages import NAMES, STAMP
 from prep.text import count_lines
+from sacremoses import MosesDetokenizer
 
 MERGES = 10_000
 BIN = Path(sys.executable).parent
@@ -161,8 +164,7 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
             pipeline = Pipeline(recipe, raw, folder / f"out{size}-{processes}", processes)
             child = os.fork()  # so that peak memory is this run's alone
             if not child:
-                with open(os.devnull, "w") as null:
-                    os.dup2(null.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 pipeline.run()
                 os._exit(0)
             os.waitpid(child, 0)
@@ -174,6 +176,27 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
             row(size, processes, "all", {**total, "peak_mib": took["peak_mib"]})
             shutil.rmtree(pipeline.out)
             shutil.rmtree(pipeline.work)
+
+
+def roundtrip(text: Path, lang: str) -> None:
+    """Prints how many lines survive being detokenised and tokenised again, and what differs in the others."""
+    tokenizer, detokenizer = rules.Tokenizer(lang), MosesDetokenizer(lang)
+    lines = text.read_bytes().decode().split("\n")[:-1]
+    different = []
+    for line in lines:
+        words = line.split()  # lower-casing took away what tells the end of a sentence from an abbreviation
+        words = [
+            word.capitalize() if before == "." else word for before, word in zip(["", *words], words, strict=False)
+        ]
+        again = tokenizer.tokenize(detokenizer.detokenize(words), return_str=True).lower()
+        if again != line:
+            different.append((line.split(), again.split()))
+    print(
+        f"{text}: {len(lines) - len(different):,} of {len(lines):,} lines the same, {1 - len(different) / len(lines):.2%}"
+    )
+    for ours, again in different[:20]:
+        at = next(i for i, (a, b) in enumerate(zip_longest(ours, again)) if a != b)
+        print(f"  {' '.join(ours[max(0, at - 2) : at + 3])}  ->  {' '.join(again[max(0, at - 2) : at + 3])}")
 
 
 def row(size: int, processes: int, name: str, took: dict) -> None:
@@ -194,12 +217,16 @@ def main() -> None:
             run_step(step, Path(given), Path(result), arguments)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["libraries", "scale"])
+    parser.add_argument("what", choices=["libraries", "scale", "roundtrip"])
     parser.add_argument("--source", type=Path, required=True, metavar="TEXT.XX")
     parser.add_argument("--target", type=Path, required=True, metavar="TEXT.YY")
     parser.add_argument("--lines", type=int, nargs="+", default=[50_000], metavar="N")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N")
     args = parser.parse_args()
+    if args.what == "roundtrip":
+        for path in (args.source, args.target):
+            roundtrip(path, path.suffix[1:])
+        return
     with tempfile.TemporaryDirectory() as folder:
         if args.what == "scale":
             scale(args.source, args.target, args.lines, args.workers, Path(folder))

@@ -72,6 +72,12 @@ def subword_nmt(folder, merges, train, *others):
     return result
 
 
+def moses(line, lang, dashes=False):
+    """Moses' tokens: sacremoses', and the full stop of a last word is always split off."""
+    line = MosesTokenizer(lang).tokenize(line, aggressive_dash_splits=dashes, return_str=True)
+    return re.sub(r"([^. ])\.$", r"\1 .", line)
+
+
 def in_bounds(source, target, longest):
     a, b = len(source.split()), len(target.split())
     return 1 <= a <= longest and 1 <= b <= longest and a / b <= 1.5 and b / a <= 1.5
@@ -113,7 +119,7 @@ def test_iwslt14(iwslt, tmp_path):
     folder, sides, tests = iwslt
 
     def tokens(lines, lang):
-        return [MosesTokenizer(lang).tokenize(line, return_str=True) for line in lines]
+        return [moses(line, lang) for line in lines]
 
     train = []
     for lang, side in zip(("de", "en"), sides, strict=True):
@@ -203,7 +209,7 @@ def test_wmt14(recipe, sizes, test_set, every, tmp_path):
     training, test = wmt(tmp_path / "raw", recipe, sizes, test_set)
 
     def tokens(lines, lang):
-        return [MosesTokenizer(lang).tokenize(line, aggressive_dash_splits=True, return_str=True) for line in lines]
+        return [moses(line, lang, dashes=True) for line in lines]
 
     def clean(lines, lang):
         normalise = MosesPunctNormalizer(lang, perl_parity=True).normalize

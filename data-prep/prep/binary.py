@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ END, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 TYPE_CODES = {np.uint16: 8, np.uint32: 9}
 HEADER = len(MAGIC) + 8 + 1  # magic, version, type of the numbers
-BLOCK = 1 << 20  # sentences
+BLOCK = 1 << 16  # sentences
 
 
 def count_subwords(chunk: Chunk) -> Counter:
@@ -66,19 +66,29 @@ class Encode:
 
 def write_index(path: Path, lengths: Path, number_type: type) -> None:
     """Writes .idx from a file of int32 lengths, in blocks."""
-    sizes = np.memmap(lengths, np.int32, "r") if lengths.stat().st_size else np.empty(0, np.int32)
+    number, begin = lengths.stat().st_size // 4, 0
     with path.open("wb") as file:
-        file.write(MAGIC + struct.pack("<QBQ", VERSION, TYPE_CODES[number_type], len(sizes)))
-        for start in range(0, len(sizes), BLOCK):
-            file.write(sizes[start : start + BLOCK].tobytes())
-        begin = 0
-        for start in range(0, len(sizes), BLOCK):
-            ends = begin + np.cumsum(sizes[start : start + BLOCK], dtype=np.int64) * np.dtype(number_type).itemsize
+        file.write(MAGIC + struct.pack("<QBQ", VERSION, TYPE_CODES[number_type], number))
+        for sizes in _blocks(lengths, 0, number):
+            file.write(sizes.tobytes())
+        for sizes in _blocks(lengths, 0, number):
+            ends = begin + np.cumsum(sizes, dtype=np.int64) * np.dtype(number_type).itemsize
             file.write(np.concatenate(([begin], ends[:-1])).astype(np.int64).tobytes())
             begin = int(ends[-1])
 
 
-def lengths(index: Path) -> np.ndarray:
-    """The lengths that an .idx file holds, end marks included: int32 array, one per sentence, read as needed."""
+def count_lengths(index: Path) -> np.ndarray:
+    """How many sentences of an .idx file have 0, 1, 2, ... subwords, end marks not included: int array."""
     number = int(np.fromfile(index, np.int64, 1, offset=HEADER)[0])
-    return np.memmap(index, np.int32, "r", HEADER + 8, (number,))
+    counts = np.zeros(1, int)
+    for sizes in _blocks(index, HEADER + 8, number):
+        found = np.bincount(sizes - 1, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    return counts
+
+
+def _blocks(path: Path, offset: int, number: int) -> Iterator[np.ndarray]:
+    """`number` int32 from a file, a block at a time."""
+    for start in range(0, number, BLOCK):
+        yield np.fromfile(path, np.int32, min(BLOCK, number - start), offset=offset + 4 * start)

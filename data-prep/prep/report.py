@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .binary import lengths
+from .binary import count_lengths
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -67,10 +67,10 @@ def _split(pipeline: Pipeline, folder: Path, split: str, unknown: list[int]) -> 
         "unknown_percent": {},
     }
     for lang, number in zip(pipeline.languages, unknown, strict=True):
-        sizes = lengths(folder / f"{split}.{recipe.source_lang}-{recipe.target_lang}.{lang}.idx")
-        found["pairs"] = len(sizes)
-        found["subwords"][lang] = int(sizes.sum()) - len(sizes)
-        found["longest"][lang] = int(sizes.max()) - 1
+        counts = count_lengths(folder / f"{split}.{recipe.source_lang}-{recipe.target_lang}.{lang}.idx")
+        found["pairs"] = int(counts.sum())
+        found["subwords"][lang] = int(counts @ np.arange(len(counts)))
+        found["longest"][lang] = len(counts) - 1
         found["unknown_percent"][lang] = round(100 * number / max(1, found["subwords"][lang]), 4)
     return found
 
@@ -125,7 +125,7 @@ def plot_lengths(summary: dict, folder: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     pair = f"{summary['source_lang']}-{summary['target_lang']}"
     for lang in pair.split("-"):
-        counts = np.bincount(lengths(folder / f"train.{pair}.{lang}.idx") - 1)
+        counts = count_lengths(folder / f"train.{pair}.{lang}.idx")
         axes.stairs(counts, label=f"{lang}, mean {np.average(np.arange(len(counts)), weights=counts):.1f}")
     axes.set(xlabel="subwords in a sentence", ylabel="sentences", yscale="log", title=f"{summary['name']}, training")
     axes.legend()
