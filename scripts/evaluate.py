@@ -114,8 +114,8 @@ def evaluate(args):
         "speed": speed(output),
         "training_seed": section(state, "common").get("seed"),
         "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
-        "command": shlex.join(args.command),
-        "generate_command": shlex.join(generate_command),
+        "command": portable(args.command),
+        "generate_command": portable(generate_command),
         **provenance("--cpu" in args.generate_flags),
     }
     if baseline:
@@ -135,6 +135,11 @@ def _reference_file(data, subset, language):
         there = sorted(found.stem for found in (data / "raw").glob(f"*.{language}"))
         raise EvaluationError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     return path
+
+
+def portable(command):
+    """A command as it can be run from the repository's folder on any machine."""
+    return shlex.join(command).replace(f"{REPO}/", "")
 
 
 def digest(lines):
@@ -314,7 +319,7 @@ def report(result, results):
     print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
     for name, found in result["scores"].items():
         interval = f" ± {found['interval']['half_width']:.2f}" if "interval" in found else ""
-        print(f"  {LABELS[name] + ' ':.<20} {found['score']:6.2f}{interval:7}  {found['signature']}")
+        print(f"  {LABELS[name] + ' ':.<22} {found['score']:6.2f}{interval:7}  {found['signature']}")
     for name in (name for name in LABELS if name in result.get("against", {})):
         found = result["against"][name]
         print(

@@ -259,7 +259,7 @@ def markdown(table, found, picture):
         size = profile(row.arch, row.flags)
         counts = [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
         lines.append(_line([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)]))
-    scores = ", ".join(f"{column.label}: {LABELS[column.score].strip()}" for column in table.columns)
+    scores = ", ".join(f"{column.label}: {LABELS[column.score]}" for column in table.columns)
     lines += [
         "",
         f"Scores are {scores}. Mean ± standard deviation over the seeds, where there are several. Δ is the difference "
@@ -298,30 +298,35 @@ def _provenance(table, found):
                     f"- {row.label}, {column.label}, seed {seed}: {score['score']:.2f}, `{score['signature']}`; "
                     f"sacreBLEU {raw['score']:.2f}, `{raw['signature']}`; "
                     f"{one.get('updates') or '?'} updates, average of {len(one['averaged']) or 'one'} checkpoints; "
-                    f"{one['device']}; commit {(one['commit'] or 'unknown')[:10]}; {one['date']}; `{one['command']}`"
+                    f"{one['device']}; commit {(one['commit'] or 'unknown')[:10]}; {one['date']}; "
+                    f"{_trained_by(one['folder'])}`{one['command']}`"
                 )
     return lines if len(lines) > 2 else [*lines, "Nothing has been run yet."]
 
 
+def _trained_by(folder):
+    record = folder / "run.json"
+    return f"`{json.loads(record.read_text(encoding='utf-8'))['command']}`; " if record.exists() else ""
+
+
 def draw(table, found, path):
-    """Bars with the deviation over seeds, a panel for each column; a diamond is the paper's number."""
-    count = len(table.columns)
-    figure, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 1 + 0.4 * len(table.rows)), sharey=True)
-    labels = [row.label for row in table.rows]
-    for panel, column in zip(panels if count > 1 else [panels], table.columns, strict=True):
-        cells = [found[label, column.label] for label in labels]
-        shown = [cell["mean"] or 0 for cell in cells]
-        panel.barh(labels, shown, xerr=[cell["deviation"] or 0 for cell in cells], color="#4c78a8", capsize=3)
-        papers = [(cell["paper"], label) for cell, label in zip(cells, labels, strict=True)]
-        published = [(number, label) for number, label in papers if number is not None]
-        if published:
-            panel.scatter(*zip(*published, strict=True), marker="D", color="#e45756", zorder=3, label="paper")
-        numbers = [number for number in [*shown, *(number for number, _ in published)] if number]
-        if numbers:  # bars that start near the scores, or the differences could not be seen
-            panel.set_xlim(min(numbers) - 2, max(numbers) + 1)
+    """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
+    count, labels = len(table.columns), [row.label for row in table.rows]
+    size = (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels))
+    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    for panel, column in zip(panels[0], table.columns, strict=True):
+        for height, label in enumerate(labels):
+            cell = found[label, column.label]
+            if cell["mean"] is not None:
+                panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color="#4c78a8", capsize=3)
+            if cell["paper"] is not None:
+                panel.plot(cell["paper"], height, "D", color="#e45756", fillstyle="none")
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(len(labels) - 0.5, -0.5)
+        panel.grid(axis="x", alpha=0.3)
         panel.set_title(column.label)
-        panel.set_xlabel(LABELS[column.score].strip())
-    figure.axes[0].invert_yaxis()
+        panel.set_xlabel(LABELS[column.score])
+    figure.suptitle("dot: measured here, diamond: the paper", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)

@@ -12,7 +12,7 @@ LABELS = {
     "sacrebleu": "sacreBLEU",
     "chrf": "chrF",
     "tokenised_bleu": "tokenised BLEU",
-    "compound_split_bleu": "  compounds split",
+    "compound_split_bleu": "compound-split BLEU",
 }
 
 

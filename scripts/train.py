@@ -44,7 +44,7 @@ def main(arguments=None):
         check_data(args.data, recipe)
         if launch.rank == 0:
             take(args.run)
-            claim(args.run, identity(recipe, args, command))
+            claim(args.run, identity(recipe, args, command), args.command)
             last = mend(args.run)
         else:
             last = load(args.run / LAST) if (args.run / LAST).exists() else None
@@ -100,6 +100,7 @@ def parse(arguments):
     for name in ("save-dir", "arch", "restore-file"):
         if name in flags:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
+    args.command = shlex.join(["scripts/train.sh", *arguments]).replace(f"{REPO}/", "")
     args.data = args.data or _default(lambda: recipes.read(args.recipe).data, parser)
     args.run = args.run or REPO / "runs" / f"{Path(args.recipe).stem}-{args.arch}"
     return args, flags
@@ -184,6 +185,9 @@ def plan(recipe, args, flags, launch):
     if not args.no_tensorboard:
         chosen["tensorboard-logdir"] = args.run / "tensorboard"
     chosen |= flags
+    often = [name for name in ("save-interval-updates", "validate-interval-updates") if name in chosen]
+    if often and "patience" in chosen:
+        say(f"note: --patience counts validations, and with --{often[0]} there may be several in an epoch")
 
     distributed, launcher, environment = distribution(launch)
     command = [
@@ -318,7 +322,7 @@ def take(run):
     _locks.append(lock)
 
 
-def claim(run, mine):
+def claim(run, mine, command=""):
     """Write down whose folder this is, or refuse one that is somebody else's."""
     record = run / "run.json"
     if record.exists():
@@ -332,7 +336,7 @@ def claim(run, mine):
     elif any(run.glob("checkpoint*.pt")):
         raise RunError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
     with replacing(record) as temporary:
-        temporary.write_text(json.dumps({"identity": mine, "command": sys.argv}, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps({"identity": mine, "command": command}, indent=1) + "\n", encoding="utf-8")
 
 
 def mend(run):
