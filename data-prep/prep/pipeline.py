@@ -33,6 +33,7 @@ from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines
 
+RULES = 2  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
 LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
@@ -96,7 +97,7 @@ class Pipeline:
         options = {
             "extract": [self.languages, self._fingerprint()],
             "clean": [rules.normalise, rules.plain_apostrophes],
-            "tokenise": [versions(), tokens, lengths if rules.filter_on == "words" else None],
+            "tokenise": [RULES, versions(), tokens, lengths if rules.filter_on == "words" else None],
             "learn": [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
