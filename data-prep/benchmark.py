@@ -185,15 +185,13 @@ def roundtrip(text: Path, lang: str) -> None:
     different = []
     for line in lines:
         words = line.split()  # lower-casing took away what tells the end of a sentence from an abbreviation
-        words = [
-            word.capitalize() if before == "." else word for before, word in zip(["", *words], words, strict=False)
-        ]
+        befores = ["", *words[:-1]]
+        words = [word.capitalize() if before == "." else word for before, word in zip(befores, words, strict=True)]
         again = tokenizer.tokenize(detokenizer.detokenize(words), return_str=True).lower()
         if again != line:
             different.append((line.split(), again.split()))
-    print(
-        f"{text}: {len(lines) - len(different):,} of {len(lines):,} lines the same, {1 - len(different) / len(lines):.2%}"
-    )
+    same = len(lines) - len(different)
+    print(f"{text}: {same:,} of {len(lines):,} lines the same, {same / len(lines):.2%}")
     for ours, again in different[:20]:
         at = next(i for i, (a, b) in enumerate(zip_longest(ours, again)) if a != b)
         print(f"  {' '.join(ours[max(0, at - 2) : at + 3])}  ->  {' '.join(again[max(0, at - 2) : at + 3])}")
