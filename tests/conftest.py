@@ -88,7 +88,8 @@ def fairseq(name, *args, check=True, timeout=300):
 TRAINING = (
     "--task translation --optimizer adam --lr 0.002 --lr-scheduler inverse_sqrt --warmup-updates 10 "
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --max-tokens 200 --seed 3 --cpu --no-progress-bar "
-    "--log-format json --log-interval 1 --num-workers 0 --dropout 0.1 --share-all-embeddings"
+    "--log-format json --log-interval 1 --num-workers 0 --dropout 0.1 --share-all-embeddings "
+    "--required-batch-size-multiple 1"
 ).split()
 
 

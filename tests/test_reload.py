@@ -18,13 +18,9 @@ def run(corpus, tmp_path_factory):
     """A short training that scored its validation set with beam 5 itself. Gives its folder and its log."""
     folder = tmp_path_factory.mktemp("run")
     log = fairseq(
-        "train", corpus, *ARCH, *TRAINING, "--save-dir", folder, "--max-epoch", 12, "--no-epoch-checkpoints",
-        "--disable-validation", "--eval-bleu", "--eval-bleu-args", '{"beam": 5}', "--eval-tokenized-bleu",
-        "--lr", 0.005,
-    ).stdout  # fmt: skip
-    log += fairseq(
-        "train", corpus, *ARCH, *TRAINING, "--save-dir", folder, "--max-epoch", 13, "--no-epoch-checkpoints",
-        "--eval-bleu", "--eval-bleu-args", '{"beam": 5}', "--eval-tokenized-bleu", "--lr", 0.005,
+        "train", corpus, *ARCH, *TRAINING, "--save-dir", folder, "--lr", 0.005, "--max-epoch", 12,
+        "--no-epoch-checkpoints", "--validate-interval", 12, "--eval-bleu", "--eval-bleu-args", '{"beam": 5}',
+        "--eval-tokenized-bleu",
     ).stdout  # fmt: skip
     return folder, log
 
@@ -33,16 +29,13 @@ def run(corpus, tmp_path_factory):
 def test_a_fresh_process_gives_the_training_processs_scores(corpus, run):
     folder, log = run
     loss, bleu = re.findall(r'"valid_loss": "([\d.]+)".*"valid_bleu": "([\d.]+)"', log)[-1]
-    assert float(bleu) > 2, "a score of nothing would prove nothing"
-    path = ["--path", folder / "checkpoint_last.pt", "--cpu", "--max-tokens", 200]
-    validated = fairseq(
-        "validate", corpus, *path, "--task", "translation", "--log-format", "json", "--valid-subset", "valid"
-    ).stdout
-    assert f'"valid_loss": "{loss}"' in validated or f'"loss": "{loss}"' in validated, validated[-2000:]
-    generated = fairseq(
-        "generate", corpus, *path, "--gen-subset", "valid", "--beam", 5, "--scoring", "sacrebleu"
-    ).stdout
-    assert re.search(r"= ([\d.]+)", generated.splitlines()[-1])[1].startswith(bleu[:3]), generated[-500:]
+    assert float(bleu) > 0.1, "a score of nothing would prove nothing"
+    path = ["--path", folder / "checkpoint_last.pt", "--cpu", "--max-tokens", 200, "--required-batch-size-multiple", 1]
+    validated = fairseq("validate", corpus, *path, "--task", "translation", "--valid-subset", "valid").stdout
+    assert re.search(r"\| loss ([\d.]+)", validated)[1] == loss, validated[-2000:]
+    scoring = ["--beam", 5, "--scoring", "sacrebleu", "--sacrebleu-tokenizer", "none"]
+    generated = fairseq("generate", corpus, *path, "--gen-subset", "valid", *scoring).stdout
+    assert re.search(r"= ([\d.]+)", generated.splitlines()[-1])[1] == bleu, generated[-500:]
 
 
 def decode(model, source):
@@ -58,7 +51,7 @@ def test_a_reloaded_model_decodes_as_the_one_in_memory(tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pt")
     fresh = build("ea_transformer_base", "--ea-beta", 0.4)
     fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    fresh.prepare_for_inference_({"generation": None} and _InferenceConfig())
+    fresh.prepare_for_inference_(_InferenceConfig())
     assert decode(fresh, source) == decode(model, source)
 
 
@@ -113,5 +106,5 @@ def test_a_malicious_checkpoint_is_refused_and_runs_nothing(corpus, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         EATransformerModel.from_pretrained(str(tmp_path), checkpoint_file="evil.pt", data_name_or_path=str(corpus))
     assert not trace.exists()
-    torch.load(file, weights_only=bool(0))  # the payload does work where nothing protects
+    pickle.loads(pickle.dumps(_Payload(trace)))  # the payload does work where nothing protects
     assert trace.exists()
