@@ -149,7 +149,7 @@ def repeat(source: Path, lines: int, result: Path) -> None:
 def scale(source: Path, target: Path, sizes: list[int], workers: list[int], folder: Path) -> None:
     """Prints what every stage takes on a corpus of each size, with each number of processes."""
     languages = source.suffix[1:], target.suffix[1:]
-    print("     pairs processes  stage      seconds   CPU s   lines/s lines/CPU s    MiB")
+    print("     pairs processes  stage      seconds   CPU s   of it main   lines/s lines/CPU s    MiB")
     for size in sizes:
         raw = folder / f"raw{size}"
         raw.mkdir()
@@ -198,10 +198,10 @@ def roundtrip(text: Path, lang: str) -> None:
 
 
 def row(size: int, processes: int, name: str, took: dict) -> None:
-    seconds, cpu = took["seconds"], took["cpu_seconds"]
+    seconds, cpu, main_cpu = took["seconds"], took["cpu_seconds"], took["main_cpu_seconds"]
     print(
-        f"{size:>10,} {processes:>9}  {name:<9} {seconds:>8.1f} {cpu:>8.1f} {2 * size / seconds:>9,.0f} "
-        f"{2 * size / max(cpu, 0.01):>11,.0f} {took['peak_mib']:>6.0f}",
+        f"{size:>10,} {processes:>9}  {name:<9} {seconds:>8.1f} {cpu:>7.1f} {main_cpu:>12.1f} "
+        f"{2 * size / seconds:>9,.0f} {2 * size / max(cpu, 0.01):>11,.0f} {took['peak_mib']:>6.0f}",
         flush=True,
     )
 

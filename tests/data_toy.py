@@ -9,6 +9,7 @@ PREP = Path(__file__).parent.parent / "data-prep"
 sys.path.insert(0, str(PREP))
 
 import corpora  # noqa: E402, F401
+import sample  # noqa: E402, F401
 from prep import stages  # noqa: E402
 from prep.pipeline import Pipeline  # noqa: E402
 from prep.recipe import Part, Recipe, Rules  # noqa: E402

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data_toy import Rules, pairs, sentences, write
+from data_toy import Rules, pairs, sample, sentences, write
 from prep import rules, subwords
-from sacremoses import MosesPunctNormalizer, MosesTokenizer
+from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)
@@ -47,6 +47,15 @@ def test_normaliser(lang):
     for line in LINES + AWKWARD:
         assert ours(([line.encode()], []))[0] == [plain.normalize(line).replace("\t", " ").encode() + b"\n"]
     assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
+
+
+def test_round_trip():
+    """Tokens, detokenised and tokenised again, are the same tokens: detokenising for the score loses nothing."""
+    for lang, side in (("de", 0), ("en", 1)):
+        tokenizer, detokenizer = rules.Tokenizer(lang), MosesDetokenizer(lang)
+        for pair in sample.corpus(500, 20, 20, seed=1)["train"]:
+            tokens = tokenizer.tokenize(f'{pair[side]} "{pair[side]}" (R&D, 3,000)')
+            assert tokenizer.tokenize(detokenizer.detokenize(tokens)) == tokens
 
 
 def chunk(lines):

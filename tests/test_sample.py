@@ -4,9 +4,7 @@ import json
 import re
 
 import pytest
-from data_toy import read, script  # first: it makes sample.py importable
-
-import sample  # isort: skip
+from data_toy import read, sample, script
 
 SPLITS = sample.corpus(12_000, 500, 500, seed=1)
 EVERYTHING = [pair for pairs in SPLITS.values() for pair in pairs]
