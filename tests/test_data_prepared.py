@@ -103,6 +103,7 @@ def test_custom(tmp_path):
     prep = json.loads((tmp_path / "mine/PREP.json").read_text())
     assert (prep["name"], prep["lowercase"]) == ("mine", False)
     assert [found["pairs"] for found in prep["splits"].values()] == [72, 8, 9]
+    assert (tmp_path / "mine/vocabulary.en").exists()
     every = read(tmp_path / "one.en") + read(tmp_path / "two.en")
     assert read(tmp_path / "mine/raw/valid.en") == every[9::10]
     assert read(tmp_path / "mine/raw/test.de") == read(tmp_path / "news.de")

@@ -295,7 +295,9 @@ class Pipeline:
             (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
         encode = binary.Encode(word for word, _ in words)
         unknown = {split: self._binarise(folder, split, encode) for split in self.splits()}
-        shutil.copy(self._codes(self.folder["learn"]), folder)
+        for path in self.folder["learn"].iterdir():  # codes, and vocabularies if there is a threshold
+            if path.name != stages.STAMP:
+                shutil.copy(path, folder)
         shutil.copytree(text / "raw", folder / "raw")
         summary = report.summarise(self, folder, unknown, len(words) + len(binary.SPECIAL), versions())
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
