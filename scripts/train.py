@@ -219,11 +219,15 @@ def batch_flags(recipe, launch, flags):
             f"{tokens:,} tokens = {per_step:,} does not divide that.\nChoose with --gpus a number of GPUs that does, "
             "other --max-tokens, or leave the recipe's batch with an --update-freq of your own."
         )
+    smaller = {}
+    if tokens < recipe.batch.tokens:
+        say(f"note: sentences of more than {tokens:,} tokens do not fit into a step and are left out of training")
+        smaller["max-tokens-valid"] = recipe.batch.tokens  # nothing is left out of validation
     say(
         f"effective batch: {launch} x {accumulation} accumulation x {tokens:,} tokens = {recipe.batch.total:,} tokens "
         f"an update, the recipe's {recipe.batch}"
     )
-    return {"max-tokens": tokens, "update-freq": accumulation}
+    return {"max-tokens": tokens, "update-freq": accumulation, **smaller}
 
 
 def precision_flags(wanted, launch):
@@ -325,7 +329,8 @@ def take(run):
 def claim(run, mine, command=""):
     """Write down whose folder this is, or refuse one that is somebody else's."""
     record = run / "run.json"
-    if record.exists():
+    started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
+    if record.exists() and started:
         theirs = json.loads(record.read_text(encoding="utf-8"))["identity"]
         changed = [name for name in sorted(theirs.keys() | mine.keys()) if theirs.get(name) != mine.get(name)]
         if changed:
@@ -333,7 +338,7 @@ def claim(run, mine, command=""):
                 f"{run} belongs to another run; choose another --run\n"
                 + "\n".join(f"  {name}: there {theirs.get(name)}, now {mine.get(name)}" for name in changed)
             )
-    elif any(run.glob("checkpoint*.pt")):
+    elif started:
         raise RunError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
     with replacing(record) as temporary:
         temporary.write_text(json.dumps({"identity": mine, "command": command}, indent=1) + "\n", encoding="utf-8")

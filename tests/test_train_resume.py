@@ -111,7 +111,9 @@ def test_foreign_checkpoints_are_not_gone_on_from(tmp_path, capsys):
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
-    train.claim(tmp_path, mine)
+    train.claim(tmp_path, {**mine, "arch": "mistyped"})
+    train.claim(tmp_path, mine)  # nothing was saved yet
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
     train.claim(tmp_path, mine)
     with pytest.raises(RunError, match="belongs to another run") as refusal:
         train.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
