@@ -21,8 +21,10 @@ cd "$repo"   # so that what is printed can be pasted
 echo "== data: German and English from a grammar"
 bash data-prep/sample.sh
 
-echo "== training: ea_transformer_lite"
-bash scripts/train.sh sample ea_transformer_lite --run "$run" --log-format tqdm --no-tensorboard --gpus 0
+echo "== training: ea_transformer_lite, about two minutes; the whole log is in runs/quickstart/train.log"
+# fairseq logs to standard output. On a terminal it draws its progress bar on standard error, and that is enough to see.
+bash scripts/train.sh sample ea_transformer_lite --run "$run" --log-format tqdm --no-tensorboard --gpus 0 \
+    | if [[ -t 2 ]]; then cat > /dev/null; else grep --line-buffered -oE '(train_inner|valid) .*epoch.*loss=?.*' || true; fi
 
 echo "== translation and scores: 500 held-out sentences, the average of the last 3 checkpoints, beam 5"
 bash scripts/evaluate.sh --data data/sample --run "$run" --average 3
