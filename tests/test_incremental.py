@@ -5,6 +5,9 @@ import torch
 from conftest import amplify_, batch, build
 from torch.testing import assert_close
 
+from ea_fairseq.attention import DecoderAttention
+from ea_fairseq.evolution import Geometry
+
 
 def teacher_forced(model, tokens, encoder_out):
     return model.decoder(tokens, encoder_out=encoder_out)[0][:, -1]
@@ -58,20 +61,31 @@ def test_one_step_after_another_in_a_model_that_was_used_with_another_beam():
     assert torch.equal(model(source, None, tokens)[0], before)
 
 
+@pytest.mark.parametrize("padded_step", [0, 2, 5])
 @torch.no_grad()
-def test_padding_within_the_prefix():
-    """Beams that beam search ignores may hold padding: it is masked step by step as it is all at once."""
-    model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5))
-    encoder_out = model.encoder(batch([5, 4]))
-    tokens = batch([6, 6], eos_first=True)
-    tokens[1, 2] = 1
+def test_padding_within_the_prefix(padded_step):
+    """Beams that beam search ignores may hold padding: it is masked step by step as it is all at once.
+
+    On the attention alone, for fairseq counts positions in another way step by step.
+    """
+    length, channels, heads = 6, 12, 3
+    module = DecoderAttention(Geometry.DECODER_SELF, channels, heads, beta=0.5, self_attention=True)
+    x = 3 * torch.randn(length, 2, channels)
+    padding = torch.zeros(2, length, dtype=torch.bool)
+    padding[1, padded_step] = True
+    future = torch.full((length, length), -torch.inf).triu(1)
+    module.query_padding_mask = padding
+    expected, _ = module(x, x, x, key_padding_mask=padding, attn_mask=future)
+
     state = {}
-    for end in range(1, 7):
-        ours = model.decoder(tokens[:, :end], encoder_out=encoder_out, incremental_state=state)[0][:, -1]
-        if end != 3:  # what is computed at a padded position is of no use to anybody
-            theirs = teacher_forced(model, tokens[:, :end], encoder_out)
-            assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
-        assert not ours.isnan().any()
+    for step in range(length):
+        now = x[step : step + 1]
+        mask = padding[:, step : step + 1]
+        module.query_padding_mask = mask if mask.any() else None  # as fairseq's decoder does it
+        output, _ = module(now, now, now, key_padding_mask=module.query_padding_mask, incremental_state=state)
+        assert output.isfinite().all()
+        real = ~padding[:, step]
+        assert_close(output[0][real], expected[step][real], rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

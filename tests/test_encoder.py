@@ -1,0 +1,68 @@
+"""The encoder threads the maps: each layer mixes in what the layer before evolved."""
+
+import pytest
+import torch
+from conftest import batch, build
+from torch.testing import assert_close
+
+
+def maps(encoder, source):
+    """Run the encoder; the map that each layer was given, and the map that it evolved, in order of execution."""
+    given, evolved, handles = [], [], []
+
+    def keep(module, arguments, output):
+        given.append(arguments[2])
+        evolved.append(output)
+
+    for layer in encoder.layers.children():  # iterating over LayerDrop's list itself drops some
+        handles.append(layer.self_attn.evolution.register_forward_hook(keep))
+    output = encoder(source)
+    for handle in handles:
+        handle.remove()
+    return given, evolved, output["encoder_out"][0]
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [7, 3, 1]])
+def test_each_layer_gets_the_map_of_the_layer_before(lengths):
+    model = build("ea_transformer_base", "--ea-alpha", 0.5)
+    given, evolved, _ = maps(model.encoder, batch(lengths))
+    assert len(given) == 3 and given[0] is None
+    for previous, expected in zip(given[1:], evolved, strict=False):
+        assert previous is expected
+
+
+def test_without_the_skip_connection_no_map_is_handed_on():
+    model = build("ea_transformer_base", "--ea-alpha", 0)
+    given, _, _ = maps(model.encoder, batch([6, 4]))
+    assert given == [None] * 3
+
+
+def test_with_layerdrop_the_map_comes_from_the_last_layer_that_ran():
+    model = build("ea_transformer_base", "--ea-alpha", 0.5, "--encoder-layerdrop", 0.5, train=True)
+    seen = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        given, evolved, _ = maps(model.encoder, batch([6, 4]))
+        seen.add(len(given))
+        assert not given or given[0] is None
+        assert all(previous is before for previous, before in zip(given[1:], evolved, strict=False))
+    assert len(seen) > 1
+
+
+def test_gradients_reach_an_earlier_layers_logits_through_the_maps():
+    """Cut the path through x after the first layer: what is left is the path through the maps."""
+    model = build("ea_transformer_base", "--ea-alpha", 0.5)
+    first, second = model.encoder.layers[:2]
+    x = torch.randn(5, 2, 16)
+    y, evolved = first(x, None)
+    second(y.detach(), None, previous_map=evolved)[0].pow(2).sum().backward()
+    assert first.self_attn.q_proj.weight.grad.abs().sum() > 0
+    assert first.fc1.weight.grad is None
+
+
+@torch.no_grad()
+def test_all_hidden_states_are_returned_when_asked_for():
+    model = build()
+    output = model.encoder(batch([5, 3]), return_all_hiddens=True)
+    assert len(output["encoder_states"]) == 4
+    assert_close(output["encoder_states"][-1], output["encoder_out"][0])
