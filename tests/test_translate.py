@@ -28,7 +28,7 @@ def test_rules_of_the_data_are_followed(data):  # noqa: F811
 
 
 def test_bad_bytes_are_named():
-    assert decode(b"gut\r\n", "x", 1) == "gut"
+    assert decode(b" gut \r\n", "x", 1) == " gut "
     with pytest.raises(PrepError, match=r"x:7: not UTF-8: .* at byte 3"):
         decode(b"ab\xff", "x", 7)
 
