@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-CHUNK_LINES = 1000
+CHUNK_LINES = 4000
 CHUNK_BYTES = 1 << 20
 
 Chunk = tuple[list[bytes], ...]  # one list of lines for each file, all of one length
