@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder layers with evolving attention in them.
 
-A kind of attention with alpha = beta = 0 evolves nothing: in the decoder it is fairseq's own. The encoder's layer also
-carries the map from layer to layer.
+A kind of attention with alpha = beta = 0 evolves nothing, and is fairseq's own. The encoder's layer also carries the map
+from layer to layer.
 """
 
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
@@ -21,6 +21,8 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
     """Takes x: S x B x C and the map of the layer before; gives x and its own map, B x K x S x S."""
 
     def build_self_attention(self, embed_dim, cfg):
+        if cfg.ea_alpha == _beta(cfg, "encoder") == 0:
+            return super().build_self_attention(embed_dim, cfg)
         return EncoderSelfAttention(
             embed_dim,
             cfg.encoder.attention_heads,
@@ -51,6 +53,8 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
         Returns:
             x; this layer's A_logit, or None where alpha = 0.
         """
+        if not isinstance(self.self_attn, EncoderSelfAttention):
+            return super().forward(x, encoder_padding_mask, attn_mask), None
         self.self_attn.previous_map = previous_map
         x = super().forward(x, encoder_padding_mask, attn_mask)
         return x, self.self_attn.take_map()

@@ -40,7 +40,7 @@ def load(path):
         "--encoder-layerdrop 0.5 --decoder-layerdrop 0.5 --ea-kernel-size 5",
         "--checkpoint-activations --ea-kernel-size 1 --ea-alpha 0",
         "--bf16 --attention-dropout 0.1",
-        "--memory-efficient-bf16",
+        "--memory-efficient-fp16 --update-freq 2 --share-decoder-input-output-embed",
     ],
 )
 def test_fairseqs_knobs(corpus, tmp_path, flags):

@@ -1,0 +1,60 @@
+"""scripts/setup.sh: quick where nothing is to do, clear where it cannot go on."""
+
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+from conftest import REPO
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with nothing but what set-up reads."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPO / "scripts" / "setup.sh", tmp_path / "scripts")
+    shutil.copy(REPO / "requirements.txt", tmp_path)
+    return tmp_path
+
+
+def setup(repo, *args, **environment):
+    command = ["bash", str(repo / "scripts" / "setup.sh"), *args]
+    return subprocess.run(command, cwd="/", env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+def interpreter(path, version):
+    """A stand-in for another version of Python."""
+    path.write_text(f"#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python {version}' && exit 0\nexit 1\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.13.0"])
+def test_other_versions_of_python_are_refused(checkout, version):
+    result = setup(checkout, PYTHON=interpreter(checkout / "python", version))
+    assert result.returncode == 1
+    assert "Python 3.11 or 3.12 is needed" in result.stderr and f"Python {version}" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_missing_interpreter_is_named(checkout):
+    result = setup(checkout, PYTHON="/no/such/python")
+    assert result.returncode == 1 and "/no/such/python" in result.stderr
+
+
+def test_nothing_to_do_takes_no_time():
+    start = time.perf_counter()
+    result = setup(REPO)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert time.perf_counter() - start < 2
+
+
+def test_help_and_unknown_arguments(checkout):
+    assert "requirements.txt" in setup(checkout, "--help").stdout
+    assert setup(checkout, "--what").returncode == 2
+
+
+def test_every_requirement_is_pinned():
+    lines = [line.split("#")[0].strip() for line in (REPO / "requirements.txt").read_text().splitlines()]
+    assert all("==" in line for line in lines if line)
