@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder layers with evolving attention in them.
 
-A kind of attention with alpha = beta = 0 evolves nothing, and is fairseq's own. The encoder's layer also carries the map
-from layer to layer.
+A kind of attention with alpha = beta = 0 evolves nothing, and is fairseq's own. The encoder's layer also carries the
+map from layer to layer.
 """
 
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
