@@ -21,6 +21,8 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"hydra|fairseq")
 warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
 warnings.filterwarnings("ignore", message=r"\n'config' is validated|'pin_memory' argument")
 
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that nobody needs here
+
 import fairseq_cli.train as fairseq_train  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import progress_bar  # noqa: E402
