@@ -26,6 +26,13 @@ def test_sizes_and_held_out_text():
         assert 6 <= sum(lengths) / len(lengths) <= 9
 
 
+def test_held_out_words_are_known_even_of_a_small_corpus():
+    splits = sample.corpus(120, 60, 60, seed=4)
+    for side in (0, 1):
+        known, *others = ({word for pair in pairs for word in words(pair[side])} for pairs in splits.values())
+        assert set.union(*others) <= known
+
+
 def test_seeds():
     assert sample.corpus(300, 30, 30, seed=5) == sample.corpus(300, 30, 30, seed=5)
     assert sample.corpus(300, 30, 30, seed=5) != sample.corpus(300, 30, 30, seed=6)
