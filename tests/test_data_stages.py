@@ -127,14 +127,21 @@ def test_only_what_depends_on_a_change_is_made_again(tmp_path):
     assert made(recipe(merges=70, lowercase=True, max_length=20, filter_on="subwords"), raw, out) == every
 
 
-def test_a_forced_stage_that_fails_is_not_taken_for_done(tmp_path, monkeypatch):
-    """Nor is what came after it: the old folders are gone before the new one is begun."""
-    raw, out = corpus(tmp_path / "raw"), tmp_path / "out"
-    made(recipe(), raw, out)
+def test_a_forced_stage_that_fails_is_not_taken_for_done(undisturbed, tmp_path, monkeypatch):
+    """Nor is what came after it: their old folders are gone before the new one is begun. The finished data stays."""
+    raw, expected = undisturbed
+    pipeline = Pipeline(recipe(), raw, tmp_path / "out")
+    pipeline.run()
+
+    def fail(*_):
+        raise PrepError("no")
+
     with monkeypatch.context() as patch, pytest.raises(PrepError, match="no"):
-        patch.setattr(Pipeline, "learn", lambda self, folder: (_ for _ in ()).throw(PrepError("no")))
-        made(recipe(), raw, out, force="learn")
-    assert made(recipe(), raw, out) == list(stages.NAMES[3:-1])
+        patch.setattr(Pipeline, "learn", fail)
+        Pipeline(recipe(), raw, tmp_path / "out").run(force="learn")
+    folders = [path.name for path in pipeline.work.iterdir() if path.is_dir()]
+    assert sorted(folders) == ["1-extract", "2-clean", "3-tokenise"]
+    assert contents(tmp_path / "out") == contents(expected)
 
 
 def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_path, monkeypatch):
