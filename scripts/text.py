@@ -1,11 +1,15 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
 import json
+import sys
 from pathlib import Path
 
-from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from sacremoses import MosesDetokenizer
 from sentencepiece import SentencePieceProcessor
 from subword_nmt.apply_bpe import BPE
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "data-prep"))
+from prep.rules import Normalizer, Tokenizer
 
 
 class PrepError(Exception):
@@ -52,7 +56,7 @@ class Moses:
     """Moses tokens of one language, with the options that the data were prepared with."""
 
     def __init__(self, prep, language):
-        self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
+        self._tokenizer, self._detokenizer = Tokenizer(language), MosesDetokenizer(language)
         self._rules = prep.get("rules", {})
 
     def tokenize(self, line):
@@ -74,7 +78,7 @@ class Source:
         self._moses, self._lowercase = Moses(prep, language), prep["lowercase"]
         # Training text had its punctuation normalised: text that people type needs it as much.
         normalise = prep.get("rules", {}).get("normalise")
-        self._normalizer = MosesPunctNormalizer(language, perl_parity=True) if normalise else None
+        self._normalizer = Normalizer(language) if normalise else None
         self._subwords = _subwords(Path(data), prep["bpe"], language)
 
     def __call__(self, line):

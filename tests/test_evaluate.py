@@ -204,3 +204,11 @@ def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
     assert "evaluate that run first" in error("--against", tmp_path)
     (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
     assert "torn.pt: torn or damaged" in error("--checkpoint", tmp_path / "torn.pt")
+
+
+def test_text_is_tokenised_by_the_rules_of_data_preparation():
+    """Also where Moses and sacremoses part: the full stop of a line's last word."""
+    from text import Moses
+
+    moses = Moses({"rules": {"split_dashes": False}}, "en")
+    assert moses.tokenize("He lives in the U.S.") == "He lives in the U.S ."
