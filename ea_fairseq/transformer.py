@@ -53,12 +53,13 @@ class EATransformerEncoder(TransformerEncoderBase):
             x = x.masked_fill(padding.unsqueeze(-1), 0)
         x = x.transpose(0, 1)  # S x B x C
 
-        states = [x]
+        states = [x] if return_all_hiddens else []
         # With LayerDrop, the map comes from the last layer that ran.
         evolved = None
         for layer in self.layers:
             x, evolved = layer(x, padding if any_padding else None, previous_map=evolved)
-            states.append(x)
+            if return_all_hiddens:
+                states.append(x)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
 
@@ -66,7 +67,7 @@ class EATransformerEncoder(TransformerEncoderBase):
             "encoder_out": [x],
             "encoder_padding_mask": [padding],
             "encoder_embedding": [embedding],
-            "encoder_states": states if return_all_hiddens else [],
+            "encoder_states": states,
             "fc_results": [],
             "src_tokens": [],
             "src_lengths": [(~padding).sum(dim=1, keepdim=True).int()],
