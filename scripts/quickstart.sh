@@ -14,9 +14,9 @@ case ${1:-} in
     *) die "takes no argument '$1'; see --help" ;;
 esac
 
-run=$repo/runs/quickstart
+run=runs/quickstart
 require_setup
-cd "$repo"   # so that what is printed can be pasted
+cd "$repo"   # what is printed can be pasted there
 
 echo "== data: German and English from a grammar"
 bash data-prep/sample.sh
