@@ -173,8 +173,8 @@ class DecoderAttention(EvolvingAttention):
             rows = self.query_padding_mask[:, None, :, None]
             hidden = rows if masked is None else masked | rows
 
-        above = self._rows_above(logits, hidden, incremental_state)
-        a_logit = self.evolution(logits, hidden, above=above)
+        mixed = self.evolution.mix(logits, hidden)  # once, for the convolution and for the rows to keep
+        a_logit = self.evolution(mixed, above=self._rows_above(mixed, incremental_state))
         output, weights = self.attend(a_logit, masked, v)
         return output, averaged(weights, need_weights, need_head_weights)
 
@@ -202,12 +202,11 @@ class DecoderAttention(EvolvingAttention):
             self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
 
-    def _rows_above(self, logits: Tensor, hidden: Tensor | None, state: IncrementalState | None) -> Tensor | None:
+    def _rows_above(self, rows: Tensor, state: IncrementalState | None) -> Tensor | None:
         """The rows before these, B x K x rows_above x S, or None if not step by step; keeps the last for next time."""
         count = self.evolution.rows_above
         if state is None or count == 0:
             return None
-        rows = self.evolution.mix(logits, hidden)
         saved = self.get_incremental_state(state, self.ROWS)
         if saved is None:
             above = rows.new_zeros(rows.size(0), rows.size(1), count, rows.size(3))

@@ -17,6 +17,17 @@ def _beta(cfg, kind: str) -> float:
     return cfg.ea_beta if own is None else own
 
 
+def _evolving(layer, cfg, kind: str) -> dict:
+    """What the attentions of a layer have in common, as keyword arguments."""
+    return {
+        "beta": _beta(cfg, kind),
+        "kernel_size": cfg.ea_kernel_size,
+        "dropout": cfg.attention_dropout,
+        "q_noise": layer.quant_noise,
+        "qn_block_size": layer.quant_noise_block_size,
+    }
+
+
 class EAEncoderLayer(TransformerEncoderLayerBase):
     """Takes x: S x B x C and the map of the layer before; gives x and its own map, B x K x S x S."""
 
@@ -27,11 +38,7 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
             embed_dim,
             cfg.encoder.attention_heads,
             alpha=cfg.ea_alpha,
-            beta=_beta(cfg, "encoder"),
-            kernel_size=cfg.ea_kernel_size,
-            dropout=cfg.attention_dropout,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
+            **_evolving(self, cfg, "encoder"),
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
 
@@ -70,14 +77,10 @@ class EADecoderLayer(TransformerDecoderLayerBase):
             Geometry.DECODER_SELF,
             embed_dim,
             cfg.decoder.attention_heads,
-            beta=_beta(cfg, "decoder"),
-            kernel_size=cfg.ea_kernel_size,
-            dropout=cfg.attention_dropout,
+            **_evolving(self, cfg, "decoder"),
             self_attention=True,
             add_bias_kv=add_bias_kv,
             add_zero_attn=add_zero_attn,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
             xformers_att_config=cfg.decoder.xformers_att_config,
         )
 
@@ -88,14 +91,10 @@ class EADecoderLayer(TransformerDecoderLayerBase):
             Geometry.ENCODER_DECODER,
             embed_dim,
             cfg.decoder.attention_heads,
-            beta=_beta(cfg, "cross"),
-            kernel_size=cfg.ea_kernel_size,
+            **_evolving(self, cfg, "cross"),
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
-            dropout=cfg.attention_dropout,
             encoder_decoder_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
 

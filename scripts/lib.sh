@@ -1,5 +1,5 @@
 # Shared by the shell scripts here and in data-prep/: source it, do not run it.
-# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup, show, fairseq_command.
+# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
@@ -16,19 +16,4 @@ usage() {
 
 require_setup() {
     bash "$repo/scripts/setup.sh"
-}
-
-# Print a command, quoted so that it can be pasted, then run it.
-show() {
-    printf '+' >&2
-    printf ' %q' "$@" >&2
-    printf '\n' >&2
-    "$@"
-}
-
-# fairseq_command train ARGS...: print and run fairseq-train ARGS... of this repository's environment.
-fairseq_command() {
-    local name=$1
-    shift
-    show "$repo/.venv/bin/fairseq-$name" "$@"
 }
