@@ -9,6 +9,9 @@ counts beams, while keys and values of the encoder may be kept once per sentence
 Masks: True = masked.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
@@ -19,8 +22,21 @@ from .evolution import Evolution, Geometry
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
 
+class Maps(NamedTuple):
+    """What an observer of an attention module is shown at each call; all B x K x T x S but where noted."""
+
+    logits: Tensor  # scaled dot products
+    hidden: Tensor | None  # broadcasts; True where the convolution sees zero
+    previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
+    above: Tensor | None  # B x K x rows_above x S, A_input of the rows before these, step by step
+    a_logit: Tensor  # evolved logits, before the mask
+    weights: Tensor  # after mask and softmax, before dropout
+
+
 class EvolvingAttention(MultiheadAttention):
     """What the three kinds of attention share.
+
+    Set ``observer`` to be shown the :class:`Maps` of every call; it must not change them.
 
     Args:
         geometry, alpha, beta, kernel_size: see :class:`Evolution`.
@@ -45,6 +61,7 @@ class EvolvingAttention(MultiheadAttention):
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
         self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta)
+        self.observer: Callable[[Maps], None] | None = None
 
     def split_heads(self, x: Tensor) -> Tensor:
         """T x B x C -> B x K x T x D"""
@@ -117,9 +134,12 @@ class EncoderSelfAttention(EvolvingAttention):
         if key_padding_mask is not None:
             hidden = masked | key_padding_mask.bool()[:, None, :, None]  # padded rows too
 
-        a_logit = self.evolution(logits, hidden, self.previous_map)
+        previous = self.previous_map
+        a_logit = self.evolution(logits, hidden, previous)
         self.previous_map = a_logit if self.evolution.alpha > 0 else None
         output, weights = self.attend(a_logit, masked, v)
+        if self.observer is not None:
+            self.observer(Maps(logits, hidden, previous, None, a_logit, weights))
         return output, averaged(weights, need_weights, need_head_weights)
 
 
@@ -174,8 +194,11 @@ class DecoderAttention(EvolvingAttention):
             hidden = rows if masked is None else masked | rows
 
         mixed = self.evolution.mix(logits, hidden)  # once, for the convolution and for the rows to keep
-        a_logit = self.evolution(mixed, above=self._rows_above(mixed, incremental_state))
+        above = self._rows_above(mixed, incremental_state)
+        a_logit = self.evolution(mixed, above=above)
         output, weights = self.attend(a_logit, masked, v)
+        if self.observer is not None:
+            self.observer(Maps(logits, hidden, None, above, a_logit, weights))
         return output, averaged(weights, need_weights, need_head_weights)
 
     def _keys_and_values(
