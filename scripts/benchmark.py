@@ -1,0 +1,256 @@
+"""What the benchmarks share: sentences of realistic lengths, fairseq's batches of them, fair timing, one JSON file.
+
+Other work on a machine changes times from second to second. So the candidates take turns on the same batches, each
+turn begins with another of them, and what is reported are medians of ratios between neighbours in time, with quartiles.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+
+# Deprecations inside fairseq and hydra, and what they report while they start: none of it is a measurement.
+warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
+warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+warnings.filterwarnings("ignore", message=r"\n'config' is validated")
+logging.disable(logging.INFO)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+# isort: split
+import numpy
+import torch
+from average_checkpoints import positive
+from checkpoint import replacing
+from evaluate import provenance
+from fairseq import options
+from fairseq.data import Dictionary, LanguagePairDataset, ListDataset
+from fairseq.data.data_utils import numpy_seed
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.tasks.translation import TranslationTask
+
+#: ours and what it is compared with: the papers' two sizes
+PAIRS = {
+    "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
+    "base": {"ours": "ea_transformer_base", "stock": "transformer"},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# IWSLT'14 De-En as subwords of its joint 10k code: mean and standard deviation of log length, German and English, and
+# their correlation, over the 7,283 validation pairs, every 23rd of the training text. The fit's quantiles 5, 50, 95, 99%
+# are 6, 19, 58, 92 German subwords; the text's are 6, 19, 59, 87.
+LOG_MEAN = (2.960, 2.945)
+LOG_DEVIATION = (0.673, 0.660)
+CORRELATION = 0.971
+LONGEST, RATIO = 175, 1.5  # the recipe's filter, there in words
+SENTENCES = 160_239  # IWSLT'14's training text
+WORDS = 10_148  # of a joint dictionary of 10k merges, about
+
+
+class BenchmarkError(Exception):
+    """Something that the user can put right; the message says what."""
+
+
+def parser(description, output):
+    """An argument parser with the options that all benchmarks have."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
+    found.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    found.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
+    found.add_argument("--seed", type=int, default=1, help="(default: 1)")
+    found.add_argument(
+        "--output", type=Path, default=Path(output), metavar="FILE", help=f"JSON with every time (default: {output})"
+    )
+    return found
+
+
+def add_corpus_options(found):
+    """Options that say which sentences; `corpus` and `pick` read them."""
+    which = found.add_mutually_exclusive_group()
+    which.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="source and target length of one pair a line (default: generated, distributed as in IWSLT'14 De-En)",
+    )
+    which.add_argument("--data", type=Path, metavar="DIR", help="prepared data, data/NAME")
+    found.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")
+
+
+def prepare(args):
+    """Set device and threads as asked; gives the device's name, "cpu" or "cuda"."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: PyTorch sees no GPU here")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def generate_lengths(count, seed):
+    """count x 2 integers: lengths of source and target as in IWSLT'14 De-En, in subwords, without end of sentence."""
+    chance = numpy.random.default_rng(seed)
+    covariance = numpy.outer(LOG_DEVIATION, LOG_DEVIATION) * ((1, CORRELATION), (CORRELATION, 1))
+    found = numpy.empty((0, 2), dtype=int)
+    while len(found) < count:
+        drawn = numpy.exp(chance.multivariate_normal(LOG_MEAN, covariance, size=count)).round().astype(int)
+        shorter, longer = drawn.min(axis=1), drawn.max(axis=1)
+        found = numpy.concatenate([found, drawn[(shorter >= 1) & (longer <= LONGEST) & (longer <= RATIO * shorter)]])
+    return found[:count]
+
+
+def read_lengths(path):
+    """count x 2 integers from lines like "12 14"."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        words = line.split()
+        if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise BenchmarkError(f"{path}:{number}: two lengths are wanted, as in '12 14', not {line!r}")
+        found.append([int(word) for word in words])
+    if not found:
+        raise BenchmarkError(f"{path}: holds no lengths")
+    return numpy.array(found)
+
+
+def configuration(arch, *flags, data="data", device="cpu", precision="fp32"):
+    """What fairseq-train makes of these flags."""
+    words = [str(data), "--arch", arch, "--distributed-world-size", "1", *map(str, flags)]
+    words += ["--cpu"] if device == "cpu" else []
+    words += [] if precision == "fp32" else [f"--{precision}"]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    args.tpu = False  # fairseq takes --bf16 for a TPU
+    return convert_namespace_to_omegaconf(args)
+
+
+def random_task(config):
+    """A translation task on a dictionary of WORDS words, which no file describes."""
+    words = Dictionary()
+    for number in range(WORDS - len(words)):
+        words.add_symbol(str(number))
+    return TranslationTask(config.task, words, words)
+
+
+def random_sentences(task, lengths, seed):
+    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them."""
+    words, chance = task.source_dictionary, torch.Generator().manual_seed(seed)
+    sides = []
+    for side in (lengths[:, 0], lengths[:, 1]):
+        sizes = side + 1  # with end of sentence
+        tokens = torch.randint(words.nspecial, len(words), (int(sizes.sum()),), generator=chance)
+        tokens[torch.from_numpy(sizes.cumsum() - 1)] = words.eos()
+        sides += [ListDataset(tokens.split(sizes.tolist()), sizes), sizes, words]
+    return LanguagePairDataset(*sides)
+
+
+def pick(dataset, max_tokens, count, seed):
+    """`count` of an epoch's batches, by fairseq's own rules, spread evenly over its lengths, in random order."""
+    with numpy_seed(seed):
+        order = dataset.ordered_indices()  # by length
+    order, _ = dataset.filter_indices_by_size(order, (1024, 1024))
+    batches = dataset.batch_by_size(order, max_tokens=max_tokens)
+    places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
+    numpy.random.default_rng(seed).shuffle(places)
+    return [dataset.collater([dataset[index] for index in batches[place]]) for place in places]
+
+
+def describe(batch):
+    """Sentences, longest source and target, and target tokens of a batch."""
+    sentences, source = batch["net_input"]["src_tokens"].shape
+    return {"sentences": sentences, "source": source, "target": batch["target"].size(1), "tokens": batch["ntokens"]}
+
+
+def synchronize(device):
+    """Wait for a GPU to finish what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleave(candidates, items, repetitions, device, progress):
+    """Time all candidates on all items, in turns; each begins as often as the others.
+
+    Args:
+        candidates: {name: function of an item, which gives the number of tokens that it did}.
+        items: batches, or whatever the candidates take.
+        progress: is told of each call, by update(1).
+
+    Returns:
+        {name: seconds[repetition][item]}, {name: tokens[repetition][item]}.
+    """
+    names = list(candidates)
+    for item in items:  # memory is taken, kernels are chosen and compiled for each shape
+        for name in names:
+            candidates[name](item)
+            progress.update(1)
+    seconds, tokens = ({name: [[] for _ in range(repetitions)] for name in names} for _ in range(2))
+    for repetition in range(repetitions):
+        for number, item in enumerate(items):
+            first = (repetition + number) % len(names)
+            for name in names[first:] + names[:first]:
+                synchronize(device)
+                start = time.perf_counter()
+                done = candidates[name](item)
+                synchronize(device)
+                seconds[name][repetition].append(time.perf_counter() - start)
+                tokens[name][repetition].append(done)
+                progress.update(1)
+    return seconds, tokens
+
+
+def calls(candidates, items, repetitions):
+    """How often `interleave` calls a candidate, for a progress bar."""
+    return candidates * items * (1 + repetitions)
+
+
+def spread(values):
+    """Median and quartiles."""
+    low, middle, high = numpy.percentile(values, (25, 50, 75))
+    return {"median": float(middle), "q1": float(low), "q3": float(high), "count": len(values)}
+
+
+def speeds(seconds, tokens):
+    """Tokens per second of each candidate, and of ours as a share of stock's.
+
+    A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch by
+    batch are more and more robust, but every batch counts the same there, short or long.
+    """
+    seconds, tokens = ({name: numpy.array(values) for name, values in table.items()} for table in (seconds, tokens))
+    per_pass = {name: tokens[name].sum(axis=1) / seconds[name].sum(axis=1) for name in seconds}
+    per_batch = {name: tokens[name] / seconds[name] for name in seconds}
+    return {
+        "tokens_per_second": {name: spread(values) for name, values in per_pass.items()},
+        "ratio": spread(per_pass["ours"] / per_pass["stock"]),
+        "ratio_per_batch": spread((per_batch["ours"] / per_batch["stock"]).ravel()),
+    }
+
+
+def show(found, digits=2):
+    """0.97 (0.95 .. 0.98)"""
+    return "{median:,.{0}f} ({q1:,.{0}f} .. {q3:,.{0}f})".format(digits, **found)
+
+
+def record(name, args, device, results):
+    """What goes into the JSON file: where, with what and how the results were made, then the results."""
+    return {
+        "benchmark": name,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        **provenance(device == "cpu"),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),  # above the number of cores: others were at work
+        "results": results,
+    }
+
+
+def write(path, content):
+    """Write JSON; a file appears under its name only when it is complete."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
