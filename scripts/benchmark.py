@@ -14,12 +14,6 @@ import time
 import warnings
 from pathlib import Path
 
-# Deprecations inside fairseq and hydra, and what they report while they start: none of it is a measurement.
-warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
-warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-warnings.filterwarnings("ignore", message=r"\n'config' is validated")
-logging.disable(logging.INFO)
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
@@ -44,8 +38,8 @@ PAIRS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # IWSLT'14 De-En as subwords of its joint 10k code: mean and standard deviation of log length, German and English, and
-# their correlation, over the 7,283 validation pairs, every 23rd of the training text. The fit's quantiles 5, 50, 95, 99%
-# are 6, 19, 58, 92 German subwords; the text's are 6, 19, 59, 87.
+# their correlation, over the 7,283 validation pairs, every 23rd of the training text. The fit's 5, 50,
+# 95 and 99% quantiles are 6, 19, 58 and 92 German subwords; the text's are 6, 19, 59 and 87.
 LOG_MEAN = (2.960, 2.945)
 LOG_DEVIATION = (0.673, 0.660)
 CORRELATION = 0.971
@@ -56,6 +50,14 @@ WORDS = 10_148  # of a joint dictionary of 10k merges, about
 
 class BenchmarkError(Exception):
     """Something that the user can put right; the message says what."""
+
+
+def quiet():
+    """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+    warnings.filterwarnings("ignore", message=r"\n'config' is validated")
+    logging.disable(logging.INFO)
 
 
 def parser(description, output):
@@ -90,6 +92,8 @@ def prepare(args):
     """Set device and threads as asked; gives the device's name, "cpu" or "cuda"."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("--device cuda: PyTorch sees no GPU here")
+    if getattr(args, "data", None) and not (args.data / "PREP.json").is_file():
+        raise BenchmarkError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -219,8 +223,8 @@ def spread(values):
 def speeds(seconds, tokens):
     """Tokens per second of each candidate, and of ours as a share of stock's.
 
-    A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch by
-    batch are more and more robust, but every batch counts the same there, short or long.
+    A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch
+    by batch are more, and stand outliers better, but every batch counts the same there, short or long.
     """
     seconds, tokens = ({name: numpy.array(values) for name, values in table.items()} for table in (seconds, tokens))
     per_pass = {name: tokens[name].sum(axis=1) / seconds[name].sum(axis=1) for name in seconds}

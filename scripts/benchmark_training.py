@@ -33,6 +33,7 @@ from benchmark import (
     pick,
     positive,
     prepare,
+    quiet,
     random_sentences,
     random_task,
     read_lengths,
@@ -86,7 +87,7 @@ def parse(arguments):
         type=int,
         default=60,
         metavar="N",
-        help="batches to measure memory on; 0: do not (default: 60)",
+        help="to measure memory on; 0: do not (default: 60)",
     )
     found.add_argument("--growth", action="store_true", help="one length after another, in the place of a corpus")
     found.add_argument(
@@ -214,4 +215,5 @@ def report(label, result):
 
 
 if __name__ == "__main__":
+    quiet()
     main()
