@@ -1,0 +1,319 @@
+"""Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.py draws them.
+
+    loaded = load_model("runs/mine")
+    source = loaded.source("Guten Morgen!")
+    maps = loaded.force(source, loaded.translate(source))
+
+or around any call of any model, training or not: `with collect(model) as collected: model(...)`.
+
+Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
+"""
+
+import contextlib
+import inspect
+import logging
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from checkpoint import load, section
+from evaluate import check_dictionaries
+from fairseq import checkpoint_utils
+from text import Source, read_prep
+from torch import Tensor, nn
+from translate import choose
+
+from ea_fairseq.attention import EvolvingAttention, Maps, combine
+
+KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "encoder-decoder attention"}
+
+
+class MapsError(Exception):
+    """Something that the user can put right; the message says what."""
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """One attention's maps in one call of the model: float32 on the CPU, B x K x T x S but where noted.
+
+    weights = softmax(mask(a_logit)); a_logit = beta convolved + (1 - beta) (alpha previous + (1 - alpha) logits), where
+    `masked` is False; what the parts hold where it is True means nothing. Without a convolution beta is 0 and convolved
+    None; without a previous map alpha is 0 and previous None.
+    """
+
+    kind: str  # a key of KINDS
+    layer: int  # from 1
+    weights: Tensor  # the map in use: after the softmax, before dropout
+    logits: Tensor  # the layer's own: scaled dot products of queries and keys
+    previous: Tensor | None  # A_logit of the layer before
+    convolved: Tensor | None  # ReLU(Conv(A_input))
+    a_logit: Tensor  # evolved logits, before the mask
+    alpha: float
+    beta: float
+    masked: Tensor  # B x 1 x T x S; True where a pixel is no part of the map: padding (rows and columns), the future
+
+    def share(self, part: Tensor) -> Tensor:
+        """The map that one part alone (logits, convolved, previous) would give: its masked softmax."""
+        return F.softmax(part.masked_fill(self.masked, torch.finfo(part.dtype).min), dim=-1)
+
+
+@dataclass
+class Collected:
+    """What `collect` saw, in the order of the calls: encoder 1..N, then decoder and cross of each decoder layer."""
+
+    layers: list[LayerMaps] = field(default_factory=list)
+
+    def joined(self) -> list[LayerMaps]:
+        """One LayerMaps per attention, the rows of repeated calls (decoding step by step) one under the other."""
+        return joined(self.layers)
+
+
+@contextlib.contextmanager
+def collect(model: nn.Module):
+    """Collect the maps of every attention of a translation model while this context lasts; the outputs do not change.
+
+    All calls are kept: in a loop over batches, open a new context for each batch.
+    """
+    collected = Collected()
+    with contextlib.ExitStack() as stack:
+        for kind, number, layer, attention in attentions(model):
+            if isinstance(attention, EvolvingAttention):
+                stack.callback(setattr, attention, "observer", attention.observer)
+                attention.observer = _observer(collected, kind, number, attention)
+            elif attention.self_attention or attention.encoder_decoder_attention:
+                hook = _StockHook(collected, kind, number)
+                stack.callback(layer.register_forward_pre_hook(hook.before_layer, with_kwargs=True).remove)
+                stack.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
+            else:
+                raise MapsError(f"{KINDS[kind]}, layer {number}: --cross-self-attention mixes two kinds of map")
+        yield collected
+
+
+def attentions(model: nn.Module):
+    """(kind, layer's number from 1, layer, attention) of each attention, in the order in which they run."""
+    for number, layer in enumerate(model.encoder.layers, 1):
+        yield "encoder", number, layer, layer.self_attn
+    for number, layer in enumerate(model.decoder.layers, 1):
+        yield "decoder", number, layer, layer.self_attn
+        if layer.encoder_attn is not None:
+            yield "cross", number, layer, layer.encoder_attn
+
+
+def _observer(collected: Collected, kind: str, number: int, attention: EvolvingAttention):
+    """An observer that adds what it is shown to `collected`."""
+    evolution = attention.evolution
+
+    @torch.no_grad()
+    def observe(maps: Maps) -> None:
+        convolved = None
+        if evolution.conv is not None:
+            mixed = evolution.mix(maps.logits, maps.hidden, maps.previous)
+            convolved = _cpu(F.relu(evolution.convolve(mixed, maps.above)))
+        skip = maps.previous is not None and evolution.alpha > 0
+        collected.layers.append(
+            LayerMaps(
+                kind,
+                number,
+                weights=_cpu(maps.weights),
+                logits=_cpu(maps.logits),
+                previous=_cpu(maps.previous) if skip else None,
+                convolved=convolved,
+                a_logit=_cpu(maps.a_logit),
+                alpha=evolution.alpha if skip else 0.0,
+                beta=evolution.beta,
+                masked=_whole(maps.hidden, maps.weights),
+            )
+        )
+
+    return observe
+
+
+class _StockHook:
+    """Adds the maps of fairseq's own attention, which shows none: made again from its projections, beside its call."""
+
+    def __init__(self, collected: Collected, kind: str, number: int):
+        self._collected, self._kind, self._number = collected, kind, number
+        self._padded_rows = None  # B x T
+
+    def before_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+        self._padded_rows = given.get("encoder_padding_mask" if self._kind == "encoder" else "self_attn_padding_mask")
+
+    @torch.no_grad()
+    def __call__(self, attention: nn.Module, args: tuple, kwargs: dict, output) -> None:
+        given = inspect.signature(attention.forward).bind(*args, **kwargs).arguments
+        logits, masked = _stock_logits(attention, **given)
+        lowest = torch.finfo(logits.dtype).min
+        weights = logits if masked is None else logits.masked_fill(masked, lowest)
+        hidden = masked
+        if self._padded_rows is not None:
+            rows = self._padded_rows.bool()[:, None, :, None]
+            hidden = rows if masked is None else masked | rows
+        logits = _cpu(logits)
+        self._collected.layers.append(
+            LayerMaps(
+                self._kind,
+                self._number,
+                weights=_cpu(F.softmax(weights, dim=-1, dtype=torch.float32)),
+                logits=logits,
+                previous=None,
+                convolved=None,
+                a_logit=logits,
+                alpha=0.0,
+                beta=0.0,
+                masked=_whole(hidden, logits),
+            )
+        )
+
+
+def _stock_logits(attention, query, key, incremental_state=None, key_padding_mask=None, attn_mask=None, **_):
+    """Scaled dot products B x K x T x S and the softmax's mask (or None), from the arguments of fairseq's attention.
+
+    The weights are read, not called: quantisation noise, if any, would be drawn a second time.
+    """
+
+    def heads(x, projection):  # T x B x C -> B x K x T x D
+        x = F.linear(x, projection.weight, projection.bias)
+        return x.view(*x.shape[:2], attention.num_heads, attention.head_dim).permute(1, 2, 0, 3)
+
+    q = heads(query, attention.q_proj) * attention.scaling
+    if incremental_state is None:
+        k = heads(key, attention.k_proj)
+    else:  # the call has just put there the keys of all positions so far
+        saved = attention._get_input_buffer(incremental_state)
+        k, key_padding_mask = saved["prev_key"], saved["prev_key_padding_mask"]
+    if len(k) != len(q):  # the beams of a sentence share its keys
+        beams = len(q) // len(k)
+        k = k.repeat_interleave(beams, dim=0)
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.repeat_interleave(beams, dim=0)
+    return q @ k.transpose(2, 3), combine(key_padding_mask, attn_mask)
+
+
+def _cpu(x: Tensor) -> Tensor:
+    return x.detach().float().cpu()
+
+
+def _whole(hidden: Tensor | None, like: Tensor) -> Tensor:
+    """A mask that broadcasts to B x K x T x S, or None for nothing, as B x 1 x T x S on the CPU."""
+    batch, _, rows, columns = like.shape
+    if hidden is None:
+        return torch.zeros(batch, 1, rows, columns, dtype=torch.bool)
+    return hidden.detach().cpu().expand(batch, 1, rows, columns)
+
+
+def joined(layers: list[LayerMaps]) -> list[LayerMaps]:
+    """One LayerMaps per attention: the rows of repeated decoder calls one under the other, in the order of the calls.
+
+    For decoding step by step without reordering of beams (one beam, or greedily). Decoder self-attention's maps grow a
+    column with each step; columns that a row did not have yet are zero, and masked.
+    """
+    calls = defaultdict(list)
+    for maps in layers:
+        calls[maps.kind, maps.layer].append(maps)
+    if any(kind == "encoder" and len(steps) > 1 for (kind, _), steps in calls.items()):
+        raise ValueError("the encoder ran more than once: these are the maps of several batches")
+    return [_join(steps) for steps in calls.values()]
+
+
+def _join(steps: list[LayerMaps]) -> LayerMaps:
+    first, width = steps[0], steps[-1].weights.size(3)
+
+    def rows(name, fill=0.0):
+        if getattr(first, name) is None:
+            return None
+        parts = [getattr(step, name) for step in steps]
+        return torch.cat([F.pad(part, (0, width - part.size(3)), value=fill) for part in parts], dim=2)
+
+    parts = {name: rows(name) for name in ("weights", "logits", "previous", "convolved", "a_logit")}
+    return LayerMaps(first.kind, first.layer, alpha=first.alpha, beta=first.beta, masked=rows("masked", True), **parts)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence as the model reads it."""
+
+    ids: Tensor  # its length; the last one is the end of the sentence
+    labels: list[str]  # the subwords; one that the dictionary does not know stands in ⟨⟩
+
+
+class Loaded:
+    """A trained translation model on the CPU, ready to be looked at."""
+
+    def __init__(self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task):
+        self.checkpoint, self.data, self.prep, self.model, self.task = checkpoint, data, prep, model, task
+
+    def source(self, text: str) -> Sentence:
+        """Raw text in the source language."""
+        return self._sentence(text, "source", self.task.source_dictionary, self.model.max_positions()[0])
+
+    def target(self, text: str) -> Sentence:
+        """Raw text in the target language."""
+        return self._sentence(text, "target", self.task.target_dictionary, self.model.max_positions()[1])
+
+    def _sentence(self, text, side, dictionary, positions):
+        # Source does what was done to the training text of PREP.json's source language: here, of either.
+        words = Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})(text).split()
+        if not words:
+            raise MapsError(f"the {side} sentence is empty")
+        if len(words) >= positions:
+            raise MapsError(
+                f"the {side} sentence is too long: it has {len(words):,} subwords, and {self.checkpoint} takes "
+                f"{positions - 1:,}"
+            )
+        ids = torch.tensor([*map(dictionary.index, words), dictionary.eos()])
+        return Sentence(ids, _labels(words, ids, dictionary))
+
+    @torch.no_grad()
+    def translate(self, source: Sentence, beam: int = 5) -> Sentence:
+        """The model's own translation, by fairseq's beam search."""
+        generator = self.task.build_generator([self.model], Namespace(beam=beam))
+        net_input = {"src_tokens": source.ids[None], "src_lengths": torch.tensor([len(source.ids)])}
+        ids = generator.generate([self.model], {"net_input": net_input})[0][0]["tokens"]
+        # The generator leaves fairseq's own attention expecting that many copies of each sentence.
+        self.model.decoder.set_beam_size(1)
+        dictionary = self.task.target_dictionary
+        return Sentence(ids, _labels([dictionary[word] for word in ids[:-1]], ids, dictionary))
+
+    @torch.no_grad()
+    def force(self, source: Sentence, target: Sentence) -> list[LayerMaps]:
+        """The maps, B = 1, of the model while it is made to translate `source` by `target`."""
+        inputs = torch.cat([target.ids[-1:], target.ids[:-1]])  # fairseq's decoder begins with the end of sentence
+        with collect(self.model) as collected:
+            self.model(source.ids[None], torch.tensor([len(source.ids)]), inputs[None])
+        return collected.layers
+
+
+def _labels(words, ids, dictionary):
+    known = [word if number != dictionary.unk() else f"⟨{word}⟩" for word, number in zip(words, ids, strict=False)]
+    return [*known, "</s>"]
+
+
+def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) -> Loaded:
+    """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
+
+    Args:
+        data: prepared data; by default what the model was trained on.
+
+    Raises:
+        TranslationError, CheckpointError, EvaluationError, PrepError: the folder, checkpoint or data cannot be used.
+    """
+    path = Path(run_or_checkpoint)
+    checkpoint = choose(path) if path.is_dir() else path
+    state = load(checkpoint)
+    data = Path(data or section(state, "task").get("data") or "")
+    prep = read_prep(data)
+    check_dictionaries(data, prep, checkpoint, state)
+    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
+    overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
+    return Loaded(checkpoint, data, prep, model.eval(), task)

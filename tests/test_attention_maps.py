@@ -1,0 +1,332 @@
+"""scripts/attention_maps.py: the parts add up to the map in use, and looking changes nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_maps import Collected, MapsError, collect, joined, load_model
+from checkpoint import CheckpointError
+from conftest import amplify_, batch, build, model_args
+from evaluate import EvaluationError
+from fairseq import tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+from text import PrepError
+from toy import TINY, data  # noqa: F401  (a fixture)
+from translate import TranslationError
+
+#: evolving or not, every combination that the flags allow in one attention
+MODELS = {
+    "evolving": ("ea_transformer_base",),
+    "5x5, mostly convolution": ("ea_transformer_base", "--ea-kernel-size", "5", "--ea-beta", "0.7"),
+    "skip connection alone": ("ea_transformer_base", "--ea-beta", "0"),
+    "encoder alone": ("ea_transformer_base", "--ea-decoder-beta", "0", "--ea-cross-beta", "0"),
+    "all but encoder-decoder": ("ea_transformer_base", "--ea-cross-beta", "0"),
+    "decoder alone": ("ea_transformer_base", "--ea-alpha", "0", "--ea-encoder-beta", "0"),
+    "all but decoder": ("ea_transformer_base", "--ea-decoder-beta", "0"),
+    "stock": ("transformer",),
+}
+EVERY_MODEL = pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
+
+
+def inputs(source, target, **sides):
+    """Source tokens, their lengths, and what the decoder reads, for sentences of these lengths."""
+    return batch(source, **sides), torch.tensor(source), batch(target, eos_first=True, **sides)
+
+
+def maps_of(model, *arguments, **options):
+    with collect(model) as collected, torch.no_grad():
+        model(*arguments, **options)
+    return collected.layers
+
+
+def mixed(maps):
+    """DESIGN.md, section 2: the map in use, from its parts."""
+    a_input = maps.logits if maps.previous is None else maps.alpha * maps.previous + (1 - maps.alpha) * maps.logits
+    a_logit = a_input if maps.convolved is None else maps.beta * maps.convolved + (1 - maps.beta) * a_input
+    return a_logit, a_logit.masked_fill(maps.masked, -torch.inf).softmax(dim=-1)
+
+
+@EVERY_MODEL
+def test_parts_add_up(flags):
+    model = amplify_(build(*flags))
+    layers = maps_of(model, *inputs([9, 4, 1], [3, 7, 5]))
+    order = [("encoder", number) for number in (1, 2, 3)]
+    order += [(kind, number) for number in (1, 2) for kind in ("decoder", "cross")]
+    assert [(maps.kind, maps.layer) for maps in layers] == order
+    for maps in layers:
+        shape = (3, 4, 9 if maps.kind == "encoder" else 7, 7 if maps.kind == "decoder" else 9)
+        a_logit, weights = mixed(maps)
+        seen = ~maps.masked.expand(shape)
+        rows = seen.any(dim=3)
+        assert maps.weights.shape == maps.logits.shape == maps.a_logit.shape == shape
+        torch.testing.assert_close(a_logit[seen], maps.a_logit[seen], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(weights[rows], maps.weights[rows], atol=1e-6, rtol=0)
+        # own logits alone would give another map, or the test would show nothing
+        evolves = maps.convolved is not None or maps.previous is not None
+        assert torch.allclose(maps.share(maps.logits)[rows], maps.weights[rows], atol=1e-3) != evolves
+
+
+def test_what_has_no_part_says_so():
+    layers = {
+        (m.kind, m.layer): m for m in maps_of(build("ea_transformer_base", "--ea-cross-beta", "0"), *inputs([5], [4]))
+    }
+    first, second = layers["encoder", 1], layers["encoder", 2]
+    assert (first.alpha, first.previous) == (0, None)
+    assert (second.alpha, second.beta) == (0.5, 0.1)
+    assert torch.equal(second.previous, first.a_logit)
+    assert (layers["decoder", 1].alpha, layers["decoder", 1].beta) == (0, 0.1)
+    assert (layers["cross", 1].alpha, layers["cross", 1].beta, layers["cross", 1].convolved) == (0, 0, None)
+
+
+def test_masked_are_padding_and_the_future():
+    for flags in MODELS.values():
+        by_kind = {maps.kind: maps for maps in maps_of(build(*flags), *inputs([3, 2], [2, 3]))}
+        assert by_kind["encoder"].masked[:, 0].int().tolist() == [[[0] * 3] * 3, [[0, 0, 1], [0, 0, 1], [1, 1, 1]]]
+        future = [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+        assert by_kind["decoder"].masked[:, 0].int().tolist() == [[*future[:2], [1, 1, 1]], future]
+        assert by_kind["cross"].masked[:, 0].int().tolist() == [[[0] * 3, [0] * 3, [1] * 3], [[0, 0, 1]] * 3]
+
+
+@pytest.mark.parametrize("flags", [MODELS["stock"], MODELS["encoder alone"]], ids=["stock", "mixed"])
+def test_stock_maps_are_those_that_fairseq_gives(flags):
+    """In fairseq's attention, static_kv leads past PyTorch's fused kernel, to the weights of each head."""
+    model = amplify_(build(*flags))
+    theirs = []
+
+    def ask_again(module, args, kwargs, output):
+        theirs.append(module.forward(*args, **{**kwargs, "static_kv": True, "need_head_weights": True})[1])
+
+    for layer in model.decoder.layers:
+        for attention in (layer.self_attn, layer.encoder_attn):
+            attention.register_forward_hook(ask_again, with_kwargs=True)
+    ours = [maps.weights for maps in maps_of(model, *inputs([9, 4], [3, 7])) if maps.kind != "encoder"]
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their.transpose(0, 1), atol=1e-6, rtol=0)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("left_pad", [False, True])
+def test_step_by_step_equals_teacher_forcing(flags, left_pad):
+    model = amplify_(build(*flags))
+    source, lengths, target = inputs([9, 4, 1], [6, 6, 6], left_pad=left_pad)
+    forced = maps_of(model, source, lengths, target)
+    with collect(model) as collected, torch.no_grad():
+        encoded, state = model.encoder(source, lengths), {}
+        for step in range(1, 7):
+            model.decoder(target[:, :step], encoded, incremental_state=state)
+    assert len(collected.layers) == 3 + 6 * 4
+    assert_same(collected.joined(), forced)
+
+
+#: logits of amplified models reach 50, in float32
+NEAR = {part: {"atol": 1e-4, "rtol": 1e-5} for part in ("logits", "previous", "convolved", "a_logit")}
+NEAR["weights"] = {"atol": 1e-5, "rtol": 0}
+
+
+def assert_same(ours, theirs):
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.kind, our.layer, our.alpha, our.beta) == (their.kind, their.layer, their.alpha, their.beta)
+        assert torch.equal(our.masked, their.masked)
+        seen = ~our.masked.expand_as(our.weights)
+        for part, near in NEAR.items():
+            one, other = getattr(our, part), getattr(their, part)
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one[seen], other[seen], **near)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("left_pad", [False, True])
+def test_a_padded_batch_equals_its_sentences_alone(flags, left_pad):
+    model = amplify_(build(*flags))
+    sizes = [9, 4, 1], [3, 7, 5]
+    source, _, target = inputs(*sizes, left_pad=left_pad)
+    together = maps_of(model, source, torch.tensor(sizes[0]), target)
+    for index, (long, short) in enumerate(zip(*sizes, strict=True)):
+        places = {}
+        for side, tokens, length in (("source", source, long), ("target", target, short)):
+            places[side] = slice(tokens.size(1) - length, None) if left_pad else slice(length)
+        row_source, row_target = source[index, places["source"]][None], target[index, places["target"]][None]
+        alone = maps_of(model, row_source, torch.tensor([long]), row_target)
+        for ours, their in zip(together, alone, strict=True):
+            rows = places["source" if ours.kind == "encoder" else "target"]
+            columns = places["target" if ours.kind == "decoder" else "source"]
+            seen = ~their.masked.expand_as(their.weights)
+            for part, near in NEAR.items():
+                if getattr(their, part) is not None:
+                    cut = getattr(ours, part)[index : index + 1, :, rows, columns]
+                    torch.testing.assert_close(cut[seen], getattr(their, part)[seen], **near)
+            assert torch.equal(ours.masked[index : index + 1, :, rows, columns], their.masked)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("train", [False, True])
+def test_collecting_changes_no_bit(flags, train):
+    model = amplify_(build(*flags, "--dropout", "0.3", "--attention-dropout", "0.3", train=train))
+    arguments = inputs([9, 4, 1], [3, 7, 5])
+
+    def run():
+        torch.manual_seed(5)
+        model.zero_grad()
+        output = model(*arguments)[0]
+        output.square().sum().backward()
+        return [output, *(parameter.grad for parameter in model.parameters())]
+
+    before = run()
+    with collect(model) as collected:
+        during = run()
+    assert collected.layers
+    assert not any(maps.weights.requires_grad for maps in collected.layers)
+    for one, other in zip(before, during, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("flags", [MODELS["evolving"], MODELS["stock"]], ids=["evolving", "stock"])
+def test_beam_search_is_the_same_and_can_be_watched(flags):
+    model = amplify_(build(*flags))
+    model.max_positions = lambda: (50, 50)
+    source, lengths, _ = inputs([9, 4], [1, 1])
+    words = model.decoder.dictionary
+
+    def search():
+        generator = SequenceGenerator([model], words, beam_size=3, max_len_b=12)
+        found = generator.generate([model], {"net_input": {"src_tokens": source, "src_lengths": lengths}})
+        return [(beam["tokens"].tolist(), beam["score"].item()) for sentence in found for beam in sentence]
+
+    before = search()
+    with collect(model) as collected:
+        assert search() == before
+    step = next(maps for maps in collected.layers if maps.kind == "cross")
+    assert step.weights.shape == (6, 4, 1, 9)  # 2 sentences x 3 beams
+    assert step.masked[3:].sum() == 3 * 5
+
+
+@EVERY_MODEL
+def test_nothing_is_left_behind(flags):
+    model = build(*flags)
+
+    def traces():
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return hooks, [m.observer for m in model.modules() if getattr(m, "observer", None)]
+
+    with collect(model):
+        assert traces() != (0, [])
+    assert traces() == (0, [])
+    with pytest.raises(KeyError), collect(model):
+        raise KeyError
+    assert traces() == (0, [])
+    with collect(model) as outer:
+        with collect(model) as inner:
+            pass
+        model(*inputs([3], [2]))
+    assert outer.layers
+    assert not inner.layers
+
+
+def test_maps_of_several_batches_are_not_joined():
+    model = build()
+    arguments = inputs([3], [2])
+    with pytest.raises(ValueError, match="several batches"):
+        joined(maps_of(model, *arguments) + maps_of(model, *arguments))
+    assert Collected().joined() == []
+
+
+def test_low_precision_is_collected_in_float32():
+    model = amplify_(build(dtype=torch.bfloat16))
+    for maps in maps_of(model, *inputs([9, 4], [3, 7])):
+        rows = ~maps.masked.expand_as(maps.weights).all(dim=3)
+        assert maps.logits.dtype == maps.weights.dtype == maps.convolved.dtype == torch.float32
+        torch.testing.assert_close(mixed(maps)[1][rows], maps.weights[rows], atol=0.05, rtol=0)
+
+
+# ---- a checkpoint and raw text
+
+
+def save_model(data, path, arch, *flags):  # noqa: F811
+    """A checkpoint as fairseq writes it, with random weights: made in a moment."""
+    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
+    args.data = str(data)
+    cfg = convert_namespace_to_omegaconf(args)
+    task = tasks.setup_task(cfg.task)
+    torch.manual_seed(1)
+    model = amplify_(task.build_model(cfg.model))
+    state = {"cfg": OmegaConf.to_container(cfg), "args": None, "model": model.state_dict(), "extra_state": {}}
+    state["optimizer_history"] = [{"optimizer_name": "FairseqAdam", "num_updates": 1, "lr_scheduler_state": {}}]
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoints(data, tmp_path_factory):  # noqa: F811
+    """Three models of the same data, as files: evolving, stock, and one without encoder-decoder convolution."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    short = ("--max-source-positions", "12", "--max-target-positions", "12")
+    return SimpleNamespace(
+        evolving=save_model(data, folder / "evolving.pt", "ea_transformer_base", *short),
+        stock=save_model(data, folder / "stock.pt", "transformer", *short),
+        mixed=save_model(data, folder / "mixed.pt", "ea_transformer_base", *short, "--ea-cross-beta", "0"),
+    )
+
+
+@pytest.mark.parametrize("name", ["evolving", "stock", "mixed"])
+def test_raw_text_is_translated_and_forced(checkpoints, name):
+    loaded = load_model(getattr(checkpoints, name))
+    source = loaded.source("Hund, Katze.")
+    assert " ".join(source.labels).replace("@@ ", "") == "hund , katze . </s>"
+    assert source.ids[-1] == loaded.task.source_dictionary.eos()
+    for _ in range(2):  # the search for a translation leaves nothing behind
+        translation = loaded.translate(source, beam=3)
+        layers = loaded.force(source, translation)
+    assert len(translation.ids) == len(translation.labels)
+    assert [(maps.kind, maps.layer) for maps in layers] == [
+        ("encoder", 1),
+        ("encoder", 2),
+        ("decoder", 1),
+        ("cross", 1),
+    ]
+    assert layers[-1].weights.shape == (1, 2, len(translation.ids), len(source.ids))
+    own = loaded.target("the dog, the cat.")
+    assert " ".join(own.labels).replace("@@ ", "") == "the dog , the cat . </s>"
+    assert loaded.force(source, own)[-1].weights.shape == (1, 2, len(own.ids), len(source.ids))
+
+
+def test_a_word_that_the_model_does_not_know_is_marked(checkpoints):
+    assert load_model(checkpoints.evolving).source("Hund 猫").labels[-2:] == ["⟨猫⟩", "</s>"]
+
+
+def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):  # noqa: F811
+    (tmp_path / "checkpoint_last.pt").write_bytes(checkpoints.evolving.read_bytes())
+    assert load_model(tmp_path).checkpoint == tmp_path / "checkpoint_last.pt"
+    (tmp_path / "average3.pt").write_bytes(checkpoints.stock.read_bytes())
+    assert load_model(tmp_path, data).checkpoint == tmp_path / "average3.pt"
+
+
+def test_what_cannot_be_used_is_named(checkpoints, tmp_path):
+    with pytest.raises(TranslationError, match="has no checkpoint"):
+        load_model(tmp_path)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        load_model(tmp_path / "none.pt")
+    with pytest.raises(PrepError, match=r"PREP\.json: no such file"):
+        load_model(checkpoints.evolving, tmp_path)
+    loaded = load_model(checkpoints.evolving)
+    for empty in ("", "  \t "):
+        with pytest.raises(MapsError, match="the source sentence is empty"):
+            loaded.source(empty)
+    with pytest.raises(MapsError, match="the target sentence is empty"):
+        loaded.target("")
+    with pytest.raises(MapsError, match=r"source sentence is too long: it has \d+ subwords, and .*pt takes 11"):
+        loaded.source("Hund. " * 8)
+    with pytest.raises(MapsError, match="target sentence is too long"):
+        loaded.target("dog. " * 8)
+
+
+def test_another_corpus_is_refused(checkpoints, data, tmp_path):  # noqa: F811
+    import shutil
+
+    other = shutil.copytree(data, tmp_path / "other")
+    with (other / "dict.de.txt").open("a") as dictionary:
+        dictionary.write("more 1\n")
+    with pytest.raises(EvaluationError, match="was not trained on"):
+        load_model(checkpoints.evolving, other)
