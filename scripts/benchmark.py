@@ -5,6 +5,7 @@ turn begins with another of them, and what is reported are medians of ratios bet
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -135,12 +136,23 @@ def configuration(arch, *flags, data="data", device="cpu", precision="fp32"):
     return convert_namespace_to_omegaconf(args)
 
 
-def random_task(config):
-    """A translation task on a dictionary of WORDS words, which no file describes."""
+def make_task(args, config):
+    """The translation task of --data; without it, one whose dictionary has WORDS words and no file."""
+    if args.data:
+        return TranslationTask.setup_task(config.task)
     words = Dictionary()
     for number in range(WORDS - len(words)):
         words.add_symbol(str(number))
     return TranslationTask(config.task, words, words)
+
+
+def corpus(args, task, split):
+    """The data set of --data, or random words in sentences of --lengths or of generated lengths."""
+    if args.data:
+        task.load_dataset(split)
+        return task.dataset(split)
+    lengths = read_lengths(args.lengths) if args.lengths else generate_lengths(SENTENCES, args.seed)
+    return random_sentences(task, lengths, args.seed)
 
 
 def random_sentences(task, lengths, seed):
@@ -155,12 +167,16 @@ def random_sentences(task, lengths, seed):
     return LanguagePairDataset(*sides)
 
 
-def pick(dataset, max_tokens, count, seed):
-    """`count` of an epoch's batches, by fairseq's own rules, spread evenly over its lengths, in random order."""
+def pick(dataset, count, seed, **limits):
+    """`count` of an epoch's batches, made by fairseq's own rules, spread evenly over its lengths, in random order.
+
+    Args:
+        limits: max_tokens or max_sentences of a batch.
+    """
     with numpy_seed(seed):
         order = dataset.ordered_indices()  # by length
     order, _ = dataset.filter_indices_by_size(order, (1024, 1024))
-    batches = dataset.batch_by_size(order, max_tokens=max_tokens)
+    batches = dataset.batch_by_size(order, **limits)
     places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
     numpy.random.default_rng(seed).shuffle(places)
     return [dataset.collater([dataset[index] for index in batches[place]]) for place in places]
@@ -187,26 +203,37 @@ def interleave(candidates, items, repetitions, device, progress):
         progress: is told of each call, by update(1).
 
     Returns:
-        {name: seconds[repetition][item]}, {name: tokens[repetition][item]}.
+        {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
     """
     names = list(candidates)
     for item in items:  # memory is taken, kernels are chosen and compiled for each shape
         for name in names:
             candidates[name](item)
             progress.update(1)
-    seconds, tokens = ({name: [[] for _ in range(repetitions)] for name in names} for _ in range(2))
+    times = {kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")}
     for repetition in range(repetitions):
+        for kind, name in itertools.product(times, names):
+            times[kind][name].append([])
         for number, item in enumerate(items):
             first = (repetition + number) % len(names)
             for name in names[first:] + names[:first]:
-                synchronize(device)
-                start = time.perf_counter()
-                done = candidates[name](item)
-                synchronize(device)
-                seconds[name][repetition].append(time.perf_counter() - start)
-                tokens[name][repetition].append(done)
+                for kind, value in timed(candidates[name], item, device).items():
+                    times[kind][name][repetition].append(value)
                 progress.update(1)
-    return seconds, tokens
+    return times
+
+
+def timed(candidate, item, device):
+    """One call: {"seconds", "cpu_seconds", "tokens"}."""
+    synchronize(device)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    tokens = candidate(item)
+    synchronize(device)
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu_start,
+        "tokens": tokens,
+    }
 
 
 def calls(candidates, items, repetitions):
@@ -220,20 +247,34 @@ def spread(values):
     return {"median": float(middle), "q1": float(low), "q3": float(high), "count": len(values)}
 
 
-def speeds(seconds, tokens):
-    """Tokens per second of each candidate, and of ours as a share of stock's.
+def speeds(times):
+    """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives.
 
     A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch
-    by batch are more, and stand outliers better, but every batch counts the same there, short or long.
+    by batch are more, and stand outliers better, but every batch counts the same there, short or long. By CPU time,
+    passes do not see what else the machine was busy with; with several threads they see their waiting for each other.
     """
-    seconds, tokens = ({name: numpy.array(values) for name, values in table.items()} for table in (seconds, tokens))
+    seconds, cpu_seconds, tokens = (
+        {name: numpy.array(table) for name, table in times[kind].items()}
+        for kind in ("seconds", "cpu_seconds", "tokens")
+    )
     per_pass = {name: tokens[name].sum(axis=1) / seconds[name].sum(axis=1) for name in seconds}
     per_batch = {name: tokens[name] / seconds[name] for name in seconds}
+    by_cpu = {name: tokens[name].sum(axis=1) / cpu_seconds[name].sum(axis=1) for name in seconds}
     return {
         "tokens_per_second": {name: spread(values) for name, values in per_pass.items()},
         "ratio": spread(per_pass["ours"] / per_pass["stock"]),
         "ratio_per_batch": spread((per_batch["ours"] / per_batch["stock"]).ravel()),
+        "ratio_by_cpu_time": spread(by_cpu["ours"] / by_cpu["stock"]),
     }
+
+
+def report_speeds(label, result, device):
+    """Print what `speeds` found, as people read it."""
+    by_cpu = f", by CPU time {show(result['ratio_by_cpu_time'])}" if device == "cpu" else ""
+    print(f"{label}: ours / stock {show(result['ratio'])}, by batch {show(result['ratio_per_batch'])}{by_cpu}")
+    for name, found in result["tokens_per_second"].items():
+        print(f"  {result['architectures'][name]:<20} {show(found, 0):>30} target tokens/s")
 
 
 def show(found, digits=2):
@@ -246,7 +287,7 @@ def record(name, args, device, results):
     return {
         "benchmark": name,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "options": vars(args),
         **provenance(device == "cpu"),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),  # above the number of cores: others were at work
@@ -257,4 +298,4 @@ def record(name, args, device, results):
 def write(path, content):
     """Write JSON; a file appears under its name only when it is complete."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

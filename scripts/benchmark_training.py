@@ -21,24 +21,22 @@ import numpy
 import torch
 from benchmark import (
     PAIRS,
-    SENTENCES,
     BenchmarkError,
     add_corpus_options,
     calls,
     configuration,
+    corpus,
     describe,
-    generate_lengths,
     interleave,
+    make_task,
     parser,
     pick,
     positive,
     prepare,
     quiet,
     random_sentences,
-    random_task,
-    read_lengths,
     record,
-    show,
+    report_speeds,
     speeds,
     write,
 )
@@ -107,22 +105,26 @@ def measure(args, arguments, device, size, precision, length=None):
     label = f"{size} {precision}" + (f", {length} tokens" if length else "")
     steps = {name: training_step(found) for name, found in trainers.items()}
     with tqdm(total=calls(2, len(batches), args.repetitions), desc=label, unit=" steps", mininterval=1) as progress:
-        seconds, tokens = interleave(steps, batches, args.repetitions, device, progress)
+        times = interleave(steps, batches, args.repetitions, device, progress)
     result = {
         "size": size,
         "precision": precision,
         "length": length,
         "architectures": PAIRS[size],
         "batches": [describe(batch) for batch in batches],
-        **speeds(seconds, tokens),
-        "seconds": seconds,
+        **speeds(times),
+        "times": times,
     }
     if args.memory_batches:
         result["memory"] = {
             name: memory_alone(arguments, arch=arch, precision=precision, length=length)
             for name, arch in tqdm(PAIRS[size].items(), desc=f"{label}, memory", unit=" models")
         }
-    report(label, result)
+    report_speeds(label, result, device)
+    for name, used in result.get("memory", {}).items():
+        print(
+            f"  {PAIRS[size][name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, {used['before'] / 2**20:,.0f} before"
+        )
     return result
 
 
@@ -132,7 +134,7 @@ def trainer(args, arch, device, precision):
     flags = [*spell_flags(recipe.flags_for(arch)), "--max-tokens", args.max_tokens or recipe.batch.tokens]
     config = configuration(arch, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
-    task = type(random_task(config)).setup_task(config.task) if args.data else random_task(config)
+    task = make_task(args, config)
     return Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
 
 
@@ -151,13 +153,7 @@ def choose(args, task, length, count):
         sentences = max(1, max_tokens // length)
         dataset = random_sentences(task, numpy.full((sentences, 2), length - 1), args.seed)
         return [dataset.collater([dataset[index] for index in range(sentences)])]
-    if args.data:
-        task.load_dataset("train")
-        dataset = task.dataset("train")
-    else:
-        lengths = read_lengths(args.lengths) if args.lengths else generate_lengths(SENTENCES, args.seed)
-        dataset = random_sentences(task, lengths, args.seed)
-    return pick(dataset, max_tokens, count, args.seed)
+    return pick(corpus(args, task, "train"), count, args.seed, max_tokens=max_tokens)
 
 
 def memory_alone(arguments, **what):
@@ -203,15 +199,6 @@ def resident(field):
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise BenchmarkError(f"/proc/self/status has no {field}; --memory-batches 0 leaves memory out")
-
-
-def report(label, result):
-    """Print the result as people read it."""
-    print(f"{label}: ours / stock {show(result['ratio'])}, batch by batch {show(result['ratio_per_batch'])}")
-    for name, found in result["tokens_per_second"].items():
-        used = result.get("memory", {}).get(name)
-        peak = f"   peak {used['peak'] / 2**20:,.0f} MiB, before {used['before'] / 2**20:,.0f}" if used else ""
-        print(f"  {result['architectures'][name]:<20} {show(found, 0):>30} target tokens/s{peak}")
 
 
 if __name__ == "__main__":
