@@ -253,24 +253,28 @@ class Loaded:
 
     def source(self, text: str) -> Sentence:
         """Raw text in the source language."""
-        return self._sentence(text, "source", self.task.source_dictionary, self.model.max_positions()[0])
+        return self._sentence(text, "source", self.task.source_dictionary)
 
     def target(self, text: str) -> Sentence:
         """Raw text in the target language."""
-        return self._sentence(text, "target", self.task.target_dictionary, self.model.max_positions()[1])
+        return self._sentence(text, "target", self.task.target_dictionary)
 
-    def _sentence(self, text, side, dictionary, positions):
+    def _sentence(self, text, side, dictionary):
         # Source does what was done to the training text of PREP.json's source language: here, of either.
         words = Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})(text).split()
         if not words:
             raise MapsError(f"the {side} sentence is empty")
-        if len(words) >= positions:
+        ids = torch.tensor([*map(dictionary.index, words), dictionary.eos()])
+        self._must_fit(ids, side)
+        return Sentence(ids, _labels(words, ids, dictionary))
+
+    def _must_fit(self, ids, side):
+        positions = self.model.max_positions()[("source", "target").index(side)]
+        if len(ids) > positions:
             raise MapsError(
-                f"the {side} sentence is too long: it has {len(words):,} subwords, and {self.checkpoint} takes "
+                f"the {side} sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} takes "
                 f"{positions - 1:,}"
             )
-        ids = torch.tensor([*map(dictionary.index, words), dictionary.eos()])
-        return Sentence(ids, _labels(words, ids, dictionary))
 
     @torch.no_grad()
     def translate(self, source: Sentence, beam: int = 5) -> Sentence:
@@ -286,6 +290,8 @@ class Loaded:
     @torch.no_grad()
     def force(self, source: Sentence, target: Sentence) -> list[LayerMaps]:
         """The maps, B = 1, of the model while it is made to translate `source` by `target`."""
+        self._must_fit(source.ids, "source")
+        self._must_fit(target.ids, "target")
         inputs = torch.cat([target.ids[-1:], target.ids[:-1]])  # fairseq's decoder begins with the end of sentence
         with collect(self.model) as collected:
             self.model(source.ids[None], torch.tensor([len(source.ids)]), inputs[None])

@@ -1,0 +1,444 @@
+"""Draw a model's attention maps for a sentence, beside the parts that they are mixed of; scripts/plot_attention.sh is
+how it is called.
+
+Each row of the picture is one place (kind, layer, head): the map in use, the map that the layer's own query-key logits
+alone would give, the map that the convolution alone would give and, with --compare, another model's map in the same
+place. One colour scale per row. The .html page and the .npz file hold all layers and heads.
+"""
+
+import argparse
+import base64
+import contextlib
+import io
+import json
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import matplotlib.font_manager  # here, before fairseq's start turns every library's debugging on
+import numpy
+import torch
+from attention_maps import KINDS, Loaded, MapsError, Sentence, load_model
+from checkpoint import CheckpointError, replacing
+from evaluate import EvaluationError
+from figure_text import families, visual, width
+from matplotlib.figure import Figure
+from text import PrepError
+from translate import TranslationError
+
+COLOURS = "viridis"  # tells its values apart for colour-blind readers too, and in grey print
+PARTS = {"map": "map in use", "own": "own query-key logits", "convolution": "convolution", "baseline": "baseline"}
+#: kind -> whose tokens the rows and columns are, and what these do
+AXES = {
+    "encoder": ("source", "source", "query: source token", "key: source token"),
+    "decoder": ("predicted", "read", "query: token to predict", "key: token read so far"),
+    "cross": ("predicted", "source", "query: token to predict", "key: source token"),
+}
+DOTS, MOST_DOTS = 200, 30_000  # per inch; from top to bottom
+SUFFIXES = (".png", ".svg", ".html", ".npz")
+
+
+def main(arguments=None):
+    """Command line: load, collect, draw; a file appears under its name only when all of them are complete."""
+    args = parse(arguments)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    try:
+        look = examine(args)
+        rows = chosen(look, args)
+        with contextlib.ExitStack() as stack:
+            for path in args.out:
+                print(f"drawing {path}", file=sys.stderr)
+                temporary = stack.enter_context(replacing(path))
+                temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))
+    except (MapsError, TranslationError, CheckpointError, EvaluationError, PrepError, OSError) as error:
+        sys.exit(f"plot_attention: {error}")
+
+
+def parse(arguments):
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", type=Path, metavar="DIR", help="the run's folder: its averaged checkpoint, or its best")
+    which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
+    parser.add_argument("--source", required=True, metavar="TEXT", help="a sentence, raw text")
+    parser.add_argument("--target", metavar="TEXT", help="its translation, raw text (default: the model's own)")
+    parser.add_argument("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
+    parser.add_argument(
+        "--layer", nargs="+", type=_number_or("all"), metavar="N", help="from 1, or all (default: the middle one)"
+    )
+    parser.add_argument(
+        "--head",
+        nargs="+",
+        type=_number_or("all", "mean"),
+        default=[1],
+        metavar="N",
+        help="from 1, all, or mean (default: 1)",
+    )
+    parser.add_argument(
+        "--part", nargs="+", choices=list(PARTS)[:3], help="columns of the picture (default: all that the model has)"
+    )
+    parser.add_argument("--beam", type=int, default=5, help="where there is no --target (default: 5)")
+    parser.add_argument(
+        "--out",
+        nargs="+",
+        type=_output,
+        default=[Path("attention.png")],
+        metavar="FILE",
+        help=f"{', '.join(SUFFIXES)} (default: attention.png)",
+    )
+    args = parser.parse_args(arguments)
+    if args.beam < 1:
+        parser.error("--beam must be at least 1")
+    return args
+
+
+def _number_or(*words):
+    def parse(text):
+        if text in words:
+            return text
+        number = int(text)
+        if number < 1:
+            raise ValueError
+        return number
+
+    parse.__name__ = " or ".join(["number", *words])  # for argparse's message: invalid ... value
+    return parse
+
+
+def _output(text):
+    if Path(text).suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text}: the name must end in {', '.join(SUFFIXES)}")
+    return Path(text)
+
+
+# ---- what there is to show
+
+
+@dataclass(frozen=True)
+class Look:
+    """Everything that is known about one pair of sentences."""
+
+    tokens: dict  # "source", "predicted", "read": labels
+    maps: dict  # (kind, layer) -> LayerMaps, B = 1
+    baseline: dict  # the same, or {}
+    name: str  # of the model's checkpoint
+    baseline_name: str | None
+
+    @property
+    def title(self):
+        return self.name + (f", compared with the baseline {self.baseline_name}" if self.baseline else "")
+
+    @property
+    def parts(self):
+        """What there is to see of this model: its own logits only where they are not all."""
+        parts = ["map"]
+        if any(maps.convolved is not None or maps.previous is not None for maps in self.maps.values()):
+            parts.append("own")
+        if any(maps.convolved is not None for maps in self.maps.values()):
+            parts.append("convolution")
+        return parts + ["baseline"] * bool(self.baseline)
+
+    def layers(self, kind):
+        return [layer for there, layer in self.maps if there == kind]
+
+
+def examine(args) -> Look:
+    """Load the model (and the one to compare with), translate if need be, and collect the maps."""
+    print("loading", file=sys.stderr)
+    loaded = load_model(args.run or args.checkpoint, args.data)
+    other = load_model(args.compare, args.data or loaded.data) if args.compare else None
+    if other and _words(loaded) != _words(other):
+        raise MapsError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
+    source = loaded.source(args.source)
+    target = loaded.translate(source, args.beam) if args.target is None else loaded.target(args.target)
+    print(f"source: {' '.join(source.labels)}\ntarget: {' '.join(target.labels)}", file=sys.stderr)
+    return Look(
+        tokens={"source": source.labels, "predicted": target.labels, "read": ["</s>", *target.labels[:-1]]},
+        maps=_by_place(loaded, source, target),
+        baseline=_by_place(other, source, target) if other else {},
+        name=_name(loaded.checkpoint),
+        baseline_name=_name(other.checkpoint) if other else None,
+    )
+
+
+def _words(loaded: Loaded):
+    return loaded.task.source_dictionary.symbols, loaded.task.target_dictionary.symbols
+
+
+def _name(checkpoint):
+    """RUN/checkpoint.pt, without the folders above."""
+    return "/".join(checkpoint.parts[-2:])
+
+
+def _by_place(loaded: Loaded, source: Sentence, target: Sentence):
+    return {(maps.kind, maps.layer): maps for maps in loaded.force(source, target)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place in the model."""
+
+    kind: str
+    layer: int
+    head: int | str  # from 1, or "mean"
+
+    def __str__(self):
+        head = "mean over heads" if self.head == "mean" else f"head {self.head}"
+        return f"{KINDS[self.kind]}, layer {self.layer}, {head}"
+
+
+def chosen(look: Look, args) -> list[Row]:
+    """The rows of the picture.
+
+    Raises:
+        MapsError: a layer, head or part that one of the models does not have.
+    """
+    rows = []
+    for kind in dict.fromkeys(args.kind):
+        layers = look.layers(kind)
+        for layer in _spread(args.layer or [(len(layers) + 1) // 2], layers):
+            _must_have(look.maps, look.name, kind, layer)
+            heads = range(1, look.maps[kind, layer].weights.size(1) + 1)
+            rows += [Row(kind, layer, head) for head in _spread(args.head, heads)]
+    for row in rows:
+        _must_have(look.maps, look.name, row.kind, row.layer, row.head)
+        if look.baseline:
+            _must_have(look.baseline, f"--compare {look.baseline_name}", row.kind, row.layer, row.head)
+        if "convolution" in (args.part or []) and look.maps[row.kind, row.layer].convolved is None:
+            raise MapsError(
+                f"--part convolution: {look.name} has no convolution in {KINDS[row.kind]}; choose --kind, or --part map"
+            )
+    return rows
+
+
+def _must_have(maps, name, kind, layer, head="mean"):
+    layers = [number for there, number in maps if there == kind]
+    if layer not in layers:
+        raise MapsError(f"--layer {layer}: {name} has {len(layers)} layers with {KINDS[kind]}")
+    heads = maps[kind, layer].weights.size(1)
+    if head != "mean" and head > heads:
+        raise MapsError(f"--head {head}: {name} has {heads} heads in {KINDS[kind]}")
+
+
+def _spread(wanted, there):
+    """What was asked for, once each, with all that is there in the place of "all"."""
+    return list(dict.fromkeys(one for word in wanted for one in (there if word == "all" else [word])))
+
+
+def parts_of(look: Look, kind: str, layer: int) -> dict:
+    """part -> map of all heads, K x T x S, NaN where a pixel is no part of it; without the parts that are not there."""
+    maps, baseline = look.maps[kind, layer], look.baseline.get((kind, layer))
+    parts = {"map": maps.weights, "own": maps.share(maps.logits)}
+    if maps.convolved is not None:
+        parts["convolution"] = maps.share(maps.convolved)
+    if baseline:
+        parts["baseline"] = baseline.weights
+    return {part: values.masked_fill(maps.masked, torch.nan)[0].numpy() for part, values in parts.items()}
+
+
+def one_head(values, head):
+    """The map of one head, or the mean over heads: K x T x S -> T x S."""
+    return values.mean(axis=0) if head == "mean" else values[head - 1]
+
+
+def render(look: Look, rows: list[Row], parts: list | None, suffix: str) -> bytes:
+    """The contents of a file of this kind."""
+    if suffix == ".npz":
+        return numbers(look)
+    if suffix == ".html":
+        return page(look, rows[0]).encode()
+    parts = [part for part in PARTS if part in (parts or look.parts) or (part == "baseline" and look.baseline)]
+    return picture(look, rows, parts, suffix.removeprefix("."))
+
+
+# ---- the numbers
+
+
+def numbers(look: Look) -> bytes:
+    """Every layer's maps and parts as a .npz file: encoder.1.weights, K x T x S, and so on; tokens.source, ..."""
+    arrays = {f"tokens.{name}": numpy.array(labels) for name, labels in look.tokens.items()}
+    for prefix, places in (("", look.maps), ("baseline.", look.baseline)):
+        for (kind, layer), maps in places.items():
+            for name in ("weights", "logits", "previous", "convolved", "a_logit", "masked"):
+                if getattr(maps, name) is not None:
+                    arrays[f"{prefix}{kind}.{layer}.{name}"] = getattr(maps, name)[0].numpy()
+            for name in ("alpha", "beta"):
+                arrays[f"{prefix}{kind}.{layer}.{name}"] = numpy.float64(getattr(maps, name))
+    file = io.BytesIO()
+    numpy.savez_compressed(file, **arrays)
+    return file.getvalue()
+
+
+# ---- the page
+
+
+def page(look: Look, start: Row) -> str:
+    """One self-contained HTML page with the maps of all layers and heads."""
+    colours = matplotlib.colormaps[COLOURS](range(256), bytes=True)[:, :3]
+    data = {
+        "title": look.title,
+        "parts": {part: PARTS[part] for part in look.parts},
+        "tokens": look.tokens,
+        "heads": max(maps.weights.size(1) for maps in look.maps.values()),
+        "start": {"kind": start.kind, "layer": start.layer, "head": 0 if start.head == "mean" else start.head},
+        "colours": colours.tobytes().hex(),
+        "kinds": {kind: _kind_for_page(look, kind) for kind in KINDS if look.layers(kind)},
+    }
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # no token may end the script element
+    return Path(__file__).with_name("explorer.html").read_text(encoding="utf-8").replace("@DATA@", text)
+
+
+def _kind_for_page(look, kind):
+    rows, columns, row_title, column_title = AXES[kind]
+    layers = [
+        {part: _packed(values) for part, values in parts_of(look, kind, layer).items()} for layer in look.layers(kind)
+    ]
+    return {
+        "name": KINDS[kind],
+        "rows": rows,
+        "columns": columns,
+        "row_title": row_title,
+        "column_title": column_title,
+        "layers": layers,
+    }
+
+
+def _packed(values) -> str:
+    """Numbers from 0 to 1 as base64 of little-endian 16-bit integers: 65534 is 1, 65535 is NaN."""
+    stored = numpy.where(numpy.isnan(values), 65535, numpy.rint(numpy.nan_to_num(values) * 65534))
+    return base64.b64encode(stored.astype("<u2").tobytes()).decode()
+
+
+# ---- the picture
+
+
+@dataclass(frozen=True)
+class Style:
+    """Sizes in inches, but for the fonts' points, which follow from the number of tokens."""
+
+    cell: float
+    font: float
+    families: tuple
+    heading: float
+    gap: float = 0.22
+
+    @property
+    def small(self):
+        return self.heading * 0.83
+
+    @property
+    def line(self):
+        return self.heading * 1.5 / 72
+
+
+def picture(look: Look, rows: list[Row], parts: list, form: str) -> bytes:
+    """PNG or SVG: a line of panels for each row.
+
+    Raises:
+        MapsError: a PNG of more pixels than can be drawn.
+    """
+    style = _style(look)
+    settings = {"font.family": style.families, "svg.hashsalt": "attention", "axes.linewidth": 0.6}
+    file = io.BytesIO()
+    with matplotlib.rc_context(settings), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        lines = [_Line(look, row, parts, style) for row in rows]
+        dots = round(sum(line.height for line in lines) * DOTS)
+        if form == "png" and dots > MOST_DOTS:
+            raise MapsError(
+                f"the picture would be {dots:,} pixels high: choose fewer layers and heads, or .svg or .html"
+            )
+        figure = _figure(lines, len(parts), style)
+        figure.savefig(file, format=form, dpi=DOTS, metadata={"Date": None} if form == "svg" else {})
+    for message in sorted({str(warning.message) for warning in said}):
+        if not message.startswith("Glyph"):  # _style has said so
+            print(f"plot_attention: warning: {message} The .html page does.", file=sys.stderr)
+    return file.getvalue()
+
+
+def _figure(lines: list, parts: int, style) -> Figure:
+    """The lines of panels, one below the other; sizes in inches."""
+    left, right = max(line.left for line in lines), 0.1 + 4.5 * style.small / 72
+    panel = max(line.panel for line in lines)
+    height = sum(line.height for line in lines) + 0.1
+    figure = Figure(figsize=(left + parts * (panel + style.gap) + right, height))
+    top = height - 0.05
+    for line in lines:
+        line.draw(figure, left, top, panel)
+        top -= line.height
+    return figure
+
+
+def _style(look: Look) -> Style:
+    """Cells wide enough for a readable label each, and fonts to go with them."""
+    longest = max(map(len, look.tokens.values()))
+    cell = min(0.32, max(0.135, 2.4 / longest))
+    names, missing = families("".join(label for labels in look.tokens.values() for label in labels))
+    if missing:
+        print(
+            f"plot_attention: warning: no installed font has {' '.join(sorted(missing))}; install one that does, for "
+            "example Noto Sans of that script, or use an .html page, for which browsers find fonts",
+            file=sys.stderr,
+        )
+    return Style(cell, min(8.5, cell * 72 * 0.68), names, heading=max(9.0, 1.6 * cell * longest))
+
+
+class _Line:
+    """One row of panels, and the room that it needs."""
+
+    def __init__(self, look: Look, row: Row, parts: list, style: Style):
+        self._row, self._style = row, style
+        found = parts_of(look, row.kind, row.layer)
+        self._maps = {part: one_head(found[part], row.head) if part in found else None for part in parts}
+        rows, columns, self._row_title, self._column_title = AXES[row.kind]
+        self._down, self._across = ([visual(label) for label in look.tokens[side]] for side in (rows, columns))
+        self._below = max(width(label, style.families, style.font) for label in self._across) + 0.15
+        self.left = max(width(label, style.families, style.font) for label in self._down) + 0.15 + style.line
+        self.panel = max(len(self._across) * style.cell, 1.45)
+        self._map_height = len(self._down) * style.cell
+        self.height = 2 * style.line + 0.05 + self._map_height + self._below + style.line + 0.15
+
+    def draw(self, figure: Figure, left: float, top: float, panel: float):
+        """Draw this row with its upper edge at `top`, its first panel at `left`, panels `panel` apart; in inches."""
+        wide, high = figure.get_size_inches()
+        heading = {"fontsize": self._style.heading, "va": "top"}
+        figure.text(left / wide, top / high, str(self._row), fontweight="bold", **heading)
+        top -= 2 * self._style.line + 0.05
+        most = max(numpy.nanmax(values) for values in self._maps.values() if values is not None)
+        for number, (part, values) in enumerate(self._maps.items()):
+            x = left + number * (panel + self._style.gap)
+            figure.text(x / wide, (top + self._style.line) / high, PARTS[part], **heading)
+            if values is None:
+                figure.text(x / wide, top / high, "none in this attention", color="0.4", **heading)
+                continue
+            size = (len(self._across) * self._style.cell, self._map_height)
+            axes = figure.add_axes((x / wide, (top - size[1]) / high, size[0] / wide, size[1] / high))
+            image = self._map(axes, values, most, labelled=number == 0)
+        x = left + len(self._maps) * (panel + self._style.gap)
+        bar = figure.add_axes((x / wide, (top - self._map_height) / high, 0.1 / wide, self._map_height / high))
+        figure.colorbar(image, cax=bar)
+        bar.tick_params(labelsize=self._style.small, length=2)
+
+    def _map(self, axes, values, most, labelled):
+        """One panel; the tokens of the rows stand beside the first one only."""
+        axes.set_facecolor("0.93")  # what is no part of the map
+        image = axes.imshow(values, cmap=COLOURS, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
+        font = {"fontsize": self._style.font}
+        axes.set_xticks(range(len(self._across)), self._across, rotation=90, **font)
+        axes.set_yticks(range(len(self._down)), self._down if labelled else [], **font)
+        axes.tick_params(length=0, pad=2)
+        axes.set_xlabel(self._column_title, fontsize=self._style.small, color="0.3", labelpad=4)
+        if labelled:
+            axes.set_ylabel(self._row_title, fontsize=self._style.small, color="0.3", labelpad=4)
+        return image
+
+
+if __name__ == "__main__":
+    main()

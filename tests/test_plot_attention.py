@@ -1,0 +1,439 @@
+"""scripts/plot_attention.py: pictures whose labels fit, a page that works in a browser, numbers that add up."""
+
+import io
+import json
+import logging
+import re
+import xml.etree.ElementTree as xml
+
+import attention_maps
+import browser
+import numpy
+import plot_attention
+import pytest
+from conftest import amplify_, build
+from figure_text import families, visual
+from plot_attention import Look, Row, chosen, main, numbers, page, parse, picture
+from test_attention_maps import checkpoints, inputs, maps_of  # noqa: F401  (a fixture)
+from toy import data, script  # noqa: F401  (a fixture)
+
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # as the command does
+
+EIGHT_HEADS = (
+    "--encoder-embed-dim 64 --encoder-ffn-embed-dim 64 --encoder-attention-heads 8 --encoder-layers 6 "
+    "--decoder-attention-heads 8 --decoder-layers 6 --dropout 0"
+).split()
+WORDS = "ein kleines Mädchen klettert Donaudampfschiff@@ fahrt in , das Holz@@ haus .".split()
+
+
+def look(source=6, target=5, words=WORDS, size=EIGHT_HEADS, compare=True, arch="ea_transformer_base", flags=()):
+    """Maps of models with random weights, and labels that are not theirs."""
+
+    def places(arch, *flags):
+        maps = maps_of(amplify_(build(arch, *flags, size=size)), *inputs([source], [target]))
+        return {(one.kind, one.layer): one for one in maps}
+
+    def labels(length):
+        return [words[i % len(words)] for i in range(length - 1)] + ["</s>"]
+
+    tokens = {"source": labels(source), "predicted": labels(target), "read": ["</s>", *labels(target)[:-1]]}
+    baseline = places("transformer") if compare else {}
+    return Look(tokens, places(arch, *flags), baseline, "run/last.pt", "base/last.pt" if compare else None)
+
+
+ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
+
+
+# ---- labels
+
+
+@pytest.mark.parametrize(
+    "label, on_paper",
+    [
+        ("holz@@", "holz@@"),
+        ("שלום", "םולש"),
+        ("בית@@", "@@תיב"),
+        ("סלאם2016", "2016םאלס"),
+        ("ב12.5", "12.5ב"),
+        ("GPTקוד", "דוקGPT"),
+        ("(קוד)", "(דוק)"),
+        ("⟨קוד⟩", "⟨דוק⟩"),
+        ("בְּ", "ְּב"[::-1][1:] + "ב"),
+        ("كتاب", "\ufe8f\ufe8e\ufe98\ufedb"),  # beh isolated, alef final, teh medial, kaf initial
+        ("سلام", "\ufee1\ufefc\ufeb3"),  # lam with alef is one letter
+        ("دار", "\ufead\ufe8d\ufea9"),  # letters that never join to the left
+        ("پنج", "\ufe9e\ufee8\ufb58"),  # Persian
+        ("مُد", "\ufeaa\u064f\ufee3"),  # a mark does not part letters; it comes before its letter
+    ],
+)
+def test_labels_from_right_to_left(label, on_paper):
+    assert visual(label) == on_paper
+
+
+def test_fonts_are_found_or_missed():
+    assert families("größe Ελληνικά русский שלום عربي") == (("DejaVu Sans",), set())
+    names, missing = families("a𒀀")  # cuneiform: few machines have it
+    assert (names[0], missing) == ("DejaVu Sans", {"𒀀"}) or len(names) == 2
+
+
+# ---- the picture
+
+
+@pytest.mark.parametrize("length", [2, 5, 20, 60])
+def test_labels_fit(length):
+    """No label covers another label of its axis, or a title, or leaves the picture."""
+    there = look(length, max(2, length - 3), size=EIGHT_HEADS)
+    style = plot_attention._style(there)
+    parts = ["map", "own", "convolution", "baseline"]
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    figure.draw_without_rendering()
+    canvas = figure.bbox
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == 12
+    titles = [text.get_window_extent() for text in figure.texts]
+    for axes in panels:
+        across, down = ([label for label in side if label.get_text()] for side in _labels(axes))
+        boxes = [label.get_window_extent() for label in across]
+        assert len(boxes) == axes.images[0].get_array().shape[1]
+        assert _apart(boxes)
+        assert not down or (len(down) == axes.images[0].get_array().shape[0] and _apart(_boxes(down)))
+        names = [text for text in (axes.xaxis.label, axes.yaxis.label) if text.get_text()]
+        assert _apart([*_boxes(names), axes.get_window_extent()])
+        assert not any(name.overlaps(label) for name in _boxes(names) for label in _boxes(across + down))
+        assert not any(title.overlaps(box) for title in titles for box in _boxes(across + down + names))
+        for box in _boxes(across + down + names):
+            assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1
+            assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
+    assert _apart(titles)
+    assert _apart([axes.get_window_extent() for axes in figure.axes])
+    assert style.font >= 6
+
+
+def _labels(axes):
+    return axes.get_xticklabels(), axes.get_yticklabels()
+
+
+def _boxes(texts):
+    return [text.get_window_extent() for text in texts]
+
+
+def _apart(boxes):
+    return not any(one.overlaps(other) for index, one in enumerate(boxes) for other in boxes[:index])
+
+
+def test_one_colour_scale_per_row_and_the_right_maps():
+    there = look()
+    style = plot_attention._style(there)
+    parts = ["map", "own", "convolution", "baseline"]
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    images = [axes.images[0] for axes in figure.axes if axes.images]
+    for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
+        maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]
+        expected = [maps.weights, maps.share(maps.logits), maps.share(maps.convolved), baseline.weights]
+        for image, values in zip(shown, expected, strict=True):
+            values = values[0].mean(0) if row.head == "mean" else values[0, row.head - 1]
+            seen = ~maps.masked[0, 0].numpy()
+            drawn = image.get_array()
+            numpy.testing.assert_allclose(drawn[seen], values.numpy()[seen], atol=1e-7)
+            assert numpy.ma.getmaskarray(drawn).tolist() == (~seen).tolist()
+        assert len({image.get_clim() for image in shown}) == 1
+        assert shown[0].get_clim() == (0, max(image.get_array().max() for image in shown))
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_pictures_are_the_same_again(form):
+    there, rows, parts = look(), ROWS[:1], ["map", "own"]
+    first = picture(there, rows, parts, form)
+    assert picture(there, rows, parts, form) == first
+    if form == "svg":
+        assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
+    else:
+        assert first.startswith(b"\x89PNG")
+
+
+def test_a_part_that_one_kind_has_not():
+    there = look(flags=("--ea-cross-beta", "0"), compare=False)
+    assert there.parts == ["map", "own", "convolution"]
+    assert picture(there, [Row("cross", 3, 1)], there.parts, "svg")
+    assert look(arch="transformer", compare=False).parts == ["map"]
+
+
+def test_a_picture_of_everything_is_refused_as_png():
+    there = look(30, 30, compare=False)
+    rows = [Row(kind, layer, head) for kind in plot_attention.KINDS for layer in range(1, 7) for head in range(1, 9)]
+    with pytest.raises(attention_maps.MapsError, match="pixels high"):
+        picture(there, rows, ["map"], "png")
+
+
+def test_a_missing_letter_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(plot_attention, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
+    picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
+    said = capsys.readouterr().err
+    assert said.count("no installed font has 𒀀;") == 1
+    assert "Glyph" not in said
+
+
+# ---- the numbers
+
+
+def test_numbers_add_up_and_are_the_same_again():
+    there = look(7, 5)
+    file = numbers(there)
+    assert numbers(there) == file
+    arrays = numpy.load(io.BytesIO(file))
+    assert arrays["tokens.source"].tolist() == there.tokens["source"]
+    assert arrays["encoder.6.weights"].shape == (8, 7, 7)
+    assert arrays["baseline.cross.6.weights"].shape == (8, 5, 7)
+    for kind, layer in there.maps:
+        place = f"{kind}.{layer}"
+        beta, alpha = arrays[f"{place}.beta"], arrays[f"{place}.alpha"]
+        previous = arrays[f"{place}.previous"] if alpha else 0
+        mixed = beta * arrays[f"{place}.convolved"] + (1 - beta) * (
+            alpha * previous + (1 - alpha) * arrays[f"{place}.logits"]
+        )
+        mixed = numpy.exp(numpy.where(arrays[f"{place}.masked"], -numpy.inf, mixed))
+        numpy.testing.assert_allclose(
+            mixed / mixed.sum(-1, keepdims=True), arrays[f"{place}.weights"], atol=1e-6, rtol=0
+        )
+
+
+# ---- the command
+
+
+def arguments(checkpoint, tmp_path, *more):
+    return [
+        "--checkpoint",
+        str(checkpoint),
+        "--source",
+        "Hund, Katze.",
+        "--out",
+        str(tmp_path / "new" / "a.png"),
+        *more,
+    ]
+
+
+def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):  # noqa: F811
+    files = [tmp_path / "new" / f"a{suffix}" for suffix in plot_attention.SUFFIXES]
+    main(
+        [
+            *("--checkpoint", str(checkpoints.evolving), "--compare", str(checkpoints.stock)),
+            *("--source", "Hund, Katze.", "--target", "the dog, the cat."),
+            *("--layer", "1", "--head", "mean", "--out", *map(str, files)),
+        ]
+    )
+    assert all(file.stat().st_size > 1000 for file in files)
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == sorted(file.name for file in files)
+    said = capsys.readouterr().err
+    assert "source: h" in said
+    assert numpy.load(files[-1])["cross.1.weights"].shape[0] == 2
+    assert '"start": {"kind": "encoder", "layer": 1, "head": 0}' in files[2].read_text()
+
+
+def test_without_a_target_the_model_translates(checkpoints, tmp_path):  # noqa: F811
+    main([*arguments(checkpoints.mixed, tmp_path)[:-1], str(tmp_path / "own.npz")])
+    loaded = attention_maps.load_model(checkpoints.mixed)
+    expected = loaded.translate(loaded.source("Hund, Katze."), 5)
+    assert numpy.load(tmp_path / "own.npz")["tokens.predicted"].tolist() == expected.labels
+
+
+@pytest.mark.parametrize(
+    "model, more, message",
+    [
+        (
+            "evolving",
+            ["--kind", "encoder", "--layer", "3"],
+            r"--layer 3: .*evolving\.pt has 2 layers with encoder self",
+        ),
+        ("evolving", ["--layer", "2"], r"--layer 2: .*evolving\.pt has 1 layers with decoder self-attention"),
+        ("evolving", ["--head", "3"], r"--head 3: .*evolving\.pt has 2 heads"),
+        ("stock", ["--part", "map", "convolution"], r"--part convolution: .*stock\.pt has no convolution in encoder"),
+        ("mixed", ["--kind", "cross", "--part", "convolution"], r"has no convolution in encoder-decoder attention"),
+        ("evolving", ["--source", "  "], r"the source sentence is empty"),
+        ("evolving", ["--target", ""], r"the target sentence is empty"),
+        ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
+        ("evolving", ["--target", "dog. " * 9], r"the target sentence is too long"),
+        ("evolving", ["--compare", "none.pt"], r"none\.pt: no such checkpoint"),
+        ("none", [], r"none\.pt: no such checkpoint"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):  # noqa: F811
+    checkpoint = getattr(checkpoints, model, tmp_path / "none.pt")
+    with pytest.raises(SystemExit) as end:
+        main(arguments(checkpoint, tmp_path, *more))
+    assert re.search(message, end.value.code)
+    assert end.value.code.startswith("plot_attention: ")
+    assert not list(tmp_path.glob("**/*.*"))
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--out", "a.pdf"], r"a\.pdf: the name must end in \.png, \.svg, \.html, \.npz"),
+        (["--layer", "0"], "--layer: invalid number or all value: '0'"),
+        (["--head", "x"], "--head: invalid number or all or mean value: 'x'"),
+        (["--kind", "both"], "invalid choice: 'both'"),
+        (["--beam", "0"], "--beam must be at least 1"),
+    ],
+)
+def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit):
+        main(arguments("none.pt", tmp_path, *more))
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):  # noqa: F811
+    words = iter([["a"], ["b"]])
+    monkeypatch.setattr(plot_attention, "_words", lambda loaded: next(words))
+    with pytest.raises(SystemExit, match="its dictionaries are others than those of"):
+        main(arguments(checkpoints.evolving, tmp_path, "--compare", str(checkpoints.stock)))
+
+
+def test_a_baseline_with_fewer_heads_is_named():
+    there = look()
+    fewer = look(size=["--encoder-attention-heads", "2", "--decoder-attention-heads", "2", *EIGHT_HEADS[:4]])
+    mixed = Look(there.tokens, there.maps, fewer.maps, "run/last.pt", "base/last.pt")
+    args = parse(["--run", "x", "--source", "y", "--head", "8", "--layer", "6"])
+    with pytest.raises(attention_maps.MapsError, match=r"--head 8: --compare base/last\.pt has 2 heads"):
+        chosen(mixed, args)
+
+
+def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):  # noqa: F811
+    """The second of two files fails: neither appears."""
+
+    def full(look, start):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot_attention, "page", full)
+    with pytest.raises(SystemExit, match="No space left"):
+        main(
+            arguments(
+                checkpoints.evolving,
+                tmp_path,
+                "--layer",
+                "1",
+                "--out",
+                *(str(tmp_path / f"a{s}") for s in (".npz", ".html")),
+            )
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_from_any_folder(checkpoints, tmp_path):  # noqa: F811
+    result = script(
+        "plot_attention.sh", "--checkpoint", checkpoints.evolving, "--source", "Hund.", "--layer", 1, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["attention.png"]
+    assert "DEBUG" not in result.stderr
+
+
+# ---- the page
+
+
+def test_the_page_is_small_and_needs_no_network():
+    there = look(40, 40)
+    text = page(there, Row("encoder", 3, 1))
+    assert len(text.encode()) < 5e6
+    assert not re.search(r"https?://|<link|src=|@import|url\(", text)
+    assert page(there, Row("encoder", 3, 1)) == text
+
+
+def test_tokens_cannot_end_the_script():
+    there = look(words=["</script><script>alert(1)</script>", "<!--"])
+    text = page(there, Row("cross", 1, "mean"))
+    assert "alert(1)</script>" not in text
+    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    assert json.loads(inside)["tokens"]["source"][0] == "</script><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if browser.missing():
+        pytest.skip(f"needs {browser.missing()}: apt-get install chromium chromium-driver")
+    with browser.browser(tmp_path_factory.mktemp("profile"), "--window-size=1400,1000") as running:
+        yield running
+
+
+def value(there, kind, layer, head, part, row, column):
+    """What the page should show."""
+    maps = there.maps[kind, layer]
+    values = {
+        "map in use": maps.weights,
+        "own query-key logits": maps.share(maps.logits),
+        "convolution": maps.share(maps.convolved),
+        "baseline": there.baseline[kind, layer].weights,
+    }[part][0]
+    return (values.mean(0) if head == "mean" else values[head - 1])[row, column].item()
+
+
+def shown(text):
+    """{part: number} of what the page says."""
+    return {name: float(number) for name, number in re.findall(r"([a-z][a-z -]+) ([0-9.]+)(?:,|$)", text)}
+
+
+def hover_labelled(page, part, row, column):
+    canvas = f'#panels canvas[data-part="{part}"]'
+    left, head, cell = page.run(
+        "const c = document.querySelector(arguments[0]); return [c.left, c.head, c.cell]", canvas
+    )
+    page.hover(canvas, left + (column + 0.5) * cell, head + (row + 0.5) * cell)
+    return page.text("#readout")
+
+
+def test_the_page_in_a_browser(chromium, tmp_path):
+    """Hover, read the value; switch head and layer, by pointer and by key."""
+    there = look(12, 9, words=["ein", "שלום", "كتاب", "猫", "😀", "naïve"])
+    (tmp_path / "a.html").write_text(page(there, Row("encoder", 3, 1)), encoding="utf-8")
+    chromium.open(tmp_path / "a.html")
+    place = "document.querySelector('#place h2').textContent"
+
+    def check(kind, layer, head, row, column, part="map"):
+        text = hover_labelled(chromium, part, row, column)
+        found = shown(text.split("\u2069: ")[1])
+        assert set(found) == {"map in use", "own query-key logits", "convolution", "baseline"}
+        for name, number in found.items():
+            assert number == pytest.approx(value(there, kind, layer, head, name, row, column), abs=1e-4)
+        rows, columns = plot_attention.AXES[kind][:2]
+        assert f"⁨{there.tokens[rows][row]}⁩ → ⁨{there.tokens[columns][column]}⁩" in text
+        assert not chromium.run("return document.getElementById('tip').hidden")
+
+    assert chromium.run(f"return {place}") == "encoder self-attention, layer 3, head 1"
+    check("encoder", 3, 1, 1, 2)
+    chromium.click("#head-5")
+    check("encoder", 3, 5, 1, 2)
+    chromium.click('#overview canvas[data-kind="cross"][data-layer="6"]')
+    assert chromium.run(f"return {place}") == "encoder-decoder attention, layer 6, head 5"
+    check("cross", 6, 5, 8, 11, part="baseline")
+    for key in ("ArrowLeft", "h"):
+        chromium.press(key)
+    check("cross", 5, 6, 0, 0, part="convolution")
+    for key in ("0", "ArrowUp"):
+        chromium.press(key)
+    assert chromium.run(f"return {place}") == "decoder self-attention, layer 5, mean over heads"
+    check("decoder", 5, "mean", 8, 3)
+    assert "map in use –" in hover_labelled(chromium, "map", 2, 5)  # the future
+
+    chromium.press("2")
+    chromium.click("#part-convolution")
+    box = "const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.width, b.height]"
+    canvas = '#overview canvas[data-kind="encoder"][data-layer="4"]'
+    width, height = chromium.run(box, canvas)
+    chromium.hover(canvas, width * 7.5 / 12, height * 2.5 / 12)
+    found = shown(chromium.text("#tip").split("\u2069: ")[1])
+    assert found == {"convolution": pytest.approx(value(there, "encoder", 4, 2, "convolution", 2, 7), abs=1e-4)}
+    assert chromium.complaints() == []
+
+
+def test_a_baseline_alone_in_a_browser(chromium, tmp_path):
+    """A model without convolutions, whose decoder has fewer layers: fewer buttons, no errors."""
+    small = [*EIGHT_HEADS[:-4], "--decoder-layers", "2", "--dropout", "0"]
+    there = look(arch="transformer", compare=False, size=small)
+    (tmp_path / "a.html").write_text(page(there, Row("encoder", 6, "mean")), encoding="utf-8")
+    chromium.open(tmp_path / "a.html")
+    assert chromium.run("return [...document.querySelectorAll('#parts button')].map(b => b.textContent)") == [
+        "map in use"
+    ]
+    chromium.press("ArrowDown")  # to the decoder, which has no layer 6
+    assert chromium.text("#place h2") == "decoder self-attention, layer 2, mean over heads"
+    assert chromium.complaints() == []
