@@ -1,0 +1,401 @@
+#!/usr/bin/env python3
+"""The operation alone: from projected queries, keys and values to the context, in time, memory and share of the floor.
+
+  ours      what the model's attention does between its projections, whichever path it takes here
+  plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax
+  compiled  torch.compile of it
+  sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing
+
+The floor is what no implementation can go below: every input read and every output written once, every product counted
+once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N sentences of N
+tokens, of which half end in padding. Forward is measured without gradients, as in decoding.
+
+    .venv/bin/python scripts/benchmark_attention.py --threads 2 --longest 256
+    .venv/bin/python scripts/benchmark_attention.py --precision fp32 bf16 fp16 --heads 4 8
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from benchmark import (
+    DTYPES,
+    BenchmarkError,
+    calls,
+    interleave,
+    parser,
+    positive,
+    prepare,
+    quiet,
+    record,
+    spread,
+    synchronize,
+    write,
+)
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
+from ea_fairseq.evolution import Geometry
+
+# Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
+KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}
+HEAD_DIM = {4: 40, 8: 64}  # lite, base
+LENGTHS = [16, 32, 64, 128, 256, 512, 1024]
+SHORTEST_TIMING = 0.02  # seconds; shorter calls are repeated
+
+
+@dataclass
+class Problem:
+    """One attention layer's inputs."""
+
+    kind: str
+    attention: EvolvingAttention
+    q: Tensor  # N x B x C, before scaling
+    k: Tensor  # N x B x C
+    v: Tensor  # N x B x C
+    previous: Tensor | None  # B x K x N x N, in the encoder
+    padding: Tensor  # B x N, True = masked
+    future: Tensor | None  # N x N, True = masked, in the decoder's self-attention
+    gradients: list  # of the context, and in the encoder of the map that the next layer takes
+
+    @property
+    def inputs(self):
+        """What gradients are wanted of."""
+        found = [self.q, self.k, self.v, self.previous, *self.attention.evolution.parameters()]
+        return [tensor for tensor in found if tensor is not None]
+
+
+def main(arguments=None):
+    """Command line: time, print, and keep everything in --output."""
+    args = parse(arguments)
+    results = []
+    try:
+        device = prepare(args)
+        for precision in args.precision:
+            peaks = machine(device, DTYPES[precision])
+            print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
+            for kind in args.kind:
+                for heads in args.heads:
+                    for length in LENGTHS[: LENGTHS.index(args.longest) + 1]:
+                        found = measure(args, device, precision, kind, heads, length, peaks)
+                        results.append(found)
+                        report(found)
+                        write(args.output, record("attention", args, device, results))
+    except (BenchmarkError, OSError) as error:
+        sys.exit(f"benchmark_attention: {error}")
+    print(f"written: {args.output}")
+
+
+def parse(arguments):
+    found = parser(__doc__, "benchmark_attention.json")
+    found.add_argument("--precision", nargs="+", choices=DTYPES, default=["fp32"], help="(default: fp32)")
+    found.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
+    found.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
+    found.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="of N = 16, 32, ... (default: 1024)")
+    found.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
+    found.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
+    found.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
+    args = found.parse_args(arguments)
+    if args.kernel_size % 2 == 0:
+        found.error(f"--kernel-size {args.kernel_size} is not odd")
+    return args
+
+
+def measure(args, device, precision, kind, heads, length, peaks):
+    """Times, memory and floor of all paths on one problem."""
+    batch = max(1, args.tokens // length)
+    problem = make_problem(args.seed, device, DTYPES[precision], kind, heads, length, batch, args.kernel_size)
+    baseline = plain(problem)
+    expected = results_of(baseline, problem)
+    loops = {}
+    for which, call in PASSES.items():  # how many calls make up one timing
+        once = fastest(partial(call, baseline, problem), 3, device)
+        loops[which] = max(1, round(SHORTEST_TIMING / once))
+    paths, failed, differences, memory = {}, {}, {}, {}
+    for name in args.paths:
+        try:
+            run = PATHS[name](problem)
+            found = results_of(run, problem)
+        except Exception as error:  # a compiler that is missing, memory that is too small: the other paths go on
+            failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            continue
+        paths[name] = partial(repeat, run, problem, loops)
+        memory[name] = {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
+        if name != "sdpa":
+            differences[name] = max(map(relative_difference, found, expected))
+    label = f"{kind} K={heads} N={length} {precision}"
+    with tqdm(
+        total=calls(len(paths), 2, args.repetitions), desc=label, unit=" calls", mininterval=1, leave=False
+    ) as bar:
+        times = interleave(paths, list(PASSES), args.repetitions, device, bar)
+    return {
+        **{"kind": kind, "heads": heads, "length": length, "batch": batch, "precision": precision},
+        "machine": peaks,
+        "paths": {
+            name: {
+                which: {
+                    "milliseconds": spread([1e3 * row[number] / loops[which] for row in table]),
+                    "memory": memory[name][which],
+                    "floor": least(problem, name, peaks)[which],
+                }
+                for number, which in enumerate(PASSES)
+            }
+            for name, table in times["seconds"].items()
+        },
+        "difference_from_plain": differences,
+        "cannot_run": failed,
+        "calls_per_timing": loops,
+        "times": times,
+    }
+
+
+def make_problem(seed, device, dtype, kind, heads, length, batch, kernel_size):
+    """Random inputs; half of the sentences end in padding, up to a fifth of their length."""
+    chance = torch.Generator().manual_seed(seed)
+    dim = heads * HEAD_DIM[heads]
+
+    def random(*shape):
+        return torch.randn(shape, generator=chance).to(device, dtype)
+
+    torch.manual_seed(seed)
+    settings = {"alpha": 0.5, "beta": 0.1, "kernel_size": kernel_size}
+    if kind == "encoder":
+        attention = EncoderSelfAttention(dim, heads, **settings)
+    else:
+        cross = kind == "cross"
+        attention = DecoderAttention(
+            KINDS[kind], dim, heads, **settings, self_attention=not cross, encoder_decoder_attention=cross
+        )
+    q, k, v = (random(length, batch, dim).requires_grad_() for _ in range(3))
+    maps = batch, heads, length, length
+    padded = torch.randint(0, length // 5 + 1, (batch, 1), generator=chance) * (torch.arange(batch) % 2)[:, None]
+    future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1) if kind == "decoder" else None
+    return Problem(
+        kind,
+        attention.to(device, dtype),
+        *(q, k, v),
+        previous=random(*maps).requires_grad_() if kind == "encoder" else None,
+        padding=(torch.arange(length) >= length - padded).to(device),
+        future=future,
+        gradients=[random(length, batch, dim), *([random(*maps)] if kind == "encoder" else [])],
+    )
+
+
+class Given(nn.Module):
+    """In the place of a projection: what it would have given."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor = tensor
+
+    def forward(self, _):
+        return self.tensor
+
+
+def ours(problem):
+    """The model's own attention, its projections taken out."""
+    attention = problem.attention
+    attention.q_proj, attention.k_proj, attention.v_proj = map(Given, (problem.q, problem.k, problem.v))
+    attention.out_proj = nn.Identity()
+    q, k = problem.q.detach(), problem.k.detach()  # what would be projected
+
+    def run():
+        if problem.kind == "encoder":
+            attention.previous_map = problem.previous
+            context, _ = attention(q, key_padding_mask=problem.padding, need_weights=False)
+            return context, attention.take_map()
+        attention.query_padding_mask = problem.padding
+        context, _ = attention(q, k, k, problem.padding, need_weights=False, attn_mask=problem.future)
+        return (context,)
+
+    return run
+
+
+def plain(problem):
+    """Section by section as the paper has it."""
+    return partial(composition, problem, problem.attention.evolution)
+
+
+def composition(problem, evolution):
+    q, k, v = split_heads(problem)
+    logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
+    masked = combine(problem.padding, problem.future)
+    a_logit = evolution(logits, masked | problem.padding[:, None, :, None], problem.previous)
+    scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).type_as(v)
+    context = merge_heads(weights @ v)
+    return (context,) if problem.previous is None else (context, a_logit)
+
+
+def compiled(problem):
+    """torch.compile of `plain`, anew for each shape."""
+    torch._dynamo.reset()
+    return torch.compile(plain(problem), dynamic=False)
+
+
+def sdpa(problem):
+    """Stock attention: nothing evolves, no maps go in or out."""
+
+    def run():
+        q, k, v = split_heads(problem)
+        seen = ~combine(problem.padding, problem.future)
+        return (merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen)),)
+
+    return run
+
+
+PATHS = {"ours": ours, "plain": plain, "compiled": compiled, "sdpa": sdpa}
+
+
+def split_heads(problem):
+    """q, k, v: N x B x C -> B x K x N x D"""
+    return map(problem.attention.split_heads, (problem.q, problem.k, problem.v))
+
+
+def merge_heads(x):
+    """B x K x T x D -> T x B x C"""
+    batch, heads, length, dim = x.shape
+    return x.permute(2, 0, 1, 3).reshape(length, batch, heads * dim)
+
+
+def forward(run, problem):
+    """As in decoding."""
+    problem.attention.eval()
+    with torch.no_grad():
+        return run()
+
+
+def forward_backward(run, problem):
+    """As in training, without dropout; gives all gradients."""
+    problem.attention.train()
+    outputs = run()
+    return torch.autograd.grad(outputs, problem.inputs, problem.gradients[: len(outputs)], allow_unused=True)
+
+
+PASSES = {"forward": forward, "forward + backward": forward_backward}
+
+
+def results_of(run, problem):
+    """Outputs and gradients of a path, to be compared."""
+    return [*forward(run, problem), *forward_backward(run, problem)]
+
+
+def relative_difference(found, expected):
+    """The largest difference, as a share of the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def fastest(call, count, device):
+    """Seconds of the fastest of `count` calls."""
+    found = []
+    for _ in range(count):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def repeat(run, problem, loops, which):
+    """One timing; gives the number of target tokens."""
+    for _ in range(loops[which]):
+        PASSES[which](run, problem)
+    return loops[which] * problem.q.size(0) * problem.q.size(1)
+
+
+def peak_memory(call, device):
+    """Bytes at most during a call, beyond what was there; on the CPU what PyTorch's allocator gave out."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+        call()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def least(problem, path, peaks):
+    """`floor` of a path, with the milliseconds that this machine needs for it at its best."""
+    length, batch, _ = problem.q.shape
+    heads, kernel_size = problem.attention.num_heads, problem.attention.evolution.kernel_size
+    kernel_size, maps = (0, False) if path == "sdpa" else (kernel_size, problem.kind == "encoder")
+    counts = floor(batch, heads, length, HEAD_DIM[heads], kernel_size, problem.q.itemsize, maps, problem.kind)
+    return {
+        which: {**found, "milliseconds": 1e3 * max(found[unit] / peaks[unit] for unit in peaks)}
+        for which, found in counts.items()
+    }
+
+
+def floor(batch, heads, length, head_dim, kernel_size, width, maps, kind):
+    """{pass: {"bytes", "flops"}} that no implementation goes below.
+
+    Bytes and FLOPs are bounds each by itself: what saves the bytes of maps between the passes computes maps twice.
+
+    Args:
+        kernel_size: 0 where nothing is convolved.
+        width: bytes of a number.
+        maps: whether maps come from the layer before and go to the next; all others need never leave the processor.
+    """
+    vectors = batch * heads * length * head_dim * width  # one of q, k, v, context, and of their gradients
+    map_bytes = batch * heads * length * length * width if maps else 0
+    # forward: q, k, v and the map before in; context and map out
+    read_write = 4 * vectors + 2 * map_bytes
+    # backward: q, k, v, the map before, and the gradients of context and map in; gradients of q, k, v, map before out
+    read_write_back = 7 * vectors + 3 * map_bytes
+
+    # In the decoder's self-attention half of the map is the future, and taps above the kernel's diagonal are removed.
+    pixels = length * (length + 1) // 2 if kind == "decoder" else length**2
+    taps = kernel_size * (kernel_size + 1) // 2 if kind == "decoder" else kernel_size**2
+    # a pixel: its dot product, its convolution, its share of the context; 2 FLOPs are a multiply-add
+    flops = 2 * batch * heads * pixels * (head_dim + heads * taps + head_dim)
+    return {
+        "forward": {"bytes": read_write, "flops": flops},
+        # a product has two gradients, each a product of the same size
+        "forward + backward": {"bytes": read_write + read_write_back, "flops": 3 * flops},
+    }
+
+
+def machine(device, dtype):
+    """{"bytes", "flops"} a second that this machine reaches in a copy and in a matrix product; the best of ten."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    long = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(long)
+
+    return {
+        "bytes": 2 * long.numel() / fastest(lambda: target.copy_(long), 10, device),
+        "flops": 2 * size**3 / fastest(lambda: a @ b, 10, device),
+    }
+
+
+def report(found):
+    """Print one problem's results, a line for each path."""
+    print("\n{kind} attention, K = {heads}, N = {length}, B = {batch}, {precision}".format(**found))
+    print(f"  {'':<9}" + "".join(f"{which + ' ms':>22} {'MiB':>8} {'floor':>6}" for which in PASSES))
+    for name, passes in found["paths"].items():
+        line = f"  {name:<9}"
+        for taken in passes.values():
+            milliseconds = taken["milliseconds"]["median"]
+            share = taken["floor"]["milliseconds"] / milliseconds
+            line += f"{milliseconds:22.2f} {taken['memory'] / 2**20:8.1f} {share:6.0%}"
+        print(line)
+    for name, reason in found["cannot_run"].items():
+        print(f"  {name:<9} cannot run: {reason}")
+
+
+if __name__ == "__main__":
+    quiet()
+    main()
