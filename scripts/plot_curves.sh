@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Learning curves of runs: losses and validation BLEU against updates, epochs and hours, the seeds of a model as one line.
+#
+#   scripts/plot_curves.sh RUN... [--out results/curves.png] [--x updates epochs hours] [--csv FILE]
+#
+# For example: scripts/plot_curves.sh runs/iwslt14-de-en-*
+# All options: scripts/plot_curves.sh --help
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+require_setup
+exec "$python" "$repo/scripts/plot_curves.py" "$@"
