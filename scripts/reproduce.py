@@ -254,11 +254,13 @@ def write(table, found, folder):
 def markdown(table, found, picture):
     """The table, what its numbers are, and where each came from."""
     head = ["Model", "Parameters", "FLOPs", *(column.label for column in table.columns)]
-    lines = [f"# {table.title}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+    lines = [f"# {table.title}", "", markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
         size = profile(row.arch, row.flags)
         counts = [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
-        lines.append(_line([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)]))
+        lines.append(
+            markdown_row([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)])
+        )
     scores = ", ".join(f"{column.label}: {LABELS[column.score]}" for column in table.columns)
     lines += [
         "",
@@ -270,10 +272,10 @@ def markdown(table, found, picture):
     ]
     if picture:
         lines += [f"![{table.title}]({picture})", ""]
-    return "\n".join([*lines, *_provenance(table, found)]) + "\n"
+    return "\n".join([*lines, *provenance(table, found)]) + "\n"
 
 
-def _line(cells):
+def markdown_row(cells):
     return "| " + " | ".join(cells) + " |"
 
 
@@ -288,7 +290,8 @@ def _cell(cell):
     return text + paper
 
 
-def _provenance(table, found):
+def provenance(table, found):
+    """The lines of a report that say of every score how and where it was made."""
     lines = ["## Where the numbers come from", ""]
     for row in table.rows:
         for column in table.columns:
