@@ -24,7 +24,7 @@ import numpy
 import torch
 from average_checkpoints import positive
 from checkpoint import replacing
-from evaluate import provenance
+from evaluate import REPO, provenance
 from fairseq import options
 from fairseq.data import Dictionary, LanguagePairDataset, ListDataset
 from fairseq.data.data_utils import numpy_seed
@@ -59,10 +59,11 @@ def quiet():
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
     warnings.filterwarnings("ignore", message=r"\n'config' is validated")
     logging.disable(logging.INFO)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 
 
-def parser(description, output):
-    """An argument parser with the options that all benchmarks have."""
+def parser(description, name):
+    """An argument parser with the options that all benchmarks have; `name` names the file of results."""
     found = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -71,7 +72,11 @@ def parser(description, output):
     found.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
     found.add_argument("--seed", type=int, default=1, help="(default: 1)")
     found.add_argument(
-        "--output", type=Path, default=Path(output), metavar="FILE", help=f"JSON with every time (default: {output})"
+        "--output",
+        type=Path,
+        default=REPO / "results" / f"benchmark_{name}.json",
+        metavar="FILE",
+        help="JSON with every time (default: %(default)s)",
     )
     return found
 
@@ -175,7 +180,10 @@ def pick(dataset, count, seed, **limits):
     """
     with numpy_seed(seed):
         order = dataset.ordered_indices()  # by length
-    order, _ = dataset.filter_indices_by_size(order, (1024, 1024))
+    longest = min(1024, limits.get("max_tokens", 1024))  # positions that models have, or what fits into a batch
+    order, _ = dataset.filter_indices_by_size(order, (longest, longest))
+    if not len(order):
+        raise BenchmarkError(f"no sentence has at most {longest} tokens; a larger --max-tokens may help")
     batches = dataset.batch_by_size(order, **limits)
     places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
     numpy.random.default_rng(seed).shuffle(places)

@@ -92,7 +92,7 @@ def main(arguments=None):
 
 
 def parse(arguments):
-    found = parser(__doc__, "benchmark_attention.json")
+    found = parser(__doc__, "attention")
     found.add_argument("--precision", nargs="+", choices=DTYPES, default=["fp32"], help="(default: fp32)")
     found.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
     found.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")

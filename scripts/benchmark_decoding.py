@@ -63,7 +63,7 @@ def main(arguments=None):
 
 
 def parse(arguments):
-    found = parser(__doc__, "benchmark_decoding.json")
+    found = parser(__doc__, "decoding")
     found.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
     found.add_argument("--run-pair", nargs=2, type=Path, metavar=("OURS", "STOCK"), help="two trained runs instead")
     found.add_argument("--precision", nargs="+", choices=DTYPES, default=["fp32"], help="(default: fp32)")

@@ -1,0 +1,275 @@
+"""scripts/benchmark_*.py: what they time is what they say, in fair turns; their JSON; what they refuse."""
+
+import json
+
+import benchmark
+import benchmark_attention
+import benchmark_decoding
+import benchmark_training
+import numpy
+import plot_growth
+import pytest
+import torch
+from toy import data, run  # noqa: F401  (fixtures)
+from tqdm import tqdm
+
+SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]
+ORIGIN = {"command", "commit", "device", "versions", "date", "threads", "options", "load_average", "results"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Flags of a benchmark that takes a second."""
+    path = tmp_path_factory.mktemp("lengths") / "lengths"
+    path.write_text("".join(f"{3 + number % 20} {2 + number % 20}\n" for number in range(200)))
+    return [*SMALL, "--lengths", path]
+
+
+def result_of(module, path, *flags):
+    """Run a benchmark's command line in this process and read what it wrote."""
+    module.main([*map(str, flags), "--output", str(path)])
+    found = json.loads(path.read_text())
+    assert found.keys() >= ORIGIN
+    return found
+
+
+def test_generated_lengths_are_distributed_as_claimed():
+    lengths = benchmark.generate_lengths(40_000, 1)
+    assert lengths.shape == (40_000, 2)
+    assert (lengths == benchmark.generate_lengths(40_000, 1)).all()
+    assert (lengths != benchmark.generate_lengths(40_000, 2)).any()
+    assert lengths.min() >= 1
+    assert lengths.max() <= 175
+    assert (lengths.max(axis=1) <= 1.5 * lengths.min(axis=1)).all()
+    logs = numpy.log(lengths)
+    assert logs.mean(axis=0) == pytest.approx(benchmark.LOG_MEAN, abs=0.03)
+    assert logs.std(axis=0) == pytest.approx(benchmark.LOG_DEVIATION, abs=0.03)
+    assert numpy.corrcoef(logs.T)[0, 1] == pytest.approx(benchmark.CORRELATION, abs=0.01)
+    # the real text's
+    assert numpy.percentile(lengths[:, 0], [5, 50, 95, 99]) == pytest.approx([6, 19, 59, 87], rel=0.08, abs=0.5)
+
+
+def test_lengths_from_a_file(tmp_path):
+    path = tmp_path / "lengths"
+    path.write_text("12 14\n3 2\n")
+    assert benchmark.read_lengths(path).tolist() == [[12, 14], [3, 2]]
+    for content, said in (("1 2\n3\n", ":2: two lengths"), ("1 0\n", ":1: two lengths"), ("", "holds no lengths")):
+        path.write_text(content)
+        with pytest.raises(benchmark.BenchmarkError, match=said):
+            benchmark.read_lengths(path)
+
+
+def corpus(*flags):
+    """Task and data set as a benchmark makes them."""
+    args = benchmark_training.parse(["--max-tokens", "300", *map(str, flags)])
+    task = benchmark.make_task(args, benchmark.configuration("transformer"))
+    return task, benchmark.corpus(args, task, "train")
+
+
+def test_batches_are_fairseqs(tmp_path):
+    path = tmp_path / "lengths"
+    path.write_text("".join(f"{5 + number % 50} {4 + number % 50}\n" for number in range(500)))
+    task, sentences = corpus("--lengths", path)
+    batches = benchmark.pick(sentences, 6, 1, max_tokens=300)
+    assert len(batches) == 6
+    for batch in batches:
+        shape = benchmark.describe(batch)
+        assert shape["sentences"] * max(shape["source"], shape["target"]) <= 300
+        assert shape["tokens"] == batch["target"].ne(task.target_dictionary.pad()).sum()
+        for side in (batch["net_input"]["src_tokens"], batch["target"]):
+            assert (side == task.target_dictionary.eos()).sum(dim=1).eq(1).all()
+    with pytest.raises(benchmark.BenchmarkError, match="no sentence has at most 4 tokens"):
+        benchmark.pick(sentences, 6, 1, max_tokens=4)
+    sources = sorted(benchmark.describe(batch)["source"] for batch in batches)
+    assert sources[0] < 20
+    assert sources[-1] > 45
+    assert sorted(sources) != [benchmark.describe(batch)["source"] for batch in batches]  # not by length: shuffled
+
+
+def test_candidates_take_turns():
+    called = []
+    candidates = {name: lambda item, name=name: called.append((name, item)) or 7 for name in ("ours", "stock")}
+    with tqdm(total=benchmark.calls(2, 3, 4), disable=None) as progress:
+        times = benchmark.interleave(candidates, "abc", 4, "cpu", progress)
+    assert len(called) == benchmark.calls(2, 3, 4) == 2 * 3 * 5
+    timed = called[6:]  # after the warm-up
+    for pair in zip(timed[::2], timed[1::2], strict=True):
+        assert {name for name, _ in pair} == {"ours", "stock"}
+        assert len({item for _, item in pair}) == 1
+    first = [name for name, _ in timed[::2]]
+    assert first.count("ours") == first.count("stock")
+    assert first[:3] != first[3:6]  # the batch that ours began with, stock begins with next time
+    assert {kind: numpy.shape(times[kind]["ours"]) for kind in times} == dict.fromkeys(times, (4, 3))
+    assert times["tokens"]["stock"] == [[7, 7, 7]] * 4
+
+
+def test_ratio_is_of_neighbours_in_time():
+    """The machine is ten times as slow in the second repetition, for both: no ratio may show it."""
+    slow = numpy.array([[1.0], [10.0], [1.0]])
+    seconds = {"ours": slow * [[2.0, 4.0]], "stock": slow * [[1.0, 3.0]]}
+    tokens = {name: numpy.full((3, 2), 12) for name in seconds}
+    found = benchmark.speeds({"seconds": seconds, "cpu_seconds": seconds, "tokens": tokens})
+    assert found["ratio"] == {
+        "median": pytest.approx(4 / 6),
+        "q1": pytest.approx(4 / 6),
+        "q3": pytest.approx(4 / 6),
+        "count": 3,
+    }
+    assert found["ratio_per_batch"]["median"] == pytest.approx((1 / 2 + 3 / 4) / 2)
+    assert found["tokens_per_second"]["ours"]["median"] == pytest.approx(24 / 6)
+    assert found["tokens_per_second"]["stock"]["median"] == pytest.approx(24 / 4)
+
+
+def test_training(tmp_path, small):
+    found = result_of(
+        benchmark_training, tmp_path / "t.json", *small, "--max-tokens", 60, "--memory-batches", 0, "--seed", 5
+    )
+    (result,) = found["results"]
+    assert found["benchmark"] == "training"
+    assert found["options"]["seed"] == 5
+    assert result["architectures"] == {"ours": "ea_transformer_lite", "stock": "transformer_lite"}
+    assert numpy.shape(result["times"]["seconds"]["ours"]) == (1, 2)
+    assert result["times"]["tokens"]["ours"] == [[batch["tokens"] for batch in result["batches"]]]
+    one_pass = {name: sum(table[0]) for name, table in result["times"]["seconds"].items()}
+    assert result["ratio"]["median"] == pytest.approx(one_pass["stock"] / one_pass["ours"])
+
+
+def test_training_trains_as_the_recipe_does():
+    args = benchmark_training.parse(["--max-tokens", "60"])
+    trainer = benchmark_training.trainer(args, "ea_transformer_lite", "cpu", "fp32")
+    (batch,) = benchmark_training.choose(args, trainer.task, 16, 1)
+    assert benchmark.describe(batch) == {"sentences": 3, "source": 16, "target": 16, "tokens": 48}
+    embedding = trainer.model.encoder.embed_tokens.weight.detach().clone()
+    assert benchmark_training.training_step(trainer)(batch) == 48  # the learning rate still is 0
+    benchmark_training.training_step(trainer)(batch)
+    assert (trainer.model.encoder.embed_tokens.weight != embedding).any()
+    state = trainer.optimizer.optimizer.state
+    assert all(state[parameter]["exp_avg"].any() for parameter in trainer.model.parameters())  # all have had gradients
+    assert (trainer.cfg.model.dropout, trainer.cfg.model.ea_alpha, trainer.cfg.criterion.label_smoothing) == (
+        0.2,
+        0.1,
+        0.1,
+    )
+    assert trainer.get_num_updates() == 2
+
+
+@pytest.mark.slow
+def test_growth_and_its_plot(tmp_path):
+    path = tmp_path / "g.json"
+    found = result_of(
+        benchmark_training, path, "--growth", "--longest", 32, "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"
+    )
+    assert [result["length"] for result in found["results"]] == [16, 32]
+    for result in found["results"]:
+        assert result["batches"] == [
+            {"sentences": 64 // result["length"], "source": result["length"], "target": result["length"], "tokens": 64}
+        ]
+        assert all(used["peak"] > used["before"] > 0 for used in result["memory"].values())
+    plot_growth.main([str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_decoding(tmp_path, small):
+    flags = ["--max-tokens", 40, "--beam", 2]
+    found = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)
+    one, full = found["results"]
+    assert (one["batch"], full["batch"], one["beam"]) == ("1", "full", 2)
+    assert all(batch["sentences"] == 1 for batch in one["batches"])
+    assert max(batch["sentences"] for batch in full["batches"]) > 1
+    for result in (one, full):
+        steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
+        assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
+
+
+@pytest.mark.slow
+def test_decoding_of_trained_runs(tmp_path, data, run):  # noqa: F811
+    flags = ["--run-pair", run, run, "--data", data, "--beam", 1, "--batch", "full"]
+    (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *SMALL, *flags)["results"]
+    assert result["architectures"] == {"ours": "ea_transformer_base", "stock": "ea_transformer_base"}
+    assert result["times"]["tokens"]["ours"] == result["times"]["tokens"]["stock"]
+
+
+def test_attention(tmp_path, monkeypatch):
+    def broken(problem):
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setitem(benchmark_attention.PATHS, "compiled", broken)
+    flags = ["--repetitions", 2, "--device", "cpu", "--tokens", 48, "--longest", 16, "--heads", 4]
+    monkeypatch.setattr(benchmark_attention, "SHORTEST_TIMING", 0)
+    found = result_of(benchmark_attention, tmp_path / "a.json", *flags)
+    assert [result["kind"] for result in found["results"]] == ["encoder", "decoder", "cross"]
+    for result in found["results"]:
+        assert result["cannot_run"] == {"compiled": "RuntimeError: no compiler here"}
+        assert result["difference_from_plain"]["ours"] < 1e-5  # outputs and gradients
+        assert result["paths"].keys() == {"ours", "plain", "sdpa"}
+        for passes in result["paths"].values():
+            for taken in passes.values():
+                assert min(taken["memory"], taken["milliseconds"]["median"], taken["floor"]["milliseconds"]) > 0
+    assert found["results"][0]["paths"]["plain"]["forward"]["memory"] >= 4 * 3 * 4 * 16 * 16  # one map at least
+
+
+def test_ours_is_the_models_own_attention():
+    """What the model would compute with projections that are the identity."""
+    problem = benchmark_attention.make_problem(1, "cpu", torch.float32, "encoder", 4, 16, 3, 3)
+    own = [benchmark_attention.ours(problem)(), benchmark_attention.plain(problem)()]
+    for found, expected in zip(*own, strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+    with torch.no_grad():
+        problem.attention.evolution.conv.weight += 1
+    changed = benchmark_attention.ours(problem)()
+    assert not torch.allclose(changed[0], own[0][0], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", benchmark_attention.KINDS)
+def test_floor_counts_what_must_be_done(kind):
+    """Pixel by pixel and tap by tap."""
+    heads, length, head_dim, kernel, batch = 2, 5, 3, 3, 7
+    pixels = [(i, j) for i in range(length) for j in range(length) if kind != "decoder" or j <= i]
+    taps = [(a, b) for a in range(kernel) for b in range(kernel) if kind != "decoder" or b <= a]
+    multiply_adds = batch * heads * sum(head_dim + heads * len(taps) + head_dim for _ in pixels)
+    found = benchmark_attention.floor(batch, heads, length, head_dim, kernel, 4, kind == "encoder", kind)
+    assert found["forward"]["flops"] == 2 * multiply_adds
+    vectors, maps = batch * heads * length * head_dim, batch * heads * length**2 * (kind == "encoder")
+    assert found["forward"]["bytes"] == 4 * (4 * vectors + 2 * maps)
+    assert found["forward + backward"]["bytes"] == 4 * (11 * vectors + 5 * maps)
+
+
+def test_peak_memory_is_counted():
+    def call():
+        for _ in range(3):
+            torch.zeros(1000)
+        return torch.zeros(500) + torch.zeros(500)
+
+    assert benchmark_attention.peak_memory(call, "cpu") == pytest.approx(6000, abs=200)
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "said"),
+    [
+        (benchmark_training, ["--data", "/nowhere"], "--data /nowhere: no prepared data"),
+        (benchmark_training, ["--lengths", "/nowhere"], "/nowhere"),
+        (benchmark_training, ["--recipe", "nonsense"], "there is no recipe 'nonsense'"),
+        (benchmark_training, ["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
+        (benchmark_training, ["--repetitions", "0"], "at least 1"),
+        (benchmark_training, ["--memory-batches", "-1"], "--memory-batches"),
+        (benchmark_decoding, ["--run-pair", "a", "b"], "--run-pair needs the --data"),
+        (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
+        (plot_growth, ["/nowhere"], "/nowhere"),
+        (plot_growth, [__file__], "not a result of benchmark_training.py --growth"),
+        (plot_growth, [__file__, "--out", "x.txt"], "should end in .png"),
+    ],
+)
+def test_refused(module, flags, said, capsys, tmp_path):
+    output = tmp_path / "result.json"
+    with pytest.raises(SystemExit) as caught:
+        module.main(flags if module is plot_growth else [*flags, "--output", str(output)])
+    assert caught.value.code not in (0, None)
+    assert said in f"{caught.value.code} {capsys.readouterr().err}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tmp_path):
+    for module in (benchmark_training, benchmark_decoding, benchmark_attention):
+        with pytest.raises(SystemExit, match="--device cuda: PyTorch sees no GPU"):
+            module.main(["--device", "cuda", "--output", str(tmp_path / "x.json")])
