@@ -65,9 +65,15 @@ def draw(found, path, form):
     )
     for axes, ((_, precision), results) in zip(grid, pairs.items(), strict=True):
         draw_time(axes[0], results)
-        draw_memory(axes[1], results)
-        for ax in axes:
-            finish(ax, results, precision)
+        finish(axes[0], results)
+        axes[0].legend(title=precision, loc="upper left")
+        measured = [result for result in results if "memory" in result]
+        if measured:
+            draw_memory(axes[1], measured)
+            finish(axes[1], measured)
+        else:
+            axes[1].set_axis_off()
+            axes[1].text(0.5, 0.5, "memory: not measured", ha="center", transform=axes[1].transAxes)
     tokens = found["results"][0]["batches"][0]
     figure.suptitle(
         f"One training step against sentence length, about {tokens['sentences'] * tokens['target']:,} tokens a batch\n"
@@ -97,7 +103,6 @@ def draw_time(ax, results):
 
 def draw_memory(ax, results):
     """Peak memory beyond what the process held before the first step; beside ours, its multiple of stock's."""
-    results = [result for result in results if "memory" in result]
     lengths = [result["length"] for result in results]
     used = {
         name: numpy.array([result["memory"][name]["peak"] - result["memory"][name]["before"] for result in results])
@@ -113,10 +118,10 @@ def draw_memory(ax, results):
 
 def note(ax, x, y, text):
     """A small figure above a point."""
-    ax.annotate(text, (x, y), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9, color="#0072B2")
+    ax.annotate(text, (x, y), textcoords="offset points", xytext=(-2, 6), ha="right", fontsize=9, color="#0072B2")
 
 
-def finish(ax, results, precision):
+def finish(ax, results):
     """Both axes in powers; the lengths that were measured as ticks."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -125,11 +130,9 @@ def finish(ax, results, precision):
     ax.minorticks_off()
     ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    ax.margins(y=0.12)
+    ax.margins(x=0.08, y=0.12)
     ax.set_xlabel("source and target length, tokens")
     ax.grid(alpha=0.3)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(title=precision, loc="upper left")
 
 
 if __name__ == "__main__":

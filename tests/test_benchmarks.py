@@ -153,20 +153,29 @@ def test_training_trains_as_the_recipe_does():
     assert trainer.get_num_updates() == 2
 
 
-@pytest.mark.slow
+GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
+
+
 def test_growth_and_its_plot(tmp_path):
     path = tmp_path / "g.json"
-    found = result_of(
-        benchmark_training, path, "--growth", "--longest", 32, "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"
-    )
+    found = result_of(benchmark_training, path, *GROWTH, "--longest", 32, "--memory-batches", 0)
     assert [result["length"] for result in found["results"]] == [16, 32]
     for result in found["results"]:
         assert result["batches"] == [
             {"sentences": 64 // result["length"], "source": result["length"], "target": result["length"], "tokens": 64}
         ]
-        assert all(used["peak"] > used["before"] > 0 for used in result["memory"].values())
     plot_growth.main([str(path)])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_memory_of_each_model_alone(tmp_path):
+    path = tmp_path / "g.json"
+    (result,) = result_of(benchmark_training, path, *GROWTH, "--longest", 16)["results"]
+    # an optimizer keeps two numbers for each parameter
+    assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in result["memory"].values())
+    plot_growth.main([str(path), "--out", str(tmp_path / "g.svg")])
+    assert "<svg" in (tmp_path / "g.svg").read_text()
 
 
 def test_decoding(tmp_path, small):
