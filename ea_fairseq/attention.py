@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
+from . import cpu
 from .evolution import Evolution, Geometry
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
@@ -40,6 +41,7 @@ class EvolvingAttention(MultiheadAttention):
 
     Args:
         geometry, alpha, beta, kernel_size: see :class:`Evolution`.
+        plain: always use the plain composition, which is what the fast paths are measured by.
         embed_dim, num_heads, **kwargs: see fairseq's ``MultiheadAttention``.
 
     Raises:
@@ -55,37 +57,98 @@ class EvolvingAttention(MultiheadAttention):
         alpha: float = 0.0,
         beta: float = 0.1,
         kernel_size: int = 3,
+        plain: bool = False,
         **kwargs,
     ):
         super().__init__(embed_dim, num_heads, **kwargs)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
         self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta)
+        self.plain = plain
         self.observer: Callable[[Maps], None] | None = None
 
     def split_heads(self, x: Tensor) -> Tensor:
         """T x B x C -> B x K x T x D"""
         return x.view(x.size(0), x.size(1), self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
-    def attend(self, a_logit: Tensor, masked: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Softmax, dropout, weighted sum and output projection.
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masked: Tensor | None,
+        padded_rows: Tensor | None,
+        previous: Tensor | None = None,
+        state: IncrementalState | None = None,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """From queries, keys and values to the output.
 
         Args:
-            a_logit: B x K x T x S, evolved logits.
-            masked: broadcasts to B x K x T x S; keys that must not be attended to.
-            v: N x K x S x D, the values.
+            q: B x K x T x D, scaled.
+            k, v: N x K x S x D.
+            masked: broadcasts to B x 1 x T x S; keys that must not be attended to.
+            padded_rows: B x T; queries that are padding.
+            previous: B x K x T x S, A_logit of the layer before.
+            state: keeps what later steps need, in step-by-step decoding.
 
         Returns:
-            output T x B x C; attention weights B x K x T x S, at least float32, before dropout.
+            output T x B x C; A_logit, B x K x T x S, or None where no layer would use it (alpha = 0); attention weights
+            B x K x T x S, at least float32, before dropout, or None where they are not needed.
         """
+        hidden = masked  # from the convolution, padded rows are too
+        if padded_rows is not None:
+            rows = padded_rows[:, None, :, None]
+            hidden = rows if masked is None else masked | rows
+        above = self._rows_above(q, k, state)
+        maps = {"hidden": hidden, "masked": masked}
+        if self.plain or not cpu.runs(q) or k.size(0) != q.size(0):
+            context, a_logit, weights, mixed = self._compose(q, k, v, **maps, previous=previous, above=above)
+        elif state is not None:
+            context, mixed, weights = cpu.evolving_step(
+                q, k, v, self.evolution, **maps, above=above, need_weights=need_weights
+            )
+            a_logit = None
+        else:
+            dropout = self.dropout_module.p if self.training else 0.0
+            keep = {"keep_map": self.evolution.alpha > 0, "need_weights": need_weights}
+            context, a_logit, weights = cpu.evolving_attention(
+                q, k, v, self.evolution, **maps, previous=previous, dropout=dropout, **keep
+            )
+            mixed = None
+        self._keep_rows(above, mixed, state)
+        if self.observer is not None:
+            self._show(q, k, v, **maps, previous=previous, above=above)
+        batch, _, length, _ = context.shape
+        context = context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)
+        return self.out_proj(context), a_logit if self.evolution.alpha > 0 else None, weights
+
+    def _compose(self, q, k, v, hidden, masked, previous, above):
+        """The plain composition: context B x K x T x D; A_logit, weights and A_input, B x K x T x S."""
+        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))  # B x K x T x S
+        mixed = self.evolution.mix(logits, hidden, previous)  # once, for the convolution and for the rows to keep
+        a_logit = scores = self.evolution(mixed, above=above)
         if masked is not None:
             # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
-            a_logit = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-        weights = F.softmax(a_logit, dim=-1, dtype=torch.promote_types(a_logit.dtype, torch.float32))
-        probs = self.dropout_module(weights.type_as(v))
-        context = _per_sentence(torch.matmul, probs, v)  # B x K x T x D
-        batch, _, length, _ = context.shape
-        return self.out_proj(context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)), weights
+            scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(v)), v)
+        return context, a_logit, weights, mixed
+
+    @torch.no_grad()
+    def _show(self, q, k, v, hidden, masked, previous, above):
+        """Show the observer the maps, computed once more, so that being observed changes nothing."""
+        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))
+        a_logit = self.evolution(logits, hidden, previous, above)
+        scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+        self.observer(Maps(logits, hidden, previous, above, a_logit, F.softmax(scores.float(), dim=-1)))
+
+    def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
+        """A_input of earlier steps' rows, B x K x rows_above x S: decoders have some."""
+        return None
+
+    def _keep_rows(self, above: Tensor | None, rows: Tensor | None, state: IncrementalState | None) -> None:
+        """Keep rows of A_input for the next step."""
 
 
 class EncoderSelfAttention(EvolvingAttention):
@@ -127,19 +190,12 @@ class EncoderSelfAttention(EvolvingAttention):
         q = self.split_heads(self.q_proj(query) * self.scaling)
         k = self.split_heads(self.k_proj(query))
         v = self.split_heads(self.v_proj(query))
-        logits = q @ k.transpose(2, 3)  # B x K x S x S
-
-        masked = combine(key_padding_mask, attn_mask)
-        hidden = masked
-        if key_padding_mask is not None:
-            hidden = masked | key_padding_mask.bool()[:, None, :, None]  # padded rows too
-
-        previous = self.previous_map
-        a_logit = self.evolution(logits, hidden, previous)
-        self.previous_map = a_logit if self.evolution.alpha > 0 else None
-        output, weights = self.attend(a_logit, masked, v)
-        if self.observer is not None:
-            self.observer(Maps(logits, hidden, previous, None, a_logit, weights))
+        padded = None if key_padding_mask is None else key_padding_mask.bool()
+        masked = combine(padded, attn_mask)
+        wanted = need_weights or need_head_weights
+        output, self.previous_map, weights = self.attend(
+            q, k, v, masked, padded, self.previous_map, need_weights=wanted
+        )
         return output, averaged(weights, need_weights, need_head_weights)
 
 
@@ -183,22 +239,13 @@ class DecoderAttention(EvolvingAttention):
         """
         q = self.split_heads(self.q_proj(query) * self.scaling)
         k, v, key_padding_mask = self._keys_and_values(query, key, key_padding_mask, incremental_state)
-        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))  # B x K x T x S
-        if key_padding_mask is not None and key_padding_mask.size(0) != logits.size(0):
-            key_padding_mask = key_padding_mask.repeat_interleave(logits.size(0) // key_padding_mask.size(0), dim=0)
-
+        if key_padding_mask is not None and key_padding_mask.size(0) != q.size(0):
+            key_padding_mask = key_padding_mask.repeat_interleave(q.size(0) // key_padding_mask.size(0), dim=0)
         masked = combine(key_padding_mask, attn_mask)
-        hidden = masked
-        if self.query_padding_mask is not None:
-            rows = self.query_padding_mask[:, None, :, None]
-            hidden = rows if masked is None else masked | rows
-
-        mixed = self.evolution.mix(logits, hidden)  # once, for the convolution and for the rows to keep
-        above = self._rows_above(mixed, incremental_state)
-        a_logit = self.evolution(mixed, above=above)
-        output, weights = self.attend(a_logit, masked, v)
-        if self.observer is not None:
-            self.observer(Maps(logits, hidden, None, above, a_logit, weights))
+        wanted = need_weights or need_head_weights
+        output, _, weights = self.attend(
+            q, k, v, masked, self.query_padding_mask, state=incremental_state, need_weights=wanted
+        )
         return output, averaged(weights, need_weights, need_head_weights)
 
     def _keys_and_values(
@@ -225,19 +272,19 @@ class DecoderAttention(EvolvingAttention):
             self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
 
-    def _rows_above(self, rows: Tensor, state: IncrementalState | None) -> Tensor | None:
-        """The rows before these, B x K x rows_above x S, or None if not step by step; keeps the last for next time."""
-        count = self.evolution.rows_above
-        if state is None or count == 0:
+    def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
+        if state is None or self.evolution.rows_above == 0:
             return None
         saved = self.get_incremental_state(state, self.ROWS)
         if saved is None:
-            above = rows.new_zeros(rows.size(0), rows.size(1), count, rows.size(3))
-        else:
-            # Columns that are new in this step lie in the future of the earlier rows: zero.
-            above = F.pad(saved["rows"], (0, rows.size(3) - saved["rows"].size(3)))
-        self.set_incremental_state(state, self.ROWS, {"rows": torch.cat([above, rows], dim=2)[:, :, -count:]})
-        return above
+            return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2))
+        # Columns that are new in this step lie in the future of the earlier rows: zero.
+        return F.pad(saved["rows"], (0, k.size(2) - saved["rows"].size(3)))
+
+    def _keep_rows(self, above: Tensor | None, rows: Tensor | None, state: IncrementalState | None) -> None:
+        if above is not None:
+            rows = torch.cat([above, rows], dim=2)[:, :, -above.size(2) :]
+            self.set_incremental_state(state, self.ROWS, {"rows": rows})
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
         """Follow beam search: beam b continues what was beam new_order[b]."""

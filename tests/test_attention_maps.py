@@ -75,7 +75,7 @@ def test_what_has_no_part_says_so():
     first, second = layers["encoder", 1], layers["encoder", 2]
     assert (first.alpha, first.previous) == (0, None)
     assert (second.alpha, second.beta) == (0.5, 0.1)
-    assert torch.equal(second.previous, first.a_logit)
+    torch.testing.assert_close(second.previous, first.a_logit)
     assert (layers["decoder", 1].alpha, layers["decoder", 1].beta) == (0, 0.1)
     assert (layers["cross", 1].alpha, layers["cross", 1].beta, layers["cross", 1].convolved) == (0, 0, None)
 

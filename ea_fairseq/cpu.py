@@ -1,0 +1,264 @@
+"""Evolving attention on the CPU, in float32, by ``cpu_kernel.c``: the plain composition's numbers, one pass.
+
+The C file is compiled with the machine's own compiler when it is first needed, in a second or two, and kept in the
+user's cache folder. Where there is no compiler, one line is logged and the plain composition does the work.
+
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension. Masks: True = masked.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .evolution import Evolution, Geometry
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_FLAGS = "-O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared".split()
+
+
+def runs(q: Tensor) -> bool:
+    """Whether queries are of a device and type that this is for, and the kernel could be compiled."""
+    return q.device.type == "cpu" and q.dtype == torch.float32 and _library() is not None
+
+
+def evolving_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    evolution: Evolution,
+    *,
+    hidden: Tensor | None = None,
+    masked: Tensor | None = None,
+    previous: Tensor | None = None,
+    dropout: float = 0.0,
+    keep_map: bool = False,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """From queries, keys and values to the context, with maps that evolve; differentiable.
+
+    Args:
+        q: B x K x T x D, scaled.
+        k, v: B x K x S x D.
+        evolution: its geometry, alpha, beta and convolution.
+        hidden: broadcasts to B x 1 x T x S; where the convolution must see zero.
+        masked: broadcasts to B x 1 x T x S; keys that must not be attended to.
+        previous: B x K x T x S, A_logit of the layer before.
+        dropout: probability that a weight is dropped.
+        keep_map: whether A_logit is wanted, for the layer after.
+        need_weights: whether the weights are wanted.
+
+    Returns:
+        context B x K x T x D; A_logit or None; attention weights before dropout or None. Maps are B x K x T x S.
+    """
+    noise = None
+    if dropout > 0:
+        noise = q.new_empty(q.size(0), q.size(1), q.size(2), k.size(2)).bernoulli_(1 - dropout).div_(1 - dropout)
+    weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
+    return _EvolvingAttention.apply(
+        q, k, v, previous, weight, bias, evolution, hidden, masked, noise, keep_map, need_weights
+    )
+
+
+def evolving_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    evolution: Evolution,
+    *,
+    hidden: Tensor | None = None,
+    masked: Tensor | None = None,
+    above: Tensor | None = None,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A few rows of a decoder's maps, without gradients: the forward pass of step-by-step decoding.
+
+    Args:
+        q, k, v, evolution, hidden, masked, need_weights: as in ``evolving_attention``.
+        above: B x K x rows_above x S, A_input of the rows before these; None: outside of the map.
+
+    Returns:
+        context B x K x T x D; A_input of these rows, B x K x T x S; attention weights or None.
+    """
+    problem = _Problem.of(evolution, q, k, v, hidden=hidden, masked=masked)
+    mixed = problem.give("mixed", problem.maps)
+    weights = problem.give("weights", problem.maps) if need_weights else None
+    problem.read(above=above)
+    context = problem.vectors("context", q)
+    problem.run("evolving_attention_forward")
+    return context, mixed, weights
+
+
+class _EvolvingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, previous, weight, bias, evolution, hidden, masked, noise, keep_map, need_weights):
+        problem = _Problem.of(evolution, q, k, v, previous, weight, bias, hidden=hidden, masked=masked, noise=noise)
+        a_logit = problem.give("a_logit", problem.maps) if keep_map else None
+        weights = problem.give("weights", problem.maps) if need_weights else None
+        context = problem.vectors("context", q)
+        problem.run("evolving_attention_forward")
+        ctx.evolution = evolution
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, previous, weight, bias, hidden, masked, noise)
+        return context, a_logit, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_context, d_a_logit, d_weights):
+        q, k, v, previous, weight, bias, hidden, masked, noise = ctx.saved_tensors
+        problem = _Problem.of(ctx.evolution, q, k, v, previous, weight, bias, hidden=hidden, masked=masked, noise=noise)
+        problem.read(d_a_logit=d_a_logit, d_weights=d_weights)
+        if d_context is not None:
+            problem.see("d_context", d_context)
+        d_q, d_k, d_v = (problem.vectors(name, x) for name, x in (("d_q", q), ("d_key", k), ("d_v", v)))
+        d_previous = None if previous is None else problem.give("d_previous", problem.maps)
+        d_weight = d_bias = None
+        if weight is not None:
+            d_weight = problem.give("d_kernel", (q.size(0), *weight.shape))
+            d_bias = problem.give("d_bias", (q.size(0), *bias.shape))
+        problem.run("evolving_attention_backward")
+        if d_context is None:
+            d_v = None
+        if weight is not None:
+            # A part for each sentence, in order: the sum does not depend on the number of threads.
+            d_weight, d_bias = d_weight.sum(0), d_bias.sum(0)
+        return d_q, d_k, d_v, d_previous, d_weight, d_bias, *[None] * 6
+
+
+class _Vectors(Structure):
+    _fields_ = [("data", c_void_p), ("sb", c_int64), ("sh", c_int64), ("st", c_int64)]
+
+
+class _Mask(Structure):
+    _fields_ = [("data", c_void_p), ("sb", c_int64), ("st", c_int64), ("ss", c_int64)]
+
+
+class _Problem(Structure):
+    """``Problem`` of cpu_kernel.c, and the tensors that its pointers point into."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "left", "top", "lower")),
+        *((name, c_float) for name in ("alpha", "beta")),
+        *((name, _Vectors) for name in ("q", "key", "v")),
+        *((name, _Mask) for name in ("hidden", "masked")),
+        *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "noise")),
+        ("context", _Vectors),
+        *((name, c_void_p) for name in ("mixed", "a_logit", "weights")),
+        ("d_context", _Vectors),
+        *((name, c_void_p) for name in ("d_a_logit", "d_weights")),
+        *((name, _Vectors) for name in ("d_q", "d_key", "d_v")),
+        *((name, c_void_p) for name in ("d_previous", "d_kernel", "d_bias")),
+    ]
+
+    @classmethod
+    def of(cls, evolution, q, k, v, previous=None, weight=None, bias=None, *, hidden, masked, noise=None):
+        """What the forward and the backward pass read alike."""
+        if weight is None and evolution.conv is not None:
+            weight, bias = evolution.conv.weight, evolution.conv.bias
+        size = evolution.kernel_size
+        centred, shifted = size // 2, size - 1
+        problem = cls(
+            *(q.size(0), q.size(1), q.size(2), k.size(2), q.size(3)),
+            k=size,
+            left=shifted if evolution.geometry == Geometry.DECODER_SELF else centred,
+            top=centred if evolution.geometry == Geometry.ENCODER_SELF else shifted,
+            lower=evolution.geometry == Geometry.DECODER_SELF,
+            alpha=evolution.alpha if previous is not None else 0,
+            beta=evolution.beta,
+        )
+        problem.kept, problem.maps = [], (q.size(0), q.size(1), q.size(2), k.size(2))
+        for name, x in (("q", q), ("key", k), ("v", v)):
+            problem.see(name, x)
+        for name, mask in (("hidden", hidden), ("masked", masked)):
+            if mask is not None:
+                b, _, t, s = mask.expand(q.size(0), 1, q.size(2), k.size(2)).stride()
+                setattr(problem, name, _Mask(problem.keep(mask), b, t, s))
+        problem.read(previous=previous, kernel=weight, bias=bias, noise=noise)
+        return problem
+
+    def keep(self, tensor):
+        """The tensor's address; the tensor lives as long as the problem."""
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def see(self, name, x):
+        """Vectors, B x K x _ x D, as they lie, if only each is contiguous."""
+        x = x if x.stride(3) == 1 else x.contiguous()
+        setattr(self, name, _Vectors(self.keep(x), *x.stride()[:3]))
+
+    def read(self, **tensors):
+        """Contiguous inputs, or None."""
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(self, name, self.keep(tensor.contiguous()))
+
+    def give(self, name, shape):
+        """A contiguous result."""
+        result = torch.empty(shape, dtype=torch.float32)
+        setattr(self, name, self.keep(result))
+        return result
+
+    def vectors(self, name, like):
+        """A result B x K x N x D that lies in memory as N x B x K x D, where projections want it."""
+        batch, heads, length, depth = like.shape
+        result = torch.empty(length, batch, heads, depth, dtype=torch.float32).permute(1, 2, 0, 3)
+        self.see(name, result)
+        return result
+
+    def run(self, function):
+        if getattr(_library(), function)(byref(self), torch.get_num_threads()):
+            raise MemoryError(f"not enough memory for attention maps of {self.K} x {self.T} x {self.S}")
+
+
+@functools.cache
+def _library():
+    """cpu_kernel.c, compiled; None, and a line in the log, where that is not possible."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    built = _cache() / f"cpu_kernel-{_fingerprint(compiler)}.so"
+    try:
+        if not built.exists():
+            _compile(compiler, built)
+        library = ctypes.CDLL(str(built))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        logger.warning("evolving attention takes its slower way on the CPU: %s", reason[-1] if reason else error)
+        return None
+    for function in (library.evolving_attention_forward, library.evolving_attention_backward):
+        function.argtypes, function.restype = [POINTER(_Problem), c_int], c_int
+    return library
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_fairseq"
+
+
+def _fingerprint(compiler) -> str:
+    """Changes with source, compiler, flags and kind of processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    parts = [_SOURCE.read_text(), *compiler, *_FLAGS, platform.machine(), processor]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler, built):
+    """Into a file of another name first: several processes may do this at once."""
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        made = Path(folder) / built.name
+        command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        made.replace(built)

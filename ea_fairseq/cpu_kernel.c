@@ -1,0 +1,530 @@
+/* Evolving attention on the CPU, float32: from queries, keys and values to the context, and all gradients.
+
+   One sentence at a time stays in the cache: its K maps are a few tens of kilobytes at translation's lengths, while a
+   batch's are megabytes, and passes over those, not arithmetic, are what the plain composition spends its time on.
+   Nothing of a map is kept for the backward pass, which computes them again. evolution.py has the mathematics; cpu.py
+   calls this, and has its oracle's test in tests/test_cpu.py.
+
+   Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size.
+   Rows of maps are padded with zeros to whole vectors; maps that are convolved also have the zeros around them. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { V = 16 }; /* floats in a vector; compilers split it where the machine's vectors are shorter */
+typedef float vf __attribute__((vector_size(V * sizeof(float))));
+typedef int32_t vi __attribute__((vector_size(V * sizeof(int32_t))));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Strides are in elements. A head's vectors are contiguous: element d of token t is at b * sb + h * sh + t * st + d. */
+typedef struct {
+    float *data;
+    int64_t sb, sh, st;
+} Vectors;
+
+/* Bytes, 0 or 1, broadcast over the heads: strides may be 0; data may be NULL, then nothing is masked. */
+typedef struct {
+    const uint8_t *data;
+    int64_t sb, st, ss;
+} Mask;
+
+/* What a call works on; arrays of maps are B x K x T x S, contiguous, and NULL where there are none. */
+typedef struct {
+    int64_t B, K, T, S, D, k;
+    int64_t left, top;           /* how far the kernel reaches to the left and up */
+    int64_t lower;               /* 1: without the kernel's strict upper triangle */
+    float alpha, beta;           /* alpha 0 where there is no previous map */
+    Vectors q, key, v;           /* q scaled */
+    Mask hidden, masked;         /* from the convolution; from attention */
+    const float *previous;       /* A_logit of the layer before */
+    const float *above;          /* B x K x top x S, A_input of the rows before these; NULL: zeros */
+    const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution */
+    const float *noise;          /* dropout: 0 or 1 / (1 - p) */
+    /* results of the forward pass */
+    Vectors context;
+    float *mixed;                /* A_input */
+    float *a_logit, *weights;    /* weights: before dropout */
+    /* of the backward pass: gradients that come in, gradients that go out */
+    Vectors d_context;           /* data may be NULL */
+    const float *d_a_logit, *d_weights;
+    Vectors d_q, d_key, d_v;
+    float *d_previous;
+    float *d_kernel, *d_bias;    /* B x (K x K x k x k), B x K: a part for each sentence, summed by the caller */
+} Problem;
+
+/* A sentence's maps. X: A_input, with zeros around; G: gradient of the convolution's result, with zeros around. */
+typedef struct {
+    int64_t Sp, Dp;        /* S and D, rounded up to whole vectors */
+    int64_t wide, tall;    /* of X and G */
+    float *X, *G;          /* K x tall x wide */
+    float *P, *R;          /* K x T x Sp: the weights; the ReLU's result */
+    float *rows;           /* max(T, S) x Dp: one head's vectors */
+    float *transposed;     /* D x Sp: one head's keys or values */
+    float *out;            /* max(T, S) x Dp, a product */
+    float *dmap;           /* K x T x Sp */
+    int32_t *seen, *shown; /* T x Sp: all bits where attention, where the convolution may see */
+    int32_t *inside;       /* Sp: all bits in the S columns that there are */
+    float *taps;           /* the kernel, in the order of the loops */
+} Scratch;
+
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf spread(float x) { return x - (vf){0}; }
+INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
+INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
+INLINE float sum(vf x) { float s = 0; for (int i = 0; i < V; i++) s += x[i]; return s; }
+INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; }
+
+/* e^x to float32's precision for x <= 0; 0 below -87. */
+INLINE vf exponential(vf x) {
+    vi tiny = x < -87.0f;
+    vf y = choose(tiny, spread(0), x);
+    vi n = __builtin_convertvector(y * 1.44269504f - 0.5f, vi);
+    vf m = __builtin_convertvector(n, vf);
+    vf r = y - m * 0.693359375f + m * 2.12194440e-4f; /* ln 2 in two parts */
+    vf p = spread(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return keep(p * (vf)((n + 127) << 23), ~tiny);
+}
+
+/* ---- small matrix products: C = A B, A read element by element, B and C rows of whole vectors ---- */
+
+INLINE void product_block(const int rows, const int vectors, int64_t depth, const float *A, int64_t rs, int64_t cs,
+                          const float *B, int64_t ldb, float *C, int64_t ldc) {
+    vf acc[4][2];
+    for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) acc[i][j] = spread(0);
+    for (int64_t d = 0; d < depth; d++) {
+        vf b[2];
+        for (int j = 0; j < vectors; j++) b[j] = load(B + d * ldb + j * V);
+        for (int i = 0; i < rows; i++) {
+            float a = A[i * rs + d * cs];
+            for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
+        }
+    }
+    for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) store(C + i * ldc + j * V, acc[i][j]);
+}
+
+static void product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t rs, int64_t cs,
+                    const float *B, int64_t ldb, float *C, int64_t ldc) {
+    for (int64_t j = 0; j < columns; j += 2 * V) {
+        int64_t i = 0;
+        if (columns - j > V) {
+            for (; i + 4 <= rows; i += 4)
+                product_block(4, 2, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
+            for (; i < rows; i++) product_block(1, 2, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
+        } else {
+            for (; i + 4 <= rows; i += 4)
+                product_block(4, 1, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
+            for (; i < rows; i++) product_block(1, 1, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
+        }
+    }
+}
+
+/* One head's vectors of one sentence, count x Dp; the last vector's surplus is zero. */
+static void gather(const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D, int64_t Dp, float *to) {
+    for (int64_t t = 0; t < count; t++) {
+        memcpy(to + t * Dp, x->data + b * x->sb + h * x->sh + t * x->st, D * sizeof(float));
+        memset(to + t * Dp + D, 0, (Dp - D) * sizeof(float));
+    }
+}
+
+static void scatter(const float *from, int64_t Dp, const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D) {
+    for (int64_t t = 0; t < count; t++)
+        memcpy(x->data + b * x->sb + h * x->sh + t * x->st, from + t * Dp, D * sizeof(float));
+}
+
+/* One head's vectors of one sentence, turned: D x Sp; the surplus is zero. */
+static void turn(const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D, int64_t Sp, float *to) {
+    const float *from = x->data + b * x->sb + h * x->sh;
+    int64_t s = 0;
+    for (; s + 8 <= count; s += 8) /* a few columns at a time: what is read and written stays in the cache */
+        for (int64_t d = 0; d < D; d++) {
+            float eight[8];
+            for (int i = 0; i < 8; i++) eight[i] = from[(s + i) * x->st + d];
+            memcpy(to + d * Sp + s, eight, sizeof eight);
+        }
+    for (int64_t d = 0; d < D; d++)
+        for (int64_t i = s; i < Sp; i++) to[d * Sp + i] = i < count ? from[i * x->st + d] : 0;
+}
+
+/* All bits where a mask is not set; none past the end of a row. */
+static void bits(const Mask *mask, int64_t b, int64_t T, int64_t S, int64_t Sp, int32_t *to) {
+    for (int64_t t = 0; t < T; t++) {
+        int32_t *out = to + t * Sp;
+        if (!mask->data) {
+            for (int64_t s = 0; s < S; s++) out[s] = -1;
+        } else {
+            const uint8_t *row = mask->data + b * mask->sb + t * mask->st;
+            if (mask->ss == 1) for (int64_t s = 0; s < S; s++) out[s] = (int32_t)row[s] - 1;
+            else for (int64_t s = 0; s < S; s++) out[s] = (int32_t)row[s * mask->ss] - 1;
+        }
+        for (int64_t s = S; s < Sp; s++) out[s] = 0;
+    }
+}
+
+/* Vector s of row r of an array of maps, which is not padded; zeros past the row's end. */
+INLINE vf row_load(const Problem *p, const Scratch *m, const float *maps, int64_t r, int64_t s) {
+    const float *from = maps + r * p->S + s;
+    if (from + V <= maps + p->B * p->K * p->T * p->S) return keep(load(from), loadi(m->inside + s));
+    vf v = spread(0); /* the end of the array */
+    memcpy(&v, from, (p->S - s < V ? p->S - s : V) * sizeof(float));
+    return v;
+}
+
+/* ---- the parts of the forward pass, on one sentence ---- */
+
+/* X = A_input of all heads, with what is around it. */
+static void mix(const Problem *p, int64_t b, Scratch *m) {
+    for (int64_t h = 0; h < p->K; h++) {
+        float *X = m->X + h * m->tall * m->wide;
+        if (p->above)
+            for (int64_t t = 0; t < p->top; t++)
+                memcpy(X + t * m->wide + p->left, p->above + ((b * p->K + h) * p->top + t) * p->S, p->S * sizeof(float));
+        turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
+        X += p->top * m->wide + p->left;
+        product(p->T, m->Sp, p->D, p->q.data + b * p->q.sb + h * p->q.sh, p->q.st, 1, m->transposed, m->Sp, X, m->wide);
+        for (int64_t t = 0; t < p->T; t++) {
+            int64_t r = (b * p->K + h) * p->T + t;
+            for (int64_t s = 0; s < m->Sp; s += V) {
+                vf x = load(X + t * m->wide + s);
+                if (p->previous) x += p->alpha * (row_load(p, m, p->previous, r, s) - x);
+                store(X + t * m->wide + s, keep(x, loadi(m->shown + t * m->Sp + s)));
+            }
+            if (p->mixed) memcpy(p->mixed + r * p->S, X + t * m->wide, p->S * sizeof(float));
+        }
+    }
+}
+
+/* The kernel's taps for output heads o, o + 1, ... side by side: ((o / 4, c, a, b), o % 4), zero where there are none. */
+static void order_taps(const Problem *p, Scratch *m) {
+    int64_t K = p->K, k = p->k;
+    float *to = m->taps;
+    for (int64_t first = 0; first < K; first += 4)
+        for (int64_t c = 0; c < K; c++)
+            for (int64_t a = 0; a < k; a++)
+                for (int64_t b = 0; b < k; b++)
+                    for (int64_t o = first; o < first + 4; o++)
+                        *to++ = o < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+}
+
+/* The same for the gradient of the input: heads c side by side, the kernel turned round. */
+static void order_taps_turned(const Problem *p, Scratch *m) {
+    int64_t K = p->K, k = p->k;
+    float *to = m->taps;
+    for (int64_t first = 0; first < K; first += 4)
+        for (int64_t o = 0; o < K; o++)
+            for (int64_t a = k - 1; a >= 0; a--)
+                for (int64_t b = k - 1; b >= 0; b--)
+                    for (int64_t c = first; c < first + 4; c++)
+                        *to++ = c < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+}
+
+/* Four heads' convolution at `vectors` places in a row: acc[o][j] += taps * maps, whose padding is in front. */
+INLINE void convolve_block(const int vectors, const Problem *p, const Scratch *m, const float *maps, const float *taps,
+                           int64_t t, int64_t s, vf acc[4][2]) {
+    for (int64_t c = 0; c < p->K; c++)
+        for (int64_t a = 0; a < p->k; a++) {
+            const float *row = maps + (c * m->tall + t + a) * m->wide + s;
+            for (int64_t b = 0; b < p->k; b++, taps += 4)
+                for (int j = 0; j < vectors; j++) {
+                    vf x = load(row + b + j * V);
+                    for (int o = 0; o < 4; o++) acc[o][j] += taps[o] * x;
+                }
+        }
+}
+
+static void convolve_at(const Problem *p, const Scratch *m, const float *maps, int64_t first, int64_t t, int64_t s,
+                        int vectors, vf acc[4][2]) {
+    const float *taps = m->taps + first * p->K * p->k * p->k;
+    if (vectors == 2) convolve_block(2, p, m, maps, taps, t, s, acc);
+    else convolve_block(1, p, m, maps, taps, t, s, acc);
+}
+
+/* P = A_logit, R = ReLU(Conv(X)) */
+static void evolve(const Problem *p, Scratch *m) {
+    float beta = p->beta;
+    for (int64_t first = 0; first < p->K; first += 4)
+        for (int64_t t = 0; t < p->T; t++)
+            for (int64_t s = 0; s < m->Sp; s += 2 * V) {
+                int vectors = m->Sp - s > V ? 2 : 1;
+                vf acc[4][2];
+                for (int o = 0; o < 4; o++)
+                    for (int j = 0; j < vectors; j++)
+                        acc[o][j] = spread(p->kernel && first + o < p->K ? p->bias[first + o] : 0);
+                if (p->kernel) convolve_at(p, m, m->X, first, t, s, vectors, acc);
+                for (int64_t o = 0; o < 4 && first + o < p->K; o++)
+                    for (int j = 0; j < vectors; j++) {
+                        int64_t h = first + o, place = (h * p->T + t) * m->Sp + s + j * V;
+                        vf x = load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s + j * V);
+                        if (p->kernel) {
+                            vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
+                            store(m->R + place, r);
+                            x += beta * (r - x);
+                        }
+                        store(m->P + place, x);
+                    }
+            }
+}
+
+/* P = softmax(mask(P)); a row that is all masked gets equal weights, as everywhere. */
+static void softmax(const Problem *p, Scratch *m) {
+    for (int64_t h = 0; h < p->K; h++)
+        for (int64_t t = 0; t < p->T; t++) {
+            float *row = m->P + (h * p->T + t) * m->Sp;
+            const int32_t *seen = m->seen + t * m->Sp;
+            vf top = spread(-INFINITY);
+            for (int64_t s = 0; s < m->Sp; s += V) {
+                vf x = choose(loadi(seen + s), load(row + s), spread(-__FLT_MAX__));
+                x = choose(loadi(m->inside + s), x, spread(-INFINITY));
+                store(row + s, x);
+                top = choose(x > top, x, top);
+            }
+            float highest = top[0];
+            for (int i = 1; i < V; i++) highest = top[i] > highest ? top[i] : highest;
+            vf total = spread(0);
+            for (int64_t s = 0; s < m->Sp; s += V) {
+                vf x = exponential(load(row + s) - highest);
+                store(row + s, x);
+                total += x;
+            }
+            vf scale = spread(1.0f / sum(total));
+            for (int64_t s = 0; s < m->Sp; s += V) store(row + s, load(row + s) * scale);
+        }
+}
+
+/* Copy T padded rows of each head to B x K x T x S. */
+static void write_maps(const Problem *p, int64_t b, const Scratch *m, const float *from, float *to) {
+    for (int64_t r = 0; r < p->K * p->T; r++)
+        memcpy(to + (b * p->K * p->T + r) * p->S, from + r * m->Sp, p->S * sizeof(float));
+}
+
+static void maps_of_sentence(const Problem *p, int64_t b, Scratch *m) {
+    bits(&p->masked, b, p->T, p->S, m->Sp, m->seen);
+    bits(&p->hidden, b, p->T, p->S, m->Sp, m->shown);
+    mix(p, b, m);
+    if (p->kernel) order_taps(p, m);
+    evolve(p, m);
+    if (p->a_logit) write_maps(p, b, m, m->P, p->a_logit);
+    softmax(p, m);
+}
+
+/* The weights that values are multiplied with: P, after dropout; `room` holds them where they are not P itself. */
+static const float *dropped(const Problem *p, int64_t b, int64_t h, const Scratch *m, float *room) {
+    const float *P = m->P + h * p->T * m->Sp;
+    if (!p->noise) return P;
+    for (int64_t t = 0; t < p->T; t++)
+        for (int64_t s = 0; s < m->Sp; s += V)
+            store(room + t * m->Sp + s,
+                  load(P + t * m->Sp + s) * row_load(p, m, p->noise, (b * p->K + h) * p->T + t, s));
+    return room;
+}
+
+/* ---- the parts of the backward pass ---- */
+
+/* dmap = gradient of A_logit of head h */
+static void softmax_backward(const Problem *p, int64_t b, int64_t h, Scratch *m) {
+    for (int64_t t = 0; t < p->T; t++) {
+        int64_t r = (b * p->K + h) * p->T + t;
+        float *row = m->dmap + (h * p->T + t) * m->Sp;
+        const float *P = m->P + (h * p->T + t) * m->Sp;
+        vf total = spread(0);
+        for (int64_t s = 0; s < m->Sp; s += V) {
+            vf x = load(row + s);
+            if (p->noise) x *= row_load(p, m, p->noise, r, s);
+            if (p->d_weights) x += row_load(p, m, p->d_weights, r, s);
+            store(row + s, x);
+            total += x * load(P + s);
+        }
+        float mean = sum(total);
+        for (int64_t s = 0; s < m->Sp; s += V) {
+            vf x = keep(load(P + s) * (load(row + s) - mean), loadi(m->seen + t * m->Sp + s));
+            if (p->d_a_logit) x += row_load(p, m, p->d_a_logit, r, s);
+            store(row + s, x);
+        }
+    }
+}
+
+/* Gradient of the taps of some output heads: sums of products of G with X, moved by the tap's place. */
+INLINE void taps_backward(const int heads, const Problem *p, int64_t b, const Scratch *m, int64_t first) {
+    int64_t K = p->K, k = p->k;
+    const float *G = m->G + (first * m->tall + k - 1 - p->top) * m->wide + k - 1 - p->left;
+    float *to = p->d_kernel + b * K * K * k * k;
+    for (int64_t c = 0; c < K; c++)
+        for (int64_t a = 0; a < k; a++)
+            for (int64_t e = 0; e < k; e++) {
+                const float *X = m->X + (c * m->tall + a) * m->wide + e;
+                vf acc[4] = {spread(0), spread(0), spread(0), spread(0)};
+                if (!(p->lower && e > a))
+                    for (int64_t t = 0; t < p->T; t++)
+                        for (int64_t s = 0; s < m->Sp; s += V) {
+                            vf x = load(X + t * m->wide + s);
+                            for (int o = 0; o < heads; o++) acc[o] += x * load(G + (o * m->tall + t) * m->wide + s);
+                        }
+                for (int o = 0; o < heads; o++) to[(((first + o) * K + c) * k + a) * k + e] = sum(acc[o]);
+            }
+}
+
+/* G = gradient of the convolution's result; the sentence's part of the gradients of kernel and bias */
+static void kernel_backward(const Problem *p, int64_t b, Scratch *m) {
+    int64_t K = p->K, k = p->k, up = k - 1 - p->top, before = k - 1 - p->left;
+    for (int64_t h = 0; h < K; h++) {
+        vf total = spread(0);
+        for (int64_t t = 0; t < p->T; t++)
+            for (int64_t s = 0; s < m->Sp; s += V) {
+                int64_t place = (h * p->T + t) * m->Sp + s;
+                vf g = keep(p->beta * load(m->dmap + place), load(m->R + place) > 0.0f);
+                store(m->G + (h * m->tall + up + t) * m->wide + before + s, g);
+                total += g;
+            }
+        p->d_bias[b * K + h] = sum(total);
+    }
+    for (int64_t first = 0; first < K; first += 4)
+        switch (K - first) {
+        case 1: taps_backward(1, p, b, m, first); break;
+        case 2: taps_backward(2, p, b, m, first); break;
+        case 3: taps_backward(3, p, b, m, first); break;
+        default: taps_backward(4, p, b, m, first);
+        }
+}
+
+/* dmap = gradient of the logits, from that of A_logit; that of the previous map */
+static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
+    float beta = p->kernel ? p->beta : 0, alpha = p->previous ? p->alpha : 0;
+    for (int64_t first = 0; first < p->K; first += 4)
+        for (int64_t t = 0; t < p->T; t++)
+            for (int64_t s = 0; s < m->Sp; s += 2 * V) {
+                int vectors = m->Sp - s > V ? 2 : 1;
+                vf acc[4][2];
+                for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
+                if (p->kernel) convolve_at(p, m, m->G, first, t, s, vectors, acc);
+                for (int64_t o = 0; o < 4 && first + o < p->K; o++)
+                    for (int j = 0; j < vectors; j++) {
+                        int64_t h = first + o, at = s + j * V;
+                        float *row = m->dmap + (h * p->T + t) * m->Sp + at;
+                        vf d = keep(acc[o][j] + (1 - beta) * load(row), loadi(m->shown + t * m->Sp + at));
+                        store(row, (1 - alpha) * d);
+                        if (p->d_previous) {
+                            float *out = p->d_previous + ((b * p->K + h) * p->T + t) * p->S + at;
+                            d *= alpha;
+                            if (at + V <= p->S) store(out, d);
+                            else if (at < p->S) memcpy(out, &d, (p->S - at) * sizeof(float));
+                        }
+                    }
+            }
+}
+
+/* ---- the two passes ---- */
+
+static float *take(char **next, int64_t floats) {
+    float *taken = (float *)*next;
+    *next += whole(floats + V) * sizeof(float); /* a vector more: loads may reach past the end */
+    return taken;
+}
+
+/* Lay the scratch out in `memory`, or only measure it where that is NULL: the bytes needed. */
+static int64_t lay_out(const Problem *p, int backward, char *memory, Scratch *m) {
+    int64_t longer = p->T > p->S ? p->T : p->S;
+    char *next = memory;
+    m->Sp = whole(p->S);
+    m->Dp = whole(p->D);
+    m->wide = whole(m->Sp + p->k - 1);
+    m->tall = p->T + p->k - 1;
+    m->X = take(&next, p->K * m->tall * m->wide);
+    m->G = backward ? take(&next, p->K * m->tall * m->wide) : NULL;
+    int64_t zeroed = next - memory;
+    m->P = take(&next, p->K * p->T * m->Sp);
+    m->R = take(&next, p->K * p->T * m->Sp);
+    m->dmap = take(&next, (backward ? p->K : 1) * p->T * m->Sp);
+    m->rows = take(&next, longer * m->Dp);
+    m->transposed = take(&next, p->D * m->Sp);
+    m->out = take(&next, longer * m->Dp);
+    m->seen = (int32_t *)take(&next, p->T * m->Sp);
+    m->shown = (int32_t *)take(&next, p->T * m->Sp);
+    m->inside = (int32_t *)take(&next, m->Sp);
+    m->taps = take(&next, whole(p->K) * p->K * p->k * p->k);
+    if (memory) {
+        memset(memory, 0, zeroed); /* the zeros around X and G, once: what is inside is written each time */
+        for (int64_t s = 0; s < m->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
+    }
+    return next - memory;
+}
+
+static void forward_sentence(const Problem *p, int64_t b, Scratch *m) {
+    maps_of_sentence(p, b, m);
+    if (p->weights) write_maps(p, b, m, m->P, p->weights);
+    for (int64_t h = 0; h < p->K; h++) {
+        const float *P = dropped(p, b, h, m, m->dmap);
+        gather(&p->v, b, h, p->S, p->D, m->Dp, m->rows);
+        product(p->T, m->Dp, p->S, P, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
+        scatter(m->out, m->Dp, &p->context, b, h, p->T, p->D);
+    }
+}
+
+static void backward_sentence(const Problem *p, int64_t b, Scratch *m) {
+    maps_of_sentence(p, b, m);
+    for (int64_t h = 0; h < p->K; h++) {
+        float *dmap = m->dmap + h * p->T * m->Sp;
+        if (p->d_context.data) {
+            gather(&p->d_context, b, h, p->T, p->D, m->Dp, m->rows);
+            const float *P = dropped(p, b, h, m, dmap);
+            product(p->S, m->Dp, p->T, P, 1, m->Sp, m->rows, m->Dp, m->out, m->Dp);
+            scatter(m->out, m->Dp, &p->d_v, b, h, p->S, p->D);
+            turn(&p->v, b, h, p->S, p->D, m->Sp, m->transposed);
+            product(p->T, m->Sp, p->D, m->rows, m->Dp, 1, m->transposed, m->Sp, dmap, m->Sp);
+        } else {
+            memset(dmap, 0, p->T * m->Sp * sizeof(float));
+        }
+        softmax_backward(p, b, h, m);
+    }
+    if (p->kernel) {
+        kernel_backward(p, b, m);
+        order_taps_turned(p, m);
+    }
+    mix_backward(p, b, m);
+    for (int64_t h = 0; h < p->K; h++) {
+        const float *dmap = m->dmap + h * p->T * m->Sp;
+        gather(&p->key, b, h, p->S, p->D, m->Dp, m->rows);
+        product(p->T, m->Dp, p->S, dmap, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
+        scatter(m->out, m->Dp, &p->d_q, b, h, p->T, p->D);
+        gather(&p->q, b, h, p->T, p->D, m->Dp, m->rows);
+        product(p->S, m->Dp, p->T, dmap, 1, m->Sp, m->rows, m->Dp, m->out, m->Dp);
+        scatter(m->out, m->Dp, &p->d_key, b, h, p->S, p->D);
+    }
+}
+
+/* Run one pass on `threads` threads; 0, or 1 where there is not enough memory. */
+static int run(const Problem *p, int backward, int threads) {
+    Scratch measured;
+    size_t bytes = (lay_out(p, backward, NULL, &measured) + 63) / 64 * 64;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1 && p->B > 1)
+    {
+        Scratch m;
+        char *memory = aligned_alloc(64, bytes);
+        if (memory) {
+            lay_out(p, backward, memory, &m);
+#pragma omp for schedule(static)
+            for (int64_t b = 0; b < p->B; b++) {
+                if (backward) backward_sentence(p, b, &m);
+                else forward_sentence(p, b, &m);
+            }
+            free(memory);
+        } else {
+#pragma omp atomic write
+            failed = 1;
+        }
+    }
+    return failed;
+}
+
+int evolving_attention_forward(const Problem *p, int threads) { return run(p, 0, threads); }
+int evolving_attention_backward(const Problem *p, int threads) { return run(p, 1, threads); }
