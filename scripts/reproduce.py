@@ -7,6 +7,7 @@ nobody ran say so. Flags of fairseq-train go to every training run: --max-update
 import argparse
 import contextlib
 import json
+import logging
 import os
 import queue
 import shlex
@@ -31,6 +32,8 @@ from scoring import LABELS, compare
 from table import TableError
 from text import PrepError, read_lines, read_prep
 from tqdm import tqdm
+
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has everybody tell all that they do
 
 
 def main(arguments=None):

@@ -320,7 +320,9 @@ def verdict(scores, labels, seeds):
         else:
             lines.append(f"{difference}within the spread between seeds, which do not tell the two apart.")
     fresh = "; ".join(f"{labels[key]} {statistics.mean(found[1:]):.2f}" for key, found in scores.items())
-    lines.append(f"Seed {seeds[0]} chose these cells, which flatters them. Means over the other seeds alone: {fresh}.")
+    lines.append(
+        f"Seed {seeds[0]} chose among the cells, which flatters some. Means over the other seeds alone: {fresh}."
+    )
     lines.append("The test set had no part in the choice: score the chosen model on it once, with scripts/evaluate.sh.")
     return lines
 
@@ -408,8 +410,9 @@ def _curves(panel, sweep, scores, seed, name):
         colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
         names = [other for other in sweep.grid if other != name]
         label = ", ".join(f"{other} {value}" for other, value in zip(names, fixed, strict=True))
-        panel.plot(range(len(keys)), found, style, marker="o", color=colour, label=label)
-        for x, key in enumerate(keys):
+        places = np.arange(len(keys)) + 0.02 * (number - (len(others) - 1) / 2)  # beside each other, not over
+        panel.plot(places, found, style, marker="o", color=colour, label=label)
+        for x, key in zip(places, keys, strict=True):
             if len(scores[key]) > 1:
                 panel.vlines(
                     x, min(scores[key].values()), max(scores[key].values()), color=colour, linewidth=4, alpha=0.4

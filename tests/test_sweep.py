@@ -234,6 +234,7 @@ def test_a_real_sweep(toy, monkeypatch, capsys):
     folders = ["--runs", toy.parent / "runs", "--results", toy.parent / "results"]
     result = script("sweep.sh", toy, "ea_transformer_lite", *BETA, *folders, "--name", "real", "--seeds", 1, *flags)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "DEBUG" not in result.stderr
     assert len(re.findall(r"^\| 0(?:\.1)? \| \**\d+\.\d\d", report(toy, "real"), re.M)) == 2
 
     monkeypatch.setattr(reproduce, "run_cell", None)  # nothing is left to run
