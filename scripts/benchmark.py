@@ -57,7 +57,7 @@ def quiet():
     """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-    warnings.filterwarnings("ignore", message=r"\n'config' is validated")
+    warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
     logging.disable(logging.INFO)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 
