@@ -13,6 +13,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
+from ea_fairseq import cpu
 
 REPO = Path(__file__).parent.parent
 TINY = (
@@ -24,6 +25,15 @@ TINY = (
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["kernel", "plain"])
+def each_way(request, monkeypatch):
+    """Once by the CPU's kernel, once by the plain composition: promises hold on both."""
+    if request.param == "plain":
+        monkeypatch.setattr(cpu, "runs", lambda q: False)
+    else:
+        assert cpu.runs(torch.ones(1)), "no kernel to test: is there a C compiler?"
 
 
 def dictionary(size=20):

@@ -5,6 +5,8 @@ import torch
 from conftest import amplify_, batch, build
 from torch.testing import assert_close
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def outputs(model, sources, targets, *, left_pad_source, left_pad_target):
     """Logits of each sentence without its padding, computed in one batch."""

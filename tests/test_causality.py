@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import amplify_, batch, build
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 FLAGS = {k: ["--ea-kernel-size", k, "--ea-beta", 0.5] for k in (1, 3, 5)}
 
 

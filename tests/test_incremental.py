@@ -8,6 +8,8 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention
 from ea_fairseq.evolution import Geometry
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def teacher_forced(model, tokens, encoder_out):
     return model.decoder(tokens, encoder_out=encoder_out)[0][:, -1]

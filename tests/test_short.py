@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import amplify_, batch, build
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 3, 5])

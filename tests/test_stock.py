@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
 from ea_fairseq.evolution import Geometry
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 OFF = ["--ea-alpha", 0, "--ea-beta", 0]
 
 
