@@ -40,13 +40,9 @@ def _unavailable_on(device: torch.device) -> str | None:
     try:
         from . import kernels
 
-        interpreted = not isinstance(kernels.mix_kernel, kernels.triton.runtime.JITFunction)
+        interpreted = kernels.INTERPRETED.value
         if interpreted == (device.type == "cuda"):
-            return (
-                "Triton was imported for its interpreter"
-                if interpreted
-                else "Triton was not imported for its interpreter"
-            )
+            return f"Triton was imported {'for' if interpreted else 'without'} its interpreter"
         one = torch.ones(1, 1, 1, 1, device=device)
         with torch.cuda.device_of(one), torch.no_grad():
             kernels.mix(one, one, None, None, 0.0)

@@ -18,6 +18,7 @@ j + b - left; ``Taps`` says top and left for each geometry. Products take their 
 float32. Nothing is added atomically, so the same input gives the same bits.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ CHANNELS = tl.constexpr(16)
 CHUNK = tl.constexpr(16)
 #: how products of float32 are made: three products of tensor cores, about as exact as float32 (others: no difference)
 PRECISION = tl.constexpr("tf32x3")
+#: whether the kernels run in Triton's interpreter, on the CPU: Triton decides so when it is imported
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: of Philox: as many as pass all tests of randomness (Salmon et al. 2011, table 2)
 ROUNDS = tl.constexpr(7)
 #: partial sums of the weight's gradient, four for each multiprocessor of an H100; the same on every device, so that the
@@ -72,6 +75,14 @@ class Dropout(NamedTuple):
 
 
 # ---- pieces of kernels
+
+
+@triton.jit
+def _product(a, b, plus):
+    """a @ b + plus, added up in float32."""
+    if INTERPRETED:  # it would multiply the bits of bfloat16 as integers (Triton's issue 11584)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, plus, input_precision=PRECISION)
 
 
 @triton.jit
@@ -151,7 +162,7 @@ def mix_kernel(
             k + b * k_b + h * k_h + j[None, :].to(tl.int64) * k_s + d[:, None] * k_d,
             mask=(j < S)[None, :] & (d < D)[:, None], other=0,
         )  # fmt: skip
-        mixed = tl.dot(rows, columns, mixed, input_precision=PRECISION)
+        mixed = _product(rows, columns, mixed)
 
     exists = (i < T)[:, None] & (j < S)[None, :]
     stored = (i < T)[:, None] & (j < pitch)[None, :]
@@ -204,7 +215,7 @@ def evolve_kernel(
                     weight + o[None, :] * (K * KERNEL * KERNEL) + m[:, None],
                     mask=tap[:, None] & (o < K)[None, :], other=0,
                 )  # fmt: skip
-                convolved = tl.dot(pixels, taps.to(pixels.dtype), convolved, input_precision=PRECISION)
+                convolved = _product(pixels, taps.to(pixels.dtype), convolved)
             convolved += tl.load(bias + o, mask=o < K, other=0).to(tl.float32)[None, :]
             off = convolved <= 0  # what is not a number stays so: that is how a loss scale that is too high shows
             x = beta * tl.where(off, 0, convolved) + (1 - beta) * x
@@ -314,7 +325,7 @@ def soften_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "sums", "T", "hidden_b", "hidden_t"])
 def convolve_backward_kernel(
-    maps, weight, hidden, grad_conv, grad, grad_previous, partial_weight, partial_bias,
+    maps, weight, hidden, grad_conv, grad, grad_previous, partial,
     rows, sums, T, S, pitch, hidden_b, hidden_t, hidden_s, alpha,
     K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
     HIDDEN: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
@@ -334,7 +345,7 @@ def convolve_backward_kernel(
     row = tl.program_id(0) - sums * chunks
     if row < 0:
         _convolve_backward_weight(
-            maps, grad_conv, partial_weight, partial_bias, tl.program_id(0) // chunks, tl.program_id(0) % chunks,
+            maps, grad_conv, partial, tl.program_id(0) // chunks, tl.program_id(0) % chunks,
             rows, sums, T, S, pitch, K, KERNEL, TOP, LEFT, TRIANGULAR, BLOCK,
         )  # fmt: skip
     else:
@@ -346,11 +357,14 @@ def convolve_backward_kernel(
 
 @triton.jit
 def _convolve_backward_weight(
-    maps, grad_conv, partial_weight, partial_bias, index, chunk, rows, sums, T, S, pitch,
+    maps, grad_conv, partial, index, chunk, rows, sums, T, S, pitch,
     K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial sum number ``index``, over each ``sums``-th row, of the gradients of a chunk of taps and of the bias."""
+    """Partial sum number ``index``, over each ``sums``-th row, of the gradients of a chunk of taps and of the bias.
+
+    ``partial`` is sums x (K * M of the weight, then K of the bias).
+    """
     M: tl.constexpr = K * KERNEL * KERNEL
     m = chunk * CHUNK + tl.arange(0, CHUNK)
     channel, down, right, tap = _taps(m, K, KERNEL, TOP, LEFT, TRIANGULAR)
@@ -366,12 +380,12 @@ def _convolve_backward_weight(
             pixels = _neighbours(maps, b, i, j, channel, down, right, tap, T, S, pitch, K)
             stored = (j < pitch)[:, None] & (o < K)[None, :]
             z = tl.load(grad_conv + (lines[None, :] + j[:, None]), mask=stored, other=0)
-            of_weight = tl.dot(tl.trans(pixels), z, of_weight, input_precision=PRECISION)
+            of_weight = _product(tl.trans(pixels), z, of_weight)
             of_bias += tl.sum(z.to(tl.float32), 0)
-    places = partial_weight + (index.to(tl.int64) * K + o[None, :]) * M + m[:, None]
-    tl.store(places, of_weight, mask=(m < M)[:, None] & (o < K)[None, :])
+    partial += index * (K * M + K)
+    tl.store(partial + o[None, :] * M + m[:, None], of_weight, mask=(m < M)[:, None] & (o < K)[None, :])
     if chunk == 0:
-        tl.store(partial_bias + index * K + o, of_bias, mask=o < K)
+        tl.store(partial + K * M + o, of_bias, mask=o < K)
 
 
 @triton.jit
@@ -395,7 +409,7 @@ def _convolve_backward_row(
                 weight + (o * M + m % (KERNEL * KERNEL))[:, None] + c[None, :] * (KERNEL * KERNEL),
                 mask=tap[:, None] & (c < K)[None, :], other=0,
             )  # fmt: skip
-            g = tl.dot(z, taps.to(z.dtype), g, input_precision=PRECISION)
+            g = _product(z, taps.to(z.dtype), g)
         stored = (j < pitch)[:, None] & (c < K)[None, :]
         offsets = lines[None, :] + j[:, None]
         g += tl.load(grad + offsets, mask=stored, other=0).to(tl.float32)
@@ -516,16 +530,15 @@ def convolve_backward(
     grad_previous = new_maps(maps, columns) if skip else None
     rows = batch * length
     sums = min(PARTIAL_SUMS, rows)
-    partial_weight = maps.new_empty(sums, *weight.shape, dtype=torch.float32)
-    partial_bias = maps.new_empty(sums, heads, dtype=torch.float32)
+    partial = maps.new_empty(sums, weight.numel() + heads, dtype=torch.float32)
     convolve_backward_kernel[(sums * triton.cdiv(weight[0].numel(), CHUNK.value) + rows,)](
-        maps, weight, _or(hidden, maps), grad_conv, grad, _or(grad_previous, maps), partial_weight, partial_bias,
+        maps, weight, _or(hidden, maps), grad_conv, grad, _or(grad_previous, maps), partial,
         rows, sums, length, columns, pitch(columns), *_strides(hidden, maps), alpha,
         K=heads, **_constants(taps), HIDDEN=hidden is not None, SKIP=skip,
         BLOCK=_convolved_block(maps), num_warps=_warps(columns),
     )  # fmt: skip
-    # in the same order every time
-    return partial_weight.sum(0).to(weight.dtype), partial_bias.sum(0).to(weight.dtype), grad_previous
+    grad_weight, grad_bias = partial.sum(0).to(weight.dtype).split([weight.numel(), heads])  # the same order every time
+    return grad_weight.view_as(weight), grad_bias, grad_previous
 
 
 def pitch(columns: int) -> int:
@@ -569,7 +582,7 @@ def _wide(heads: int, columns: int) -> int:
 
 def _warps(columns: int) -> int:
     """Warps of a program that works on a row."""
-    return 1 if columns <= 32 else 2 if columns <= 64 else 4
+    return 1 if columns <= 32 else 4
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
