@@ -612,7 +612,7 @@ def _panel(panel, report, statistic):
     panel.tick_params(labelsize=9, labelbottom=True)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     if statistic in SHARES:
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.08 * panel.dataLim.y1)
     panel.grid(alpha=0.3)
 
 

@@ -1,0 +1,387 @@
+"""scripts/map_statistics.sh: each number on maps whose answer is known, and a test set by loops over its pixels."""
+
+import json
+import math
+import shutil
+
+import map_statistics
+import numpy as np
+import pytest
+import torch
+from attention_maps import LayerMaps, MapsError, load_model
+from map_statistics import (
+    Estimate,
+    Sample,
+    alignment_errors,
+    check_range,
+    entropy,
+    estimate,
+    hard_alignment,
+    main,
+    read_gold,
+    shares,
+    similarity,
+    statistics_of,
+    tally,
+    word_numbers,
+)
+from test_attention_maps import save_model
+from toy import data  # noqa: F401  (a fixture)
+
+ALL = np.ones((1, 1, 1, 4), dtype=bool)
+
+
+def rows(*values):
+    """1 x 1 x T x S"""
+    return np.array(values, dtype=float)[None, None]
+
+
+# ---- on maps made by hand
+
+
+def test_entropy_of_known_rows():
+    visible = rows([1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]) > 0
+    weights = rows([0.25] * 4, [0, 1, 0, 0], [0.5, 0.5, 9, 9])  # what is masked means nothing
+    np.testing.assert_allclose(entropy(weights, visible)[0, 0], [math.log(4), 0, math.log(2)])
+
+
+def test_similarity_of_known_rows():
+    one = rows([0.5, 0.5, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0])
+    other = rows([0.5, 0.5, 0, 0], [0, 0, 0, 1], [0.5, 0.5, 0, 0])
+    # The last: the entropy of the mean (3/4, 1/4) less the mean entropy 1/2, in bits.
+    divergence = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)) - 0.5
+    np.testing.assert_allclose(similarity(one, other, ALL)[0, 0], [1, 0, 1 - divergence], atol=1e-12)
+    np.testing.assert_allclose(similarity(other, one, ALL), similarity(one, other, ALL))
+
+
+def test_shares_of_known_parts():
+    parts = {"own": rows([3.0, -3, 3, -3]), "skip": rows([1.0, 1, -1, -1]), "convolution": rows([5.0, 5, 5, 5])}
+    found = shares(parts, ALL)
+    # A constant says nothing to the softmax: the part that is the same everywhere has no share.
+    assert [float(found[name].item()) for name in parts] == [0.75, 0.25, 0]
+    visible = rows([1, 1, 1, 0]) > 0
+    parts = {"own": rows([1.0, 2, 3, 1e9]), "skip": rows([-4.0, -2, 0, 7])}
+    assert [float(share.item()) for share in shares(parts, visible).values()] == pytest.approx([1 / 3, 2 / 3])
+    assert np.isnan(shares({"own": rows([1.0] * 4)}, ALL)["own"]).all()
+
+
+def layer(weights, logits=None, previous=None, convolved=None, masked=None, kind="encoder"):
+    """LayerMaps of B x K x T x S tensors, alpha 0.5 with a previous map, beta 0.2 with a convolution."""
+    masked = torch.zeros_like(weights[:, :1], dtype=torch.bool) if masked is None else masked
+    alpha, beta = 0.0 if previous is None else 0.5, 0.0 if convolved is None else 0.2
+    logits = weights if logits is None else logits
+    return LayerMaps(kind, 2, weights, logits, previous, convolved, logits, alpha, beta, masked)
+
+
+def means(maps, before=None):
+    return {name: (sums / counts).tolist() for name, sums, counts in statistics_of(maps, before)}
+
+
+def test_uniform_maps_have_the_highest_entropy_and_equal_layers_are_equal():
+    for keys in (2, 5, 30):
+        uniform = layer(torch.full((2, 3, 4, keys), 1 / keys))
+        found = means(uniform, uniform)
+        assert found["entropy"] == pytest.approx([math.log(keys)] * 2, abs=1e-6)
+        for name in ("normalised", "same_head", "head_mean"):
+            assert found[name] == pytest.approx([1, 1], abs=1e-6)
+
+
+def test_two_similarities_differ_where_heads_change_places():
+    weights = torch.eye(4).expand(1, 2, 4, 4).clone()
+    weights[:, 1] = torch.eye(4).flip(0)
+    found = means(layer(weights), layer(weights.flip(1)))
+    assert found["same_head"] == pytest.approx([0])
+    assert found["head_mean"] == pytest.approx([1])
+
+
+def test_shares_weigh_the_parts_as_equation_4_does():
+    part = torch.tensor([1.0, -1, 1, -1]).expand(1, 2, 3, 4)
+    weights = torch.full((1, 2, 3, 4), 0.25)
+    found = means(layer(weights, part, previous=part, convolved=part))
+    assert [found[name][0] for name in ("own", "skip", "convolution")] == pytest.approx([0.4, 0.4, 0.2])
+    found = means(layer(weights, part, convolved=part))
+    assert [found[name][0] for name in ("own", "convolution")] == pytest.approx([0.8, 0.2])
+    assert "skip" not in found
+    assert not {"own", "skip", "convolution"} & means(layer(weights, part)).keys()  # there is nothing to share
+
+
+def test_rows_with_one_key_are_left_out():
+    masked = torch.ones(4, 4, dtype=torch.bool).triu(1)[None, None]
+    weights = (~masked).float() / (~masked).sum(dim=3, keepdim=True)
+    for name, sums, counts in statistics_of(layer(weights, masked=masked), None):
+        assert (name, counts.tolist()) in (("entropy", [3]), ("normalised", [3]))
+        expected = math.log(2 * 3 * 4) if name == "entropy" else 3
+        assert sums.tolist() == pytest.approx([expected], abs=1e-6)
+
+
+# ---- alignments
+
+
+def test_alignment_error_rate_of_an_example():
+    # Och and Ney's formula: A = 4 links; 2 of them sure, 3 of them possible; S = 3: 1 - (2 + 3) / (4 + 3).
+    sure, possible = {(0, 0), (1, 1), (2, 2)}, {(0, 0), (1, 1), (2, 2), (3, 3)}
+    errors, links = alignment_errors({(0, 0), (1, 1), (3, 3), (0, 4)}, sure, possible)
+    assert errors / links == pytest.approx(1 - 5 / 7)
+    assert alignment_errors(sure, sure, sure)[0] == 0
+    assert alignment_errors({(9, 9)}, sure, sure) == (4, 4)
+
+
+def test_subwords_are_summed_before_the_largest_is_taken():
+    # Words: [ab] [c] | [x] [yz]. The largest single pixel of x is c, but ab has more in all; yz looks at c.
+    weights = np.array([[0.3, 0.25, 0.45], [0.1, 0.1, 0.8], [0.3, 0.4, 0.3]])
+    assert hard_alignment(weights, np.array([0, 0, 1]), np.array([0, 1, 1])) == {(0, 0), (1, 1)}
+    assert hard_alignment(weights[:, :0], np.array([]), np.array([0, 1, 1])) == set()
+
+
+def test_words_of_subwords():
+    assert word_numbers("ein Donau@@ dampf@@ schiff .".split(), "subword_nmt").tolist() == [0, 1, 1, 1, 2]
+    assert word_numbers("▁ein ▁Donau dampf ▁.".split(), "sentencepiece").tolist() == [0, 1, 1, 2]
+    assert word_numbers([], "subword_nmt").tolist() == []
+
+
+def test_gold_is_read_and_refused(tmp_path):
+    path = tmp_path / "gold"
+    path.write_text("0-0 1?2 3p1\n\n2-10\n")
+    gold = read_gold(path)
+    assert gold == [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), (set(), set()), ({(2, 10)}, {(2, 10)})]
+    check_range(gold[2], (3, 11), "gold:3")
+    with pytest.raises(MapsError, match=r"gold:3: the link between words 2 and 10 .* target sentence has 10 words"):
+        check_range(gold[2], (3, 10), "gold:3")
+    with pytest.raises(MapsError, match=r"gold:3: .* source sentence has 2 words"):
+        check_range(gold[2], (2, 11), "gold:3")
+    for wrong in ("1-", "1-2-3", "a-b", "1:2", "-1-2"):
+        path.write_text(f"0-0\n0-1 {wrong}\n")
+        with pytest.raises(MapsError, match=rf"gold:2: '{wrong}' is no link"):
+            read_gold(path)
+
+
+# ---- intervals
+
+
+def test_intervals_over_sentences():
+    sums, counts = np.array([1.0] * 50 + [3.0] * 50), np.ones(100)
+    found = estimate((sums, counts))
+    assert found.mean == 2
+    assert found.half == pytest.approx(1.96 * 1 / math.sqrt(100), rel=0.15)
+    assert estimate((sums, counts)) == found  # the same every time
+    # Paired: a constant difference has no interval at all, although both have one.
+    difference = estimate((sums + 0.5, counts), (sums, counts))
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert difference.clear
+    assert not Estimate(0.1, -0.1, 0.3).clear
+    # Rows count, not sentences.
+    assert estimate((np.array([10.0, 0]), np.array([10, 30]))).mean == 0.25
+
+
+# ---- a whole test set
+
+
+def naive(loaded, number, dataset, gold):
+    """{(statistic, kind, layer): (sum, count)} of one sentence alone, pixel by pixel."""
+    pair, out, before = dataset[number], {}, {}
+    forced = loaded.force(_ids(pair["source"]), _ids(pair["target"]))
+    for maps in forced:
+        w, heads = maps.weights[0].double(), maps.weights.size(1)
+        earlier = before.get(maps.kind)
+        for row in range(w.size(1)):
+            keys = [column for column in range(w.size(2)) if not maps.masked[0, 0, row, column]]
+            if len(keys) < 2:
+                continue
+            for head in range(heads):
+                _add(out, maps, "entropy", h := _entropy([w[head, row, key] for key in keys]))
+                _add(out, maps, "normalised", h / math.log(len(keys)))
+                if earlier is not None:
+                    _add(out, maps, "same_head", _similarity(w[head, row], earlier[head, row], keys))
+            if earlier is not None:
+                _add(out, maps, "head_mean", _similarity(w.mean(0)[row], earlier.mean(0)[row], keys))
+        before[maps.kind] = w
+        if maps.kind == "cross":
+            words = [_words(pair[side], side, loaded) for side in ("source", "target")]
+            out["aer", "cross", maps.layer] = _aer(w.mean(0), *words, *gold)
+    return out
+
+
+def _ids(ids):
+    from attention_maps import Sentence
+
+    return Sentence(ids, [])
+
+
+def _add(out, maps, name, value):
+    total, count = out.get((name, maps.kind, maps.layer), (0, 0))
+    out[name, maps.kind, maps.layer] = total + float(value), count + 1
+
+
+def _entropy(row):
+    return -sum(float(p) * math.log(p) for p in row if p > 0)
+
+
+def _similarity(one, other, keys):
+    one, other = [one[key] for key in keys], [other[key] for key in keys]
+    middle = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
+    return 1 - (_entropy(middle) - (_entropy(one) + _entropy(other)) / 2) / math.log(2)
+
+
+def _words(ids, side, loaded):
+    """[[places of the first word's subwords], ...]"""
+    words, symbols = [[]], getattr(loaded.task, f"{side}_dictionary")
+    for place, number in enumerate(ids[:-1]):
+        words[-1].append(place)
+        if not symbols[int(number)].endswith("@@"):
+            words.append([])
+    return words[:-1]
+
+
+def _aer(weights, source, target, sure, possible):
+    found = set()
+    for t, rows_of_word in enumerate(target):
+        mass = [sum(float(weights[r, c]) for r in rows_of_word for c in columns) for columns in source]
+        found.add((mass.index(max(mass)), t))
+    return len(found) + len(sure) - len(found & sure) - len(found & possible), len(found) + len(sure)
+
+
+def gold_of(folder):
+    """The toy corpus's alignments: "Hund, Katze." is "the dog, the cat."."""
+    for line in (folder / "raw" / "test.de").read_text().splitlines():
+        nouns = line.count(",") + 1
+        yield " ".join(f"{2 * n}?{3 * n} {2 * n}-{3 * n + 1} {2 * n + 1}-{3 * n + 2}" for n in range(nouns))
+
+
+@pytest.fixture(scope="module")
+def there(data, tmp_path_factory):  # noqa: F811
+    """A folder with two runs and the test set's gold alignments."""
+    folder = tmp_path_factory.mktemp("statistics")
+    for name, arch in (("toy-ea", "ea_transformer_base"), ("toy-stock", "transformer")):
+        (folder / name).mkdir()
+        save_model(data, folder / name / "checkpoint_best.pt", arch, "--encoder-layers", "3", "--decoder-layers", "2")
+    (folder / "gold").write_text("".join(f"{line}\n" for line in gold_of(data)))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["toy-ea", "toy-stock"])
+def test_a_test_set_by_loops_in_one_batch_and_one_by_one(there, name):
+    loaded = load_model(there / name)
+    sample = Sample(loaded, "test", 6, there / "gold")
+    together, alone = tally(loaded, sample, tokens=10_000), tally(loaded, sample, tokens=1)
+    assert len(list(sample.batches(10_000))) == 1
+    assert len(list(sample.batches(1))) == 6
+    gold = read_gold(there / "gold")
+    expected = [naive(loaded, number, loaded.task.dataset("test"), gold[number]) for number in range(6)]
+    assert together.keys() == alone.keys() >= expected[0].keys()
+    assert {place[0] for place in together} - {place[0] for place in expected[0]} == (
+        {"own", "skip", "convolution"} if name == "toy-ea" else set()
+    )
+    for place in together:
+        np.testing.assert_allclose(together[place], alone[place], rtol=1e-4, atol=1e-6, err_msg=str(place))
+        if place in expected[0]:
+            slow = np.transpose([one[place] for one in expected])
+            np.testing.assert_allclose(together[place], slow, rtol=1e-4, atol=1e-6, err_msg=str(place))
+
+
+def test_shares_of_a_model_add_up_to_one(there):
+    loaded = load_model(there / "toy-ea")
+    found = tally(loaded, Sample(loaded, "test", 4, None))
+    for kind, layers in (("encoder", 3), ("decoder", 2), ("cross", 2)):
+        for number in range(1, layers + 1):
+            parts = [
+                found[name, kind, number] for name in ("own", "skip", "convolution") if (name, kind, number) in found
+            ]
+            assert len(parts) == (3 if kind == "encoder" and number > 1 else 2)
+            np.testing.assert_allclose(sum(sums for sums, _ in parts), parts[0][1], rtol=1e-9)
+
+
+def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = ["out/a.md", "out/a.png", "out/a.svg", "out/a.json"]
+    command = ["--run", there / "toy-ea", "--compare", there / "toy-stock", "--gold", there / "gold", "--out", *files]
+    main([*map(str, command)])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.json", "a.md", "a.png", "a.svg"]
+    assert (tmp_path / "out" / "a.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "out" / "a.svg").read_text()
+    assert svg.count('<g id="axes_') == 7
+    found = json.loads((tmp_path / "out" / "a.json").read_text())
+    assert (found["names"], found["sentences"], found["aligned_sentences"]) == (["ea", "stock"], 10, 10)
+    numbers = found["statistics"]
+    for layers in numbers["entropy"].values():
+        for one in layers.values():
+            assert one["difference"]["mean"] == pytest.approx(one["run"]["mean"] - one["compare"]["mean"])
+    assert list(numbers["aer"]) == ["cross"]
+    assert list(numbers["aer"]["cross"]) == ["1", "2"]
+    assert list(numbers["same_head"]["encoder"]) == ["2", "3"]
+    assert list(numbers["skip"]) == ["encoder"]
+    assert list(numbers["skip"]["encoder"]["2"]) == ["run"]
+    table = (tmp_path / "out" / "a.md").read_text()
+    lines = table.splitlines()
+    assert "10 sentences, 10 of them with gold alignments" in lines[0]
+    aer = numbers["aer"]["cross"]
+    cells = [f"{one['run']['mean']:.3f} ± {(one['run']['high'] - one['run']['low']) / 2:.3f}" for one in aer.values()]
+    assert f"| cross: ea | {' | '.join(cells)} |" in lines
+    assert sum(line.startswith("| encoder: difference") for line in lines) == 4
+    assert "checkpoint_best.pt" in table
+    assert "written: out/a.md" in capsys.readouterr().out
+
+
+def test_one_model_without_gold(there, tmp_path):
+    main([*("--run", str(there / "toy-stock")), *("--sentences", "3", "--out", str(tmp_path / "a.md"))])
+    table = (tmp_path / "a.md").read_text()
+    assert "3 sentences" in table
+    assert not any(word in table for word in ("difference", "Difference", "alignment", "share of"))
+
+
+def refused(capsys, tmp_path, *flags):
+    out = tmp_path / "refused"
+    out.mkdir()
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, flags), "--out", str(out / "a.md"), str(out / "a.json")])
+    assert end.value.code not in (0, None)
+    assert not list(out.iterdir())
+    out.rmdir()
+    return str(end.value.code) + capsys.readouterr().err
+
+
+def test_what_cannot_be_used_is_named(there, data, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "empty-run").mkdir()
+    assert "empty-run: has no checkpoint" in refused(capsys, tmp_path, "--run", tmp_path / "empty-run")
+    run = ("--run", there / "toy-ea")
+    assert "no such checkpoint" in refused(capsys, tmp_path, *run, "--compare", tmp_path / "none")
+    found = refused(capsys, tmp_path, *run, "--subset", "test7")
+    assert "--subset test7" in found
+    assert "there are: test, train, valid" in found
+    assert "--sentences must be at least 2" in refused(capsys, tmp_path, *run, "--sentences", "1")
+    gold = tmp_path / "gold"
+    lines = (there / "gold").read_text().splitlines()
+    gold.write_text("\n".join(lines[:-1]) + "\n")
+    found = refused(capsys, tmp_path, *run, "--gold", gold)
+    assert f"{gold}: has 9 lines, and test 10 sentences" in found
+    gold.write_text("\n".join([*lines[:4], lines[4] + " 77-0", *lines[5:]]) + "\n")
+    found = refused(capsys, tmp_path, *run, "--gold", gold)
+    assert f"{gold}:5: the link between words 77 and 0 is out of range" in found
+
+
+def test_other_data_are_refused_and_empty_ones_too(there, data, tmp_path, capsys):  # noqa: F811
+    other = shutil.copytree(data, tmp_path / "other")
+    run = ("--run", there / "toy-ea", "--data", other)
+    (other / "test.de-en.de.bin").write_bytes(b"")
+    assert "test.de-en.de.bin is empty" in refused(capsys, tmp_path, *run)
+    words = (other / "dict.de.txt").read_text().splitlines()
+    for language in ("de", "en"):  # as many words, in another order
+        (other / f"dict.{language}.txt").write_text("\n".join([words[1], words[0], *words[2:]]) + "\n")
+    main([*map(str, run), "--subset", "valid", "--sentences", "2", "--out", str(tmp_path / "a.md")])
+    assert "holds other words than that of" in capsys.readouterr().err
+    (other / "dict.de.txt").write_text("\n".join([*words, "more 1"]) + "\n")
+    assert "was not trained on" in refused(capsys, tmp_path, *run)
+
+
+def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):
+    loaded = load_model(there / "toy-ea")
+    loaded.task.load_dataset("test")
+    dataset = loaded.task.dataset("test")
+    sentences = [dataset.src[number].clone() for number in range(len(dataset))]
+    sentences[1][0] = loaded.task.source_dictionary.unk()
+    dataset.src = sentences
+    monkeypatch.setattr(map_statistics, "_load", lambda loaded, subset: dataset)
+    sample = Sample(loaded, "test", 3, there / "gold")
+    assert sample.aligned == 2
+    found = tally(loaded, sample)
+    assert (found["aer", "cross", 1][1] > 0).tolist() == [True, False, True]
+    assert (found["entropy", "cross", 1][1] > 0).all()
