@@ -83,7 +83,7 @@ def evolving_attention(
     conv = evolution.conv
     constants = Constants(
         Taps.of(evolution.geometry, evolution.kernel_size),
-        evolution.alpha if skip else 0.0,
+        evolution.alpha,
         evolution.beta,
         Dropout.of(dropout),
         keep_map,
@@ -127,7 +127,7 @@ class Constants(NamedTuple):
     """What is no tensor; see ``evolving_attention`` and ``kernels``."""
 
     taps: "kernels.Taps"  # noqa: F821  (imported only where Triton is there)
-    alpha: float  # 0 without a map of the layer before
+    alpha: float
     beta: float
     dropout: "kernels.Dropout"  # noqa: F821
     keep_map: bool
