@@ -3,9 +3,9 @@
 Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, the shares
 of skip connection and convolution in the logits and, where gold alignments are given, alignment error rate. With 95%
 intervals over sentences; with --compare also the paired differences. docs/map-statistics.md has the formulas.
-
-Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
 """
+
+# Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
 
 import argparse
 import contextlib
