@@ -24,7 +24,7 @@ def ea_transformer_base(args):
     """fairseq's ``transformer`` (512 / 2048 / 8 heads / 6+6 layers) with evolving attention."""
     # alpha, beta: table 10. Kernel: section 3.3. A beta of None follows ea_beta.
     _default(args, ea_alpha=0.5, ea_beta=0.1, ea_kernel_size=3)
-    _default(args, ea_encoder_beta=None, ea_decoder_beta=None, ea_cross_beta=None)
+    _default(args, ea_encoder_beta=None, ea_decoder_beta=None, ea_cross_beta=None, ea_plain=False)
     _bf16_needs_no_tpu(args)
     base_architecture(args)
 

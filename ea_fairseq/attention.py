@@ -9,6 +9,8 @@ counts beams, while keys and values of the encoder may be kept once per sentence
 Masks: True = masked.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,8 +19,10 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
-from . import cpu
+from . import cpu, gpu
 from .evolution import Evolution, Geometry
+
+logger = logging.getLogger(__name__)
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
@@ -41,7 +45,7 @@ class EvolvingAttention(MultiheadAttention):
 
     Args:
         geometry, alpha, beta, kernel_size: see :class:`Evolution`.
-        plain: always use the plain composition, which is what the fast paths are measured by.
+        plain: always use the plain composition of PyTorch's operations, which the kernels are tested against.
         embed_dim, num_heads, **kwargs: see fairseq's ``MultiheadAttention``.
 
     Raises:
@@ -100,55 +104,74 @@ class EvolvingAttention(MultiheadAttention):
         if padded_rows is not None:
             rows = padded_rows[:, None, :, None]
             hidden = rows if masked is None else masked | rows
-        above = self._rows_above(q, k, state)
         maps = {"hidden": hidden, "masked": masked}
-        if self.plain or not cpu.runs(q) or k.size(0) != q.size(0):
-            context, a_logit, weights, mixed = self._compose(q, k, v, **maps, previous=previous, above=above)
-        elif state is not None:
-            context, mixed, weights = cpu.evolving_step(
-                q, k, v, self.evolution, **maps, above=above, need_weights=need_weights
-            )
-            a_logit = None
+        if state is not None:
+            context, a_logit, weights = self._step(q, k, v, **maps, state=state, need_weights=need_weights)
         else:
-            dropout = self.dropout_module.p if self.training else 0.0
-            keep = {"keep_map": self.evolution.alpha > 0, "need_weights": need_weights}
-            context, a_logit, weights = cpu.evolving_attention(
-                q, k, v, self.evolution, **maps, previous=previous, dropout=dropout, **keep
-            )
-            mixed = None
-        self._keep_rows(above, mixed, state)
-        if self.observer is not None:
-            self._show(q, k, v, **maps, previous=previous, above=above)
+            context, a_logit, weights = self._evolve(q, k, v, **maps, previous=previous, need_weights=need_weights)
         batch, _, length, _ = context.shape
         context = context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)
         return self.out_proj(context), a_logit if self.evolution.alpha > 0 else None, weights
 
-    def _compose(self, q, k, v, hidden, masked, previous, above):
-        """The plain composition: context B x K x T x D; A_logit, weights and A_input, B x K x T x S."""
+    def _evolve(self, q, k, v, hidden, masked, previous, need_weights):
+        """Whole maps at once, by the device's kernels or the plain composition: context, A_logit, weights."""
+        maps = {"hidden": hidden, "masked": masked, "previous": previous}
+        options = {"dropout": self.dropout_module.p if self.training else 0.0, "keep_map": self.evolution.alpha > 0}
+        if self.observer is not None:
+            self._show(q, k, v, **maps)
+        if self.plain or k.size(0) != q.size(0):
+            return self._compose(q, k, v, **maps)[:3]
+        if cpu.runs(q):
+            return cpu.evolving_attention(q, k, v, self.evolution, **maps, **options, need_weights=need_weights)
+        if not need_weights and _runs_on_gpu(q):
+            return *gpu.evolving_attention(q, k, v, self.evolution, **maps, **options), None
+        return self._compose(q, k, v, **maps)[:3]
+
+    def _step(self, q, k, v, hidden, masked, state, need_weights):
+        """The next rows of a decoder's maps: context, None, weights. Keeps what is above the rows after."""
+        above = self._rows_above(q, k, state)
+        maps = {"hidden": hidden, "masked": masked, "above": above}
+        if self.observer is not None:
+            self._show(q, k, v, **maps)
+        if not self.plain and k.size(0) == q.size(0) and cpu.runs(q):
+            context, kept, weights = cpu.evolving_step(q, k, v, self.evolution, **maps, need_weights=need_weights)
+        else:
+            context, _, weights, kept = self._compose(q, k, v, **maps)
+        self._keep_rows(kept, state)
+        return context, None, weights
+
+    def _compose(self, q, k, v, hidden, masked, previous=None, above=None):
+        """The plain composition: context B x K x T x D; A_logit, weights and the rows above the next ones, maps all."""
         logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))  # B x K x T x S
-        mixed = self.evolution.mix(logits, hidden, previous)  # once, for the convolution and for the rows to keep
+        mixed = self.evolution.mix(logits, hidden, previous)
+        kept = None
+        if above is not None:
+            above = _as_wide(above, mixed)
+            kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
         a_logit = scores = self.evolution(mixed, above=above)
         if masked is not None:
             # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
             scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
         weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(v)), v)
-        return context, a_logit, weights, mixed
+        return context, a_logit, weights, kept
 
     @torch.no_grad()
-    def _show(self, q, k, v, hidden, masked, previous, above):
+    def _show(self, q, k, v, hidden, masked, previous=None, above=None):
         """Show the observer the maps, computed once more, so that being observed changes nothing."""
         logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))
+        above = None if above is None else _as_wide(above, logits)
         a_logit = self.evolution(logits, hidden, previous, above)
         scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-        self.observer(Maps(logits, hidden, previous, above, a_logit, F.softmax(scores.float(), dim=-1)))
+        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        self.observer(Maps(logits, hidden, previous, above, a_logit, weights))
 
     def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
-        """A_input of earlier steps' rows, B x K x rows_above x S: decoders have some."""
+        """A_input of earlier steps' rows, B x K x rows_above x (the keys that there were): decoders have some."""
         return None
 
-    def _keep_rows(self, above: Tensor | None, rows: Tensor | None, state: IncrementalState | None) -> None:
-        """Keep rows of A_input for the next step."""
+    def _keep_rows(self, rows: Tensor | None, state: IncrementalState | None) -> None:
+        """Keep the rows that are above the next step's."""
 
 
 class EncoderSelfAttention(EvolvingAttention):
@@ -278,12 +301,10 @@ class DecoderAttention(EvolvingAttention):
         saved = self.get_incremental_state(state, self.ROWS)
         if saved is None:
             return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2))
-        # Columns that are new in this step lie in the future of the earlier rows: zero.
-        return F.pad(saved["rows"], (0, k.size(2) - saved["rows"].size(3)))
+        return saved["rows"]
 
-    def _keep_rows(self, above: Tensor | None, rows: Tensor | None, state: IncrementalState | None) -> None:
-        if above is not None:
-            rows = torch.cat([above, rows], dim=2)[:, :, -above.size(2) :]
+    def _keep_rows(self, rows: Tensor | None, state: IncrementalState | None) -> None:
+        if state is not None and self.evolution.rows_above > 0:
             self.set_incremental_state(state, self.ROWS, {"rows": rows})
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
@@ -305,6 +326,19 @@ def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor
     return attn_mask if masked is None else masked | attn_mask
 
 
+def _runs_on_gpu(q: Tensor) -> bool:
+    """Whether the GPU's kernels can take these queries; where a GPU has none, a line in the log says why."""
+    reason = gpu.unavailable(q)
+    if reason is not None and q.is_cuda:
+        _log_once(f"evolving attention takes its slower way on the GPU: {reason}")
+    return reason is None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
 def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Tensor | None:
     """B x K x T x S -> B x T x S, the mean over heads; or K x B x T x S with need_head_weights; or None."""
     if need_head_weights:
@@ -321,6 +355,11 @@ def _per_sentence(matmul, x: Tensor, shared: Tensor) -> Tensor:
     x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
     product = matmul(x.reshape(sentences, heads, -1, width), shared).view(sentences, heads, -1, length, shared.size(3))
     return product.transpose(1, 2).reshape(batch, heads, length, shared.size(3))
+
+
+def _as_wide(above: Tensor, rows: Tensor) -> Tensor:
+    """Rows above, B x K x _ x (at most S), as wide as these: columns that are new lie in the future of earlier rows."""
+    return F.pad(above, (0, rows.size(3) - above.size(3)))
 
 
 def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new_keys: Tensor) -> Tensor | None:

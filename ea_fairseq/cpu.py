@@ -88,18 +88,22 @@ def evolving_step(
 
     Args:
         q, k, v, evolution, hidden, masked, need_weights: as in ``evolving_attention``.
-        above: B x K x rows_above x S, A_input of the rows before these; None: outside of the map.
+        above: B x K x rows_above x (at most S), A_input of the rows before these; None: outside of the map.
 
     Returns:
-        context B x K x T x D; A_input of these rows, B x K x T x S; attention weights or None.
+        context B x K x T x D; what is above the next step's rows, B x K x rows_above x S; attention weights or None.
     """
-    problem = _Problem.of(evolution, q, k, v, hidden=hidden, masked=masked)
-    mixed = problem.give("mixed", problem.maps)
+    conv = evolution.conv
+    weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
+    problem = _Problem.of(evolution, q, k, v, None, weight, bias, hidden=hidden, masked=masked)
+    if above is not None:
+        problem.read(above=above)
+        problem.before = above.size(3)
+    kept = problem.give("kept", (*problem.maps[:2], evolution.rows_above, problem.maps[3]))
     weights = problem.give("weights", problem.maps) if need_weights else None
-    problem.read(above=above)
     context = problem.vectors("context", q)
     problem.run("evolving_attention_forward")
-    return context, mixed, weights
+    return context, kept, weights
 
 
 class _EvolvingAttention(torch.autograd.Function):
@@ -150,13 +154,13 @@ class _Problem(Structure):
     """``Problem`` of cpu_kernel.c, and the tensors that its pointers point into."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "left", "top", "lower")),
+        *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "before", "left", "top", "lower")),
         *((name, c_float) for name in ("alpha", "beta")),
         *((name, _Vectors) for name in ("q", "key", "v")),
         *((name, _Mask) for name in ("hidden", "masked")),
         *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "noise")),
         ("context", _Vectors),
-        *((name, c_void_p) for name in ("mixed", "a_logit", "weights")),
+        *((name, c_void_p) for name in ("a_logit", "weights", "kept")),
         ("d_context", _Vectors),
         *((name, c_void_p) for name in ("d_a_logit", "d_weights")),
         *((name, _Vectors) for name in ("d_q", "d_key", "d_v")),
@@ -166,32 +170,30 @@ class _Problem(Structure):
     @classmethod
     def of(cls, evolution, q, k, v, previous=None, weight=None, bias=None, *, hidden, masked, noise=None):
         """What the forward and the backward pass read alike."""
-        if weight is None and evolution.conv is not None:
-            weight, bias = evolution.conv.weight, evolution.conv.bias
         size = evolution.kernel_size
         centred, shifted = size // 2, size - 1
+        decoder = evolution.geometry == Geometry.DECODER_SELF
+        batch, heads, rows, depth = q.shape
+        columns = k.size(2)
         problem = cls(
-            *(q.size(0), q.size(1), q.size(2), k.size(2), q.size(3)),
-            k=size,
-            left=shifted if evolution.geometry == Geometry.DECODER_SELF else centred,
-            top=centred if evolution.geometry == Geometry.ENCODER_SELF else shifted,
-            lower=evolution.geometry == Geometry.DECODER_SELF,
-            alpha=evolution.alpha if previous is not None else 0,
-            beta=evolution.beta,
+            *(batch, heads, rows, columns, depth, size, 0),
+            *(shifted if decoder else centred, centred if evolution.geometry == Geometry.ENCODER_SELF else shifted),
+            *(decoder, evolution.alpha if previous is not None else 0, evolution.beta),
         )
-        problem.kept, problem.maps = [], (q.size(0), q.size(1), q.size(2), k.size(2))
-        for name, x in (("q", q), ("key", k), ("v", v)):
-            problem.see(name, x)
+        problem.tensors, problem.maps = [], (batch, heads, rows, columns)
+        problem.see("q", q)
+        problem.see("key", k)
+        problem.see("v", v)
         for name, mask in (("hidden", hidden), ("masked", masked)):
             if mask is not None:
-                b, _, t, s = mask.expand(q.size(0), 1, q.size(2), k.size(2)).stride()
+                b, _, t, s = mask.expand(batch, 1, rows, columns).stride()
                 setattr(problem, name, _Mask(problem.keep(mask), b, t, s))
         problem.read(previous=previous, kernel=weight, bias=bias, noise=noise)
         return problem
 
     def keep(self, tensor):
         """The tensor's address; the tensor lives as long as the problem."""
-        self.kept.append(tensor)
+        self.tensors.append(tensor)
         return tensor.data_ptr()
 
     def see(self, name, x):

@@ -34,19 +34,20 @@ typedef struct {
 /* What a call works on; arrays of maps are B x K x T x S, contiguous, and NULL where there are none. */
 typedef struct {
     int64_t B, K, T, S, D, k;
+    int64_t before;              /* columns of the rows above */
     int64_t left, top;           /* how far the kernel reaches to the left and up */
     int64_t lower;               /* 1: without the kernel's strict upper triangle */
     float alpha, beta;           /* alpha 0 where there is no previous map */
     Vectors q, key, v;           /* q scaled */
     Mask hidden, masked;         /* from the convolution; from attention */
     const float *previous;       /* A_logit of the layer before */
-    const float *above;          /* B x K x top x S, A_input of the rows before these; NULL: zeros */
+    const float *above;          /* B x K x top x before, A_input of the rows before these; NULL: zeros */
     const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution */
     const float *noise;          /* dropout: 0 or 1 / (1 - p) */
     /* results of the forward pass */
     Vectors context;
-    float *mixed;                /* A_input */
     float *a_logit, *weights;    /* weights: before dropout */
+    float *kept;                 /* B x K x top x S, A_input of the last rows: what is above the next step's */
     /* of the backward pass: gradients that come in, gradients that go out */
     Vectors d_context;           /* data may be NULL */
     const float *d_a_logit, *d_weights;
@@ -67,7 +68,7 @@ typedef struct {
     float *dmap;           /* K x T x Sp */
     int32_t *seen, *shown; /* T x Sp: all bits where attention, where the convolution may see */
     int32_t *inside;       /* Sp: all bits in the S columns that there are */
-    float *taps;           /* the kernel, in the order of the loops */
+    float *taps, *turned;  /* the kernel in the order of the loops, and turned round for the backward pass */
 } Scratch;
 
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
@@ -76,7 +77,12 @@ INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
-INLINE float sum(vf x) { float s = 0; for (int i = 0; i < V; i++) s += x[i]; return s; }
+INLINE float sum(vf x) {
+    float s[V];
+    memcpy(s, &x, sizeof s);
+    for (int n = V / 2; n > 0; n /= 2) for (int i = 0; i < n; i++) s[i] += s[i + n];
+    return s[0];
+}
 INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; }
 
 /* e^x to float32's precision for x <= 0; 0 below -87. */
@@ -127,6 +133,32 @@ static void product(int64_t rows, int64_t columns, int64_t depth, const float *A
             for (; i < rows; i++) product_block(1, 1, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
         }
     }
+}
+
+/* One row of q k^T, for step-by-step decoding: turning the keys, for so few rows, would cost more than it gives. */
+static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
+    for (int64_t s = 0; s < S; s++) {
+        const float *key = keys + s * stride;
+        vf acc = spread(0);
+        int64_t d = 0;
+        for (; d + V <= D; d += V) acc += load(q + d) * load(key + d);
+        float x = sum(acc);
+        for (; d < D; d++) x += q[d] * key[d];
+        to[s] = x;
+    }
+}
+
+/* One row of P v, likewise from where the values lie. */
+static void row_of_context(const float *P, const float *values, int64_t stride, int64_t S, int64_t D, float *to) {
+    int64_t d = 0;
+    for (; d + V <= D; d += V) {
+        vf acc = spread(0);
+        for (int64_t s = 0; s < S; s++) acc += P[s] * load(values + s * stride + d);
+        store(to + d, acc);
+    }
+    if (d < D) memset(to + d, 0, (D - d) * sizeof(float));
+    for (int64_t s = 0; d < D && s < S; s++)
+        for (int64_t e = d; e < D; e++) to[e] += P[s] * values[s * stride + e];
 }
 
 /* One head's vectors of one sentence, count x Dp; the last vector's surplus is zero. */
@@ -188,10 +220,16 @@ static void mix(const Problem *p, int64_t b, Scratch *m) {
         float *X = m->X + h * m->tall * m->wide;
         if (p->above)
             for (int64_t t = 0; t < p->top; t++)
-                memcpy(X + t * m->wide + p->left, p->above + ((b * p->K + h) * p->top + t) * p->S, p->S * sizeof(float));
-        turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
+                memcpy(X + t * m->wide + p->left, p->above + ((b * p->K + h) * p->top + t) * p->before,
+                       p->before * sizeof(float));
         X += p->top * m->wide + p->left;
-        product(p->T, m->Sp, p->D, p->q.data + b * p->q.sb + h * p->q.sh, p->q.st, 1, m->transposed, m->Sp, X, m->wide);
+        const float *q = p->q.data + b * p->q.sb + h * p->q.sh, *keys = p->key.data + b * p->key.sb + h * p->key.sh;
+        if (p->T == 1) {
+            row_of_products(q, keys, p->key.st, p->S, p->D, X);
+        } else {
+            turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
+            product(p->T, m->Sp, p->D, q, p->q.st, 1, m->transposed, m->Sp, X, m->wide);
+        }
         for (int64_t t = 0; t < p->T; t++) {
             int64_t r = (b * p->K + h) * p->T + t;
             for (int64_t s = 0; s < m->Sp; s += V) {
@@ -199,8 +237,11 @@ static void mix(const Problem *p, int64_t b, Scratch *m) {
                 if (p->previous) x += p->alpha * (row_load(p, m, p->previous, r, s) - x);
                 store(X + t * m->wide + s, keep(x, loadi(m->shown + t * m->Sp + s)));
             }
-            if (p->mixed) memcpy(p->mixed + r * p->S, X + t * m->wide, p->S * sizeof(float));
         }
+        if (p->kept)
+            for (int64_t t = 0; t < p->top; t++)
+                memcpy(p->kept + ((b * p->K + h) * p->top + t) * p->S, X + (p->T - p->top + t) * m->wide,
+                       p->S * sizeof(float));
     }
 }
 
@@ -219,7 +260,7 @@ static void order_taps(const Problem *p, Scratch *m) {
 /* The same for the gradient of the input: heads c side by side, the kernel turned round. */
 static void order_taps_turned(const Problem *p, Scratch *m) {
     int64_t K = p->K, k = p->k;
-    float *to = m->taps;
+    float *to = m->turned;
     for (int64_t first = 0; first < K; first += 4)
         for (int64_t o = 0; o < K; o++)
             for (int64_t a = k - 1; a >= 0; a--)
@@ -242,9 +283,9 @@ INLINE void convolve_block(const int vectors, const Problem *p, const Scratch *m
         }
 }
 
-static void convolve_at(const Problem *p, const Scratch *m, const float *maps, int64_t first, int64_t t, int64_t s,
-                        int vectors, vf acc[4][2]) {
-    const float *taps = m->taps + first * p->K * p->k * p->k;
+static void convolve_at(const Problem *p, const Scratch *m, const float *maps, const float *taps, int64_t first,
+                        int64_t t, int64_t s, int vectors, vf acc[4][2]) {
+    taps += first * p->K * p->k * p->k;
     if (vectors == 2) convolve_block(2, p, m, maps, taps, t, s, acc);
     else convolve_block(1, p, m, maps, taps, t, s, acc);
 }
@@ -260,7 +301,7 @@ static void evolve(const Problem *p, Scratch *m) {
                 for (int o = 0; o < 4; o++)
                     for (int j = 0; j < vectors; j++)
                         acc[o][j] = spread(p->kernel && first + o < p->K ? p->bias[first + o] : 0);
-                if (p->kernel) convolve_at(p, m, m->X, first, t, s, vectors, acc);
+                if (p->kernel) convolve_at(p, m, m->X, m->taps, first, t, s, vectors, acc);
                 for (int64_t o = 0; o < 4 && first + o < p->K; o++)
                     for (int j = 0; j < vectors; j++) {
                         int64_t h = first + o, place = (h * p->T + t) * m->Sp + s + j * V;
@@ -311,7 +352,6 @@ static void maps_of_sentence(const Problem *p, int64_t b, Scratch *m) {
     bits(&p->masked, b, p->T, p->S, m->Sp, m->seen);
     bits(&p->hidden, b, p->T, p->S, m->Sp, m->shown);
     mix(p, b, m);
-    if (p->kernel) order_taps(p, m);
     evolve(p, m);
     if (p->a_logit) write_maps(p, b, m, m->P, p->a_logit);
     softmax(p, m);
@@ -405,7 +445,7 @@ static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
                 int vectors = m->Sp - s > V ? 2 : 1;
                 vf acc[4][2];
                 for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
-                if (p->kernel) convolve_at(p, m, m->G, first, t, s, vectors, acc);
+                if (p->kernel) convolve_at(p, m, m->G, m->turned, first, t, s, vectors, acc);
                 for (int64_t o = 0; o < 4 && first + o < p->K; o++)
                     for (int j = 0; j < vectors; j++) {
                         int64_t h = first + o, at = s + j * V;
@@ -451,9 +491,12 @@ static int64_t lay_out(const Problem *p, int backward, char *memory, Scratch *m)
     m->shown = (int32_t *)take(&next, p->T * m->Sp);
     m->inside = (int32_t *)take(&next, m->Sp);
     m->taps = take(&next, whole(p->K) * p->K * p->k * p->k);
+    m->turned = take(&next, whole(p->K) * p->K * p->k * p->k);
     if (memory) {
         memset(memory, 0, zeroed); /* the zeros around X and G, once: what is inside is written each time */
         for (int64_t s = 0; s < m->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
+        if (p->kernel) order_taps(p, m);
+        if (p->kernel && backward) order_taps_turned(p, m);
     }
     return next - memory;
 }
@@ -463,8 +506,12 @@ static void forward_sentence(const Problem *p, int64_t b, Scratch *m) {
     if (p->weights) write_maps(p, b, m, m->P, p->weights);
     for (int64_t h = 0; h < p->K; h++) {
         const float *P = dropped(p, b, h, m, m->dmap);
-        gather(&p->v, b, h, p->S, p->D, m->Dp, m->rows);
-        product(p->T, m->Dp, p->S, P, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
+        if (p->T == 1) {
+            row_of_context(P, p->v.data + b * p->v.sb + h * p->v.sh, p->v.st, p->S, p->D, m->out);
+        } else {
+            gather(&p->v, b, h, p->S, p->D, m->Dp, m->rows);
+            product(p->T, m->Dp, p->S, P, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
+        }
         scatter(m->out, m->Dp, &p->context, b, h, p->T, p->D);
     }
 }
@@ -485,10 +532,7 @@ static void backward_sentence(const Problem *p, int64_t b, Scratch *m) {
         }
         softmax_backward(p, b, h, m);
     }
-    if (p->kernel) {
-        kernel_backward(p, b, m);
-        order_taps_turned(p, m);
-    }
+    if (p->kernel) kernel_backward(p, b, m);
     mix_backward(p, b, m);
     for (int64_t h = 0; h < p->K; h++) {
         const float *dmap = m->dmap + h * p->T * m->Sp;

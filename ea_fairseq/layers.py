@@ -22,6 +22,7 @@ def _evolving(layer, cfg, kind: str) -> dict:
     return {
         "beta": _beta(cfg, kind),
         "kernel_size": cfg.ea_kernel_size,
+        "plain": getattr(cfg, "ea_plain", False),  # checkpoints may be older than this
         "dropout": cfg.attention_dropout,
         "q_noise": layer.quant_noise,
         "qn_block_size": layer.quant_noise_block_size,

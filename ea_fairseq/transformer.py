@@ -119,6 +119,12 @@ def add_options(parser) -> None:
     """Add ``OPTIONS`` to an argument parser or group; defaults are the architecture's to set."""
     for flag, (parse, text) in OPTIONS.items():
         parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="N", help=text)
+    parser.add_argument(
+        "--ea-plain",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="maps by PyTorch's own operations one by one: slower, for comparison with the kernels",
+    )
 
 
 def show_options_in_help() -> None:

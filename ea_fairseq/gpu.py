@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .evolution import Evolution
+from .evolution import Evolution, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -36,16 +36,17 @@ def unavailable(q: Tensor) -> str | None:
 
 @functools.cache
 def _unavailable_on(device: torch.device) -> str | None:
-    """Tries the smallest kernel once on each device: that shows a missing Triton, C compiler or support of the GPU."""
+    """Tries all kernels once on each device: that shows a missing Triton, C compiler or support of the GPU."""
     try:
-        from . import kernels
+        from . import gpu_kernels as kernels
 
         interpreted = kernels.INTERPRETED.value
         if interpreted == (device.type == "cuda"):
             return f"Triton was imported {'for' if interpreted else 'without'} its interpreter"
-        one = torch.ones(1, 1, 1, 1, device=device)
-        with torch.cuda.device_of(one), torch.no_grad():
-            kernels.mix(one, one, None, None, 0.0)
+        one = torch.ones(1, 1, 1, 1, device=device, requires_grad=True)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            evolution = Evolution(Geometry.ENCODER_SELF, heads=1).to(device)
+            evolving_attention(one, one, one, evolution)[0].sum().backward()
     except Exception as error:  # whatever it is, there is a path without kernels
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
@@ -77,7 +78,7 @@ def evolving_attention(
     Returns:
         context B x K x T x D; A_logit B x K x T x S or None.
     """
-    from .kernels import Dropout, Taps
+    from .gpu_kernels import Dropout, Taps
 
     skip = previous is not None and evolution.alpha > 0
     conv = evolution.conv
@@ -124,7 +125,7 @@ def map_passes(convolved: bool = True, skip: bool = False, passed_on: bool = Fal
 
 
 class Constants(NamedTuple):
-    """What is no tensor; see ``evolving_attention`` and ``kernels``."""
+    """What is no tensor; see ``evolving_attention`` and ``gpu_kernels``."""
 
     taps: "kernels.Taps"  # noqa: F821  (imported only where Triton is there)
     alpha: float
@@ -147,7 +148,7 @@ class _Fused(torch.autograd.Function):
         masked: Tensor | None,
         constants: Constants,
     ) -> tuple[Tensor, Tensor | None]:
-        from . import kernels
+        from . import gpu_kernels as kernels
 
         taps, alpha, beta, dropout, keep_map = constants
         with torch.cuda.device_of(q):
@@ -162,7 +163,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_context: Tensor | None, grad_map: Tensor | None):
-        from . import kernels
+        from . import gpu_kernels as kernels
 
         q, k, v, previous, weight, hidden, masked, *kept = ctx.saved_tensors
         evolved = kernels.Evolved(*kept, probs=None)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ea_fairseq import fused
+from ea_fairseq import gpu
 from ea_fairseq.evolution import Evolution, Geometry
 
 ENCODER, DECODER, CROSS = Geometry
@@ -34,7 +34,7 @@ def import_kernels():
         os.environ["TRITON_INTERPRET"] = "1"
     try:
         pytest.importorskip("triton")
-        from ea_fairseq import kernels
+        from ea_fairseq import gpu_kernels as kernels
     finally:
         if before is None:
             os.environ.pop("TRITON_INTERPRET", None)
@@ -141,9 +141,9 @@ def plain(q, k, v, evolution, hidden=None, masked=None, previous=None, keep=None
 
 
 def kernel(q, k, v, evolution, hidden=None, masked=None, previous=None, **options):
-    assert fused.unavailable(q) is None
+    assert gpu.unavailable(q) is None
     options = {"keep_map": True, **options}
-    return fused.evolving_attention(q, k, v, evolution, hidden=hidden, masked=masked, previous=previous, **options)
+    return gpu.evolving_attention(q, k, v, evolution, hidden=hidden, masked=masked, previous=previous, **options)
 
 
 def results(run, tensors, evolution, hidden, masked, upstream=True):
@@ -431,10 +431,10 @@ def test_one_map_is_kept_for_the_backward_pass(monkeypatch):
 
 
 def test_says_why_it_cannot_run(monkeypatch):
-    assert "float64" in fused.unavailable(torch.zeros(1, 1, 1, 1, dtype=DOUBLE, device=DEVICE))
-    assert "16 heads" in fused.unavailable(torch.zeros(1, 17, 1, 1, device=DEVICE))
+    assert "float64" in gpu.unavailable(torch.zeros(1, 1, 1, 1, dtype=DOUBLE, device=DEVICE))
+    assert "16 heads" in gpu.unavailable(torch.zeros(1, 17, 1, 1, device=DEVICE))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "GPU" in fused.unavailable(torch.zeros(1, 1, 1, 1))
+    assert "GPU" in gpu.unavailable(torch.zeros(1, 1, 1, 1))
 
 
 # ---- the compiler
@@ -461,7 +461,7 @@ def compiled(capability, heads, k, dtype, geometry, length, columns, width, opti
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from ea_fairseq import kernels
+    from ea_fairseq import gpu_kernels as kernels
 
     class NoGPU:
         def get_current_target(self):

@@ -1,6 +1,6 @@
 """Evolving attention for the GPU: four Triton kernels, and the functions that launch them.
 
-Triton must be there to import this module; ``fused`` does that when it needs it. The kernels, each the work of several
+Triton must be there to import this module; ``gpu`` does that when it needs it. The kernels, each the work of several
 elementwise passes over a map:
 
     mix                A_in    = alpha * previous + (1 - alpha) * q k^T, zero where hidden
