@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import cpu, gpu
 from .evolution import Evolution, Geometry
@@ -89,7 +89,7 @@ class EvolvingAttention(MultiheadAttention):
         """From queries, keys and values to the output.
 
         Args:
-            q: B x K x T x D, scaled.
+            q: B x K x T x D.
             k, v: N x K x S x D.
             masked: broadcasts to B x 1 x T x S; keys that must not be attended to.
             padded_rows: B x T; queries that are padding.
@@ -122,9 +122,10 @@ class EvolvingAttention(MultiheadAttention):
         if self.plain or k.size(0) != q.size(0):
             return self._compose(q, k, v, **maps)[:3]
         if cpu.runs(q):
-            return cpu.evolving_attention(q, k, v, self.evolution, **maps, **options, need_weights=need_weights)
+            options |= {"scale": self.scaling, "need_weights": need_weights}
+            return cpu.evolving_attention(q, k, v, self.evolution, **maps, **options)
         if not need_weights and _runs_on_gpu(q):
-            return *gpu.evolving_attention(q, k, v, self.evolution, **maps, **options), None
+            return *gpu.evolving_attention(q * self.scaling, k, v, self.evolution, **maps, **options), None
         return self._compose(q, k, v, **maps)[:3]
 
     def _step(self, q, k, v, hidden, masked, state, need_weights):
@@ -134,7 +135,8 @@ class EvolvingAttention(MultiheadAttention):
         if self.observer is not None:
             self._show(q, k, v, **maps)
         if not self.plain and k.size(0) == q.size(0) and cpu.runs(q):
-            context, kept, weights = cpu.evolving_step(q, k, v, self.evolution, **maps, need_weights=need_weights)
+            options = {"scale": self.scaling, "need_weights": need_weights}
+            context, kept, weights = cpu.evolving_step(q, k, v, self.evolution, **maps, **options)
         else:
             context, _, weights, kept = self._compose(q, k, v, **maps)
         self._keep_rows(kept, state)
@@ -142,7 +144,7 @@ class EvolvingAttention(MultiheadAttention):
 
     def _compose(self, q, k, v, hidden, masked, previous=None, above=None):
         """The plain composition: context B x K x T x D; A_logit, weights and the rows above the next ones, maps all."""
-        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))  # B x K x T x S
+        logits = _per_sentence(torch.matmul, q * self.scaling, k.transpose(2, 3))  # B x K x T x S
         mixed = self.evolution.mix(logits, hidden, previous)
         kept = None
         if above is not None:
@@ -159,7 +161,7 @@ class EvolvingAttention(MultiheadAttention):
     @torch.no_grad()
     def _show(self, q, k, v, hidden, masked, previous=None, above=None):
         """Show the observer the maps, computed once more, so that being observed changes nothing."""
-        logits = _per_sentence(torch.matmul, q, k.transpose(2, 3))
+        logits = _per_sentence(torch.matmul, q * self.scaling, k.transpose(2, 3))
         above = None if above is None else _as_wide(above, logits)
         a_logit = self.evolution(logits, hidden, previous, above)
         scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
@@ -210,7 +212,7 @@ class EncoderSelfAttention(EvolvingAttention):
         Returns:
             output S x B x C; weights, if asked for, as ``averaged`` gives them.
         """
-        q = self.split_heads(self.q_proj(query) * self.scaling)
+        q = self.split_heads(self.q_proj(query))
         k = self.split_heads(self.k_proj(query))
         v = self.split_heads(self.v_proj(query))
         padded = None if key_padding_mask is None else key_padding_mask.bool()
@@ -230,6 +232,7 @@ class DecoderAttention(EvolvingAttention):
     """
 
     ROWS = "evolution_rows"
+    PROJECTION = "projection"
 
     def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **kwargs):
         super().__init__(geometry, embed_dim, num_heads, **kwargs)
@@ -260,8 +263,8 @@ class DecoderAttention(EvolvingAttention):
         Returns:
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
         """
-        q = self.split_heads(self.q_proj(query) * self.scaling)
-        k, v, key_padding_mask = self._keys_and_values(query, key, key_padding_mask, incremental_state)
+        q, k, v = self._project(query, key, incremental_state)
+        k, v, key_padding_mask = self._keys_and_values(k, v, key_padding_mask, incremental_state)
         if key_padding_mask is not None and key_padding_mask.size(0) != q.size(0):
             key_padding_mask = key_padding_mask.repeat_interleave(q.size(0) // key_padding_mask.size(0), dim=0)
         masked = combine(key_padding_mask, attn_mask)
@@ -271,22 +274,39 @@ class DecoderAttention(EvolvingAttention):
         )
         return output, averaged(weights, need_weights, need_head_weights)
 
-    def _keys_and_values(
-        self, query: Tensor, key: Tensor | None, padding: Tensor | None, state: IncrementalState | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values N x K x S x D of all positions so far, and their padding mask N x S."""
-        saved = self._get_input_buffer(state)
+    def _project(
+        self, query: Tensor, key: Tensor | None, state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """New queries B x K x T x D; new keys and values, or None where the state has them all."""
         if self.encoder_decoder_attention:
-            if "prev_key" in saved:
-                return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"]
+            q = self.split_heads(self.q_proj(query))
+            if "prev_key" in self._get_input_buffer(state):
+                return q, None, None
             if state is not None and self.beam_size > 1 and key.size(1) == query.size(1):
-                # the beams of a sentence look at the same source: once is enough
-                key = key[:, :: self.beam_size]
-                padding = None if padding is None else padding[:: self.beam_size]
+                key = key[:, :: self.beam_size]  # the beams of a sentence look at the same source: once is enough
+            return q, self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
+        if state is None or type(self.q_proj) is not nn.Linear:
+            projections = (project(query) for project in (self.q_proj, self.k_proj, self.v_proj))
         else:
-            key = query
-        k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-        padding = None if padding is None else padding.bool()
+            # For a token at a time, one product is faster than three. The weights cannot change while a state lives.
+            saved = self.get_incremental_state(state, self.PROJECTION)
+            if saved is None:
+                parts = (self.q_proj, self.k_proj, self.v_proj)
+                bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+                saved = {"weight": torch.cat([part.weight for part in parts]), "bias": bias}
+                self.set_incremental_state(state, self.PROJECTION, saved)
+            projections = F.linear(query, saved["weight"], saved["bias"]).chunk(3, dim=-1)
+        return tuple(self.split_heads(x) for x in projections)
+
+    def _keys_and_values(
+        self, k: Tensor | None, v: Tensor | None, padding: Tensor | None, state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values N x K x S x D of all positions so far, from the new ones; their padding mask, N x S."""
+        saved = self._get_input_buffer(state)
+        if k is None:
+            return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"]
+        if padding is not None:
+            padding = padding.bool()[:: padding.size(0) // k.size(0)]  # of sentences, like keys that beams share
         if state is not None:
             if "prev_key" in saved:
                 padding = _append_padding(saved["prev_key_padding_mask"], padding, saved["prev_key"], k)

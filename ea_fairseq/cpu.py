@@ -41,6 +41,7 @@ def evolving_attention(
     v: Tensor,
     evolution: Evolution,
     *,
+    scale: float = 1.0,
     hidden: Tensor | None = None,
     masked: Tensor | None = None,
     previous: Tensor | None = None,
@@ -51,9 +52,10 @@ def evolving_attention(
     """From queries, keys and values to the context, with maps that evolve; differentiable.
 
     Args:
-        q: B x K x T x D, scaled.
+        q: B x K x T x D.
         k, v: B x K x S x D.
         evolution: its geometry, alpha, beta and convolution.
+        scale: of q k^T.
         hidden: broadcasts to B x 1 x T x S; where the convolution must see zero.
         masked: broadcasts to B x 1 x T x S; keys that must not be attended to.
         previous: B x K x T x S, A_logit of the layer before.
@@ -69,7 +71,7 @@ def evolving_attention(
         noise = q.new_empty(q.size(0), q.size(1), q.size(2), k.size(2)).bernoulli_(1 - dropout).div_(1 - dropout)
     weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
     return _EvolvingAttention.apply(
-        q, k, v, previous, weight, bias, evolution, hidden, masked, noise, keep_map, need_weights
+        q, k, v, previous, weight, bias, evolution, scale, hidden, masked, noise, keep_map, need_weights
     )
 
 
@@ -79,6 +81,7 @@ def evolving_step(
     v: Tensor,
     evolution: Evolution,
     *,
+    scale: float = 1.0,
     hidden: Tensor | None = None,
     masked: Tensor | None = None,
     above: Tensor | None = None,
@@ -87,7 +90,7 @@ def evolving_step(
     """A few rows of a decoder's maps, without gradients: the forward pass of step-by-step decoding.
 
     Args:
-        q, k, v, evolution, hidden, masked, need_weights: as in ``evolving_attention``.
+        q, k, v, evolution, scale, hidden, masked, need_weights: as in ``evolving_attention``.
         above: B x K x rows_above x (at most S), A_input of the rows before these; None: outside of the map.
 
     Returns:
@@ -95,7 +98,7 @@ def evolving_step(
     """
     conv = evolution.conv
     weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
-    problem = _Problem.of(evolution, q, k, v, None, weight, bias, hidden=hidden, masked=masked)
+    problem = _Problem.of(evolution, q, k, v, None, weight, bias, scale, hidden=hidden, masked=masked)
     if above is not None:
         problem.read(above=above)
         problem.before = above.size(3)
@@ -108,13 +111,14 @@ def evolving_step(
 
 class _EvolvingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, previous, weight, bias, evolution, hidden, masked, noise, keep_map, need_weights):
-        problem = _Problem.of(evolution, q, k, v, previous, weight, bias, hidden=hidden, masked=masked, noise=noise)
+    def forward(ctx, q, k, v, previous, weight, bias, evolution, scale, hidden, masked, noise, keep_map, need_weights):
+        masks = {"hidden": hidden, "masked": masked, "noise": noise}
+        problem = _Problem.of(evolution, q, k, v, previous, weight, bias, scale, **masks)
         a_logit = problem.give("a_logit", problem.maps) if keep_map else None
         weights = problem.give("weights", problem.maps) if need_weights else None
         context = problem.vectors("context", q)
         problem.run("evolving_attention_forward")
-        ctx.evolution = evolution
+        ctx.evolution, ctx.scale = evolution, scale
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, previous, weight, bias, hidden, masked, noise)
         return context, a_logit, weights
@@ -123,7 +127,8 @@ class _EvolvingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_context, d_a_logit, d_weights):
         q, k, v, previous, weight, bias, hidden, masked, noise = ctx.saved_tensors
-        problem = _Problem.of(ctx.evolution, q, k, v, previous, weight, bias, hidden=hidden, masked=masked, noise=noise)
+        masks = {"hidden": hidden, "masked": masked, "noise": noise}
+        problem = _Problem.of(ctx.evolution, q, k, v, previous, weight, bias, ctx.scale, **masks)
         problem.read(d_a_logit=d_a_logit, d_weights=d_weights)
         if d_context is not None:
             problem.see("d_context", d_context)
@@ -139,7 +144,7 @@ class _EvolvingAttention(torch.autograd.Function):
         if weight is not None:
             # A part for each sentence, in order: the sum does not depend on the number of threads.
             d_weight, d_bias = d_weight.sum(0), d_bias.sum(0)
-        return d_q, d_k, d_v, d_previous, d_weight, d_bias, *[None] * 6
+        return d_q, d_k, d_v, d_previous, d_weight, d_bias, *[None] * 7
 
 
 class _Vectors(Structure):
@@ -155,7 +160,7 @@ class _Problem(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "before", "left", "top", "lower")),
-        *((name, c_float) for name in ("alpha", "beta")),
+        *((name, c_float) for name in ("scale", "alpha", "beta")),
         *((name, _Vectors) for name in ("q", "key", "v")),
         *((name, _Mask) for name in ("hidden", "masked")),
         *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "noise")),
@@ -168,7 +173,7 @@ class _Problem(Structure):
     ]
 
     @classmethod
-    def of(cls, evolution, q, k, v, previous=None, weight=None, bias=None, *, hidden, masked, noise=None):
+    def of(cls, evolution, q, k, v, previous, weight, bias, scale, *, hidden, masked, noise=None):
         """What the forward and the backward pass read alike."""
         size = evolution.kernel_size
         centred, shifted = size // 2, size - 1
@@ -178,7 +183,7 @@ class _Problem(Structure):
         problem = cls(
             *(batch, heads, rows, columns, depth, size, 0),
             *(shifted if decoder else centred, centred if evolution.geometry == Geometry.ENCODER_SELF else shifted),
-            *(decoder, evolution.alpha if previous is not None else 0, evolution.beta),
+            *(decoder, scale, evolution.alpha if previous is not None else 0, evolution.beta),
         )
         problem.tensors, problem.maps = [], (batch, heads, rows, columns)
         problem.see("q", q)

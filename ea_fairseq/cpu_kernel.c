@@ -15,6 +15,7 @@
 
 enum { V = 16 }; /* floats in a vector; compilers split it where the machine's vectors are shorter */
 typedef float vf __attribute__((vector_size(V * sizeof(float))));
+typedef float vhalf __attribute__((vector_size(V / 2 * sizeof(float))));
 typedef int32_t vi __attribute__((vector_size(V * sizeof(int32_t))));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -37,8 +38,9 @@ typedef struct {
     int64_t before;              /* columns of the rows above */
     int64_t left, top;           /* how far the kernel reaches to the left and up */
     int64_t lower;               /* 1: without the kernel's strict upper triangle */
+    float scale;                 /* of q k^T */
     float alpha, beta;           /* alpha 0 where there is no previous map */
-    Vectors q, key, v;           /* q scaled */
+    Vectors q, key, v;
     Mask hidden, masked;         /* from the convolution; from attention */
     const float *previous;       /* A_logit of the layer before */
     const float *above;          /* B x K x top x before, A_input of the rows before these; NULL: zeros */
@@ -77,12 +79,14 @@ INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
-INLINE float sum(vf x) {
-    float s[V];
-    memcpy(s, &x, sizeof s);
-    for (int n = V / 2; n > 0; n /= 2) for (int i = 0; i < n; i++) s[i] += s[i + n];
-    return s[0];
+INLINE vhalf load_half(const float *p) { vhalf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vhalf halves(vf x) {
+    vhalf two[2];
+    memcpy(two, &x, sizeof two);
+    return two[0] + two[1];
 }
+INLINE float sum_half(vhalf x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+INLINE float sum(vf x) { return sum_half(halves(x)); }
 INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; }
 
 /* e^x to float32's precision for x <= 0; 0 below -87. */
@@ -137,13 +141,17 @@ static void product(int64_t rows, int64_t columns, int64_t depth, const float *A
 
 /* One row of q k^T, for step-by-step decoding: turning the keys, for so few rows, would cost more than it gives. */
 static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
-    for (int64_t s = 0; s < S; s++) {
-        const float *key = keys + s * stride;
+    for (int64_t s = 0; s < S; s++, keys += stride) {
         vf acc = spread(0);
         int64_t d = 0;
-        for (; d + V <= D; d += V) acc += load(q + d) * load(key + d);
-        float x = sum(acc);
-        for (; d < D; d++) x += q[d] * key[d];
+        for (; d + V <= D; d += V) acc += load(q + d) * load(keys + d);
+        vhalf rest = halves(acc);
+        if (d + V / 2 <= D) {
+            rest += load_half(q + d) * load_half(keys + d);
+            d += V / 2;
+        }
+        float x = sum_half(rest);
+        for (; d < D; d++) x += q[d] * keys[d];
         to[s] = x;
     }
 }
@@ -156,9 +164,17 @@ static void row_of_context(const float *P, const float *values, int64_t stride, 
         for (int64_t s = 0; s < S; s++) acc += P[s] * load(values + s * stride + d);
         store(to + d, acc);
     }
-    if (d < D) memset(to + d, 0, (D - d) * sizeof(float));
-    for (int64_t s = 0; d < D && s < S; s++)
-        for (int64_t e = d; e < D; e++) to[e] += P[s] * values[s * stride + e];
+    if (d + V / 2 <= D) {
+        vhalf acc = (vhalf){0};
+        for (int64_t s = 0; s < S; s++) acc += P[s] * load_half(values + s * stride + d);
+        memcpy(to + d, &acc, sizeof acc);
+        d += V / 2;
+    }
+    for (; d < D; d++) {
+        float x = 0;
+        for (int64_t s = 0; s < S; s++) x += P[s] * values[s * stride + d];
+        to[d] = x;
+    }
 }
 
 /* One head's vectors of one sentence, count x Dp; the last vector's surplus is zero. */
@@ -233,7 +249,7 @@ static void mix(const Problem *p, int64_t b, Scratch *m) {
         for (int64_t t = 0; t < p->T; t++) {
             int64_t r = (b * p->K + h) * p->T + t;
             for (int64_t s = 0; s < m->Sp; s += V) {
-                vf x = load(X + t * m->wide + s);
+                vf x = p->scale * load(X + t * m->wide + s);
                 if (p->previous) x += p->alpha * (row_load(p, m, p->previous, r, s) - x);
                 store(X + t * m->wide + s, keep(x, loadi(m->shown + t * m->Sp + s)));
             }
@@ -436,7 +452,7 @@ static void kernel_backward(const Problem *p, int64_t b, Scratch *m) {
         }
 }
 
-/* dmap = gradient of the logits, from that of A_logit; that of the previous map */
+/* dmap = gradient of q k^T, from that of A_logit; that of the previous map */
 static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
     float beta = p->kernel ? p->beta : 0, alpha = p->previous ? p->alpha : 0;
     for (int64_t first = 0; first < p->K; first += 4)
@@ -451,7 +467,7 @@ static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
                         int64_t h = first + o, at = s + j * V;
                         float *row = m->dmap + (h * p->T + t) * m->Sp + at;
                         vf d = keep(acc[o][j] + (1 - beta) * load(row), loadi(m->shown + t * m->Sp + at));
-                        store(row, (1 - alpha) * d);
+                        store(row, p->scale * (1 - alpha) * d);
                         if (p->d_previous) {
                             float *out = p->d_previous + ((b * p->K + h) * p->T + t) * p->S + at;
                             d *= alpha;
