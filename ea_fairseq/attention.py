@@ -134,7 +134,8 @@ class EvolvingAttention(MultiheadAttention):
         maps = {"hidden": hidden, "masked": masked, "above": above}
         if self.observer is not None:
             self._show(q, k, v, **maps)
-        if not self.plain and k.size(0) == q.size(0) and cpu.runs(q):
+        differentiable = torch.is_grad_enabled() and q.requires_grad  # the kernel for steps has no backward pass
+        if not self.plain and not differentiable and k.size(0) == q.size(0) and cpu.runs(q):
             options = {"scale": self.scaling, "need_weights": need_weights}
             context, kept, weights = cpu.evolving_step(q, k, v, self.evolution, **maps, **options)
         else:
@@ -285,7 +286,7 @@ class DecoderAttention(EvolvingAttention):
             if state is not None and self.beam_size > 1 and key.size(1) == query.size(1):
                 key = key[:, :: self.beam_size]  # the beams of a sentence look at the same source: once is enough
             return q, self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-        if state is None or type(self.q_proj) is not nn.Linear:
+        if state is None or torch.is_grad_enabled() or type(self.q_proj) is not nn.Linear:
             projections = (project(query) for project in (self.q_proj, self.k_proj, self.v_proj))
         else:
             # For a token at a time, one product is faster than three. The weights cannot change while a state lives.

@@ -143,6 +143,22 @@ def test_infinities_that_are_hidden_stay_hidden():
     assert torch.equal(before[:, :, :-1], after[:, :, :-1])
 
 
+@pytest.mark.parametrize("dropout", [0, 0.3])
+def test_in_a_model_the_kernel_is_used_unless_ea_plain_is_given(monkeypatch, dropout):
+    calls, evolving_attention = [], cpu.evolving_attention
+    monkeypatch.setattr(cpu, "evolving_attention", lambda *a, **k: calls.append(1) or evolving_attention(*a, **k))
+    gradients = []
+    for flags in ([], ["--ea-plain"]):
+        torch.manual_seed(1)
+        model = build("ea_transformer_base", "--attention-dropout", dropout, *flags, train=True)
+        torch.manual_seed(2)
+        output, _ = model(batch([5, 3], left_pad=True), None, batch([4, 6], eos_first=True))
+        gradients.append([output, *torch.autograd.grad(output.square().mean(), list(model.parameters()))])
+    assert len(calls) == 3 + 2 * 2, "three encoder layers, two decoder layers with two kinds each, and only once"
+    for ours, plain in zip(*gradients, strict=True):
+        assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As on a machine where nothing has been compiled yet."""

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import batch, build
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ea_fairseq import gpu
+from ea_fairseq import cpu, gpu
 from ea_fairseq.evolution import Evolution, Geometry
 
 ENCODER, DECODER, CROSS = Geometry
@@ -428,6 +429,24 @@ def test_one_map_is_kept_for_the_backward_pass(monkeypatch):
     assert len(made) >= 3
     gc.collect()  # the interpreter leaves cycles
     assert sum(not maps.expired() for maps in made) == 1
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_in_a_model(monkeypatch, train):
+    """All three kinds take the kernels, but for layers that are asked for weights: the last one's, in training."""
+    calls, evolving_attention = [], gpu.evolving_attention
+    monkeypatch.setattr(gpu, "evolving_attention", lambda *a, **k: calls.append(1) or evolving_attention(*a, **k))
+    monkeypatch.setattr(cpu, "runs", lambda q: False)
+    gradients = []
+    for flags in ([], ["--ea-plain"]):
+        torch.manual_seed(1)
+        model = build("ea_transformer_base", *flags, train=train).to(DEVICE)
+        source, target = batch([5, 3], left_pad=True).to(DEVICE), batch([4, 6], eos_first=True).to(DEVICE)
+        output, _ = model(source, None, target)
+        gradients.append([output, *torch.autograd.grad(output.square().mean(), list(model.parameters()))])
+    assert len(calls) == 3 + 2 + (1 if train else 0)
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
 
 
 def test_says_why_it_cannot_run(monkeypatch):

@@ -100,3 +100,23 @@ def test_attention_weights_equal_those_of_teacher_forcing():
     for end in range(1, 6):
         _, extra = model.decoder(tokens[:, :end], encoder_out=encoder_out, incremental_state=state)
         assert_close(extra["attn"][0][:, -1], whole[:, end - 1], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_flow_through_steps():
+    model = amplify_(build())
+    source, tokens = batch([4, 3]), batch([3, 3], eos_first=True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def gradients(state):
+        encoder_out = model.encoder(source)
+        if state is None:
+            output = model.decoder(tokens, encoder_out=encoder_out)[0]
+        else:
+            steps = (tokens[:, : i + 1] for i in range(3))
+            output = torch.cat(
+                [model.decoder(step, encoder_out=encoder_out, incremental_state=state)[0] for step in steps], dim=1
+            )
+        return torch.autograd.grad(output.square().sum(), parameters)
+
+    for name, ours, expected in zip(names, gradients({}), gradients(None), strict=True):
+        assert_close(ours, expected, rtol=1e-3, atol=1e-3, msg=name)
