@@ -434,6 +434,7 @@ def test_one_map_is_kept_for_the_backward_pass(monkeypatch):
 @pytest.mark.parametrize("train", [True, False])
 def test_in_a_model(monkeypatch, train):
     """All three kinds take the kernels, but for layers that are asked for weights: the last one's, in training."""
+    assert gpu.unavailable(torch.ones(1, 1, 1, 1, device=DEVICE)) is None  # tries them once, which is not to count
     calls, evolving_attention = [], gpu.evolving_attention
     monkeypatch.setattr(gpu, "evolving_attention", lambda *a, **k: calls.append(1) or evolving_attention(*a, **k))
     monkeypatch.setattr(cpu, "runs", lambda q: False)
