@@ -327,6 +327,9 @@ def draw(table, found, path):
                 panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color="#4c78a8", capsize=3)
             if cell["paper"] is not None:
                 panel.plot(cell["paper"], height, "D", color="#e45756", fillstyle="none")
+        if not panel.has_data():
+            panel.text(0.5, 0.5, "not run", ha="center", va="center", color="grey", transform=panel.transAxes)
+            panel.set_xticks([])
         panel.set_yticks(range(len(labels)), labels)
         panel.set_ylim(len(labels) - 0.5, -0.5)
         panel.grid(axis="x", alpha=0.3)
