@@ -98,10 +98,7 @@ def evolving_step(
     """
     conv = evolution.conv
     weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
-    problem = _Problem.of(evolution, q, k, v, None, weight, bias, scale, hidden=hidden, masked=masked)
-    if above is not None:
-        problem.read(above=above)
-        problem.before = above.size(3)
+    problem = _Problem.of(evolution, q, k, v, None, weight, bias, scale, hidden=hidden, masked=masked, above=above)
     kept = problem.give("kept", (*problem.maps[:2], evolution.rows_above, problem.maps[3]))
     weights = problem.give("weights", problem.maps) if need_weights else None
     context = problem.vectors("context", q)
@@ -156,7 +153,7 @@ class _Mask(Structure):
 
 
 class _Problem(Structure):
-    """``Problem`` of cpu_kernel.c, and the tensors that its pointers point into."""
+    """``Problem`` of cpu_kernel.c."""
 
     _fields_ = [
         *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "before", "left", "top", "lower")),
@@ -173,61 +170,82 @@ class _Problem(Structure):
     ]
 
     @classmethod
-    def of(cls, evolution, q, k, v, previous, weight, bias, scale, *, hidden, masked, noise=None):
-        """What the forward and the backward pass read alike."""
-        size = evolution.kernel_size
-        centred, shifted = size // 2, size - 1
-        decoder = evolution.geometry == Geometry.DECODER_SELF
-        batch, heads, rows, depth = q.shape
-        columns = k.size(2)
+    def of(
+        cls, evolution, q, k, v, previous, weight, bias, scale, *, hidden, masked, noise=None, above=None
+    ) -> "_Problem":
+        """What is read. Whoever calls keeps these tensors for as long as this is used."""
+        copies = []
+        q, k, v = (_with_contiguous_vectors(x, copies) for x in (q, k, v))
+        tensors = (_contiguous(x, copies) for x in (previous, above, weight, bias, noise))
+        maps = (*q.shape[:3], k.size(2))
         problem = cls(
-            *(batch, heads, rows, columns, depth, size, 0),
-            *(shifted if decoder else centred, centred if evolution.geometry == Geometry.ENCODER_SELF else shifted),
-            *(decoder, scale, evolution.alpha if previous is not None else 0, evolution.beta),
+            *(*maps, q.size(3), evolution.kernel_size, 0 if above is None else above.size(3)),
+            *_reach(evolution.geometry, evolution.kernel_size),
+            *(scale, evolution.alpha if previous is not None else 0, evolution.beta),
+            *(_vectors(q), _vectors(k), _vectors(v), _mask(hidden, maps), _mask(masked, maps)),
+            *(None if x is None else x.data_ptr() for x in tensors),
         )
-        problem.tensors, problem.maps = [], (batch, heads, rows, columns)
-        problem.see("q", q)
-        problem.see("key", k)
-        problem.see("v", v)
-        for name, mask in (("hidden", hidden), ("masked", masked)):
-            if mask is not None:
-                b, _, t, s = mask.expand(batch, 1, rows, columns).stride()
-                setattr(problem, name, _Mask(problem.keep(mask), b, t, s))
-        problem.read(previous=previous, kernel=weight, bias=bias, noise=noise)
+        problem.tensors, problem.maps = copies, maps
         return problem
 
-    def keep(self, tensor):
-        """The tensor's address; the tensor lives as long as the problem."""
-        self.tensors.append(tensor)
-        return tensor.data_ptr()
-
     def see(self, name, x):
-        """Vectors, B x K x _ x D, as they lie, if only each is contiguous."""
-        x = x if x.stride(3) == 1 else x.contiguous()
-        setattr(self, name, _Vectors(self.keep(x), *x.stride()[:3]))
+        """One more of the inputs that are vectors, B x K x _ x D."""
+        setattr(self, name, _vectors(_with_contiguous_vectors(x, self.tensors)))
 
-    def read(self, **tensors):
-        """Contiguous inputs, or None."""
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                setattr(self, name, self.keep(tensor.contiguous()))
+    def read(self, **maps):
+        """More of the inputs that are maps, or None."""
+        for name, x in maps.items():
+            if x is not None:
+                setattr(self, name, _contiguous(x, self.tensors).data_ptr())
 
     def give(self, name, shape):
         """A contiguous result."""
         result = torch.empty(shape, dtype=torch.float32)
-        setattr(self, name, self.keep(result))
+        setattr(self, name, result.data_ptr())
         return result
 
     def vectors(self, name, like):
         """A result B x K x N x D that lies in memory as N x B x K x D, where projections want it."""
         batch, heads, length, depth = like.shape
         result = torch.empty(length, batch, heads, depth, dtype=torch.float32).permute(1, 2, 0, 3)
-        self.see(name, result)
+        setattr(self, name, _vectors(result))
         return result
 
     def run(self, function):
         if getattr(_library(), function)(byref(self), torch.get_num_threads()):
             raise MemoryError(f"not enough memory for attention maps of {self.K} x {self.T} x {self.S}")
+
+
+@functools.cache
+def _reach(geometry: Geometry, size: int) -> tuple[int, int, bool]:
+    """How far the kernel reaches to the left and up; whether it lacks its strict upper triangle."""
+    centred, shifted = size // 2, size - 1
+    decoder = geometry == Geometry.DECODER_SELF
+    return shifted if decoder else centred, centred if geometry == Geometry.ENCODER_SELF else shifted, decoder
+
+
+def _vectors(x: Tensor) -> _Vectors:
+    return _Vectors(x.data_ptr(), *x.stride()[:3])
+
+
+def _mask(mask: Tensor | None, maps) -> _Mask:
+    if mask is None:
+        return _Mask()
+    batch, _, rows, columns = maps
+    b, _, t, s = mask.expand(batch, 1, rows, columns).stride()
+    return _Mask(mask.data_ptr(), b, t, s)
+
+
+def _with_contiguous_vectors(x: Tensor, copies: list) -> Tensor:
+    return x if x.stride(3) == 1 else _contiguous(x, copies)
+
+
+def _contiguous(x: Tensor | None, copies: list) -> Tensor | None:
+    """The tensor, or a contiguous copy, which is added to those that must live on."""
+    if x is None or x.is_contiguous():
+        return x
+    copies.append(x.contiguous())
+    return copies[-1]
 
 
 @functools.cache

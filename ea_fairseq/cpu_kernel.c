@@ -561,11 +561,19 @@ static void backward_sentence(const Problem *p, int64_t b, Scratch *m) {
     }
 }
 
-/* Run one pass on `threads` threads; 0, or 1 where there is not enough memory. */
+/* Threads that have enough to do: waking one takes as long as about a million operations. */
+static int worthwhile(const Problem *p, int threads) {
+    double operations = (double)p->B * p->K * p->T * p->S * (4 * p->D + (p->kernel ? 2 * p->K * p->k * p->k : 0));
+    double most = 1 + operations / 1e6;
+    return most < threads ? (int)most : threads;
+}
+
+/* Run one pass on at most `threads` threads; 0, or 1 where there is not enough memory. */
 static int run(const Problem *p, int backward, int threads) {
     Scratch measured;
     size_t bytes = (lay_out(p, backward, NULL, &measured) + 63) / 64 * 64;
     int failed = 0;
+    threads = worthwhile(p, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1 && p->B > 1)
     {
         Scratch m;

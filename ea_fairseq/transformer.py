@@ -80,6 +80,13 @@ class EATransformerDecoder(TransformerDecoderBase):
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
 
+    def reorder_incremental_state_scripting(self, incremental_state, new_order: Tensor) -> None:
+        """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
+        for layer in self.layers.children():
+            for attention in (layer.self_attn, layer.encoder_attn):
+                if attention is not None:
+                    attention.reorder_incremental_state(incremental_state, new_order)
+
 
 def _wrapped(layer: nn.Module, cfg) -> nn.Module:
     """Activation checkpointing and FSDP, as fairseq applies them to a layer of its own."""
