@@ -94,8 +94,8 @@ def evolving_attention(
         k,
         v,
         previous if skip else None,
-        None if conv is None else conv.weight.contiguous(),
-        None if conv is None else conv.bias.contiguous(),
+        None if conv is None else conv.weight.to(q.dtype).contiguous(),  # under --amp it stays float32
+        None if conv is None else conv.bias.to(q.dtype).contiguous(),
         hidden,
         masked,
         constants,

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -448,6 +449,21 @@ def test_in_a_model(monkeypatch, train):
     assert len(calls) == 3 + 2 + (1 if train else 0)
     for ours, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_float32_weights_among_half_tensors():
+    """As under --amp: the numbers are those of weights in half precision, the gradients are float32."""
+    evolution = Evolution(ENCODER, 4)
+    q, k, v = (torch.randn(2, 4, 5, 8, device=DEVICE, dtype=HALF) for _ in range(3))
+    outputs, gradients = [], []
+    for weights in (evolution.to(DEVICE), deepcopy(evolution).to(DEVICE, HALF)):
+        context, _ = gpu.evolving_attention(q, k, v, weights)
+        outputs.append(context)
+        gradients.append(torch.autograd.grad(context.float().square().sum(), list(weights.parameters())))
+    assert torch.equal(*outputs)
+    assert {gradient.dtype for gradient in gradients[0]} == {SINGLE}
+    for ours, half in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, half.float())
 
 
 def test_says_why_it_cannot_run(monkeypatch):
