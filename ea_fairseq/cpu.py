@@ -258,8 +258,9 @@ def _library():
             _compile(compiler, built)
         library = ctypes.CDLL(str(built))
     except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        logger.warning("evolving attention takes its slower way on the CPU: %s", reason[-1] if reason else error)
+        lines = (getattr(error, "stderr", None) or str(error)).splitlines()
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        logger.warning("evolving attention takes its slower way on the CPU: %s", reason)
         return None
     for function in (library.evolving_attention_forward, library.evolving_attention_backward):
         function.argtypes, function.restype = [POINTER(_Problem), c_int], c_int
