@@ -133,6 +133,17 @@ def test_vectors_may_lie_anywhere():
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("depth", [1, 8, 13, 16, 27, 40])
+@torch.no_grad()
+def test_steps_are_the_rows_of_the_whole(depth):
+    (q, k, v, evolution), _, _ = problem(Geometry.ENCODER_DECODER, lengths=(6, 19), depth=depth)
+    expected = plain(0.5 * q, k, v, evolution)[0]
+    above = torch.zeros(3, 4, 2, 19)
+    for i in range(6):
+        row, above, _ = cpu.evolving_step(q[:, :, i : i + 1], k, v, evolution, scale=0.5, above=above)
+        assert_close(row, expected[:, :, i : i + 1])
+
+
 def test_infinities_that_are_hidden_stay_hidden():
     (q, k, v, evolution), _, _ = problem(Geometry.DECODER_SELF, masks=False, previous=False)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
