@@ -151,11 +151,8 @@ class EvolvingAttention(MultiheadAttention):
         if above is not None:
             above = _as_wide(above, mixed)
             kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
-        a_logit = scores = self.evolution(mixed, above=above)
-        if masked is not None:
-            # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
-            scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        a_logit = self.evolution(mixed, above=above)
+        weights = _weights(a_logit, masked)
         context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(v)), v)
         return context, a_logit, weights, kept
 
@@ -165,9 +162,7 @@ class EvolvingAttention(MultiheadAttention):
         logits = _per_sentence(torch.matmul, q * self.scaling, k.transpose(2, 3))
         above = None if above is None else _as_wide(above, logits)
         a_logit = self.evolution(logits, hidden, previous, above)
-        scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        self.observer(Maps(logits, hidden, previous, above, a_logit, weights))
+        self.observer(Maps(logits, hidden, previous, above, a_logit, _weights(a_logit, masked)))
 
     def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
         """A_input of earlier steps' rows, B x K x rows_above x (the keys that there were): decoders have some."""
@@ -358,6 +353,14 @@ def _runs_on_gpu(q: Tensor) -> bool:
 @functools.cache
 def _log_once(message: str) -> None:
     logger.warning(message)
+
+
+def _weights(a_logit: Tensor, masked: Tensor | None) -> Tensor:
+    """Mask and softmax, at least in float32: B x K x T x S."""
+    if masked is not None:
+        # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
+        a_logit = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+    return F.softmax(a_logit, dim=-1, dtype=torch.promote_types(a_logit.dtype, torch.float32))
 
 
 def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .evolution import Evolution, Geometry
+from .evolution import Evolution, reach
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class _Problem(Structure):
         maps = (*q.shape[:3], k.size(2))
         problem = cls(
             *(*maps, q.size(3), evolution.kernel_size, 0 if above is None else above.size(3)),
-            *_reach(evolution.geometry, evolution.kernel_size),
+            *reach(evolution.geometry, evolution.kernel_size),
             *(scale, evolution.alpha if previous is not None else 0, evolution.beta),
             *(_vectors(q), _vectors(k), _vectors(v), _mask(hidden, maps), _mask(masked, maps)),
             *(None if x is None else x.data_ptr() for x in tensors),
@@ -214,14 +214,6 @@ class _Problem(Structure):
     def run(self, function):
         if getattr(_library(), function)(byref(self), torch.get_num_threads()):
             raise MemoryError(f"not enough memory for attention maps of {self.K} x {self.T} x {self.S}")
-
-
-@functools.cache
-def _reach(geometry: Geometry, size: int) -> tuple[int, int, bool]:
-    """How far the kernel reaches to the left and up; whether it lacks its strict upper triangle."""
-    centred, shifted = size // 2, size - 1
-    decoder = geometry == Geometry.DECODER_SELF
-    return shifted if decoder else centred, centred if geometry == Geometry.ENCODER_SELF else shifted, decoder
 
 
 def _vectors(x: Tensor) -> _Vectors:

@@ -10,6 +10,7 @@ tensor B x K x T x S, a picture with K channels, its rows the queries and its co
 """
 
 import enum
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,15 @@ class Geometry(enum.Enum):
     DECODER_SELF = "decoder self-attention"
     #: rows i-k+1..i, columns j-r..j+r: rows are target positions, so time runs down; every column is visible
     ENCODER_DECODER = "encoder-decoder attention"
+
+
+@functools.cache
+def reach(geometry: Geometry, kernel_size: int) -> tuple[int, int, bool]:
+    """How far the convolution reaches to the left and up; whether it lacks its kernel's strict upper triangle."""
+    centred, shifted = kernel_size // 2, kernel_size - 1
+    left = shifted if geometry == Geometry.DECODER_SELF else centred
+    top = centred if geometry == Geometry.ENCODER_SELF else shifted
+    return left, top, geometry == Geometry.DECODER_SELF
 
 
 class Evolution(nn.Module):

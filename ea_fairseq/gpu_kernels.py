@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .evolution import Geometry
+from .evolution import Geometry, reach
 
 #: matrix products need at least 16 channels: what is beyond K is zero
 CHANNELS = tl.constexpr(16)
@@ -53,10 +53,8 @@ class Taps(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, kernel_size: int) -> "Taps":
-        causal, radius = kernel_size - 1, kernel_size // 2
-        top = radius if geometry == Geometry.ENCODER_SELF else causal
-        left = causal if geometry == Geometry.DECODER_SELF else radius
-        return cls(kernel_size, top, left, geometry == Geometry.DECODER_SELF)
+        left, top, triangular = reach(geometry, kernel_size)
+        return cls(kernel_size, top, left, triangular)
 
 
 class Dropout(NamedTuple):
