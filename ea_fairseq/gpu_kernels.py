@@ -76,6 +76,21 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
+def _store_gradient(
+    g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
+    HIDDEN: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of A_in, places j of row i: that of q k^T, and of the map before where there is one."""
+    if HIDDEN:
+        places = hidden + b * hidden_b + i.to(tl.int64) * hidden_t + j * hidden_s
+        g = tl.where((tl.load(places, mask=j < S, other=1) != 0)[:, None], 0, g)
+    if SKIP:
+        tl.store(grad_previous + offsets, (alpha * g).to(grad_previous.dtype.element_ty), mask=stored)
+        g = (1 - alpha) * g
+    tl.store(grad + offsets, g.to(grad.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def _product(a, b, plus):
     """a @ b + plus, added up in float32."""
     if INTERPRETED:  # it would multiply the bits of bfloat16 as integers (Triton's issue 11584)
@@ -312,13 +327,10 @@ def soften_backward_kernel(
             tl.store(grad_conv + offsets, tl.where(on, beta * g, 0).to(grad_conv.dtype.element_ty), mask=stored)
             tl.store(grad + offsets, ((1 - beta) * g).to(grad.dtype.element_ty), mask=stored)
         else:
-            if HIDDEN:
-                places = hidden + b * hidden_b + i.to(tl.int64) * hidden_t + j * hidden_s
-                g = tl.where((tl.load(places, mask=j < S, other=1) != 0)[:, None], 0, g)
-            if SKIP:
-                tl.store(grad_previous + offsets, (alpha * g).to(grad_previous.dtype.element_ty), mask=stored)
-                g = (1 - alpha) * g
-            tl.store(grad + offsets, g.to(grad.dtype.element_ty), mask=stored)
+            _store_gradient(
+                g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
+                HIDDEN, SKIP,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "sums", "T", "hidden_b", "hidden_t"])
@@ -412,13 +424,10 @@ def _convolve_backward_row(
         offsets = lines[None, :] + j[:, None]
         g += tl.load(grad + offsets, mask=stored, other=0).to(tl.float32)
         g = tl.where((j < S)[:, None], g, 0)
-        if HIDDEN:
-            places = hidden + b * hidden_b + i.to(tl.int64) * hidden_t + j * hidden_s
-            g = tl.where((tl.load(places, mask=j < S, other=1) != 0)[:, None], 0, g)
-        if SKIP:
-            tl.store(grad_previous + offsets, (alpha * g).to(grad_previous.dtype.element_ty), mask=stored)
-            g = (1 - alpha) * g
-        tl.store(grad + offsets, g.to(grad.dtype.element_ty), mask=stored)
+        _store_gradient(
+            g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
+            HIDDEN, SKIP,
+        )  # fmt: skip
 
 
 # ---- launchers
