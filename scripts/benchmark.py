@@ -24,12 +24,13 @@ import numpy
 import torch
 from average_checkpoints import positive
 from checkpoint import replacing
-from evaluate import REPO, provenance
+from evaluate import REPO
 from fairseq import options
 from fairseq.data import Dictionary, LanguagePairDataset, ListDataset
 from fairseq.data.data_utils import numpy_seed
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.translation import TranslationTask
+from provenance import provenance
 
 #: ours and what it is compared with: the papers' two sizes
 PAIRS = {

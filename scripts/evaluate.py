@@ -7,11 +7,9 @@ Where the model was trained on lower-cased text all scores ignore case, and thei
 """
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -21,6 +19,7 @@ from pathlib import Path
 import average_checkpoints
 import torch
 from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
+from provenance import provenance
 from scoring import LABELS, compare, score
 from text import Moses, PrepError, read_lines, read_prep
 from tqdm import tqdm
@@ -275,42 +274,6 @@ def speed(output):
             seconds, sentences, tokens = map(float, match.groups())
             return {"seconds": seconds, "sentences_per_second": sentences, "tokens_per_second": tokens}
     return None
-
-
-def provenance(on_cpu=False):
-    """Where and with what a result was made."""
-    packages = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
-    return {
-        "commit": _git_commit(),
-        "device": _device(on_cpu),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _git_commit():
-    def git(*words):
-        return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout
-
-    commit = git("rev-parse", "HEAD").strip()
-    return commit + (" with local changes" if git("status", "--porcelain", "--untracked-files=no") else "") or None
-
-
-def _device(on_cpu):
-    if torch.cuda.is_available() and not on_cpu:
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"CPU, {names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _version(package):
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def report(result, results):

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from attention_maps import KINDS, LayerMaps, Loaded, MapsError, collect, load_model
 from checkpoint import CheckpointError, load, replacing, section
-from evaluate import EvaluationError, portable, provenance
+from evaluate import EvaluationError, portable
 from fairseq.data import Dictionary
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from provenance import provenance
 from text import PrepError, read_lines
 from tqdm import tqdm
 from translate import TranslationError

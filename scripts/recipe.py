@@ -41,8 +41,9 @@ class Recipe:
     architectures: dict
 
     def flags_for(self, arch):
-        """The flags with the architecture's own in the place of the common ones."""
-        return {**self.flags, **self.architectures.get(arch, {})}
+        """The flags with the architecture's own in the place of the common ones; false leaves one out."""
+        flags = {**self.flags, **self.architectures.get(arch, {})}
+        return {name: value for name, value in flags.items() if value is not False}
 
 
 def names():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import recipe as recipes
 from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
+from provenance import provenance
 from recipe import REPO, RecipeError, parse_flags, spell_flags
 from text import PrepError, read_prep
 
@@ -51,6 +52,8 @@ def main(arguments=None):
         if reason := finished(last, parse_flags(command[command.index("--save-dir") :])):
             say(f"{args.run}: this run is finished: {reason}")
             return
+        if launch.rank == 0:
+            record_start(args.run, command, launch, updates(last) if last else 0)
     except (RecipeError, RunError, PrepError, CheckpointError, OSError) as error:
         sys.exit(f"train: {error}")
     if last:
@@ -340,8 +343,30 @@ def claim(run, mine, command=""):
             )
     elif started:
         raise RunError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
-    with replacing(record) as temporary:
-        temporary.write_text(json.dumps({"identity": mine, "command": command}, indent=1) + "\n", encoding="utf-8")
+    starts = json.loads(record.read_text(encoding="utf-8")).get("starts", []) if record.exists() and started else []
+    _write_record(run, {"identity": mine, "command": command, "starts": starts})
+
+
+def record_start(run: Path, command: list[str], launch: Launch, done: int) -> None:
+    """Add to run.json that training starts, or goes on after `done` updates: on which code, device and flags.
+
+    A run that was stopped and went on after a change of the code or of a flag says so by this.
+    """
+    machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
+    flags = parse_flags(command[command.index("--user-dir") :])
+    start = {
+        "updates": done,
+        **provenance(on_cpu=not launch.gpus),
+        "processes": launch.processes,
+        "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
+    }
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    _write_record(run, {**record, "starts": [*record["starts"], start]})
+
+
+def _write_record(run: Path, record: dict) -> None:
+    with replacing(run / "run.json") as temporary:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def mend(run):

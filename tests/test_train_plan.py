@@ -31,7 +31,8 @@ def test_fairseq_takes_every_recipe(capsys, recipe, arch):
     script = next(i for i, word in enumerate(command) if word.endswith("fairseq_train.py"))
     args = options.parse_args_and_arch(options.get_training_parser(), command[script + 1 :])
     assert args.arch == arch
-    assert getattr(args, "ea_alpha", None) == {"ea_transformer_lite": 0.1, "ea_transformer_base": 0.5}.get(arch)
+    base_alpha = 0.1 if recipe == "multi30k-tiny-en-de" else 0.5
+    assert getattr(args, "ea_alpha", None) == {"ea_transformer_lite": 0.1, "ea_transformer_base": base_alpha}.get(arch)
     assert args.share_all_embeddings
     assert args.tensorboard_logdir.endswith("/tensorboard")
 
@@ -58,6 +59,35 @@ def test_the_flags_are_the_papers(capsys, recipe, arch):
         expected |= {"ea-alpha": "0.1" if arch.endswith("lite") else "0.5", "ea-beta": "0.1"}
     assert expected.items() <= found.items()
     assert arch.startswith("ea_") or not any(name.startswith("ea-") for name in found)
+
+
+@pytest.mark.parametrize("arch", ["transformer_lite", "ea_transformer_lite"])
+def test_the_laptop_recipe_is_the_command_it_came_from(capsys, arch):
+    """Scores of runs by either may stand in one table: the flags of fairseq-train are the same."""
+    where = ["--run", "x", "--gpus", 0, "--no-tensorboard"]
+    words = "--lr 2e-3 --warmup-updates 400 --dropout 0.1 --max-tokens 4000 --update-freq 1 --max-update 1500"
+    words += " --without patience --without keep-last-epochs --no-epoch-checkpoints"
+    words += " --save-interval-updates 50 --keep-interval-updates 10"
+    spelt_out = flags(dry_run(capsys, "multi30k-de-en", arch, *where, *words.split())[0])
+    command, said = dry_run(capsys, "multi30k-laptop-de-en", arch, *where)
+    assert flags(command) | {"lr": "2e-3"} == spelt_out
+    assert "note: --patience" not in said
+
+
+@pytest.mark.parametrize("arch", ["transformer", "ea_transformer_base"])
+def test_the_tiny_recipe_is_the_published_one(capsys, arch):
+    """Wu et al. 2021: the published command and the defaults of its code, on one process as on two GPUs."""
+    found = flags(dry_run(capsys, "multi30k-tiny-en-de", arch, "--gpus", 0)[0])
+    sizes = {"layers": "4", "embed-dim": "128", "ffn-embed-dim": "256", "attention-heads": "4"}
+    expected = {f"{side}-{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    expected |= {
+        "lr": "0.005", "warmup-updates": "2000", "warmup-init-lr": "1e-07", "lr-scheduler": "inverse_sqrt",
+        "optimizer": "adam", "adam-betas": "(0.9, 0.98)", "dropout": "0.3", "label-smoothing": "0.1", "clip-norm": "25",
+        "max-update": "8000", "patience": "10", "keep-last-epochs": "10", "max-tokens": "4096", "update-freq": "2",
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    assert "share-all-embeddings" in found
+    assert (found.get("ea-alpha"), found.get("ea-beta")) == (("0.1", "0.1") if arch.startswith("ea_") else (None, None))
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8, 16])

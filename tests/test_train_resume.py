@@ -121,6 +121,27 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
 
 
+def test_every_start_is_recorded(tmp_path):
+    """The record says on which code and flags each part of a run was trained; starting afresh forgets the last try."""
+    launch = train.Launch(gpus=0)
+
+    def start(lr, done):
+        train.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
+        train.record_start(tmp_path, ["train", "--user-dir", "ea_fairseq", "--lr", lr, "--save-dir", "x"], launch, done)
+        return json.loads((tmp_path / "run.json").read_text())["starts"]
+
+    start("0.1", 0)
+    starts = start("0.2", 0)  # the first saved nothing
+    assert [one["flags"] for one in starts] == [{"lr": "0.2"}]
+    assert (starts[0]["processes"], starts[0]["updates"]) == (1, 0)
+    assert len(starts[0]["commit"].split()[0]) == 40
+    assert starts[0]["device"].startswith("CPU, ")
+    assert starts[0]["device"].endswith(("thread", "threads"))
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    starts = start("0.3", 10)
+    assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
+
+
 def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 1)
     with pytest.raises(RunError, match=r"scripts/train\.sh did not make"):
