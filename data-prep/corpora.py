@@ -133,7 +133,11 @@ def wmt14_en_fr() -> Recipe:
 
 
 def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Recipe:
-    """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz."""
+    """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
+
+    Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
+    --bpe-given CODE.
+    """
 
     def part(prefix: str) -> tuple[Part, ...]:
         return (Part(str(Path(prefix).absolute()).replace("{", "{{").replace("}", "}}") + ".{lang}"),)

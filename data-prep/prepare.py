@@ -98,7 +98,10 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
     add("--valid-every", type=positive, metavar="N", help="instead: every N-th training pair is validation")
     add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
     add("--name", type=str, help="name of the data (default: custom-XX-YY)")
-    add("--lowercase", action="store_true")
+    add("--tokenised", action="store_true", help="the text is in tokens already: its lines are taken as they are")
+    add("--bpe-given", type=Path, metavar="CODE",
+        help="with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)")  # fmt: skip
+    add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
     add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as WMT recipes have it")
     add("--normalise", action="store_true", help="normalise punctuation of training text, as WMT recipes do")
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
@@ -109,6 +112,8 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
         parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
     if args.command == "custom" and args.source_lang == args.target_lang:
         parser.error(f"--source-lang and --target-lang must differ, both are {args.source_lang}")
+    if args.command == "custom" and (error := given_text_error(args)):
+        parser.error(error)
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
         parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
     recipe = args.make(args)
@@ -116,13 +121,26 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
     return args, dataclasses.replace(recipe, rules=dataclasses.replace(recipe.rules, **changes))
 
 
+def given_text_error(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options for text that comes in tokens or subwords, or None."""
+    if args.bpe_given and not args.tokenised:
+        return "--bpe-given goes with --tokenised: text in subwords is in tokens, too"
+    refused = {"split_dashes": "--tokenised", "normalise": "--tokenised"}
+    refused |= {"bpe": "--bpe-given", "merges": "--bpe-given", "vocabulary_threshold": "--bpe-given"}
+    for name, option in refused.items():
+        if getattr(args, name) and getattr(args, option[2:].replace("-", "_")):
+            return f"--{name.replace('_', '-')} cannot be had with {option}, which takes the text as it is"
+    return None
+
+
 def custom(args: argparse.Namespace) -> Recipe:
     rules = Rules(
-        lowercase=args.lowercase, split_dashes=args.split_dashes, normalise=args.normalise, filter_on="subwords",
-        max_length=args.max_length, max_ratio=args.max_ratio, valid_every=args.valid_every,
+        tokenised=args.tokenised, lowercase=args.lowercase, split_dashes=args.split_dashes, normalise=args.normalise,
+        filter_on="subwords", max_length=args.max_length, max_ratio=args.max_ratio, valid_every=args.valid_every,
     )  # fmt: skip
     name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
-    return corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
+    recipe = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
+    return dataclasses.replace(recipe, codes=args.bpe_given)
 
 
 def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:

@@ -22,6 +22,7 @@ from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
 from provenance import provenance
 from scoring import LABELS, compare, score
 from text import Moses, PrepError, read_lines, read_prep
+from text import references as read_references
 from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parent.parent
@@ -78,7 +79,7 @@ def parse(arguments):
 def evaluate(args):
     """Translate and score one split; returns what goes into the JSON file."""
     prep = read_prep(args.data)
-    references = read_lines(_reference_file(args.data, args.subset, prep["target_lang"]))
+    references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
     if not args.run.is_dir():
         raise EvaluationError(f"--run {args.run}: no such folder")
     baseline = read_baseline(args, references) if args.against else None
@@ -92,7 +93,6 @@ def evaluate(args):
     hypotheses = in_order(output, len(references))
     moses = Moses(prep, prep["target_lang"])
     detokenised = [moses.detokenize(line) for line in hypotheses]
-    tokenised_references = [moses.tokenize(line) for line in references]
     check_references(output, tokenised_references, prep["lowercase"], args)
     lowercase, german = prep["lowercase"], (prep["source_lang"], prep["target_lang"]) == ("en", "de")
 
@@ -127,8 +127,9 @@ def evaluate(args):
     return result
 
 
-def _reference_file(data, subset, language):
+def _reference_file(data, subset, prep):
     """The raw references of a split, or an error that names the splits there are."""
+    language = prep["target_lang"]
     path = data / "raw" / f"{subset}.{language}"
     if not path.is_file():
         there = sorted(found.stem for found in (data / "raw").glob(f"*.{language}"))

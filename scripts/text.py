@@ -28,8 +28,8 @@ def read_prep(data):
     missing = [key for key in ("source_lang", "target_lang", "tokenizer", "lowercase", "bpe") if key not in prep]
     if missing:
         raise PrepError(f"{path}: has no {', '.join(missing)}")
-    if prep["tokenizer"] != "moses":
-        raise PrepError(f"{path}: tokenizer {prep['tokenizer']!r} is not known here (moses is)")
+    if prep["tokenizer"] not in ("moses", "given"):
+        raise PrepError(f"{path}: tokenizer {prep['tokenizer']!r} is not known here (moses and given are)")
     return prep
 
 
@@ -68,6 +68,17 @@ class Moses:
     def detokenize(self, line):
         """Tokens with spaces between to raw text."""
         return self._detokenizer.detokenize(line.split())
+
+
+def references(path, prep):
+    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens.
+
+    Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising.
+    """
+    lines, moses = read_lines(path), Moses(prep, prep["target_lang"])
+    if prep["tokenizer"] == "given":
+        return [moses.detokenize(line) for line in lines], lines
+    return lines, [moses.tokenize(line) for line in lines]
 
 
 class Source:

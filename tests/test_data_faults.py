@@ -125,6 +125,10 @@ def test_the_commands_say_so_and_fail(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
+CUSTOM = ["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x", "--valid", "y"]
+GIVEN = [*CUSTOM, "--tokenised", "--bpe-given", "no-code"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +141,14 @@ def test_the_commands_say_so_and_fail(tmp_path):
         (["custom", "--source-lang", "d/e", "--target-lang", "en", "--train", "x"], "must be a language code"),
         (["custom", "--source-lang", "de", "--target-lang", "de", "--train", "x", "--valid", "y"], "differ"),
         (["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x"], "needs either --valid PREFIX or"),
+        ([*CUSTOM, "--bpe-given", "code"], "--bpe-given goes with --tokenised"),
+        ([*CUSTOM, "--tokenised", "--split-dashes"], "--split-dashes cannot be had with --tokenised"),
+        ([*CUSTOM, "--tokenised", "--normalise"], "--normalise cannot be had with --tokenised"),
+        ([*GIVEN, "--merges", "9"], "--merges cannot be had with --bpe-given"),
+        ([*GIVEN, "--bpe", "sentencepiece"], "--bpe cannot be had with --bpe-given"),
+        ([*GIVEN, "--vocabulary-threshold", "9"], "--vocabulary-threshold cannot be had with --bpe-given"),
+        ([*GIVEN, "--split-dashes"], "--split-dashes cannot be had with --tokenised"),
+        ([*GIVEN], "custom.sh: [Errno 2] No such file or directory: 'no-code'"),
         (["sample", "--train", "none"], "argument --train: must be a whole number"),
         (["sample", "--train", "3"], "--train 3: cannot make"),
     ],

@@ -31,7 +31,7 @@ from .recipe import Recipe
 from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
-from .text import PrepError, checked_lines, count_lines
+from .text import PrepError, checked_lines, count_lines, lower_case_lines
 
 RULES = 2  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
@@ -54,6 +54,7 @@ class Pipeline:
     ):
         self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
         self.strict = strict
+        self.codes = subwords.given_codes(recipe.codes) if recipe.codes else None
         self.languages = (recipe.source_lang, recipe.target_lang)
         self.sides = {
             split: [
@@ -92,13 +93,13 @@ class Pipeline:
 
     def _stages(self) -> list[Stage]:
         rules = self.recipe.rules
-        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
+        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every, *["given"] * rules.tokenised]
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
         options = {
             "extract": [self.languages, self._fingerprint()],
             "clean": [rules.normalise, rules.plain_apostrophes],
             "tokenise": [RULES, versions(), tokens, lengths if rules.filter_on == "words" else None],
-            "learn": [rules.bpe, rules.merges, rules.vocabulary_threshold],
+            "learn": self.codes.hex() if self.codes else [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
             "binarise": self.recipe.name,
@@ -121,6 +122,13 @@ class Pipeline:
     def splits(self) -> list[str]:
         """The splits of the finished data, training first."""
         return ["train", "valid", *self.recipe.test_names()]
+
+    @property
+    def merges(self) -> int:
+        """How many merges the subwords are made of, or how many pieces of sentencepiece."""
+        if self.codes:
+            return sum(not line.startswith(b"#version") for line in self.codes.splitlines())
+        return self.recipe.rules.merges
 
     def report(self, stage: str) -> dict:
         """What a finished stage had to report."""
@@ -157,7 +165,10 @@ class Pipeline:
                 keep_nul = split == "train" and self.recipe.rules.normalise  # which removes it
                 with (folder / f"{split}.{lang}").open("ab", buffering=1 << 20) as file:
                     lines = tqdm(side.lines(), f"  {side.path.name}", unit=" lines", unit_scale=True, **tqdm_options())
-                    counts.append(_write(file, checked_lines(lines, str(side), keep_nul)))
+                    checked = checked_lines(lines, str(side), keep_nul)
+                    if self.codes and self.recipe.rules.lowercase:
+                        checked = lower_case_lines(checked, str(side))
+                    counts.append(_write(file, checked))
             if counts[0] != counts[1]:
                 found = "\n".join(f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True))
                 raise PrepError(f"{split}: the two sides do not have the same number of lines:\n{found}")
@@ -219,10 +230,13 @@ class Pipeline:
     def learn(self, folder: Path) -> dict:
         rules, train = self.recipe.rules, self.text("tokenise", "train")
         words = (Counter(), Counter())
-        for _, counts in self._read(subwords.count_words, train, "count words"):
+        count_words = subwords.count_given_words if self.codes else subwords.count_words
+        for _, counts in self._read(count_words, train, "count words"):
             for total, count in zip(words, counts, strict=True):
                 total.update(count)
-        if rules.bpe == "sentencepiece":
+        if self.codes:
+            self._codes(folder).write_bytes(self.codes)
+        elif rules.bpe == "sentencepiece":
             subwords.learn_sentencepiece(train, rules.merges, folder)
         else:
             subwords.learn(words[0] + words[1], rules.merges, folder)
@@ -239,6 +253,11 @@ class Pipeline:
     # --- apply ------------------------------------------------------------------------------------------------------
 
     def apply(self, folder: Path) -> dict:
+        if self.codes:
+            self._check_codes()
+            for split in self.splits():
+                _link(self.text("tokenise", split), folder)
+            return {}
         learnt, vocabularies = self.folder["learn"], [None, None]
         if self.recipe.rules.vocabulary_threshold:
             files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
@@ -247,6 +266,20 @@ class Pipeline:
         for split in self.splits():
             self._rewrite(work, "tokenise", folder, split)
         return {}
+
+    def _check_codes(self) -> None:
+        """Compare the validation text's subwords with those that the given codes make of its words.
+
+        Text to translate is split by these codes: with the wrong ones the model would read subwords it never saw.
+        """
+        work, paths = subwords.Otherwise(self._codes(self.folder["learn"])), self.text("tokenise", "valid")
+        lines = sum(map(count_lines, paths))
+        different = sum(number for _, number in self._read(work, paths, "check valid"))
+        if different:
+            message = f"{different:,} of {lines:,} lines of the validation text are not in the subwords of these codes"
+            if different > lines / 10:
+                raise PrepError(f"{self.recipe.codes}: {message}: are they of other text?")
+            say(f"warning: {self.recipe.codes}: {message}")
 
     # --- filter -----------------------------------------------------------------------------------------------------
 
@@ -298,7 +331,12 @@ class Pipeline:
         for path in self.folder["learn"].iterdir():  # codes, and vocabularies if there is a threshold
             if path.name != stages.STAMP:
                 shutil.copy(path, folder)
-        shutil.copytree(text / "raw", folder / "raw")
+        if self.codes:
+            (folder / "raw").mkdir()
+            for split in self.splits()[1:]:
+                self._rewrite(subwords.join, "filter", folder / "raw", split)
+        else:
+            shutil.copytree(text / "raw", folder / "raw")
         summary = report.summarise(self, folder, unknown, len(words) + len(binary.SPECIAL), versions())
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Rules:
     """The rules of one recipe."""
 
-    lowercase: bool = False
+    tokenised: bool = False  # the text comes in tokens, and stays as it is
+    lowercase: bool = False  # text that comes in subwords must be lower-case already, and is refused where it is not
     split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
     normalise: bool = False  # punctuation and non-printing characters, in training text
     plain_apostrophes: bool = False  # ’ becomes ', in tests
@@ -56,6 +58,7 @@ class Recipe:
     tests: dict[str, tuple[Part, ...]] = field(default_factory=dict)  # name -> parts; for fairseq: test, test1, ...
     expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
     downloads: str = ""  # folder below data/downloads
+    codes: Path | None = None  # subword-nmt's codes, where the text comes in subwords
 
     def splits(self) -> dict[str, tuple[Part, ...]]:
         """fairseq's name of each split that comes as such -> its parts."""

@@ -92,7 +92,7 @@ def plain_apostrophes(chunk: Chunk) -> Chunk:
 
 
 class Tokenise:
-    """Chunk -> its tokenised lines."""
+    """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case."""
 
     def __init__(self, languages: tuple[str, str], rules: Rules):
         self._tokenizers = [Tokenizer(lang) for lang in languages]
@@ -105,7 +105,10 @@ class Tokenise:
         )
 
     def _line(self, tokenizer: Tokenizer, line: bytes) -> bytes:
-        text = tokenizer.tokenize(line.decode(), self._rules.split_dashes, return_str=True)
+        if self._rules.tokenised:
+            text = line.decode().removesuffix("\n")
+        else:
+            text = tokenizer.tokenize(line.decode(), self._rules.split_dashes, return_str=True)
         return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
 
 

@@ -13,15 +13,37 @@ from subword_nmt import apply_bpe, learn_bpe
 from tqdm import tqdm
 
 from .parallel import Chunk, tqdm_options
-from .text import PrepError
+from .text import PrepError, checked_lines, open_bytes, reading
 
 CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
 CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
 
 
+def given_codes(path: Path) -> bytes:
+    """The contents of a file of subword-nmt's codes, plain or .gz, which is refused where it is none."""
+    with reading(path), open_bytes(path) as file:
+        content = b"".join(checked_lines(file, str(path)))
+    for number, line in enumerate(content.decode().split("\n")[:-1], 1):
+        if len(line.split(" ")) != 2:
+            raise PrepError(f"{path}, line {number}: a merge of BPE is two subwords with a space between, not {line!r}")
+    if not content:
+        raise PrepError(f"{path}: is empty, and no codes of subword-nmt")
+    return content
+
+
+def join(chunk: Chunk) -> Chunk:
+    """Chunk of subwords -> the same lines in words."""
+    return tuple([(line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n" for line in lines] for lines in chunk)
+
+
 def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
     """The words of each side of a chunk, as bytes."""
     return tuple(Counter(b"".join(lines).split()) for lines in chunk)
+
+
+def count_given_words(chunk: Chunk) -> tuple[Counter, Counter]:
+    """The same for a chunk of subwords."""
+    return count_words(join(chunk))
 
 
 def learn(words: Counter, merges: int, folder: Path) -> None:
@@ -76,6 +98,17 @@ class Apply:
 
     def __call__(self, chunk: Chunk) -> Chunk:
         return tuple([side.line(line) for line in lines] for side, lines in zip(self.sides, chunk, strict=True))
+
+
+class Otherwise:
+    """Chunk of subwords -> how many of its lines these codes would split otherwise."""
+
+    def __init__(self, codes: Path):
+        self._apply = Apply(codes)
+
+    def __call__(self, chunk: Chunk) -> int:
+        sides = zip(chunk, self._apply(join(chunk)), strict=True)
+        return sum(given.split() != made.split() for side in sides for given, made in zip(*side, strict=True))
 
 
 class _Words(dict):

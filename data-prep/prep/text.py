@@ -61,6 +61,17 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         yield from batch
 
 
+def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Lines of `name`, of which the first that is not lower-case raises PrepError with its number."""
+    for number, line in enumerate(lines, 1):
+        if (text := line.decode()) != text.lower():
+            raise PrepError(
+                f"{name}, line {number}: is not lower-case, as --lowercase says of text in subwords; leave that option "
+                f"out, or lower-case the text before its subwords are made: {text.strip()[:60]}"
+            )
+        yield line
+
+
 def _end(line: bytes) -> bytes:
     body = line.removesuffix(b"\n").removesuffix(b"\r")
     return body.replace(b"\r", b" ") + b"\n"

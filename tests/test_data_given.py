@@ -1,0 +1,140 @@
+"""Text that comes in tokens or in subwords: custom.sh --tokenised [--bpe-given CODE] takes its lines as they are."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from data_toy import Rules, pairs, read, script, write
+from prep import rules, subwords
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import text
+
+SPLITS = {"train": 200, "valid": 20, "news.2016": 15}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A corpus as others publish it: Moses tokens in lower case, and the same in subwords with their codes."""
+    folder = tmp_path_factory.mktemp("published")
+    tokenise = rules.Tokenise(("de", "en"), Rules(lowercase=True))
+    sides = {
+        split: tokenise(tuple([line.encode() + b"\n" for line in side] for side in pairs(number, seed=number)))
+        for split, number in SPLITS.items()
+    }
+    subwords.learn(sum(subwords.count_words(sides["train"]), subwords.Counter()), 80, folder)
+    apply = subwords.Apply(folder / "code")
+    for split, chunk in sides.items():
+        for kind, given in (("tokens", chunk), ("subwords", apply(chunk))):
+            for lang, lines in zip(("de", "en"), given, strict=True):
+                write(folder / kind / f"{split}.{lang}", [line[:-1] for line in lines])
+    (folder / "code.gz").write_bytes(gzip.compress((folder / "code").read_bytes()))
+    return folder
+
+
+def prepare(folder, out, *options, check=True):
+    return script(
+        "custom", "--source-lang", "de", "--target-lang", "en", "--train", folder / "train",
+        "--valid", folder / "valid", "--test", folder / "news.2016", "--workers", "1", "--out", out, "--tokenised", *options, check=check,
+    )  # fmt: skip
+
+
+def same_lines(one, other):
+    """Whether two files hold the same tokens; spaces at the ends of a line and between tokens do not count."""
+    return [line.split() for line in read(one)] == [line.split() for line in read(other)]
+
+
+def test_subwords_are_taken_as_they_are(published, tmp_path):
+    out = tmp_path / "out"
+    prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase")
+    for split, name in (("train", "train"), ("valid", "valid"), ("test", "news.2016")):
+        for lang in ("de", "en"):
+            given = (published / "subwords" / f"{name}.{lang}").read_bytes()
+            assert (tmp_path / f"out.work/6-filter/{split}.{lang}").read_bytes() == given
+            if split != "train":
+                assert same_lines(out / f"raw/{split}.{lang}", published / "tokens" / f"{name}.{lang}")
+    assert (out / "code").read_bytes() == (published / "code").read_bytes()
+    prep = json.loads((out / "PREP.json").read_text())
+    expected = {"tokenizer": "given", "bpe": "subword_nmt", "bpe_merges": 80, "lowercase": True}
+    assert {name: prep[name] for name in expected} == expected
+    words = sum(len(line.split()) for line in read(published / "tokens/train.de"))
+    assert prep["train_words"]["de"]["words"] == words
+
+
+def test_tokens_are_taken_as_they_are(published, tmp_path):
+    """BPE is learnt from them; with validation taken from the training text, raw/ has the same lines as the data."""
+    out = tmp_path / "out"
+    script(
+        "custom", "--source-lang", "de", "--target-lang", "en", "--train", published / "tokens/train", "--workers", "1",
+        "--valid-every", "10", "--test", published / "tokens/news.2016", "--out", out, "--tokenised", "--merges", "50",
+    )  # fmt: skip
+    assert read(out / "raw/valid.de") == read(published / "tokens/train.de")[9::10]
+    assert same_lines(out / "raw/test.en", published / "tokens/news.2016.en")
+    joined = subwords.join(
+        ([line + b"\n" for line in (tmp_path / "out.work/6-filter/valid.de").read_bytes().split(b"\n")],)
+    )
+    assert [line.decode().split() for line in joined[0]][:-1] == [line.split() for line in read(out / "raw/valid.de")]
+    prep = json.loads((out / "PREP.json").read_text())
+    assert (prep["tokenizer"], prep["bpe_merges"], prep["lowercase"]) == ("given", 50, False)
+
+
+def test_references_are_the_given_tokens(published, tmp_path):
+    """Tokenised BLEU compares with the very tokens that were given; what people would have written is detokenised."""
+    out = tmp_path / "out"
+    prepare(published / "subwords", out, "--bpe-given", published / "code", "--lowercase")
+    prep = text.read_prep(out)
+    raw, tokens = text.references(out / "raw/test.en", prep)
+    given = read(published / "tokens/news.2016.en")
+    assert [line.split() for line in tokens] == [line.split() for line in given]
+    moses = text.Moses(prep, "en")
+    assert raw == [moses.detokenize(line) for line in given]
+    assert raw != tokens
+    source = text.Source(out, prep)
+    assert source("Das Haus, WORT1 wort2!").split() == source("das haus, wort1 wort2!").split()
+    assert "".join(source("Das Haus, WORT1!").split()).replace("@@", "") == "dashaus,wort1!"
+
+
+def test_upper_case_is_refused_where_lower_case_was_promised(published, tmp_path):
+    lines = read(published / "subwords/train.en")
+    for lang in ("de", "en"):
+        for split in SPLITS:
+            write(tmp_path / "raw" / f"{split}.{lang}", read(published / f"subwords/{split}.{lang}"))
+    write(tmp_path / "raw/train.en", [*lines[:6], "The house", *lines[7:]])
+    done = prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", published / "code", "--lowercase", check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path}/raw/train.en, line 7: is not lower-case" in done.stderr
+    assert not (tmp_path / "out").exists()
+    prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", published / "code")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "#version: 0.2\na b\na b c\n",
+            "code, line 3: a merge of BPE is two subwords with a space between, not 'a b c'",
+        ),
+        ("", "code: is empty"),
+        ("#version: 0.2\nw o\n", "of 40 lines of the validation text are not in the subwords of these codes"),
+    ],
+)
+def test_wrong_codes_are_refused(published, tmp_path, code, message):
+    (tmp_path / "code").write_text(code)
+    done = prepare(published / "subwords", tmp_path / "out", "--bpe-given", tmp_path / "code", check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_codes_make_other_data(published, tmp_path):
+    """A changed CODE is a changed option, by which a finished folder is made again."""
+    out = tmp_path / "out"
+    prepare(published / "subwords", out, "--bpe-given", published / "code")
+    merges = (published / "code").read_text().split("\n")
+    (tmp_path / "code").write_text("\n".join([*merges[:-1], "q q", ""]))
+    assert "nothing to do" in prepare(published / "subwords", out, "--bpe-given", published / "code").stderr
+    prepare(published / "subwords", out, "--bpe-given", tmp_path / "code")
+    assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 81
