@@ -37,7 +37,8 @@ def published(tmp_path_factory):
 def prepare(folder, out, *options, check=True):
     return script(
         "custom", "--source-lang", "de", "--target-lang", "en", "--train", folder / "train",
-        "--valid", folder / "valid", "--test", folder / "news.2016", "--workers", "1", "--out", out, "--tokenised", *options, check=check,
+        "--valid", folder / "valid", "--test", folder / "news.2016", "--workers", "1", "--out", out, "--tokenised",
+        *options, check=check,
     )  # fmt: skip
 
 
