@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prep.recipe import Part, Recipe, Rules
+from prep.corpus import Part, Recipe, Rules
 
 
 def sample() -> Recipe:

@@ -1,12 +1,12 @@
 """How fast data preparation is: each step against the library's own command, and the whole on one and two processes.
 
-    python data-prep/benchmark.py libraries --source TEXT.de --target TEXT.en [--lines N]
-    python data-prep/benchmark.py scale     --source TEXT.de --target TEXT.en [--lines N ...] [--workers N ...]
-    python data-prep/benchmark.py roundtrip --source TEXT.de --target TEXT.en
+    python data-prep/measure.py libraries --source TEXT.de --target TEXT.en [--lines N]
+    python data-prep/measure.py scale     --source TEXT.de --target TEXT.en [--lines N ...] [--workers N ...]
+    python data-prep/measure.py roundtrip --source TEXT.de --target TEXT.en
 
 The text is repeated up to N lines (pairs). `libraries` compares outputs byte for byte, and counts CPU time, start-up
 included, since other work on the machine changes the wall clock. Normalised text differs by design (see
-rules.Normalizer). `roundtrip` takes text that is tokenised and lower-cased, detokenises it, gives every sentence its
+moses.Normalizer). `roundtrip` takes text that is tokenised and lower-cased, detokenises it, gives every sentence its
 capital back, and counts the lines that come out the same when tokenised again. docs/data.md has the results.
 """
 
@@ -25,13 +25,14 @@ from functools import partial
 from itertools import cycle, islice, zip_longest
 from pathlib import Path
 
-from prep import binary, rules, subwords
+from sacremoses import MosesDetokenizer
+
+from prep import binary, moses, rules, subwords
+from prep.corpus import Part, Recipe, Rules
 from prep.parallel import chunks, ordered_map
 from prep.pipeline import Pipeline
-from prep.recipe import Part, Recipe, Rules
 from prep.stages import NAMES, STAMP
 from prep.text import count_lines
-from sacremoses import MosesDetokenizer
 
 MERGES = 10_000
 BIN = Path(sys.executable).parent
@@ -180,7 +181,7 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
 
 def roundtrip(text: Path, lang: str) -> None:
     """Prints how many lines survive being detokenised and tokenised again, and what differs in the others."""
-    tokenizer, detokenizer = rules.Tokenizer(lang), MosesDetokenizer(lang)
+    tokenizer, detokenizer = moses.Tokenizer(lang), MosesDetokenizer(lang)
     lines = text.read_bytes().decode().split("\n")[:-1]
     different = []
     for line in lines:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import corpora
 import sample
-from prep.recipe import Recipe, Rules
+from prep.corpus import Recipe, Rules
 from prep.stages import NAMES
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -10,5 +10,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-require_setup
-exec "$python" "$repo/scripts/evaluate.py" "$@"
+tool evaluate "$@"

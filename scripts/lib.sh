@@ -1,8 +1,11 @@
 # Shared by the shell scripts here and in data-prep/: source it, do not run it.
-# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup.
+# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup, tool; and PYTHONPATH.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
+
+# Where Python finds ea_fairseq, ea_tools and data-prep's prep: none of them is installed.
+export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
 
 die() {
     echo "${0##*/}: $*" >&2
@@ -16,4 +19,10 @@ usage() {
 
 require_setup() {
     bash "$repo/scripts/setup.sh"
+}
+
+# tool NAME ARGS...: become the command ea_tools.NAME. -P: the folder that one is in has no say in what Python imports.
+tool() {
+    require_setup
+    exec "$python" -P -m "ea_tools.$1" "${@:2}"
 }

@@ -8,5 +8,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-require_setup
-exec "$python" "$repo/scripts/sweep.py" "$@"
+tool sweep "$@"

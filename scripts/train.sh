@@ -9,5 +9,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-require_setup
-exec "$python" "$repo/scripts/train.py" "$@"
+tool train "$@"

@@ -1,5 +1,6 @@
 """What the tests share: tiny vocabularies, batches and models, built through fairseq's own parser."""
 
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_fairseq import cpu
 
 REPO = Path(__file__).parent.parent
+# What pyproject.toml makes importable here, for the processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(str(REPO / name) for name in ("", "scripts", "data-prep", "tests"))
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
     "--decoder-attention-heads 4 --decoder-layers 2 --dropout 0"

@@ -26,8 +26,8 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from . import binary, download, report, stages, subwords
+from .corpus import Recipe
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
-from .recipe import Recipe
 from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage

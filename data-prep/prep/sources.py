@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .recipe import Part
+from .corpus import Part
 from .text import PrepError, open_bytes, reading
 
 ARCHIVES = (".tgz", ".tar.gz", ".tar")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Average the weights of the last checkpoints of a run, as the papers do before they translate."""
 
 import argparse
@@ -6,7 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
+
+from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
 
 
 def main(arguments=None):
@@ -26,7 +26,7 @@ def main(arguments=None):
 
 def parse(arguments):
     """The flags of fairseq's own script of this name."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="average_checkpoints.sh", description=__doc__)
     parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="a run folder, or checkpoint files")
     parser.add_argument("--output", required=True, metavar="FILE", help="where the averaged checkpoint goes")
     count = parser.add_mutually_exclusive_group()

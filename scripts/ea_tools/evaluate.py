@@ -16,16 +16,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import average_checkpoints
 import torch
-from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
-from provenance import provenance
-from scoring import LABELS, compare, score
-from text import Moses, PrepError, read_lines, read_prep
-from text import references as read_references
 from tqdm import tqdm
 
-REPO = Path(__file__).resolve().parent.parent
+from ea_tools import average as average_checkpoints
+from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
+from ea_tools.provenance import provenance
+from ea_tools.scores import LABELS, compare, score
+from ea_tools.text import Moses, PrepError, read_lines, read_prep
+from ea_tools.text import references as read_references
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 class EvaluationError(Exception):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """fairseq-train with what long runs need; it takes fairseq-train's flags, and scripts/train.sh calls it.
 
 - the count of --patience survives a resume

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Parameters and FLOPs of an architecture, counted as in the papers' table 5.
 
 Parameters are without embeddings and output projection. FLOPs are 2 x multiply-adds of one forward pass, a sentence
@@ -7,11 +6,7 @@ pair at a time, without the output projection. Any model flag of fairseq-train m
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
@@ -43,7 +38,10 @@ def main(arguments=None):
 def parse(arguments):
     """Our own options, and the rest for the model."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="profile_model.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--arch", required=True, help="ea_transformer_lite, transformer, ...")
     parser.add_argument("--src-len", type=int, default=30, metavar="N", help="source tokens (default: 30)")

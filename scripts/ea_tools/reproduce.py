@@ -22,16 +22,16 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import recipe as recipes
-import table as tables
-from average_checkpoints import positive
-from checkpoint import replacing
-from profile_model import profile
-from recipe import REPO, RecipeError
-from scoring import LABELS, compare
-from table import TableError
-from text import PrepError, read_lines, read_prep
 from tqdm import tqdm
+
+from ea_tools import recipes, tables
+from ea_tools.average import positive
+from ea_tools.checkpoints import replacing
+from ea_tools.profile_model import profile
+from ea_tools.recipes import REPO, RecipeError
+from ea_tools.scores import LABELS, compare
+from ea_tools.tables import TableError
+from ea_tools.text import PrepError, read_lines, read_prep
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has everybody tell all that they do
 

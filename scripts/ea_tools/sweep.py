@@ -23,17 +23,16 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import recipe as recipes
-import reproduce
-import train
-from average_checkpoints import positive
-from checkpoint import replacing
 from fairseq import options
-from plot_curves import COLOURS, STYLES
-from recipe import REPO, RecipeError
-from scoring import LABELS
-from table import Column, Row, Table, TableError
-from text import PrepError, read_prep
+
+from ea_tools import recipes, reproduce, train
+from ea_tools.average import positive
+from ea_tools.checkpoints import replacing
+from ea_tools.figures.curves import COLOURS, STYLES
+from ea_tools.recipes import REPO, RecipeError
+from ea_tools.scores import LABELS
+from ea_tools.tables import Column, Row, Table, TableError
+from ea_tools.text import PrepError, read_prep
 
 
 class SweepError(Exception):

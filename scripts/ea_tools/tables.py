@@ -12,8 +12,8 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import recipe as recipes
-from scoring import LABELS
+from ea_tools import recipes
+from ea_tools.scores import LABELS
 
 FOLDER = recipes.FOLDER / "tables"
 

@@ -1,15 +1,13 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
 import json
-import sys
 from pathlib import Path
 
 from sacremoses import MosesDetokenizer
 from sentencepiece import SentencePieceProcessor
 from subword_nmt.apply_bpe import BPE
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "data-prep"))
-from prep.rules import Normalizer, Tokenizer
+from prep.moses import Normalizer, Tokenizer
 
 
 class PrepError(Exception):

@@ -17,11 +17,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import recipe as recipes
-from checkpoint import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
-from provenance import provenance
-from recipe import REPO, RecipeError, parse_flags, spell_flags
-from text import PrepError, read_prep
+from ea_tools import recipes
+from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
+from ea_tools.provenance import provenance
+from ea_tools.recipes import REPO, RecipeError, parse_flags, spell_flags
+from ea_tools.text import PrepError, read_prep
 
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
@@ -195,7 +195,7 @@ def plan(recipe, args, flags, launch):
     distributed, launcher, environment = distribution(launch)
     command = [
         *launcher,
-        str(REPO / "scripts" / "fairseq_train.py"),
+        str(REPO / "scripts" / "ea_tools" / "fairseq_train.py"),
         str(args.data),
         *("--user-dir", str(REPO / "ea_fairseq"), "--arch", args.arch),
         *("--source-lang", recipe.source_lang, "--target-lang", recipe.target_lang, "--save-dir", str(args.run)),
@@ -260,7 +260,7 @@ def distribution(launch):
     One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
     one process on each, for which fairseq has to be told everything.
     """
-    python = [sys.executable, "-u"]
+    python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
     # SLURM's node list would make fairseq look for the other processes by itself.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
     flags = {"distributed-world-size": launch.processes}
@@ -277,7 +277,7 @@ def distribution(launch):
             *("--nnodes", str(launch.nodes), "--node-rank", str(launch.rank), "--nproc-per-node", str(launch.gpus)),
             *("--master-addr", launch.host, "--master-port", str(launch.port)),
         ]
-        return flags, torchrun, environment
+        return flags, [*torchrun, "--no-python", *python], environment
     flags |= {
         "distributed-backend": "gloo",
         "ddp-backend": "legacy_ddp",

@@ -15,12 +15,13 @@ import tempfile
 import threading
 from pathlib import Path
 
-from average_checkpoints import positive
-from checkpoint import CheckpointError, load, replacing, section, settings
-from text import Moses, PrepError, Source, decode, read_prep
 from tqdm import tqdm
 
-REPO = Path(__file__).resolve().parent.parent
+from ea_tools.average import positive
+from ea_tools.checkpoints import CheckpointError, load, replacing, section, settings
+from ea_tools.text import Moses, PrepError, Source, decode, read_prep
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 class TranslationError(Exception):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_toy import Pipeline, corpus, read, recipe, text_only, write
 from fairseq.data import Dictionary, data_utils
+from helpers.data_toy import Pipeline, corpus, read, recipe, text_only, write
+
 from prep import binary
 
 

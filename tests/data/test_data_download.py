@@ -6,7 +6,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from data_toy import PREP  # noqa: F401  (makes prep importable)
+from helpers.data_toy import PREP  # noqa: F401  (makes prep importable)
+
 from prep import download
 from prep.text import PrepError
 

@@ -1,7 +1,8 @@
 """Faults in a user's data: what is said, what happens, and that nothing is left behind."""
 
 import pytest
-from data_toy import corpora, corpus, parallel, read, recipe, script, text_only, write
+from helpers.data_toy import corpora, corpus, parallel, read, recipe, script, text_only, write
+
 from prep.text import PrepError
 
 

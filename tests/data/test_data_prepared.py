@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from data_toy import parallel, read, script
+from helpers.data_toy import parallel, read, script
 
 
 @pytest.fixture(scope="module")

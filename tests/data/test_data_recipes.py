@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import regex
-from data_toy import corpora, pairs, read, text_only, write
-from prep.text import PrepError
+from helpers.data_toy import corpora, pairs, read, text_only, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+from prep.text import PrepError
 
 SUBWORD_NMT = Path(sys.executable).with_name("subword-nmt")
 

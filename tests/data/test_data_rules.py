@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data_toy import Rules, pairs, sample, sentences, write
-from prep import rules, subwords
+from helpers.data_toy import Rules, pairs, sample, sentences, write
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+
+from prep import moses, rules, subwords
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)
@@ -22,7 +23,7 @@ AWKWARD = AWKWARD.replace("\n", "|").split("|")
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])
 @pytest.mark.parametrize("dashes", [False, True])
 def test_tokenizer(lang, dashes):
-    plain, ours = MosesTokenizer(lang), rules.Tokenizer(lang)
+    plain, ours = MosesTokenizer(lang), moses.Tokenizer(lang)
     for line in LINES:
         expected = plain.tokenize(line, dashes, return_str=True)
         expected = re.sub(r"([^. ])\.$", r"\1 .", expected)  # the one rule that sacremoses lacks
@@ -37,7 +38,7 @@ def test_tokenizer(lang, dashes):
     ],
 )  # fmt: skip
 def test_last_word(line, tokens):
-    assert rules.Tokenizer("en").tokenize(line, return_str=True) == tokens
+    assert moses.Tokenizer("en").tokenize(line, return_str=True) == tokens
 
 
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])
@@ -52,7 +53,7 @@ def test_normaliser(lang):
 def test_round_trip():
     """Tokens, detokenised and tokenised again, are the same tokens: detokenising for the score loses nothing."""
     for lang, side in (("de", 0), ("en", 1)):
-        tokenizer, detokenizer = rules.Tokenizer(lang), MosesDetokenizer(lang)
+        tokenizer, detokenizer = moses.Tokenizer(lang), MosesDetokenizer(lang)
         for pair in sample.corpus(500, 20, 20, seed=1)["train"]:
             tokens = tokenizer.tokenize(f'{pair[side]} "{pair[side]}" (R&D, 3,000)')
             assert tokenizer.tokenize(detokenizer.detokenize(tokens)) == tokens

@@ -9,15 +9,16 @@ import sys
 import time
 
 import pytest
-from data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
+from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
+
 from prep import binary
 from prep.text import PrepError
 
 # Kills its own process with SIGKILL in the middle of a stage, or at its end, just before the folder gets its name.
 KILLED = """
-import os, signal, sys
-sys.path[:0] = [{prep!r}, {tests!r}]
-from data_toy import *
+import os, signal
+from pathlib import Path
+from helpers.data_toy import *
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 stage = {stage!r}
@@ -39,9 +40,7 @@ Pipeline(recipe(), Path({raw!r}), Path({out!r}), workers=2).run()
 
 
 def run_killed(stage, middle, raw, out):
-    code = KILLED.format(
-        prep=str(PREP), tests=str(PREP.parent / "tests"), stage=stage, middle=middle, raw=str(raw), out=str(out)
-    )
+    code = KILLED.format(stage=stage, middle=middle, raw=str(raw), out=str(out))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 

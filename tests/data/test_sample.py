@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from data_toy import read, sample, script
+from helpers.data_toy import read, sample, script
 
 SPLITS = sample.corpus(12_000, 500, 500, seed=1)
 EVERYTHING = [pair for pairs in SPLITS.values() for pair in pairs]

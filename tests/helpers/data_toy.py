@@ -2,17 +2,15 @@
 
 import random
 import subprocess
-import sys
 from pathlib import Path
 
-PREP = Path(__file__).parent.parent / "data-prep"
-sys.path.insert(0, str(PREP))
+PREP = Path(__file__).resolve().parents[2] / "data-prep"
 
 import corpora  # noqa: E402, F401
 import sample  # noqa: E402, F401
 from prep import stages  # noqa: E402
+from prep.corpus import Part, Recipe, Rules  # noqa: E402
 from prep.pipeline import Pipeline  # noqa: E402
-from prep.recipe import Part, Recipe, Rules  # noqa: E402
 
 # Words that meet the tokenizer's special cases: abbreviations, numbers, quotes, entities, other scripts, odd spaces.
 WORDS = """the Haus „Ja“ "no" it's l'été U.S. Mr. z.B. 3,000 3.14 1,5 foo-bar A-B e-mail ... a...b wait.. a/b 50% $5

@@ -11,7 +11,7 @@ import pytest
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 TINY = [
     *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "16", "--encoder-attention-heads", "2"),
     *("--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16", "--decoder-attention-heads", "2"),
@@ -80,10 +80,14 @@ def fairseq(name, *arguments):
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+def tool(name):
+    """The words that start the command ea_tools.NAME, as its door in scripts/ does."""
+    return [sys.executable, "-P", "-m", f"ea_tools.{name}"]
+
+
 def script(name, *arguments, **options):
-    """Run scripts/NAME (.sh or .py) and return what it printed and its status."""
-    path = REPO / "scripts" / name
-    command = ["bash", path] if path.suffix == ".sh" else [sys.executable, path]
+    """Run scripts/NAME.sh, or the command ea_tools.NAME without its door; its output and status."""
+    command = ["bash", REPO / "scripts" / name] if name.endswith(".sh") else tool(name)
     return subprocess.run(
         [*command, *map(str, arguments)],
         **{"capture_output": True, "text": True, "check": False, "env": ENVIRONMENT, **options},

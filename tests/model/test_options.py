@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY, batch, build, model_args
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 CONVOLUTIONS = {
     "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",

@@ -1,8 +1,8 @@
 """Promise 7: a loop-by-loop reading of the paper gives the same numbers and the same gradients."""
 
 import pytest
-import reference
 import torch
+from helpers import reference
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention

@@ -3,7 +3,8 @@
 import argparse
 
 import torch
-from checkpoint import load
+
+from ea_tools.checkpoints import load
 
 
 def test_reading_a_checkpoint_takes_no_permission_away(tmp_path):

@@ -4,17 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_maps import Collected, MapsError, collect, joined, load_model
-from checkpoint import CheckpointError
 from conftest import amplify_, batch, build, model_args
-from evaluate import EvaluationError
 from fairseq import tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_generator import SequenceGenerator
+from helpers.toy import TINY, data  # noqa: F401  (a fixture)
 from omegaconf import OmegaConf
-from text import PrepError
-from toy import TINY, data  # noqa: F401  (a fixture)
-from translate import TranslationError
+
+from ea_tools.checkpoints import CheckpointError
+from ea_tools.evaluate import EvaluationError
+from ea_tools.maps.collect import Collected, MapsError, collect, joined, load_model
+from ea_tools.text import PrepError
+from ea_tools.translate import TranslationError
 
 #: evolving or not, every combination that the flags allow in one attention
 MODELS = {

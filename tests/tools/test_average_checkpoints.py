@@ -3,15 +3,14 @@
 import argparse
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
-import average_checkpoints
 import pytest
 import torch
-from checkpoint import CheckpointError, load
+from helpers.toy import tool
 
-SCRIPTS = Path(average_checkpoints.__file__).parent
+from ea_tools import average as average_checkpoints
+from ea_tools.checkpoints import CheckpointError, load
 
 
 def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
@@ -159,5 +158,5 @@ def test_other_files_are_refused(tmp_path):
 
 
 def run(*arguments):
-    command = [sys.executable, str(SCRIPTS / "average_checkpoints.py"), *map(str, arguments)]
+    command = [*tool("average"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,17 +1,18 @@
-"""scripts/benchmark_*.py: what they time is what they say, in fair turns; their JSON; what they refuse."""
+"""scripts/benchmark_*.sh: what they time is what they say, in fair turns; their JSON; what they refuse."""
 
 import json
 
-import benchmark
-import benchmark_attention
-import benchmark_decoding
-import benchmark_training
 import numpy
-import plot_growth
 import pytest
 import torch
-from toy import data, run  # noqa: F401  (fixtures)
+from helpers.toy import data, run  # noqa: F401  (fixtures)
 from tqdm import tqdm
+
+from ea_tools.bench import attention as benchmark_attention
+from ea_tools.bench import common as benchmark
+from ea_tools.bench import decoding as benchmark_decoding
+from ea_tools.bench import training as benchmark_training
+from ea_tools.figures import growth as plot_growth
 
 SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]
 ORIGIN = {"command", "commit", "device", "versions", "date", "threads", "options", "load_average", "results"}
@@ -264,7 +265,7 @@ def test_peak_memory_is_counted():
         (benchmark_decoding, ["--run-pair", "a", "b"], "--run-pair needs the --data"),
         (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
         (plot_growth, ["/nowhere"], "/nowhere"),
-        (plot_growth, [__file__], "not a result of benchmark_training.py --growth"),
+        (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
         (plot_growth, [__file__, "--out", "x.txt"], "should end in .png"),
     ],
 )

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import evaluate
 import pytest
-import scoring
-from evaluate import EvaluationError
-from text import Moses, PrepError, read_lines, read_prep
-from toy import REPO, data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import REPO, data, run, script  # noqa: F401  (fixtures)
+
+from ea_tools import evaluate
+from ea_tools import scores as scoring
+from ea_tools.evaluate import EvaluationError
+from ea_tools.text import Moses, PrepError, read_lines, read_prep
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",
@@ -208,7 +209,7 @@ def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
 
 def test_text_is_tokenised_by_the_rules_of_data_preparation():
     """Also where Moses and sacremoses part: the full stop of a line's last word."""
-    from text import Moses
+    from ea_tools.text import Moses
 
     moses = Moses({"rules": {"split_dashes": False}}, "en")
     assert moses.tokenize("He lives in the U.S.") == "He lives in the U.S ."

@@ -4,12 +4,15 @@ import json
 import math
 import shutil
 
-import map_statistics
 import numpy as np
 import pytest
 import torch
-from attention_maps import LayerMaps, MapsError, load_model
-from map_statistics import (
+from helpers.toy import data  # noqa: F401  (a fixture)
+from test_attention_maps import save_model
+
+from ea_tools.maps import statistics as map_statistics
+from ea_tools.maps.collect import LayerMaps, MapsError, load_model
+from ea_tools.maps.statistics import (
     Estimate,
     Sample,
     alignment_errors,
@@ -26,8 +29,6 @@ from map_statistics import (
     tally,
     word_numbers,
 )
-from test_attention_maps import save_model
-from toy import data  # noqa: F401  (a fixture)
 
 ALL = np.ones((1, 1, 1, 4), dtype=bool)
 
@@ -205,7 +206,7 @@ def naive(loaded, number, dataset, gold):
 
 
 def _ids(ids):
-    from attention_maps import Sentence
+    from ea_tools.maps.collect import Sentence
 
     return Sentence(ids, [])
 

@@ -6,16 +6,17 @@ import logging
 import re
 import xml.etree.ElementTree as xml
 
-import attention_maps
-import browser
 import numpy
-import plot_attention
 import pytest
 from conftest import amplify_, build
-from figure_text import families, visual
-from plot_attention import Look, Row, chosen, main, numbers, page, parse, picture
+from helpers import browser
+from helpers.toy import data, script  # noqa: F401  (a fixture)
 from test_attention_maps import checkpoints, inputs, maps_of  # noqa: F401  (a fixture)
-from toy import data, script  # noqa: F401  (a fixture)
+
+from ea_tools.figures.labels import families, visual
+from ea_tools.maps import collect as attention_maps
+from ea_tools.maps import draw as plot_attention
+from ea_tools.maps.draw import Look, Row, chosen, main, numbers, page, parse, picture
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # as the command does
 

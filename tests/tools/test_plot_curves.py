@@ -5,10 +5,11 @@ import json
 import re
 
 import numpy as np
-import plot_curves
 import pytest
 from matplotlib.figure import Figure
-from plot_curves import CurveError, join, parse_line
+
+from ea_tools.figures import curves as plot_curves
+from ea_tools.figures.curves import CurveError, join, parse_line
 
 # The same three log lines as fairseq 0.12.2 writes them with --log-format simple and json, on the screen.
 SIMPLE = [

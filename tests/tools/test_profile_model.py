@@ -2,9 +2,10 @@
 
 import json
 
-import profile_model
 import pytest
-from toy import script
+from helpers.toy import script
+
+from ea_tools import profile_model
 
 TABLE_5 = [
     ("transformer_lite", 2_482_560, 158.31e6),
@@ -45,11 +46,11 @@ def test_convolutions_are_counted():
 
 
 def test_command_line():
-    result = script("profile_model.py", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
+    result = script("profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)
-    result = script("profile_model.py", "--arch", "nonsense")
+    result = script("profile_model", "--arch", "nonsense")
     assert result.returncode == 2
     assert "there is no --arch nonsense" in result.stderr
     assert "Traceback" not in result.stderr

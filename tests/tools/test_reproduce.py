@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
-import recipe as recipes
-import reproduce
-import table as tables
-from table import TableError
-from toy import TINY, data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import TINY, data, run, script  # noqa: F401  (fixtures)
+
+from ea_tools import recipes, reproduce, tables
+from ea_tools.tables import TableError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
 TABLE_5 = {

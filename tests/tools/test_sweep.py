@@ -4,12 +4,12 @@ import itertools
 import json
 import re
 
-import plot_curves
 import pytest
-import reproduce
-import sweep
+from helpers.toy import TINY, data, script  # noqa: F401  (fixtures)
 from matplotlib.figure import Figure
-from toy import TINY, data, script  # noqa: F401  (fixtures)
+
+from ea_tools import reproduce, sweep
+from ea_tools.figures import curves as plot_curves
 
 ALPHA, BETA = ["--grid", "ea-alpha", "0", "0.1", "0.5"], ["--grid", "ea-beta", "0", "0.1"]
 # Validation BLEU by (alpha, beta), to which a seed adds what SEEDS says.

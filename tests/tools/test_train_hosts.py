@@ -1,12 +1,12 @@
 """scripts/train.sh on two machines without GPUs: two network namespaces, joined by a virtual cable."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
-from checkpoint import load
-from toy import ENVIRONMENT, REPO, TINY, data, script  # noqa: F401  (fixtures)
+from helpers.toy import ENVIRONMENT, TINY, data, script, tool  # noqa: F401  (fixtures)
+
+from ea_tools.checkpoints import load
 
 # Run in namespaces of its own (unshare -rnm): this one is host 1, "two" is host 2. "$@" is the command less its rank.
 # No name server can be reached from here, and none is asked.
@@ -50,7 +50,7 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):  # 
         0,
     ]
     flags += ["--no-tensorboard"]
-    command = [sys.executable, REPO / "scripts" / "train.py", "sample", "ea_transformer_lite", *flags]
+    command = [*tool("train"), "sample", "ea_transformer_lite", *flags]
     command += ["--update-freq", 1, "--run", tmp_path / "two", "--nodes", 2, "--master", "10.77.0.1:29511"]
     both = subprocess.run(
         [*namespaces, TWO_HOSTS, "sh", *map(str, command)],
@@ -58,7 +58,7 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):  # 
     )  # fmt: skip
     assert both.returncode == 0, both.stderr[-3000:]
     assert "2 machines x CPU x 1 accumulation" in both.stderr or "effective batch: 512 tokens" in both.stderr
-    alone = script("train.py", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one")
+    alone = script("train", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one")
     assert alone.returncode == 0, alone.stderr[-3000:]
     two, one = (load(tmp_path / name / "checkpoint_last.pt") for name in ("two", "one"))
     assert two["optimizer_history"][-1]["num_updates"] == one["optimizer_history"][-1]["num_updates"] > 4

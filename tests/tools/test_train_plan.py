@@ -3,12 +3,11 @@
 import shlex
 
 import pytest
-import recipe as recipes
-import train
 from fairseq import options
-from recipe import parse_flags
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
+from ea_tools import recipes, train
+from ea_tools.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
 PAPERS = ["iwslt14-de-en", "wmt14-en-de", "wmt14-en-fr"]

@@ -11,11 +11,12 @@ import time
 
 import pytest
 import torch
-import train
-from checkpoint import load
+from helpers.toy import ENVIRONMENT, TINY, data, script, tool  # noqa: F401  (fixtures)
 from test_average_checkpoints import Payload
-from toy import ENVIRONMENT, REPO, TINY, data, script  # noqa: F401  (fixtures)
-from train import RunError
+
+from ea_tools import train
+from ea_tools.checkpoints import load
+from ea_tools.train import RunError
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
 
@@ -151,9 +152,10 @@ def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
 def test_two_at_once(tmp_path):
     """The lock outlives exec, which is how train.py becomes fairseq-train, and dies with the process."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"import train, os; train.take(__import__('pathlib').Path({str(tmp_path)!r}));"
+        [sys.executable, "-c", "import os, pathlib; from ea_tools import train;"
+         f"train.take(pathlib.Path({str(tmp_path)!r}));"
          "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec sleep 60'])"],
-        cwd=REPO / "scripts", stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout.readline() == b"held\n"
     with pytest.raises(RunError, match="another process trains in this folder"):
@@ -165,10 +167,10 @@ def test_two_at_once(tmp_path):
 
 def test_data_of_other_languages_are_refused(data, tmp_path):  # noqa: F811
     flags = ["--data", data, "--run", tmp_path / "run", "--gpus", "0"]
-    result = script("train.py", "multi30k-en-fr", "transformer_lite", *flags)
+    result = script("train", "multi30k-en-fr", "transformer_lite", *flags)
     assert result.returncode == 1
     assert "is de-en, the recipe multi30k-en-fr is en-fr" in result.stderr
-    result = script("train.py", "sample", "transformer_lite", "--data", tmp_path, "--gpus", "0")
+    result = script("train", "sample", "transformer_lite", "--data", tmp_path, "--gpus", "0")
     assert "PREP.json: no such file" in result.stderr
 
 
@@ -198,13 +200,13 @@ def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
     size = ["--max-epoch", 8, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
     size += ["--decoder-embed-dim", 256, "--num-workers", 0]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    result = script("train.py", *command(data, undisturbed, *size))
+    result = script("train", *command(data, undisturbed, *size))
     assert result.returncode == 0, result.stderr[-2000:]
 
     rng, struck = random.Random(1), []
     for number in range(10):
         process = subprocess.Popen(
-            [sys.executable, REPO / "scripts" / "train.py", *map(str, command(data, killed, *size))],
+            [*tool("train"), *map(str, command(data, killed, *size))],
             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         for line in process.stdout:
@@ -220,14 +222,14 @@ def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
         process.stdout.close()
     assert any(struck), "no kill came while a checkpoint was being written"
 
-    result = script("train.py", *command(data, killed, *size))
+    result = script("train", *command(data, killed, *size))
     assert result.returncode == 0, result.stderr[-2000:]
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint8.pt"):
         assert same(contents(undisturbed / name), contents(killed / name)), name
     assert not list(killed.glob("*.tmp"))
     assert sorted(p.name for p in killed.glob("*.pt")) == sorted(p.name for p in undisturbed.glob("*.pt"))
 
-    again = script("train.py", *command(data, killed, *size))
+    again = script("train", *command(data, killed, *size))
     assert "this run is finished: --max-epoch is 8" in again.stderr
     assert again.returncode == 0
 
@@ -236,12 +238,12 @@ def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
 def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
     """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
     still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
-    assert script("train.py", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
-    assert script("train.py", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
+    assert script("train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
+    assert script("train", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
     state = load(tmp_path / "checkpoint_last.pt")
     assert state["extra_state"]["train_iterator"]["epoch"] == 4, "the next epoch would have been the fourth"
     assert state["extra_state"]["early_stopping"]["num_runs"] == 2
-    again = script("train.py", *command(data, tmp_path, *still, "--max-epoch", 9))
+    again = script("train", *command(data, tmp_path, *still, "--max-epoch", 9))
     assert "2 validations without improvement, --patience is 2" in again.stderr
 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
@@ -255,7 +257,7 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
-    result = script("train.py", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
+    result = script("train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
     assert result.returncode == 0, result.stderr[-2000:]
     state = load(tmp_path / "checkpoint_best.pt")
     assert state["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
@@ -272,7 +274,7 @@ def test_a_full_disk(data, tmp_path):  # noqa: F811
         pytest.skip("needs unshare and tmpfs")
     arguments = command(data, disk / "run", "--max-epoch", 9, "--num-workers", 0)
     inside = 'mount -t tmpfs -o size=1500k tmpfs "$1"; shift; "$@"; status=$?; cp -r "$DISK"/run "$SAVED"; exit $status'
-    train_py = [sys.executable, REPO / "scripts" / "train.py"]
+    train_py = tool("train")
     result = subprocess.run(
         ["unshare", "-rm", "sh", "-c", inside, "sh", disk, *train_py, *map(str, arguments)],
         env={**ENVIRONMENT, "DISK": str(disk), "SAVED": str(saved)}, capture_output=True, text=True, check=False,
@@ -285,6 +287,6 @@ def test_a_full_disk(data, tmp_path):  # noqa: F811
     assert not list(saved.glob("*.tmp"))
     # With room again, the same command goes on.
     shutil.move(saved, disk / "run")
-    result = script("train.py", *arguments)
+    result = script("train", *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "goes on after" in result.stderr

@@ -4,9 +4,10 @@ import json
 import shutil
 
 import pytest
+from helpers.toy import data, run, script  # noqa: F401  (fixtures)
 from test_average_checkpoints import Payload
-from text import Moses, PrepError, Source, decode, read_prep
-from toy import data, run, script  # noqa: F401  (fixtures)
+
+from ea_tools.text import Moses, PrepError, Source, decode, read_prep
 
 
 def test_source_text_becomes_what_the_model_was_trained_on(data):  # noqa: F811

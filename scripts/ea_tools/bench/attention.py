@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The operation alone: from projected queries, keys and values to the context, in time, memory and share of the floor.
 
   ours      what the model's attention does between its projections, whichever path it takes here
@@ -10,8 +9,8 @@ The floor is what no implementation can go below: every input read and every out
 once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N sentences of N
 tokens, of which half end in padding. Forward is measured without gradients, as in decoding.
 
-    .venv/bin/python scripts/benchmark_attention.py --threads 2 --longest 256
-    .venv/bin/python scripts/benchmark_attention.py --precision fp32 bf16 fp16 --heads 4 8
+    scripts/benchmark_attention.sh --threads 2 --longest 256
+    scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
 """
 
 import sys
@@ -21,7 +20,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmark import (
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
+from ea_fairseq.evolution import Geometry
+from ea_tools.bench.common import (
     DTYPES,
     BenchmarkError,
     calls,
@@ -35,12 +40,6 @@ from benchmark import (
     synchronize,
     write,
 )
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
-
-from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
-from ea_fairseq.evolution import Geometry
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
 KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}

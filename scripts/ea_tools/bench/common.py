@@ -15,22 +15,21 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
 # isort: split
 import numpy
 import torch
-from average_checkpoints import positive
-from checkpoint import replacing
-from evaluate import REPO
 from fairseq import options
 from fairseq.data import Dictionary, LanguagePairDataset, ListDataset
 from fairseq.data.data_utils import numpy_seed
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.translation import TranslationTask
-from provenance import provenance
+
+from ea_tools.average import positive
+from ea_tools.checkpoints import replacing
+from ea_tools.evaluate import REPO
+from ea_tools.provenance import provenance
 
 #: ours and what it is compared with: the papers' two sizes
 PAIRS = {
@@ -66,7 +65,10 @@ def quiet():
 def parser(description, name):
     """An argument parser with the options that all benchmarks have; `name` names the file of results."""
     found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=f"benchmark_{name}.sh",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     found.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
@@ -295,7 +297,7 @@ def record(name, args, device, results):
     """What goes into the JSON file: where, with what and how the results were made, then the results."""
     return {
         "benchmark": name,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([f"scripts/benchmark_{'training' if name == 'growth' else name}.sh", *sys.argv[1:]]),
         "options": vars(args),
         **provenance(device == "cpu"),
         "threads": torch.get_num_threads(),

@@ -1,19 +1,22 @@
-#!/usr/bin/env python3
 """How fast decoding is, ours and fairseq's Transformer: what fairseq-generate does for each batch, start-up left out.
 
 Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts them:
 those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their sentences is
 decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two trained runs instead.
 
-    .venv/bin/python scripts/benchmark_decoding.py --size lite --threads 2
-    .venv/bin/python scripts/benchmark_decoding.py --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
+    scripts/benchmark_decoding.sh --size lite --threads 2
+    scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from benchmark import (
+from fairseq import utils
+from fairseq.checkpoint_utils import load_model_ensemble
+from tqdm import tqdm
+
+from ea_tools.bench.common import (
     DTYPES,
     PAIRS,
     BenchmarkError,
@@ -34,13 +37,10 @@ from benchmark import (
     speeds,
     write,
 )
-from checkpoint import CheckpointError, load, settings
-from evaluate import EvaluationError, check_dictionaries
-from fairseq import utils
-from fairseq.checkpoint_utils import load_model_ensemble
-from text import PrepError, read_prep
-from tqdm import tqdm
-from translate import TranslationError, choose
+from ea_tools.checkpoints import CheckpointError, load, settings
+from ea_tools.evaluate import EvaluationError, check_dictionaries
+from ea_tools.text import PrepError, read_prep
+from ea_tools.translate import TranslationError, choose
 
 ERRORS = (BenchmarkError, CheckpointError, EvaluationError, PrepError, TranslationError, OSError)
 

@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 """How fast training is, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
 
 Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is measured in
 a process of its own for each model, over many batches of many shapes, as in a real epoch. With --growth, batches of
-sentences of one length each, from 16 to 1024 tokens, take the place of the corpus; scripts/plot_growth.py draws them.
+sentences of one length each, from 16 to 1024 tokens, take the place of the corpus; scripts/plot_growth.sh draws them.
 
-    .venv/bin/python scripts/benchmark_training.py --size lite --threads 2 --max-tokens 2048
-    .venv/bin/python scripts/benchmark_training.py --size lite base --precision fp32 bf16 fp16
-    .venv/bin/python scripts/benchmark_training.py --growth --output growth.json
+    scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
+    scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16
+    scripts/benchmark_training.sh --growth --output growth.json
 """
 
 import argparse
@@ -19,7 +18,10 @@ from pathlib import Path
 
 import numpy
 import torch
-from benchmark import (
+from fairseq.trainer import Trainer
+from tqdm import tqdm
+
+from ea_tools.bench.common import (
     PAIRS,
     BenchmarkError,
     add_corpus_options,
@@ -40,9 +42,7 @@ from benchmark import (
     speeds,
     write,
 )
-from fairseq.trainer import Trainer
-from recipe import RecipeError, read, spell_flags
-from tqdm import tqdm
+from ea_tools.recipes import RecipeError, read, spell_flags
 
 LENGTHS = [16, 32, 64, 128, 256, 512, 1024]
 
@@ -164,7 +164,7 @@ def choose(args, task, length, count):
 
 def memory_alone(arguments, **what):
     """`memory` in a fresh process, for memory that one model has had is no measure for the next."""
-    command = [sys.executable, __file__, *arguments, "--memory-of", json.dumps(what)]
+    command = [sys.executable, "-P", "-m", "ea_tools.bench.training", *arguments, "--memory-of", json.dumps(what)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["it said nothing"]

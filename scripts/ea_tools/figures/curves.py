@@ -28,10 +28,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from checkpoint import replacing
 from matplotlib.ticker import MaxNLocator
-from recipe import REPO, RecipeError, parse_flags
-from table import LAUNCH
+
+from ea_tools.checkpoints import replacing
+from ea_tools.recipes import REPO, RecipeError, parse_flags
+from ea_tools.tables import LAUNCH
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
 AXES = ("updates", "epochs", "hours")

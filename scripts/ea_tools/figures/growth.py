@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Draw how time and memory of a training step grow with the sentences' length, ours and stock.
 
-.venv/bin/python scripts/benchmark_training.py --growth --output growth.json
-.venv/bin/python scripts/plot_growth.py growth.json --out growth.png
+scripts/benchmark_training.sh --growth --output growth.json
+scripts/plot_growth.sh growth.json --out growth.png
 """
 
 import argparse
@@ -16,7 +15,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy
-from checkpoint import replacing
+
+from ea_tools.checkpoints import replacing
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; the markers tell them apart in print.
 STYLES = {"ours": ("#0072B2", "o", "-"), "stock": ("#D55E00", "s", "--")}
@@ -27,9 +27,11 @@ class GrowthError(Exception):
 
 
 def main(arguments=None):
-    """Command line: read the results of benchmark_training.py --growth and draw them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, metavar="FILE", help="JSON of benchmark_training.py --growth")
+    """Command line: read the results of benchmark_training.sh --growth and draw them."""
+    parser = argparse.ArgumentParser(
+        prog="plot_growth.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, metavar="FILE", help="JSON of benchmark_training.sh --growth")
     parser.add_argument("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (default: FILE's name with .png)")
     args = parser.parse_args(arguments)
     out = args.out or args.results.with_suffix(".png")
@@ -45,13 +47,13 @@ def main(arguments=None):
 
 
 def read(path):
-    """What benchmark_training.py --growth wrote."""
+    """What benchmark_training.sh --growth wrote."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["benchmark"] != "growth":
-            raise GrowthError(f"{path}: of the benchmark {found['benchmark']!r}, not of benchmark_training.py --growth")
+            raise GrowthError(f"{path}: of the benchmark {found['benchmark']!r}, not of benchmark_training.sh --growth")
     except (ValueError, KeyError, TypeError):
-        raise GrowthError(f"{path}: not a result of benchmark_training.py --growth") from None
+        raise GrowthError(f"{path}: not a result of benchmark_training.sh --growth") from None
     return found
 
 

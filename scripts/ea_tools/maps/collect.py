@@ -12,27 +12,24 @@ Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: T
 import contextlib
 import inspect
 import logging
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
 # isort: split
 import torch
 import torch.nn.functional as F
-from checkpoint import load, section
-from evaluate import check_dictionaries
 from fairseq import checkpoint_utils
-from text import Source, read_prep
 from torch import Tensor, nn
-from translate import choose
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
+from ea_tools.checkpoints import load, section
+from ea_tools.evaluate import check_dictionaries
+from ea_tools.text import Source, read_prep
+from ea_tools.translate import choose
 
 KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "encoder-decoder attention"}
 

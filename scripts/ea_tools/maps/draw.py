@@ -21,13 +21,14 @@ import matplotlib
 import matplotlib.font_manager  # here, before fairseq's start turns every library's debugging on
 import numpy
 import torch
-from attention_maps import KINDS, Loaded, MapsError, Sentence, load_model
-from checkpoint import CheckpointError, replacing
-from evaluate import EvaluationError
-from figure_text import families, visual, width
 from matplotlib.figure import Figure
-from text import PrepError
-from translate import TranslationError
+
+from ea_tools.checkpoints import CheckpointError, replacing
+from ea_tools.evaluate import EvaluationError
+from ea_tools.figures.labels import families, visual, width
+from ea_tools.maps.collect import KINDS, Loaded, MapsError, Sentence, load_model
+from ea_tools.text import PrepError
+from ea_tools.translate import TranslationError
 
 COLOURS = "viridis"  # tells its values apart for colour-blind readers too, and in grey print
 PARTS = {"map": "map in use", "own": "own query-key logits", "convolution": "convolution", "baseline": "baseline"}

@@ -22,17 +22,18 @@ from pathlib import Path
 import matplotlib.font_manager  # here, before fairseq's start turns every library's debugging on
 import numpy as np
 import torch
-from attention_maps import KINDS, LayerMaps, Loaded, MapsError, collect, load_model
-from checkpoint import CheckpointError, load, replacing, section
-from evaluate import EvaluationError, portable
 from fairseq.data import Dictionary
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from provenance import provenance
-from text import PrepError, read_lines
 from tqdm import tqdm
-from translate import TranslationError
+
+from ea_tools.checkpoints import CheckpointError, load, replacing, section
+from ea_tools.evaluate import EvaluationError, portable
+from ea_tools.maps.collect import KINDS, LayerMaps, Loaded, MapsError, collect, load_model
+from ea_tools.provenance import provenance
+from ea_tools.text import PrepError, read_lines
+from ea_tools.translate import TranslationError
 
 STATISTICS = {
     "entropy": "entropy (nats)",

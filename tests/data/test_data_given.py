@@ -2,15 +2,12 @@
 
 import gzip
 import json
-import sys
-from pathlib import Path
 
 import pytest
-from data_toy import Rules, pairs, read, script, write
-from prep import rules, subwords
+from helpers.data_toy import Rules, pairs, read, script, write
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import text
+from ea_tools import text
+from prep import rules, subwords
 
 SPLITS = {"train": 200, "valid": 20, "news.2016": 15}
 
