@@ -6,21 +6,20 @@ from pathlib import Path
 
 import torch
 
-from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, structure
+from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, structure
+from ea_tools.common import UserError, positive, replacing, reporting
 
 
 def main(arguments=None):
     """Command line: choose the checkpoints, average them, write one that fairseq-generate loads."""
     args = parse(arguments)
-    try:
+    with reporting("average_checkpoints"):
         paths = select(
             args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
         )
         state = average(paths)
         with replacing(args.output) as temporary:
             torch.save(state, temporary)
-    except (CheckpointError, OSError) as error:
-        sys.exit(f"average_checkpoints: {error}")
     print(f"wrote {args.output}, the average of {len(paths)} checkpoints")
 
 
@@ -42,25 +41,17 @@ def parse(arguments):
     return args
 
 
-def positive(text):
-    """An argparse type: a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return value
-
-
 def select(inputs, num_epochs=None, num_updates=None, upper_bound=None):
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
     files = []
     for path in map(Path, inputs):
         if not path.exists():
-            raise CheckpointError(f"{path}: no such file or folder")
+            raise UserError(f"{path}: no such file or folder")
         files += sorted(path.iterdir()) if path.is_dir() else [path]
     if num_epochs is None and num_updates is None:
         folders = [path for path in inputs if Path(path).is_dir()]
         if folders:
-            raise CheckpointError(
+            raise UserError(
                 f"{folders[0]}: is a folder; say how many of its checkpoints with "
                 "--num-epoch-checkpoints N or --num-update-checkpoints N"
             )
@@ -69,7 +60,7 @@ def select(inputs, num_epochs=None, num_updates=None, upper_bound=None):
     found = [(number, path) for number, path in numbered(files, pattern) if number <= (upper_bound or number)]
     if len(found) < wanted:
         bound = f" up to {kind} {upper_bound}" if upper_bound else ""
-        raise CheckpointError(
+        raise UserError(
             f"{' '.join(map(str, inputs))}: {wanted} {kind} checkpoints are wanted and there are {len(found)}{bound}"
         )
     return [path for _, path in found[-wanted:]]
@@ -103,7 +94,7 @@ def average(paths):
                 shared[identity] = mean if value.dtype == torch.float64 else mean.float()
             state["model"][key] = shared[identity]
             if not torch.isfinite(shared[identity]).all():
-                raise CheckpointError(f"{path} or one before it: {key} holds NaN or infinity")
+                raise UserError(f"{path} or one before it: {key} holds NaN or infinity")
     state.pop("last_optimizer_state", None)
     state.get("extra_state", {})["averaged"] = [str(path) for path in paths]
     return state
@@ -121,7 +112,7 @@ def _require_same(one, one_path, other, other_path):
         for name in sorted(one[kind].keys() | other[kind].keys()):
             left, right = (side[kind].get(name, "absent") for side in (one, other))
             if left != right:
-                raise CheckpointError(
+                raise UserError(
                     f"not checkpoints of one model: {name} is {left} in {one_path} but {right} in {other_path}"
                 )
 

@@ -1,14 +1,14 @@
 """Read, find and describe fairseq checkpoints, safely: a checkpoint is weights and settings, never code."""
 
 import argparse
-import contextlib
-import os
 import pickle
 import re
 from pathlib import Path
 
 import numpy
 import torch
+
+from ea_tools.common import UserError
 
 # What fairseq's checkpoints hold beside tensors and plain values: settings, and --eval-bleu's counts.
 _PLAIN = [
@@ -41,17 +41,13 @@ _STRUCTURE = {
 }
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the message names the file and says why."""
-
-
 def load(path):
     """Read a checkpoint onto the CPU with weights_only: whatever is not plain data is refused and never executed."""
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such checkpoint file")
+        raise UserError(f"{path}: no such checkpoint file")
     if path.stat().st_size == 0:
-        raise CheckpointError(f"{path}: the file is empty")
+        raise UserError(f"{path}: the file is empty")
     try:
         # Only what is missing: on its way out the context forbids all that it was given, allowed before or not.
         with torch.serialization.safe_globals(list(set(_PLAIN) - set(torch.serialization.get_safe_globals()))):
@@ -59,15 +55,15 @@ def load(path):
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         if not found:
-            raise CheckpointError(f"{path}: torn or damaged, or not a checkpoint") from None
+            raise UserError(f"{path}: torn or damaged, or not a checkpoint") from None
         reason = f"it asks for {found[1]}, which is neither weights nor settings"
-        raise CheckpointError(f"{path}: refused, and nothing of it was run: {reason}") from None
+        raise UserError(f"{path}: refused, and nothing of it was run: {reason}") from None
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
+        raise UserError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise CheckpointError(f"{path}: not a fairseq checkpoint: it has no model weights")
+        raise UserError(f"{path}: not a fairseq checkpoint: it has no model weights")
     return state
 
 
@@ -96,16 +92,3 @@ def structure(state):
         for name, value in settings(state).items()
         if name in _STRUCTURE or (name.startswith(_STRUCTURE_PREFIXES) and not name.endswith("layerdrop"))
     }
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """Give a temporary name beside `path`; what was written there becomes `path` at the end, or goes away."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -20,26 +20,19 @@ import torch
 from tqdm import tqdm
 
 from ea_tools import average as average_checkpoints
-from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing, section, settings
+from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
+from ea_tools.common import REPO, UserError, replacing, reporting
 from ea_tools.provenance import provenance
 from ea_tools.scores import LABELS, compare, score
-from ea_tools.text import Moses, PrepError, read_lines, read_prep
+from ea_tools.text import Moses, read_lines, read_prep
 from ea_tools.text import references as read_references
-
-REPO = Path(__file__).resolve().parents[2]
-
-
-class EvaluationError(Exception):
-    """Something that the user can put right; the message says what."""
 
 
 def main(arguments=None):
     """Command line: translate, score, print, and keep the result in RUN/eval/SUBSET.json."""
     args = parse(arguments)
-    try:
+    with reporting("evaluate"):
         evaluate(args)
-    except (EvaluationError, CheckpointError, PrepError, OSError) as error:
-        sys.exit(f"evaluate: {error}")
 
 
 def parse(arguments):
@@ -82,7 +75,7 @@ def evaluate(args):
     prep = read_prep(args.data)
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
     if not args.run.is_dir():
-        raise EvaluationError(f"--run {args.run}: no such folder")
+        raise UserError(f"--run {args.run}: no such folder")
     baseline = read_baseline(args, references) if args.against else None
     checkpoint, averaged = choose_checkpoint(args)
     for path in checkpoint.split(":"):
@@ -134,7 +127,7 @@ def _reference_file(data, subset, prep):
     path = data / "raw" / f"{subset}.{language}"
     if not path.is_file():
         there = sorted(found.stem for found in (data / "raw").glob(f"*.{language}"))
-        raise EvaluationError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
+        raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     return path
 
 
@@ -152,10 +145,10 @@ def read_baseline(args, references):
     """The translations of --against, which must be of the same text."""
     record, text = (args.against / "eval" / f"{args.subset}.{kind}" for kind in ("json", "hyp.txt"))
     if not (record.exists() and text.exists()):
-        raise EvaluationError(f"--against {args.against}: {record} does not exist; evaluate that run first")
+        raise UserError(f"--against {args.against}: {record} does not exist; evaluate that run first")
     theirs = json.loads(record.read_text(encoding="utf-8"))
     if theirs.get("references") != digest(references):
-        raise EvaluationError(f"--against {args.against}: its {args.subset} has other references, of {theirs['data']}")
+        raise UserError(f"--against {args.against}: its {args.subset} has other references, of {theirs['data']}")
     return read_lines(text)
 
 
@@ -168,7 +161,7 @@ def choose_checkpoint(args):
     epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
     if max(epochs, updates) < wanted:
         hint = "" if args.average else f"; --average {max(epochs, updates, 1)} takes what there is"
-        raise EvaluationError(
+        raise UserError(
             f"{args.run}: {wanted} checkpoints to average are wanted; there are {epochs} by epoch, {updates} by update"
             f"{hint if epochs or updates else ''}"
         )
@@ -188,7 +181,7 @@ def check_dictionaries(data, prep, checkpoint, state):
         path, weight = data / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
         entries = len(read_lines(path)) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
         if weight is not None and len(weight) != entries:
-            raise EvaluationError(
+            raise UserError(
                 f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
             )
 
@@ -225,7 +218,7 @@ def generate(args, prep, checkpoint, sentences, results):
     messages = read_lines(log)
     if process.returncode:
         last = next((line for line in reversed(messages) if line.strip()), "it said nothing")
-        raise EvaluationError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
+        raise UserError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
     with replacing(results / f"generate-{args.subset}.txt") as temporary:
         temporary.write_text("".join(f"{line}\n" for line in output), encoding="utf-8")
     return command, output + messages
@@ -238,14 +231,14 @@ def in_order(output, sentences):
         if match := re.match(r"H-(\d+)\t[^\t]*\t?(.*)", line):
             number = int(match[1])
             if number in found:
-                raise EvaluationError(f"sentence {number} has more than one hypothesis (was --nbest given?)")
+                raise UserError(f"sentence {number} has more than one hypothesis (was --nbest given?)")
             found[number] = match[2]
     missing = sorted(set(range(sentences)) - set(found))
     surplus = sorted(set(found) - set(range(sentences)))
     if missing:
-        raise EvaluationError(f"{len(missing)} of {sentences} sentences have no hypothesis, the first is {missing[0]}")
+        raise UserError(f"{len(missing)} of {sentences} sentences have no hypothesis, the first is {missing[0]}")
     if surplus:
-        raise EvaluationError(f"there are hypotheses for {len(surplus)} sentences beyond the {sentences} references")
+        raise UserError(f"there are hypotheses for {len(surplus)} sentences beyond the {sentences} references")
     return [found[number] for number in range(sentences)]
 
 
@@ -265,7 +258,7 @@ def check_references(output, references, lowercase, args):
         f"binary data, first line {first + 1}:\n  raw:    {references[first]}\n  binary: {targets[first]}"
     )
     if len(different) > len(targets) // 10:
-        raise EvaluationError(message)
+        raise UserError(message)
     print(f"evaluate: warning: {message}", file=sys.stderr)
 
 

@@ -4,12 +4,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from ea_tools.common import REPO, UserError
+
 FOLDER = REPO / "recipes"
-
-
-class RecipeError(Exception):
-    """A recipe or a command that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def read(name):
     """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file() or (path.parent == FOLDER and path.stem not in names()):
-        raise RecipeError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
+        raise UserError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
     merged = _inherited(path)
     try:
         return Recipe(
@@ -68,14 +65,14 @@ def read(name):
             architectures=merged.get("arch", {}),
         )
     except (KeyError, TypeError) as error:
-        raise RecipeError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _read(path):
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _inherited(path):
@@ -97,9 +94,9 @@ def parse_flags(words):
             name, equals, value = word[2:].partition("=")
             flags[name] = [value] if equals else []
         elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
-            raise RecipeError(f"{word}: flags of fairseq-train are wanted in full, as in --source-lang")
+            raise UserError(f"{word}: flags of fairseq-train are wanted in full, as in --source-lang")
         elif name is None:
-            raise RecipeError(f"{word!r} stands where a flag of fairseq-train is expected")
+            raise UserError(f"{word!r} stands where a flag of fairseq-train is expected")
         else:
             flags[name].append(word)
     return flags

@@ -25,13 +25,10 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from ea_tools import recipes, tables
-from ea_tools.average import positive
-from ea_tools.checkpoints import replacing
+from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.profile_model import profile
-from ea_tools.recipes import REPO, RecipeError
 from ea_tools.scores import LABELS, compare
-from ea_tools.tables import TableError
-from ea_tools.text import PrepError, read_lines, read_prep
+from ea_tools.text import read_lines, read_prep
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has everybody tell all that they do
 
@@ -39,15 +36,13 @@ logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has everybo
 def main(arguments=None):
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     args, extra = parse(arguments)
-    try:
+    with reporting("reproduce"):
         table = tables.read(args.table)
         cells = wanted(table, args, extra)
         failed = [] if args.collect else run_missing(table, cells, args, extra)
         if args.dry_run:
             return
         write(table, gather(table, args, extra), args.results)
-    except (TableError, RecipeError, PrepError, OSError) as error:
-        sys.exit(f"reproduce: {error}")
     if failed:
         sys.exit("reproduce: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
 
@@ -76,7 +71,7 @@ def parse(arguments):
     try:
         if "seed" in recipes.parse_flags(extra):
             parser.error("--seed: use --seeds")
-    except RecipeError as error:
+    except UserError as error:
         parser.error(str(error))
     return args, extra
 
@@ -88,10 +83,10 @@ def wanted(table, args, extra):
     """The cells that the command line asks for, a whole seed before the next one."""
     names = list(dict.fromkeys(column.recipe for column in table.columns))
     if args.recipes and (unknown := set(args.recipes) - set(names)):
-        raise TableError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(names)}")
+        raise UserError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(names)}")
     rows = [row for row in table.rows if not args.rows or any(word in row.label for word in args.rows)]
     if not rows:
-        raise TableError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
+        raise UserError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
     names = [name for name in names if not args.recipes or name in args.recipes]
     return [table.cell(row, name, seed, args.runs, extra) for seed in args.seeds for name in names for row in rows]
 
@@ -137,7 +132,7 @@ def slots(gpus_per_run):
     gpus = free_gpus()
     groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     if not groups:
-        raise TableError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
+        raise UserError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
     return [",".join(group) for group in groups]
 
 
@@ -231,7 +226,7 @@ def _against(mine, theirs, column):
     differences = [mine[s]["scores"][column.score]["score"] - theirs[s]["scores"][column.score]["score"] for s in seeds]
     data = recipes.read(column.recipe).data
     p = []
-    with contextlib.suppress(PrepError):  # without the data there are no references to test with
+    with contextlib.suppress(UserError):  # without the data there are no references to test with
         prep = read_prep(data)
         references = read_lines(data / "raw" / f"{column.subset}.{prep['target_lang']}")
         for seed in seeds:

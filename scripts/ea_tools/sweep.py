@@ -26,30 +26,22 @@ import numpy as np
 from fairseq import options
 
 from ea_tools import recipes, reproduce, train
-from ea_tools.average import positive
-from ea_tools.checkpoints import replacing
+from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.figures.curves import COLOURS, STYLES
-from ea_tools.recipes import REPO, RecipeError
 from ea_tools.scores import LABELS
-from ea_tools.tables import Column, Row, Table, TableError
-from ea_tools.text import PrepError, read_prep
-
-
-class SweepError(Exception):
-    """A sweep that cannot be run; the message says why."""
+from ea_tools.tables import Column, Row, Table
+from ea_tools.text import read_prep
 
 
 def main(arguments=None):
     """Command line: run the grid, confirm the best cells, write the report."""
     args, extra = parse(arguments)
-    try:
+    with reporting("sweep"):
         sweep = Sweep.of(args, extra)
         failed = [] if args.collect else run(sweep, args, extra)
         if args.dry_run:
             return
         write(sweep, args, extra)
-    except (SweepError, TableError, RecipeError, PrepError, OSError) as error:
-        sys.exit(f"sweep: {error}")
     if failed:
         sys.exit("sweep: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
 
@@ -88,7 +80,7 @@ def parse(arguments):
     args.command = shlex.join(["scripts/sweep.sh", *arguments]).replace(f"{REPO}/", "")
     try:
         check(args, recipes.parse_flags(extra))
-    except (SweepError, RecipeError) as error:
+    except UserError as error:
         parser.error(str(error))
     return args, extra
 
@@ -98,22 +90,22 @@ def check(args, extra):
     names = [name for name, *_ in args.grid]
     for name, *values in args.grid:
         if name.startswith("-") or not values:
-            raise SweepError(f"--grid {name}: the flag's name without dashes is wanted, then its values")
+            raise UserError(f"--grid {name}: the flag's name without dashes is wanted, then its values")
         if name in extra:
-            raise SweepError(f"--{name}: is in the grid; it cannot be given to every run as well")
+            raise UserError(f"--{name}: is in the grid; it cannot be given to every run as well")
         if names.count(name) > 1:
-            raise SweepError(f"--grid {name}: given twice")
+            raise UserError(f"--grid {name}: given twice")
         if name == "seed":
-            raise SweepError("--grid seed: use --seeds")
+            raise UserError("--grid seed: use --seeds")
     for name, instead in {
         "seed": "use --seeds",
         "run": "use --runs",
         "data": "name it in a recipe of your own",
     }.items():
         if name in extra:
-            raise SweepError(f"--{name}: {instead}")
+            raise UserError(f"--{name}: {instead}")
     if len(set(args.seeds)) < len(args.seeds):
-        raise SweepError(f"--seeds {' '.join(map(str, args.seeds))}: given twice")
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: given twice")
 
 
 # --- the grid ---------------------------------------------------------------------------------------------------------
@@ -148,7 +140,7 @@ class Sweep:
         }
         for other in (meanings, folders):
             if same := _same(other):
-                raise SweepError(
+                raise UserError(
                     f"these cells of the grid are the same: {'; '.join(rows[values].label for values in same)}"
                 )
         name = args.name or "-".join([recipe.name, args.arch, *grid])
@@ -178,7 +170,7 @@ def meaning(recipe, arch, names, words):
         with contextlib.redirect_stderr(said):
             args = options.parse_args_and_arch(options.get_training_parser(), ["data", "--arch", arch, *known])
     except SystemExit:
-        raise SweepError(said.getvalue().strip().rpartition("\n")[2]) from None
+        raise UserError(said.getvalue().strip().rpartition("\n")[2]) from None
     return [getattr(args, name.replace("-", "_"), None) for name in names]
 
 

@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ea_tools import recipes
+from ea_tools.common import REPO, UserError
 from ea_tools.scores import LABELS
 
 FOLDER = recipes.FOLDER / "tables"
-
-
-class TableError(Exception):
-    """A table that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Table:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
         for run in self.runs:
             if (run["row"], run["recipe"], run["seed"]) == (row.label, recipe, seed):
-                return Cell(row, recipe, seed, recipes.REPO / run["path"])
+                return Cell(row, recipe, seed, REPO / run["path"])
         name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
@@ -97,7 +94,7 @@ def read(name):
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         there = ", ".join(sorted(found.stem for found in FOLDER.glob("*.toml")))
-        raise TableError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
+        raise UserError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         table = Table(
@@ -108,13 +105,13 @@ def read(name):
             runs=content.get("run", []),
         )
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
-        raise TableError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     labels = [row.label for row in table.rows]
     for row in table.rows:
         if row.baseline and row.baseline not in labels:
-            raise TableError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
+            raise UserError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
     for column in table.columns:
         recipes.read(column.recipe)
         if column.score not in LABELS:
-            raise TableError(f"{path}: {column.label}: score {column.score!r} is not one of {', '.join(LABELS)}")
+            raise UserError(f"{path}: {column.label}: score {column.score!r} is not one of {', '.join(LABELS)}")
     return table

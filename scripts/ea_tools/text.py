@@ -7,11 +7,8 @@ from sacremoses import MosesDetokenizer
 from sentencepiece import SentencePieceProcessor
 from subword_nmt.apply_bpe import BPE
 
+from ea_tools.common import UserError
 from prep.moses import Normalizer, Tokenizer
-
-
-class PrepError(Exception):
-    """A prepared data folder that cannot be used; the message names the file."""
 
 
 def read_prep(data):
@@ -20,14 +17,14 @@ def read_prep(data):
     try:
         prep = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PrepError(f"{path}: no such file; is {data} a folder made by data-prep/?") from None
+        raise UserError(f"{path}: no such file; is {data} a folder made by data-prep/?") from None
     except ValueError as error:
-        raise PrepError(f"{path}: not JSON: {error}") from None
+        raise UserError(f"{path}: not JSON: {error}") from None
     missing = [key for key in ("source_lang", "target_lang", "tokenizer", "lowercase", "bpe") if key not in prep]
     if missing:
-        raise PrepError(f"{path}: has no {', '.join(missing)}")
+        raise UserError(f"{path}: has no {', '.join(missing)}")
     if prep["tokenizer"] not in ("moses", "given"):
-        raise PrepError(f"{path}: tokenizer {prep['tokenizer']!r} is not known here (moses and given are)")
+        raise UserError(f"{path}: tokenizer {prep['tokenizer']!r} is not known here (moses and given are)")
     return prep
 
 
@@ -37,7 +34,7 @@ def read_lines(path):
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise PrepError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}") from None
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     return [decode(line, path, number) for number, line in enumerate(lines, 1)]
 
@@ -47,7 +44,7 @@ def decode(line, path, number):
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PrepError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+        raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
 class Moses:
@@ -102,7 +99,7 @@ def _subwords(data, kind, language):
     """The function from tokens to subwords that DATA's code or sentencepiece.bpe.model defines."""
     path = data / {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}[kind]
     if not path.is_file():
-        raise PrepError(f"{path}: no such file; the text cannot be split into subwords without it")
+        raise UserError(f"{path}: no such file; the text cannot be split into subwords without it")
     if kind == "sentencepiece":
         model = SentencePieceProcessor(model_file=str(path))
         return lambda line: " ".join(model.encode(line, out_type=str))

@@ -18,24 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import recipes
-from ea_tools.checkpoints import EPOCH, UPDATE, CheckpointError, load, numbered, replacing
+from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered
+from ea_tools.common import REPO, UserError, replacing, reporting
 from ea_tools.provenance import provenance
-from ea_tools.recipes import REPO, RecipeError, parse_flags, spell_flags
-from ea_tools.text import PrepError, read_prep
+from ea_tools.recipes import parse_flags, spell_flags
+from ea_tools.text import read_prep
 
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
 LAST = "checkpoint_last.pt"
 
 
-class RunError(Exception):
-    """A run that cannot start; the message says why."""
-
-
 def main(arguments=None):
     """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
     args, flags = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
+    with reporting("train"):
         recipe = recipes.read(args.recipe)
         launch = Launch.of(args)
         command, environment = plan(recipe, args, flags, launch)
@@ -54,8 +51,6 @@ def main(arguments=None):
             return
         if launch.rank == 0:
             record_start(args.run, command, launch, updates(last) if last else 0)
-    except (RecipeError, RunError, PrepError, CheckpointError, OSError) as error:
-        sys.exit(f"train: {error}")
     if last:
         say(f"{args.run}: goes on after {updates(last):,} updates")
     say("+ " + shlex.join(command))
@@ -98,7 +93,7 @@ def parse(arguments):
         parser.error("RECIPE and ARCH come first")
     try:
         flags = parse_flags(rest)
-    except RecipeError as error:
+    except UserError as error:
         parser.error(str(error))
     for name in ("save-dir", "arch", "restore-file"):
         if name in flags:
@@ -112,7 +107,7 @@ def parse(arguments):
 def _default(make, parser):
     try:
         return make()
-    except RecipeError as error:
+    except UserError as error:
         parser.exit(1, f"train: {error}\n")
 
 
@@ -133,9 +128,9 @@ class Launch:
         found, capability = _gpus()
         gpus = found if args.gpus is None else args.gpus
         if gpus > found and not args.dry_run:
-            raise RunError(f"--gpus {gpus}: this machine has {found}")
+            raise UserError(f"--gpus {gpus}: this machine has {found}")
         if gpus < 0:
-            raise RunError(f"--gpus {gpus}: cannot be negative")
+            raise UserError(f"--gpus {gpus}: cannot be negative")
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:
@@ -143,9 +138,9 @@ class Launch:
         rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
         master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
         if rank is None or master is None:
-            raise RunError(f"{nodes} machines need --node-rank and --master HOST[:PORT], outside SLURM")
+            raise UserError(f"{nodes} machines need --node-rank and --master HOST[:PORT], outside SLURM")
         if not 0 <= int(rank) < nodes:
-            raise RunError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
+            raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
         return cls(gpus, capability, nodes, int(rank), host, int(port or 29500))
 
@@ -177,7 +172,7 @@ def plan(recipe, args, flags, launch):
     chosen = {**recipe.flags_for(args.arch)}
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
-            raise RunError(f"--without {name}: the recipe has no such flag")
+            raise UserError(f"--without {name}: the recipe has no such flag")
     chosen |= batch_flags(recipe, launch, flags)
     chosen |= precision_flags(args.precision, launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
@@ -217,7 +212,7 @@ def batch_flags(recipe, launch, flags):
         per_step = recipe.batch.total
     accumulation, rest = divmod(recipe.batch.total, per_step)
     if rest or not accumulation:
-        raise RunError(
+        raise UserError(
             f"{recipe.name} trains with {recipe.batch} = {recipe.batch.total:,} tokens an update. {launch} x "
             f"{tokens:,} tokens = {per_step:,} does not divide that.\nChoose with --gpus a number of GPUs that does, "
             "other --max-tokens, or leave the recipe's batch with an --update-freq of your own."
@@ -293,7 +288,7 @@ def check_data(data, recipe):
     prep = read_prep(data)
     found = (prep["source_lang"], prep["target_lang"])
     if found != (recipe.source_lang, recipe.target_lang):
-        raise RunError(
+        raise UserError(
             f"{data} is {'-'.join(found)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
         )
 
@@ -324,7 +319,7 @@ def take(run):
         # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise RunError(f"{run}: another process trains in this folder") from None
+        raise UserError(f"{run}: another process trains in this folder") from None
     os.set_inheritable(lock.fileno(), True)
     _locks.append(lock)
 
@@ -337,12 +332,12 @@ def claim(run, mine, command=""):
         theirs = json.loads(record.read_text(encoding="utf-8"))["identity"]
         changed = [name for name in sorted(theirs.keys() | mine.keys()) if theirs.get(name) != mine.get(name)]
         if changed:
-            raise RunError(
+            raise UserError(
                 f"{run} belongs to another run; choose another --run\n"
                 + "\n".join(f"  {name}: there {theirs.get(name)}, now {mine.get(name)}" for name in changed)
             )
     elif started:
-        raise RunError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
+        raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
     starts = json.loads(record.read_text(encoding="utf-8")).get("starts", []) if record.exists() and started else []
     _write_record(run, {"identity": mine, "command": command, "starts": starts})
 
@@ -381,7 +376,7 @@ def mend(run):
     newest = [found for family in families if (found := _newest_that_loads(family))]
     if not newest:
         if any(run.glob("*.damaged")):
-            raise RunError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
+            raise UserError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
         return None
     path, state = max(newest, key=lambda found: updates(found[1]))  # the first of equals: checkpoint_last.pt
     if path.name != LAST:
@@ -400,7 +395,7 @@ def _newest_that_loads(family):
             state = load(path)
             _resumable(path, state)
             return path, state
-        except CheckpointError as error:
+        except UserError as error:
             aside = path.with_name(path.name + ".damaged")
             path.replace(aside)
             say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
@@ -409,7 +404,7 @@ def _newest_that_loads(family):
 
 def _resumable(path, state):
     if "optimizer_history" not in state or "last_optimizer_state" not in state:
-        raise CheckpointError(f"{path}: has no optimizer state, training cannot go on from it")
+        raise UserError(f"{path}: has no optimizer state, training cannot go on from it")
 
 
 def updates(state):

@@ -17,27 +17,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ea_tools.average import positive
-from ea_tools.checkpoints import CheckpointError, load, replacing, section, settings
-from ea_tools.text import Moses, PrepError, Source, decode, read_prep
-
-REPO = Path(__file__).resolve().parents[2]
-
-
-class TranslationError(Exception):
-    """Something that the user can put right; the message says what."""
+from ea_tools.checkpoints import load, section, settings
+from ea_tools.common import REPO, UserError, positive, replacing, reporting
+from ea_tools.text import Moses, Source, decode, read_prep
 
 
 def main(arguments=None):
     """Command line: raw text from --input or standard input, translations to --output or standard output."""
     args = parse(arguments)
-    try:
-        with _input(args.input) as lines, _output(args.output) as write:
-            translate(args, lines, write)
-    except (TranslationError, CheckpointError, PrepError, OSError) as error:
-        sys.exit(f"translate: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with reporting("translate"), _input(args.input) as lines, _output(args.output) as write:
+        translate(args, lines, write)
 
 
 def parse(arguments):
@@ -119,9 +108,7 @@ def translate(args, lines, write):
             process.wait()
             messages.seek(0)
             said = [line for line in messages if line.strip()] or ["it said nothing"]
-            raise TranslationError(
-                f"fairseq-interactive ended, status {process.returncode}: {said[-1].strip()}"
-            ) from None
+            raise UserError(f"fairseq-interactive ended, status {process.returncode}: {said[-1].strip()}") from None
         except BaseException:
             process.kill()
             raise
@@ -181,7 +168,7 @@ def choose(run):
     for path in [*averaged, run / "checkpoint_best.pt", run / "checkpoint_last.pt"]:
         if path.exists():
             return path
-    raise TranslationError(f"--run {run}: has no checkpoint")
+    raise UserError(f"--run {run}: has no checkpoint")
 
 
 def interactive(args, prep, data, checkpoint, buffer):
@@ -202,7 +189,7 @@ def hypotheses(output):
     for line in output:
         if match := re.match(rb"H-(\d+)\t[^\t]*\t?(.*)", line):
             if int(match[1]) != expected:
-                raise TranslationError(f"sentence {int(match[1])} was answered where {expected} was expected")
+                raise UserError(f"sentence {int(match[1])} was answered where {expected} was expected")
             expected += 1
             yield match[2].decode("utf-8")
 

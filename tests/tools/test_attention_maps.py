@@ -11,11 +11,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from helpers.toy import TINY, data  # noqa: F401  (a fixture)
 from omegaconf import OmegaConf
 
-from ea_tools.checkpoints import CheckpointError
-from ea_tools.evaluate import EvaluationError
-from ea_tools.maps.collect import Collected, MapsError, collect, joined, load_model
-from ea_tools.text import PrepError
-from ea_tools.translate import TranslationError
+from ea_tools.common import UserError
+from ea_tools.maps.collect import Collected, collect, joined, load_model
 
 #: evolving or not, every combination that the flags allow in one attention
 MODELS = {
@@ -305,21 +302,21 @@ def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):  # n
 
 
 def test_what_cannot_be_used_is_named(checkpoints, tmp_path):
-    with pytest.raises(TranslationError, match="has no checkpoint"):
+    with pytest.raises(UserError, match="has no checkpoint"):
         load_model(tmp_path)
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="no such checkpoint"):
         load_model(tmp_path / "none.pt")
-    with pytest.raises(PrepError, match=r"PREP\.json: no such file"):
+    with pytest.raises(UserError, match=r"PREP\.json: no such file"):
         load_model(checkpoints.evolving, tmp_path)
     loaded = load_model(checkpoints.evolving)
     for empty in ("", "  \t "):
-        with pytest.raises(MapsError, match="the source sentence is empty"):
+        with pytest.raises(UserError, match="the source sentence is empty"):
             loaded.source(empty)
-    with pytest.raises(MapsError, match="the target sentence is empty"):
+    with pytest.raises(UserError, match="the target sentence is empty"):
         loaded.target("")
-    with pytest.raises(MapsError, match=r"source sentence is too long: it has \d+ subwords, and .*pt takes 11"):
+    with pytest.raises(UserError, match=r"source sentence is too long: it has \d+ subwords, and .*pt takes 11"):
         loaded.source("Hund. " * 8)
-    with pytest.raises(MapsError, match="target sentence is too long"):
+    with pytest.raises(UserError, match="target sentence is too long"):
         loaded.target("dog. " * 8)
 
 
@@ -329,5 +326,5 @@ def test_another_corpus_is_refused(checkpoints, data, tmp_path):  # noqa: F811
     other = shutil.copytree(data, tmp_path / "other")
     with (other / "dict.de.txt").open("a") as dictionary:
         dictionary.write("more 1\n")
-    with pytest.raises(EvaluationError, match="was not trained on"):
+    with pytest.raises(UserError, match="was not trained on"):
         load_model(checkpoints.evolving, other)

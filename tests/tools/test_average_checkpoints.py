@@ -10,7 +10,8 @@ import torch
 from helpers.toy import tool
 
 from ea_tools import average as average_checkpoints
-from ea_tools.checkpoints import CheckpointError, load
+from ea_tools.checkpoints import load
+from ea_tools.common import UserError
 
 
 def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
@@ -89,7 +90,7 @@ def test_half_precision_neither_overflows_nor_rounds(tmp_path):
 )
 def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     paths = [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
-    with pytest.raises(CheckpointError, match=difference) as refusal:
+    with pytest.raises(UserError, match=difference) as refusal:
         average_checkpoints.average(paths)
     assert all(path.name in str(refusal.value) for path in paths)
 
@@ -102,13 +103,13 @@ def test_settings_of_the_training_may_differ(tmp_path):
 
 def test_refuses_fewer_than_n(tmp_path):
     epochs(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="4 epoch checkpoints are wanted and there are 3"):
+    with pytest.raises(UserError, match="4 epoch checkpoints are wanted and there are 3"):
         average_checkpoints.select([tmp_path], num_epochs=4)
 
 
 def test_refuses_weights_that_are_not_finite(tmp_path):
     path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
-    with pytest.raises(CheckpointError, match="w holds NaN"):
+    with pytest.raises(UserError, match="w holds NaN"):
         average_checkpoints.average([path])
 
 
@@ -153,7 +154,7 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.pt").write_text("hello, I am not a checkpoint at all\n")
     torch.save({"weights": torch.ones(1)}, tmp_path / "weights.pt")
     for name in ("text.pt", "weights.pt", "absent.pt"):
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(UserError, match=name):
             load(tmp_path / name)
 
 

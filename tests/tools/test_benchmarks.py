@@ -12,6 +12,7 @@ from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
 from ea_tools.bench import training as benchmark_training
+from ea_tools.common import UserError
 from ea_tools.figures import growth as plot_growth
 
 SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]
@@ -56,7 +57,7 @@ def test_lengths_from_a_file(tmp_path):
     assert benchmark.read_lengths(path).tolist() == [[12, 14], [3, 2]]
     for content, said in (("1 2\n3\n", ":2: two lengths"), ("1 0\n", ":1: two lengths"), ("", "holds no lengths")):
         path.write_text(content)
-        with pytest.raises(benchmark.BenchmarkError, match=said):
+        with pytest.raises(UserError, match=said):
             benchmark.read_lengths(path)
 
 
@@ -79,7 +80,7 @@ def test_batches_are_fairseqs(tmp_path):
         assert shape["tokens"] == batch["target"].ne(task.target_dictionary.pad()).sum()
         for side in (batch["net_input"]["src_tokens"], batch["target"]):
             assert (side == task.target_dictionary.eos()).sum(dim=1).eq(1).all()
-    with pytest.raises(benchmark.BenchmarkError, match="no sentence has at most 4 tokens"):
+    with pytest.raises(UserError, match="no sentence has at most 4 tokens"):
         benchmark.pick(sentences, 6, 1, max_tokens=4)
     sources = sorted(benchmark.describe(batch)["source"] for batch in batches)
     assert sources[0] < 20

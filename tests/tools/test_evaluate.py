@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.toy import REPO, data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import data, run, script  # noqa: F401  (fixtures)
 
 from ea_tools import evaluate
 from ea_tools import scores as scoring
-from ea_tools.evaluate import EvaluationError
-from ea_tools.text import Moses, PrepError, read_lines, read_prep
+from ea_tools.common import REPO, UserError
+from ea_tools.text import Moses, read_lines, read_prep
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",
@@ -108,7 +108,7 @@ def test_an_empty_hypothesis_is_a_hypothesis():
     ],
 )
 def test_missing_and_doubled_hypotheses_are_errors(numbers, message):
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises(UserError, match=message):
         evaluate.in_order([f"H-{n}\t0\tx" for n in numbers], 3)
 
 
@@ -132,7 +132,7 @@ def test_raw_references_must_be_the_binary_datas_text(capsys):
     assert capsys.readouterr().err == ""
     evaluate.check_references(output, ["Other .", *lines[1:]], True, Args)
     assert "1 of 20 raw references" in capsys.readouterr().err
-    with pytest.raises(EvaluationError, match="first line 1"):
+    with pytest.raises(UserError, match="first line 1"):
         evaluate.check_references(output, lines[1:] + lines[:1], True, Args)
 
 
@@ -141,15 +141,15 @@ def test_lines_end_only_at_line_feeds(tmp_path):
     path.write_bytes("one\u2028still one\r\n\nthree\x85\n".encode())
     assert read_lines(path) == ["one\u2028still one", "", "three\x85"]
     path.write_bytes(b"good\nb\xffd\n")
-    with pytest.raises(PrepError, match=r"text:2: not UTF-8"):
+    with pytest.raises(UserError, match=r"text:2: not UTF-8"):
         read_lines(path)
 
 
 def test_prep_is_checked(tmp_path):
-    with pytest.raises(PrepError, match=r"PREP\.json: no such file"):
+    with pytest.raises(UserError, match=r"PREP\.json: no such file"):
         read_prep(tmp_path)
     (tmp_path / "PREP.json").write_text('{"source_lang": "de"}')
-    with pytest.raises(PrepError, match="has no target_lang, tokenizer, lowercase, bpe"):
+    with pytest.raises(UserError, match="has no target_lang, tokenizer, lowercase, bpe"):
         read_prep(tmp_path)
 
 

@@ -10,8 +10,9 @@ import torch
 from helpers.toy import data  # noqa: F401  (a fixture)
 from test_attention_maps import save_model
 
+from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
-from ea_tools.maps.collect import LayerMaps, MapsError, load_model
+from ea_tools.maps.collect import LayerMaps, load_model
 from ea_tools.maps.statistics import (
     Estimate,
     Sample,
@@ -147,13 +148,13 @@ def test_gold_is_read_and_refused(tmp_path):
     gold = read_gold(path)
     assert gold == [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), (set(), set()), ({(2, 10)}, {(2, 10)})]
     check_range(gold[2], (3, 11), "gold:3")
-    with pytest.raises(MapsError, match=r"gold:3: the link between words 2 and 10 .* target sentence has 10 words"):
+    with pytest.raises(UserError, match=r"gold:3: the link between words 2 and 10 .* target sentence has 10 words"):
         check_range(gold[2], (3, 10), "gold:3")
-    with pytest.raises(MapsError, match=r"gold:3: .* source sentence has 2 words"):
+    with pytest.raises(UserError, match=r"gold:3: .* source sentence has 2 words"):
         check_range(gold[2], (2, 11), "gold:3")
     for wrong in ("1-", "1-2-3", "a-b", "1:2", "-1-2"):
         path.write_text(f"0-0\n0-1 {wrong}\n")
-        with pytest.raises(MapsError, match=rf"gold:2: '{wrong}' is no link"):
+        with pytest.raises(UserError, match=rf"gold:2: '{wrong}' is no link"):
             read_gold(path)
 
 

@@ -13,6 +13,7 @@ from helpers import browser
 from helpers.toy import data, script  # noqa: F401  (a fixture)
 from test_attention_maps import checkpoints, inputs, maps_of  # noqa: F401  (a fixture)
 
+from ea_tools.common import UserError
 from ea_tools.figures.labels import families, visual
 from ea_tools.maps import collect as attention_maps
 from ea_tools.maps import draw as plot_attention
@@ -162,7 +163,7 @@ def test_a_part_that_one_kind_has_not():
 def test_a_picture_of_everything_is_refused_as_png():
     there = look(30, 30, compare=False)
     rows = [Row(kind, layer, head) for kind in plot_attention.KINDS for layer in range(1, 7) for head in range(1, 9)]
-    with pytest.raises(attention_maps.MapsError, match="pixels high"):
+    with pytest.raises(UserError, match="pixels high"):
         picture(there, rows, ["map"], "png")
 
 
@@ -294,7 +295,7 @@ def test_a_baseline_with_fewer_heads_is_named():
     fewer = look(size=["--encoder-attention-heads", "2", "--decoder-attention-heads", "2", *EIGHT_HEADS[:4]])
     mixed = Look(there.tokens, there.maps, fewer.maps, "run/last.pt", "base/last.pt")
     args = parse(["--run", "x", "--source", "y", "--head", "8", "--layer", "6"])
-    with pytest.raises(attention_maps.MapsError, match=r"--head 8: --compare base/last\.pt has 2 heads"):
+    with pytest.raises(UserError, match=r"--head 8: --compare base/last\.pt has 2 heads"):
         chosen(mixed, args)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
-from ea_tools.figures.curves import CurveError, join, parse_line
+from ea_tools.figures.curves import join, parse_line
 
 # The same three log lines as fairseq 0.12.2 writes them with --log-format simple and json, on the screen.
 SIMPLE = [
@@ -280,5 +281,5 @@ def test_labels_and_a_run_that_knows_neither_epochs_nor_speed(tmp_path):
     out = tmp_path / "curves.png"
     plot_curves.main([str(log), str(make(tmp_path / "run")), "--labels", "mine", "theirs", "--out", str(out)])
     assert out.stat().st_size > 10_000
-    with pytest.raises(CurveError, match="2 lines: short; ea_transformer_lite"):
+    with pytest.raises(UserError, match="2 lines: short; ea_transformer_lite"):
         plot_curves.group([plot_curves.read(log), plot_curves.read(tmp_path / "run")], ["one"])

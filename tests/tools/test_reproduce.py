@@ -7,7 +7,7 @@ import pytest
 from helpers.toy import TINY, data, run, script  # noqa: F401  (fixtures)
 
 from ea_tools import recipes, reproduce, tables
-from ea_tools.tables import TableError
+from ea_tools.common import UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
 TABLE_5 = {
@@ -114,7 +114,7 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     assert reproduce.slots(None) == [None]
     assert reproduce.slots(1) == ["a", "c", "d", "e"]
     assert reproduce.slots(2) == ["a,c", "d,e"]
-    with pytest.raises(TableError, match="4 GPUs are free"):
+    with pytest.raises(UserError, match="4 GPUs are free"):
         reproduce.slots(5)
 
 

@@ -16,7 +16,7 @@ from test_average_checkpoints import Payload
 
 from ea_tools import train
 from ea_tools.checkpoints import load
-from ea_tools.train import RunError
+from ea_tools.common import UserError
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
 
@@ -91,7 +91,7 @@ def test_never_silently_from_nothing(tmp_path, capsys):
     for name in ("checkpoint1.pt", "checkpoint_last.pt"):
         (tmp_path / name).write_text("not a checkpoint")
     for _ in range(2):  # the second time everything has been set aside already
-        with pytest.raises(RunError, match="none of its checkpoints loads"):
+        with pytest.raises(UserError, match="none of its checkpoints loads"):
             train.mend(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     train.claim(tmp_path, mine)  # nothing was saved yet
     checkpoint(tmp_path / "checkpoint1.pt", 10)
     train.claim(tmp_path, mine)
-    with pytest.raises(RunError, match="belongs to another run") as refusal:
+    with pytest.raises(UserError, match="belongs to another run") as refusal:
         train.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
     assert "arch: there a, now b" in str(refusal.value)
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
@@ -145,7 +145,7 @@ def test_every_start_is_recorded(tmp_path):
 
 def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 1)
-    with pytest.raises(RunError, match=r"scripts/train\.sh did not make"):
+    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
         train.claim(tmp_path, {"recipe": "sample"})
 
 
@@ -158,7 +158,7 @@ def test_two_at_once(tmp_path):
         stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(RunError, match="another process trains in this folder"):
+    with pytest.raises(UserError, match="another process trains in this folder"):
         train.take(tmp_path)
     holder.kill()
     holder.wait()

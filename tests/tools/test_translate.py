@@ -7,7 +7,8 @@ import pytest
 from helpers.toy import data, run, script  # noqa: F401  (fixtures)
 from test_average_checkpoints import Payload
 
-from ea_tools.text import Moses, PrepError, Source, decode, read_prep
+from ea_tools.common import UserError
+from ea_tools.text import Moses, Source, decode, read_prep
 
 
 def test_source_text_becomes_what_the_model_was_trained_on(data):  # noqa: F811
@@ -24,13 +25,13 @@ def test_rules_of_the_data_are_followed(data):  # noqa: F811
     assert Source(data, prep)("Hund").replace("@@ ", "") == "Hund"
     normalising = Source(data, {**prep, "rules": {"normalise": True}})
     assert "„" not in normalising("„Hund“")
-    with pytest.raises(PrepError, match=r"sentencepiece\.bpe\.model: no such file"):
+    with pytest.raises(UserError, match=r"sentencepiece\.bpe\.model: no such file"):
         Source(data, {**prep, "bpe": "sentencepiece"})
 
 
 def test_bad_bytes_are_named():
     assert decode(b" gut \r\n", "x", 1) == " gut "
-    with pytest.raises(PrepError, match=r"x:7: not UTF-8: .* at byte 3"):
+    with pytest.raises(UserError, match=r"x:7: not UTF-8: .* at byte 3"):
         decode(b"ab\xff", "x", 7)
 
 

@@ -13,7 +13,6 @@ tokens, of which half end in padding. Forward is measured without gradients, as 
     scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +25,8 @@ from tqdm import tqdm
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
 from ea_fairseq.evolution import Geometry
-from ea_tools.bench.common import (
-    DTYPES,
-    BenchmarkError,
-    calls,
-    interleave,
-    parser,
-    positive,
-    prepare,
-    quiet,
-    record,
-    spread,
-    synchronize,
-    write,
-)
+from ea_tools.bench.common import DTYPES, calls, interleave, parser, prepare, quiet, record, spread, synchronize, write
+from ea_tools.common import positive, reporting
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
 KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}
@@ -73,7 +60,7 @@ def main(arguments=None):
     """Command line: time, print, and keep everything in --output."""
     args = parse(arguments)
     results = []
-    try:
+    with reporting("benchmark_attention"):
         device = prepare(args)
         for precision in args.precision:
             peaks = machine(device, DTYPES[precision])
@@ -85,8 +72,6 @@ def main(arguments=None):
                         results.append(found)
                         report(found)
                         write(args.output, record("attention", args, device, results))
-    except (BenchmarkError, OSError) as error:
-        sys.exit(f"benchmark_attention: {error}")
     print(f"written: {args.output}")
 
 

@@ -26,9 +26,7 @@ from fairseq.data.data_utils import numpy_seed
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.translation import TranslationTask
 
-from ea_tools.average import positive
-from ea_tools.checkpoints import replacing
-from ea_tools.evaluate import REPO
+from ea_tools.common import REPO, UserError, positive, replacing
 from ea_tools.provenance import provenance
 
 #: ours and what it is compared with: the papers' two sizes
@@ -47,10 +45,6 @@ CORRELATION = 0.971
 LONGEST, RATIO = 175, 1.5  # the recipe's filter, there in words
 SENTENCES = 160_239  # IWSLT'14's training text
 WORDS = 10_148  # of a joint dictionary of 10k merges, about
-
-
-class BenchmarkError(Exception):
-    """Something that the user can put right; the message says what."""
 
 
 def quiet():
@@ -100,9 +94,9 @@ def add_corpus_options(found):
 def prepare(args):
     """Set device and threads as asked; gives the device's name, "cpu" or "cuda"."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda: PyTorch sees no GPU here")
+        raise UserError("--device cuda: PyTorch sees no GPU here")
     if getattr(args, "data", None) and not (args.data / "PREP.json").is_file():
-        raise BenchmarkError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
+        raise UserError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -127,10 +121,10 @@ def read_lengths(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = line.split()
         if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise BenchmarkError(f"{path}:{number}: two lengths are wanted, as in '12 14', not {line!r}")
+            raise UserError(f"{path}:{number}: two lengths are wanted, as in '12 14', not {line!r}")
         found.append([int(word) for word in words])
     if not found:
-        raise BenchmarkError(f"{path}: holds no lengths")
+        raise UserError(f"{path}: holds no lengths")
     return numpy.array(found)
 
 
@@ -186,7 +180,7 @@ def pick(dataset, count, seed, **limits):
     longest = min(1024, limits.get("max_tokens", 1024))  # positions that models have, or what fits into a batch
     order, _ = dataset.filter_indices_by_size(order, (longest, longest))
     if not len(order):
-        raise BenchmarkError(f"no sentence has at most {longest} tokens; a larger --max-tokens may help")
+        raise UserError(f"no sentence has at most {longest} tokens; a larger --max-tokens may help")
     batches = dataset.batch_by_size(order, **limits)
     places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
     numpy.random.default_rng(seed).shuffle(places)

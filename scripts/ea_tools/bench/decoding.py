@@ -8,7 +8,6 @@ decoded for as many steps as the targets of its batch have tokens on average. --
     scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from tqdm import tqdm
 from ea_tools.bench.common import (
     DTYPES,
     PAIRS,
-    BenchmarkError,
     add_corpus_options,
     calls,
     configuration,
@@ -29,7 +27,6 @@ from ea_tools.bench.common import (
     make_task,
     parser,
     pick,
-    positive,
     prepare,
     quiet,
     record,
@@ -37,19 +34,18 @@ from ea_tools.bench.common import (
     speeds,
     write,
 )
-from ea_tools.checkpoints import CheckpointError, load, settings
-from ea_tools.evaluate import EvaluationError, check_dictionaries
-from ea_tools.text import PrepError, read_prep
-from ea_tools.translate import TranslationError, choose
-
-ERRORS = (BenchmarkError, CheckpointError, EvaluationError, PrepError, TranslationError, OSError)
+from ea_tools.checkpoints import load, settings
+from ea_tools.common import positive, reporting
+from ea_tools.evaluate import check_dictionaries
+from ea_tools.text import read_prep
+from ea_tools.translate import choose
 
 
 def main(arguments=None):
     """Command line: time, print, and keep everything in --output."""
     args = parse(arguments)
     results = []
-    try:
+    with reporting("benchmark_decoding"):
         device = prepare(args)
         for subject in [args.run_pair] if args.run_pair else args.size:
             for precision in args.precision:
@@ -57,8 +53,6 @@ def main(arguments=None):
                     for batch in args.batch:
                         results.append(measure(args, device, subject, precision, beam, batch))
                         write(args.output, record("decoding", args, device, results))
-    except ERRORS as error:
-        sys.exit(f"benchmark_decoding: {error}")
     print(f"written: {args.output}")
 
 

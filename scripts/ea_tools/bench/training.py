@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from ea_tools.bench.common import (
     PAIRS,
-    BenchmarkError,
     add_corpus_options,
     calls,
     configuration,
@@ -33,7 +32,6 @@ from ea_tools.bench.common import (
     make_task,
     parser,
     pick,
-    positive,
     prepare,
     quiet,
     random_sentences,
@@ -42,7 +40,8 @@ from ea_tools.bench.common import (
     speeds,
     write,
 )
-from ea_tools.recipes import RecipeError, read, spell_flags
+from ea_tools.common import UserError, positive, reporting
+from ea_tools.recipes import read, spell_flags
 
 LENGTHS = [16, 32, 64, 128, 256, 512, 1024]
 
@@ -51,7 +50,7 @@ def main(arguments=None):
     """Command line: time, measure memory, print, and keep everything in --output."""
     arguments = sys.argv[1:] if arguments is None else [str(word) for word in arguments]
     args = parse(arguments)
-    try:
+    with reporting("benchmark_training"):
         device = prepare(args)
         if args.memory_of:
             print(json.dumps(memory(args, device, **json.loads(args.memory_of))))
@@ -62,8 +61,6 @@ def main(arguments=None):
                 for length in LENGTHS[: LENGTHS.index(args.longest) + 1] if args.growth else [None]:
                     results.append(measure(args, arguments, device, size, precision, length))
                     write(args.output, record("growth" if args.growth else "training", args, device, results))
-    except (BenchmarkError, RecipeError, OSError) as error:
-        sys.exit(f"benchmark_training: {error}")
     print(f"written: {args.output}")
 
 
@@ -168,7 +165,7 @@ def memory_alone(arguments, **what):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        raise BenchmarkError(f"the process that measures the memory of {what} ended: {said[-1]}")
+        raise UserError(f"the process that measures the memory of {what} ended: {said[-1]}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -204,7 +201,7 @@ def resident(field):
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise BenchmarkError(f"/proc/self/status has no {field}; --memory-batches 0 leaves memory out")
+    raise UserError(f"/proc/self/status has no {field}; --memory-batches 0 leaves memory out")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import csv
 import json
 import re
 import shlex
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from ea_tools.checkpoints import replacing
-from ea_tools.recipes import REPO, RecipeError, parse_flags
+from ea_tools.common import REPO, UserError, replacing, reporting
+from ea_tools.recipes import parse_flags
 from ea_tools.tables import LAUNCH
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
@@ -43,14 +42,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 STYLES = ("-", "--", "-.", ":")
 
 
-class CurveError(Exception):
-    """Something that the user can put right; the message says what."""
-
-
 def main(arguments=None):
     """Command line: read the runs, print where they stand, draw."""
     args = parse(arguments)
-    try:
+    with reporting("plot_curves"):
         runs = [read(path) for path in args.runs]
         lines = group(runs, args.labels)
         report(runs)
@@ -59,8 +54,6 @@ def main(arguments=None):
         if args.csv:
             with replacing(args.csv) as temporary:
                 write_csv(lines, temporary)
-    except (CurveError, OSError) as error:
-        sys.exit(f"plot_curves: {error}")
     print(f"written: {args.out}" + (f", {args.csv}" if args.csv else ""))
 
 
@@ -113,10 +106,10 @@ class Run:
 def read(path):
     """The Run of a folder or a log file."""
     if not path.exists():
-        raise CurveError(f"{path}: no such run folder or log file")
+        raise UserError(f"{path}: no such run folder or log file")
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.exists():
-        raise CurveError(
+        raise UserError(
             f"{path}: has no log.jsonl, so scripts/train.sh did not make this run; give the file that holds what "
             "fairseq-train printed"
         )
@@ -124,7 +117,7 @@ def read(path):
     entries = join(filter(None, map(parse_line, text.splitlines())))
     points = {name: found for name in QUANTITIES if len((found := curve(entries, name))[0])}
     if not points:
-        raise CurveError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
+        raise UserError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
     settings, seed = identity(path / "run.json") if path.is_dir() else ({}, None)
     human = path / "train.log"
     if path.is_dir() and human.exists():
@@ -232,8 +225,8 @@ def identity(record):
         content = json.loads(record.read_text(encoding="utf-8"))
         settings, words = dict(content["identity"]), shlex.split(content["command"])
         given = {name: " ".join(values) for name, values in parse_flags(words[3:]).items()}
-    except (ValueError, KeyError, TypeError, RecipeError) as error:
-        raise CurveError(f"{record}: not what scripts/train.sh writes: {error}") from None
+    except (ValueError, KeyError, TypeError, UserError) as error:
+        raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
     settings |= {name: value for name, value in given.items() if name not in LAUNCH | {"run", "data"}}
     return settings, settings.pop("seed", None)
 
@@ -262,7 +255,7 @@ def group(runs, labels=None):
         else:
             named += [([run], f"{_name(run, runs)}, {run.path.name}") for run in members]
     if labels and len(labels) != len(named):
-        raise CurveError(f"--labels: {len(labels)} for {len(named)} lines: " + "; ".join(name for _, name in named))
+        raise UserError(f"--labels: {len(labels)} for {len(named)} lines: " + "; ".join(name for _, name in named))
     names = labels or [name + _seeds(members) for members, name in named]
     return [Line(name, members) for (members, _), name in zip(named, names, strict=True)]
 

@@ -6,24 +6,19 @@ scripts/plot_growth.sh growth.json --out growth.png
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
+
+from ea_tools.common import UserError, replacing, reporting
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy
 
-from ea_tools.checkpoints import replacing
-
 # Okabe and Ito's colours, which colour-blind people can tell apart; the markers tell them apart in print.
 STYLES = {"ours": ("#0072B2", "o", "-"), "stock": ("#D55E00", "s", "--")}
-
-
-class GrowthError(Exception):
-    """Something that the user can put right; the message says what."""
 
 
 def main(arguments=None):
@@ -37,12 +32,10 @@ def main(arguments=None):
     out = args.out or args.results.with_suffix(".png")
     if out.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--out {out}: its name should end in .png, .svg or .pdf")
-    try:
+    with reporting("plot_growth"):
         found = read(args.results)
         with replacing(out) as temporary:
             draw(found, temporary, out.suffix[1:])
-    except (GrowthError, OSError) as error:
-        sys.exit(f"plot_growth: {error}")
     print(f"written: {out}")
 
 
@@ -51,9 +44,9 @@ def read(path):
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["benchmark"] != "growth":
-            raise GrowthError(f"{path}: of the benchmark {found['benchmark']!r}, not of benchmark_training.sh --growth")
+            raise UserError(f"{path}: of the benchmark {found['benchmark']!r}, not of benchmark_training.sh --growth")
     except (ValueError, KeyError, TypeError):
-        raise GrowthError(f"{path}: not a result of benchmark_training.sh --growth") from None
+        raise UserError(f"{path}: not a result of benchmark_training.sh --growth") from None
     return found
 
 

@@ -27,15 +27,12 @@ from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
 from ea_tools.checkpoints import load, section
+from ea_tools.common import UserError
 from ea_tools.evaluate import check_dictionaries
 from ea_tools.text import Source, read_prep
 from ea_tools.translate import choose
 
 KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "encoder-decoder attention"}
-
-
-class MapsError(Exception):
-    """Something that the user can put right; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def collect(model: nn.Module):
                 stack.callback(layer.register_forward_pre_hook(hook.before_layer, with_kwargs=True).remove)
                 stack.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
             else:
-                raise MapsError(f"{KINDS[kind]}, layer {number}: --cross-self-attention mixes two kinds of map")
+                raise UserError(f"{KINDS[kind]}, layer {number}: --cross-self-attention mixes two kinds of map")
         yield collected
 
 
@@ -260,7 +257,7 @@ class Loaded:
         # Source does what was done to the training text of PREP.json's source language: here, of either.
         words = Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})(text).split()
         if not words:
-            raise MapsError(f"the {side} sentence is empty")
+            raise UserError(f"the {side} sentence is empty")
         ids = torch.tensor([*map(dictionary.index, words), dictionary.eos()])
         self._must_fit(ids, side)
         return Sentence(ids, _labels(words, ids, dictionary))
@@ -268,7 +265,7 @@ class Loaded:
     def _must_fit(self, ids, side):
         positions = self.model.max_positions()[("source", "target").index(side)]
         if len(ids) > positions:
-            raise MapsError(
+            raise UserError(
                 f"the {side} sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} takes "
                 f"{positions - 1:,}"
             )
@@ -307,7 +304,7 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) ->
         data: prepared data; by default what the model was trained on.
 
     Raises:
-        TranslationError, CheckpointError, EvaluationError, PrepError: the folder, checkpoint or data cannot be used.
+        UserError: the folder, checkpoint or data cannot be used.
     """
     path = Path(run_or_checkpoint)
     checkpoint = choose(path) if path.is_dir() else path

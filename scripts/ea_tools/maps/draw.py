@@ -23,12 +23,9 @@ import numpy
 import torch
 from matplotlib.figure import Figure
 
-from ea_tools.checkpoints import CheckpointError, replacing
-from ea_tools.evaluate import EvaluationError
+from ea_tools.common import UserError, replacing, reporting
 from ea_tools.figures.labels import families, visual, width
-from ea_tools.maps.collect import KINDS, Loaded, MapsError, Sentence, load_model
-from ea_tools.text import PrepError
-from ea_tools.translate import TranslationError
+from ea_tools.maps.collect import KINDS, Loaded, Sentence, load_model
 
 COLOURS = "viridis"  # tells its values apart for colour-blind readers too, and in grey print
 PARTS = {"map": "map in use", "own": "own query-key logits", "convolution": "convolution", "baseline": "baseline"}
@@ -46,7 +43,7 @@ def main(arguments=None):
     """Command line: load, collect, draw; a file appears under its name only when all of them are complete."""
     args = parse(arguments)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    try:
+    with reporting("plot_attention"):
         look = examine(args)
         rows = chosen(look, args)
         with contextlib.ExitStack() as stack:
@@ -54,8 +51,6 @@ def main(arguments=None):
                 print(f"drawing {path}", file=sys.stderr)
                 temporary = stack.enter_context(replacing(path))
                 temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))
-    except (MapsError, TranslationError, CheckpointError, EvaluationError, PrepError, OSError) as error:
-        sys.exit(f"plot_attention: {error}")
 
 
 def parse(arguments):
@@ -156,7 +151,7 @@ def examine(args) -> Look:
     loaded = load_model(args.run or args.checkpoint, args.data)
     other = load_model(args.compare, args.data or loaded.data) if args.compare else None
     if other and _words(loaded) != _words(other):
-        raise MapsError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
+        raise UserError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
     source = loaded.source(args.source)
     target = loaded.translate(source, args.beam) if args.target is None else loaded.target(args.target)
     print(f"source: {' '.join(source.labels)}\ntarget: {' '.join(target.labels)}", file=sys.stderr)
@@ -199,7 +194,7 @@ def chosen(look: Look, args) -> list[Row]:
     """The rows of the picture.
 
     Raises:
-        MapsError: a layer, head or part that one of the models does not have.
+        UserError: a layer, head or part that one of the models does not have.
     """
     rows = []
     for kind in dict.fromkeys(args.kind):
@@ -213,7 +208,7 @@ def chosen(look: Look, args) -> list[Row]:
         if look.baseline:
             _must_have(look.baseline, f"--compare {look.baseline_name}", row.kind, row.layer, row.head)
         if "convolution" in (args.part or []) and look.maps[row.kind, row.layer].convolved is None:
-            raise MapsError(
+            raise UserError(
                 f"--part convolution: {look.name} has no convolution in {KINDS[row.kind]}; choose --kind, or --part map"
             )
     return rows
@@ -222,10 +217,10 @@ def chosen(look: Look, args) -> list[Row]:
 def _must_have(maps, name, kind, layer, head="mean"):
     layers = [number for there, number in maps if there == kind]
     if layer not in layers:
-        raise MapsError(f"--layer {layer}: {name} has {len(layers)} layers with {KINDS[kind]}")
+        raise UserError(f"--layer {layer}: {name} has {len(layers)} layers with {KINDS[kind]}")
     heads = maps[kind, layer].weights.size(1)
     if head != "mean" and head > heads:
-        raise MapsError(f"--head {head}: {name} has {heads} heads in {KINDS[kind]}")
+        raise UserError(f"--head {head}: {name} has {heads} heads in {KINDS[kind]}")
 
 
 def _spread(wanted, there):
@@ -343,7 +338,7 @@ def picture(look: Look, rows: list[Row], parts: list, form: str) -> bytes:
     """PNG or SVG: a line of panels for each row.
 
     Raises:
-        MapsError: a PNG of more pixels than can be drawn.
+        UserError: a PNG of more pixels than can be drawn.
     """
     style = _style(look)
     settings = {"font.family": style.families, "svg.hashsalt": "attention", "axes.linewidth": 0.6}
@@ -353,7 +348,7 @@ def picture(look: Look, rows: list[Row], parts: list, form: str) -> bytes:
         lines = [_Line(look, row, parts, style) for row in rows]
         dots = round(sum(line.height for line in lines) * DOTS)
         if form == "png" and dots > MOST_DOTS:
-            raise MapsError(
+            raise UserError(
                 f"the picture would be {dots:,} pixels high: choose fewer layers and heads, or .svg or .html"
             )
         figure = _figure(lines, len(parts), style)

@@ -28,12 +28,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
-from ea_tools.checkpoints import CheckpointError, load, replacing, section
-from ea_tools.evaluate import EvaluationError, portable
-from ea_tools.maps.collect import KINDS, LayerMaps, Loaded, MapsError, collect, load_model
+from ea_tools.checkpoints import load, section
+from ea_tools.common import UserError, replacing, reporting
+from ea_tools.evaluate import portable
+from ea_tools.maps.collect import KINDS, LayerMaps, Loaded, collect, load_model
 from ea_tools.provenance import provenance
-from ea_tools.text import PrepError, read_lines
-from ea_tools.translate import TranslationError
+from ea_tools.text import read_lines
 
 STATISTICS = {
     "entropy": "entropy (nats)",
@@ -62,13 +62,11 @@ def main(arguments=None):
     args = parse(arguments)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="Support for mismatched key_padding_mask")  # fairseq's own attention
-    try:
+    with reporting("map_statistics"):
         report = examine(args)
         with contextlib.ExitStack() as stack:
             for path in args.out:
                 stack.enter_context(replacing(path)).write_bytes(render(report, path.suffix.lower()))
-    except (MapsError, TranslationError, CheckpointError, EvaluationError, PrepError, OSError) as error:
-        sys.exit(f"map_statistics: {error}")
     print(f"written: {', '.join(map(str, args.out))}")
 
 
@@ -207,7 +205,7 @@ def _links(line, place):
     for word in line.split():
         match = re.fullmatch(r"([0-9]+)([-?p])([0-9]+)", word)
         if not match:
-            raise MapsError(f"{place}: {word!r} is no link; a sure one is written 1-2, a possible one 1?2 or 1p2")
+            raise UserError(f"{place}: {word!r} is no link; a sure one is written 1-2, a possible one 1?2 or 1p2")
         link = int(match[1]), int(match[3])
         possible.add(link)
         if match[2] == "-":
@@ -220,7 +218,7 @@ def check_range(gold, words, place):
     for link in sorted(gold[1]):
         for word, there, side in zip(link, words, ("source", "target"), strict=True):
             if word >= there:
-                raise MapsError(
+                raise UserError(
                     f"{place}: the link between words {link[0]} and {link[1]} is out of range: the {side} sentence has "
                     f"{there} words, and they count from 0"
                 )
@@ -274,7 +272,7 @@ class Sample:
         self._dataset = _load(loaded, subset)
         alignments = read_gold(gold) if gold else None
         if gold and len(alignments) != len(self._dataset):
-            raise MapsError(
+            raise UserError(
                 f"{gold}: has {len(alignments):,} lines, and {subset} {len(self._dataset):,} sentences; the alignments "
                 "of the whole subset are needed, a sentence a line"
             )
@@ -303,7 +301,7 @@ class Sample:
             for side, most in zip(("source", "target"), loaded.model.max_positions(), strict=True):
                 length = len(self._dataset[pair.number][side])
                 if length > most:
-                    raise MapsError(
+                    raise UserError(
                         f"sentence {pair.number + 1}: its {side} has {length:,} tokens, {loaded.checkpoint} takes "
                         f"{most:,}; give fewer --sentences"
                     )
@@ -332,13 +330,13 @@ def _load(loaded: Loaded, subset: str):
     path = loaded.data / f"{subset}.{stem}"
     if not path.is_file():
         there = sorted(found.name.removesuffix(f".{stem}") for found in loaded.data.glob(f"*.{stem}"))
-        raise MapsError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
+        raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     if not path.stat().st_size:
-        raise MapsError(f"--subset {subset}: {path} is empty")
+        raise UserError(f"--subset {subset}: {path} is empty")
     loaded.task.load_dataset(subset)
     dataset = loaded.task.dataset(subset)
     if len(dataset) < 2:
-        raise MapsError(f"--subset {subset}: {path} holds one sentence; the intervals need several")
+        raise UserError(f"--subset {subset}: {path} holds one sentence; the intervals need several")
     return dataset
 
 
@@ -465,7 +463,7 @@ def examine(args) -> Report:
         warn_of_other_words(loaded)
         sample.check(loaded)
     if args.gold and not sample.aligned:
-        raise MapsError(f"{args.gold}: every sentence has words that the dictionaries do not know")
+        raise UserError(f"{args.gold}: every sentence has words that the dictionaries do not know")
     found = [tally(loaded, sample) for loaded in models]
     keep = [{place: both for place, both in one.items() if both[1].any()} for one in found]
     facts = {

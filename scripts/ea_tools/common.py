@@ -1,0 +1,51 @@
+"""What every command here shares: the repository's root, the error that ends a command, argument types, writing."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+#: The folder that holds scripts/, recipes/, data/, runs/ and results/.
+REPO = Path(__file__).resolve().parents[2]
+
+
+class UserError(Exception):
+    """Something that the user can put right. The message names the file, line, flag or value that is wrong."""
+
+
+@contextlib.contextmanager
+def reporting(command: str) -> Iterator[None]:
+    """End the program with one line and status 1 where the user can put right what went wrong, or with 130 at Ctrl-C.
+
+    Args:
+        command: the name that the line begins with.
+    """
+    try:
+        yield
+    except (UserError, OSError) as error:
+        sys.exit(f"{command}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """Give a temporary name beside `path`. What is written there becomes `path` at the end, or is gone."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
