@@ -1,7 +1,11 @@
-"""How attention maps evolve: equation 4 and figure 3 of "Evolving Attention with Residual Convolutions" (ICML 2021).
+"""How attention maps evolve: equation 4 and figure 3 of "Evolving Attention with Residual Convolutions" (ICML 2021),
+and the other rules of the papers, which are the same sum with other numbers in it.
 
-    A_input = alpha * A_logit of the previous layer + (1 - alpha) * logits      (where there is a previous map)
-    A_logit = beta * ReLU(Conv(A_input)) + (1 - beta) * A_input
+    mixed   = a * previous + b * logits                  zero where hidden; what the convolution reads
+    carried = d * previous + e * logits
+    A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
+
+``RULES`` says what a, b, c, d and e are. Equation 4 has a = d = alpha, b = e = 1 - alpha, c = beta.
 
 Maps in, maps out: nothing here knows of fairseq, of queries, or of the softmax that follows.
 
@@ -11,10 +15,16 @@ tensor B x K x T x S, a picture with K channels, its rows the queries and its co
 
 import enum
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+#: A share of a map: a constant, or a parameter of one number where it is learnt.
+Share = float | Tensor
 
 
 class Geometry(enum.Enum):
@@ -37,29 +47,142 @@ def reach(geometry: Geometry, kernel_size: int) -> tuple[int, int, bool]:
     return left, top, geometry == Geometry.DECODER_SELF
 
 
+class Coefficients(NamedTuple):
+    """The five numbers of the sum above, for one layer."""
+
+    a: Share  # of the previous map, in what the convolution reads
+    b: Share  # of the logits, in what the convolution reads
+    c: Share  # of the convolution, in the result
+    d: Share  # of the previous map, in what the convolution is added to
+    e: Share  # of the logits, in what the convolution is added to
+
+
+#: What a layer without a previous map does where its rule needs one: the logits stay as they are.
+LOGITS_ONLY = Coefficients(0.0, 1.0, 0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One way for maps to evolve. To add a rule, add it to ``RULES``: see docs/rules.md."""
+
+    source: str
+    #: (alpha, beta) -> the coefficients where there is no previous map: in the first layer, and in decoders
+    first: Callable[[Share, Share], Coefficients]
+    #: (alpha, beta) -> the coefficients where there is one
+    later: Callable[[Share, Share], Coefficients]
+    #: whether it applies to decoders too; else their attention is the plain Transformer's
+    in_decoders: bool = False
+    #: whether several convolutions may stand where one does
+    stackable: bool = False
+
+    def coefficients(self, alpha: Share, beta: Share, has_previous: bool) -> Coefficients:
+        """The five numbers for a layer with or without a previous map."""
+        return (self.later if has_previous else self.first)(alpha, beta)
+
+    def depends_on(self, has_previous: bool) -> tuple[bool, bool]:
+        """Whether a layer's coefficients change with alpha, and whether they change with beta."""
+        low, high, middle = 0.25, 0.75, 0.5
+        return (
+            self.coefficients(low, middle, has_previous) != self.coefficients(high, middle, has_previous),
+            self.coefficients(middle, low, has_previous) != self.coefficients(middle, high, has_previous),
+        )
+
+
+def _evolving(alpha: Share, beta: Share) -> Coefficients:
+    rest = 1 - alpha
+    return Coefficients(a=alpha, b=rest, c=beta, d=alpha, e=rest)
+
+
+RULES = {
+    "evolving": Rule(
+        "Evolving Attention with Residual Convolutions, ICML 2021, equation 4",
+        first=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=beta, d=0.0, e=1.0),
+        later=_evolving,
+        in_decoders=True,
+    ),
+    "predictive": Rule(
+        "Predictive Attention Transformer, equation 4",
+        first=lambda alpha, beta: LOGITS_ONLY,
+        later=lambda alpha, beta: Coefficients(a=1.0, b=0.0, c=alpha, d=0.0, e=1.0),
+        stackable=True,
+    ),
+    "residual": Rule(
+        "Predictive Attention Transformer, table 5",
+        first=lambda alpha, beta: LOGITS_ONLY,
+        later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=alpha, e=1 - alpha),
+    ),
+    "realformer": Rule(
+        "RealFormer, He et al. 2020",
+        first=lambda alpha, beta: LOGITS_ONLY,
+        later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=1.0, e=1.0),
+    ),
+}
+
+
+class Part(NamedTuple):
+    """One summand of A_logit: ``share`` times ``map``."""
+
+    share: Share
+    map: Tensor  # B x K x T x S
+
+
 class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
     Args:
         geometry: the kind of attention.
-        heads: K, the convolution's channels, in and out.
+        heads: K, the convolutions' channels, in and out.
         kernel_size: k, odd.
-        alpha: weight of the previous layer's map, in [0, 1].
-        beta: weight of the convolution, in [0, 1]; at 0 there is no convolution and no parameter.
+        alpha: as the rule uses it; in equation 4 the previous map's share.
+        beta: as the rule uses it; in equation 4 the convolution's share. Where the rule and these two leave the
+            convolution no share there is no convolution, and no parameter.
+        rule: a name in ``RULES``.
+        first: whether no layer before hands on a map. Never one does in decoders.
+        conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
+        learn_mix: whether alpha and beta are parameters, started at the values given, where the rule uses them.
     """
 
-    def __init__(self, geometry: Geometry, heads: int, kernel_size: int = 3, alpha: float = 0.0, beta: float = 0.1):
+    def __init__(
+        self,
+        geometry: Geometry,
+        heads: int,
+        kernel_size: int = 3,
+        alpha: float = 0.0,
+        beta: float = 0.1,
+        *,
+        rule: str = "evolving",
+        first: bool = False,
+        conv_layers: int = 1,
+        learn_mix: bool = False,
+    ):
         super().__init__()
         self.geometry = geometry
         self.kernel_size = kernel_size
-        self.alpha = alpha
-        self.beta = beta
-        self.conv = nn.Conv2d(heads, heads, kernel_size) if beta > 0 else None
+        self.rule = rule
+        self.takes_map = geometry == Geometry.ENCODER_SELF and not first
+        uses_alpha, uses_beta = RULES[rule].depends_on(self.takes_map)
+        if learn_mix:
+            most = RULES[rule].coefficients(1.0, 1.0, self.takes_map)
+        else:
+            most = RULES[rule].coefficients(alpha, beta, self.takes_map)
+        self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learn_mix and uses_alpha else alpha
+        self.beta = nn.Parameter(torch.tensor(float(beta))) if learn_mix and uses_beta else beta
+        #: whether a map of the layer before has any effect: else none need be handed to this layer
+        self.uses_previous = self.takes_map and (most.d != 0 or (most.c != 0 and most.a != 0))
+        self.conv = nn.Conv2d(heads, heads, kernel_size) if most.c != 0 else None
+        #: the convolutions that run before ``conv``, where there are several
+        self.stacked = nn.ModuleList(
+            nn.Conv2d(heads, heads, kernel_size) for _ in range(conv_layers - 1 if self.conv is not None else 0)
+        )
 
     @property
     def rows_above(self) -> int:
         """Earlier rows that a row needs: what step-by-step decoding has to keep."""
         return self.kernel_size - 1 if self.conv is not None and self.geometry != Geometry.ENCODER_SELF else 0
+
+    def coefficients(self, has_previous: bool) -> Coefficients:
+        """The five numbers for a call with or without a previous map."""
+        return RULES[self.rule].coefficients(self.alpha, self.beta, has_previous)
 
     def forward(
         self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None
@@ -67,7 +190,7 @@ class Evolution(nn.Module):
         """Evolve a map.
 
         Args:
-            logits: B x K x T x S, scaled dot products.
+            logits: B x K x T x S, scaled dot products, or other scores.
             hidden: broadcasts to B x K x T x S; True where the convolution must see zero, as it does outside the map
                 (padded rows and columns, the future).
             previous: B x K x T x S, A_logit of the layer before; None in the first layer and in decoders.
@@ -76,21 +199,34 @@ class Evolution(nn.Module):
         Returns:
             A_logit, B x K x T x S; what it holds at hidden places means nothing.
         """
+        a, b, c, d, e = self.coefficients(previous is not None)
+        if self.conv is None or _is(c, 0):
+            return _weighted(d, previous, e, logits)
         mixed = self.mix(logits, hidden, previous)
-        if self.conv is None:
-            return mixed
-        return torch.lerp(mixed, F.relu(self.convolve(mixed, above)), self.beta)
+        carried = mixed if _same(a, d) and _same(b, e) else _weighted(d, previous, e, logits)
+        return torch.lerp(carried, F.relu(self.convolve(mixed, above, hidden)), c)
 
     def mix(self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None) -> Tensor:
-        """A_input: the skip connection, then zeros at hidden places. Arguments and result as in ``forward``."""
-        if previous is not None and self.alpha > 0:
-            logits = torch.lerp(logits, previous, self.alpha)
-        return logits if hidden is None else logits.masked_fill(hidden, 0)
+        """What the convolution reads, zero at hidden places. Arguments and result as in ``forward``."""
+        a, b, *_ = self.coefficients(previous is not None)
+        return _hide(_weighted(a, previous, b, logits), hidden)
 
-    def convolve(self, maps: Tensor, above: Tensor | None = None) -> Tensor:
-        """Conv(A_input), before the ReLU. Arguments and result as in ``forward``, with ``mix``'s result as maps."""
-        assert self.conv is not None, "no convolution at beta = 0"
-        weight, bias = self.conv.weight, self.conv.bias
+    def convolve(self, mixed: Tensor, above: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Conv(mixed), before its ReLU. Arguments and result as in ``forward``, with ``mix``'s result as mixed."""
+        assert self.conv is not None, "this layer has no convolution"
+        return self._convolve(self.conv, self.before_last(mixed, hidden), above)
+
+    def before_last(self, mixed: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """What the last convolution reads: ``mix``'s result, through the convolutions before it, zero at hidden places.
+
+        Only encoders have several, so that there are no rows above.
+        """
+        for conv in self.stacked:
+            mixed = _hide(F.relu(self._convolve(conv, mixed)), hidden)
+        return mixed
+
+    def _convolve(self, conv: nn.Conv2d, maps: Tensor, above: Tensor | None = None) -> Tensor:
+        weight, bias = conv.weight, conv.bias
         if self.geometry == Geometry.ENCODER_SELF:
             return F.conv2d(maps, weight, bias, padding=self.kernel_size // 2)
 
@@ -102,5 +238,49 @@ class Evolution(nn.Module):
             return F.conv2d(F.pad(maps, (self.kernel_size - 1, 0, top, 0)), weight.tril(), bias)
         return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, self.kernel_size // 2))
 
+    def parts(
+        self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None
+    ) -> dict[str, Part]:
+        """The summands of A_logit by name: "logits", "previous" and "convolution", those that there are.
+
+        Arguments as in ``forward``. The sum of share times map is A_logit, where nothing is hidden.
+        """
+        _, _, c, d, e = self.coefficients(previous is not None)
+        convolved = self.conv is not None and not _is(c, 0)
+        rest = 1 - c if convolved else 1.0
+        parts = {"logits": Part(rest * e, logits)}
+        if previous is not None and not _is(d, 0):
+            parts["previous"] = Part(rest * d, previous)
+        if convolved:
+            mixed = self.mix(logits, hidden, previous)
+            parts["convolution"] = Part(c, F.relu(self.convolve(mixed, above, hidden)))
+        return parts
+
     def extra_repr(self) -> str:
-        return f"{self.geometry.value}, alpha={self.alpha}, beta={self.beta}"
+        alpha, beta = (share.item() if isinstance(share, Tensor) else share for share in (self.alpha, self.beta))
+        return f"{self.rule}, {self.geometry.value}, alpha={alpha:g}, beta={beta:g}"
+
+
+def _is(share: Share, constant: float) -> bool:
+    """Whether a share is this constant, and not a parameter that may come to be something else."""
+    return not isinstance(share, Tensor) and share == constant
+
+
+def _same(share: Share, other: Share) -> bool:
+    """Whether two shares are always equal: the same parameter, or equal constants."""
+    return share is other or (not isinstance(share, Tensor) and not isinstance(other, Tensor) and share == other)
+
+
+def _weighted(of_previous: Share, previous: Tensor | None, of_logits: Share, logits: Tensor) -> Tensor:
+    """of_previous * previous + of_logits * logits; what has no share is not touched, infinities included."""
+    if previous is None or _is(of_previous, 0):
+        return logits if _is(of_logits, 1) else of_logits * logits
+    if _is(of_logits, 0):
+        return previous if _is(of_previous, 1) else of_previous * previous
+    if not isinstance(of_previous, Tensor) and of_previous + of_logits == 1:
+        return torch.lerp(logits, previous, of_previous)
+    return of_previous * previous + of_logits * logits
+
+
+def _hide(maps: Tensor, hidden: Tensor | None) -> Tensor:
+    return maps if hidden is None else maps.masked_fill(hidden, 0)
