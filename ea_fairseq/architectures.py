@@ -1,36 +1,39 @@
 """The papers' architectures (ICML 2021, section 4.3 and table 10). Presets set only what differs from the base."""
 
+import argparse
 from importlib.util import find_spec
+from typing import Any
 
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
 
+from .options import DEFAULTS
 
-def _default(args, **values):
+
+def _default(args: argparse.Namespace, **values: Any) -> None:
     """Set what neither the command line nor a more special preset has set."""
     for name, value in values.items():
         if not hasattr(args, name):
             setattr(args, name, value)
 
 
-def _bf16_needs_no_tpu(args):
+def _bf16_needs_no_tpu(args: argparse.Namespace) -> None:
     """fairseq takes --bf16 for a TPU and ends where there is none; GPUs and CPUs compute in bf16 as well."""
     if getattr(args, "bf16", False) and find_spec("torch_xla") is None:
         args.tpu = False
 
 
 @register_model_architecture("ea_transformer", "ea_transformer_base")
-def ea_transformer_base(args):
+def ea_transformer_base(args: argparse.Namespace) -> None:
     """fairseq's ``transformer`` (512 / 2048 / 8 heads / 6+6 layers) with evolving attention."""
-    # alpha, beta: table 10. Kernel: section 3.3. A beta of None follows ea_beta.
-    _default(args, ea_alpha=0.5, ea_beta=0.1, ea_kernel_size=3)
-    _default(args, ea_encoder_beta=None, ea_decoder_beta=None, ea_cross_beta=None, ea_plain=False)
+    _default(args, ea_alpha=0.5)  # table 10; beta is 0.1, as everywhere
+    _default(args, **DEFAULTS)
     _bf16_needs_no_tpu(args)
     base_architecture(args)
 
 
 @register_model_architecture("ea_transformer", "ea_transformer_lite")
-def ea_transformer_lite(args):
+def ea_transformer_lite(args: argparse.Namespace) -> None:
     """``transformer_lite`` with evolving attention."""
     _default(args, ea_alpha=0.1)  # table 10
     _lite(args)
@@ -38,13 +41,13 @@ def ea_transformer_lite(args):
 
 
 @register_model_architecture("transformer", "transformer_lite")
-def transformer_lite(args):
+def transformer_lite(args: argparse.Namespace) -> None:
     """The baseline: a plain Transformer, all of whose dimensions are 160 (Wu et al., 2020; section 4.3)."""
     _lite(args)
     _bf16_needs_no_tpu(args)
     base_architecture(args)
 
 
-def _lite(args):
+def _lite(args: argparse.Namespace) -> None:
     _default(args, encoder_embed_dim=160, encoder_ffn_embed_dim=160, encoder_attention_heads=4)
     _default(args, decoder_attention_heads=4)

@@ -1,30 +1,55 @@
 """Multi-head attention whose maps evolve, in the place of fairseq's.
 
 Parameters, state-dict keys and calling convention are those of ``fairseq.modules.MultiheadAttention``, with
-``evolution.conv.{weight,bias}`` added. fairseq's own forward leaves for a fused kernel that never shows its maps, so
-the path from projections to context is written out here.
+``evolution.*`` added. fairseq's own forward leaves for a fused kernel that never shows its maps, so the path from
+projections to context is written out here.
+
+What belongs to one call travels with it, in an ``AttentionCall`` or in the incremental state. Nothing of a call is kept
+in a module, so that several threads may use one model.
 
 Axes: T target (query) length, S source (key) length, B batch, C channels, K heads, D = C / K. During beam search B
 counts beams, while keys and values of the encoder may be kept once per sentence: N sentences, B = N x beams.
 Masks: True = masked.
 """
 
-import functools
-import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
+from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from . import cpu, gpu
+from . import kernels
 from .evolution import Evolution, Geometry
-
-logger = logging.getLogger(__name__)
+from .kernels import Call, Result
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
+
+#: In a float mask, what is at most this is masked: fairseq writes -1e4, -1e8 or -inf. Anything else is added.
+MASKED_FROM = -9e3
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """What one call of an attention takes and gives beside fairseq's arguments.
+
+    It takes the place of ``key_padding_mask``, which fairseq's layers hand on as it is. Every call has one of its own.
+    """
+
+    key_padding: Tensor | None = None  # B x S
+    query_padding: Tensor | None = None  # B x T; rows that are outside of the map
+    attn_mask: Tensor | None = None  # T x S, as the attention's own argument
+    previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
+    keep_map: bool = False  # whether A_logit is wanted
+    a_logit: Tensor | None = None  # B x K x T x S, this layer's A_logit: put here by the attention, where it is wanted
+
+    @classmethod
+    def of(cls, key_padding_mask: "Tensor | AttentionCall | None") -> "AttentionCall":
+        """The call that stands in the place of a padding mask, or a new one with this mask."""
+        return key_padding_mask if isinstance(key_padding_mask, cls) else cls(key_padding_mask)
 
 
 class Maps(NamedTuple):
@@ -33,7 +58,7 @@ class Maps(NamedTuple):
     logits: Tensor  # scaled dot products
     hidden: Tensor | None  # broadcasts; True where the convolution sees zero
     previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
-    above: Tensor | None  # B x K x rows_above x S, A_input of the rows before these, step by step
+    above: Tensor | None  # B x K x rows_above x S, what the convolution read of the rows before these, step by step
     a_logit: Tensor  # evolved logits, before the mask
     weights: Tensor  # after mask and softmax, before dropout
 
@@ -44,7 +69,7 @@ class EvolvingAttention(MultiheadAttention):
     Set ``observer`` to be shown the :class:`Maps` of every call; it must not change them.
 
     Args:
-        geometry, alpha, beta, kernel_size: see :class:`Evolution`.
+        geometry, alpha, beta, kernel_size, rule, first, conv_layers, learn_mix: see :class:`Evolution`.
         plain: always use the plain composition of PyTorch's operations, which the kernels are tested against.
         embed_dim, num_heads, **kwargs: see fairseq's ``MultiheadAttention``.
 
@@ -61,13 +86,18 @@ class EvolvingAttention(MultiheadAttention):
         alpha: float = 0.0,
         beta: float = 0.1,
         kernel_size: int = 3,
+        rule: str = "evolving",
+        first: bool = False,
+        conv_layers: int = 1,
+        learn_mix: bool = False,
         plain: bool = False,
         **kwargs,
     ):
         super().__init__(embed_dim, num_heads, **kwargs)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
-        self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta)
+        options = {"rule": rule, "first": first, "conv_layers": conv_layers, "learn_mix": learn_mix}
+        self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta, **options)
         self.plain = plain
         self.observer: Callable[[Maps], None] | None = None
 
@@ -80,120 +110,137 @@ class EvolvingAttention(MultiheadAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        masked: Tensor | None,
-        padded_rows: Tensor | None,
-        previous: Tensor | None = None,
+        own: AttentionCall,
         state: IncrementalState | None = None,
         need_weights: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """From queries, keys and values to the output.
 
         Args:
             q: B x K x T x D.
             k, v: N x K x S x D.
-            masked: broadcasts to B x 1 x T x S; keys that must not be attended to.
-            padded_rows: B x T; queries that are padding.
-            previous: B x K x T x S, A_logit of the layer before.
+            own: its key_padding is B x S, of all keys; a_logit is put into it where it asks for the map.
             state: keeps what later steps need, in step-by-step decoding.
 
         Returns:
-            output T x B x C; A_logit, B x K x T x S, or None where no layer would use it (alpha = 0); attention weights
-            B x K x T x S, at least float32, before dropout, or None where they are not needed.
+            output T x B x C; attention weights B x K x T x S, at least float32, before dropout, or None where they are
+            not needed.
         """
+        call = self._call(q, k, v, own, state, need_weights)
+        if self.observer is not None:
+            self._show(call)
+        result = self._by_kernel(call)
+        if result is None:
+            result = self._compose(call)
+        if call.above is not None:
+            self.set_incremental_state(state, self.ROWS, {"rows": result.kept})
+        own.a_logit = result.a_logit
+        batch, _, length, _ = result.context.shape
+        context = result.context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)
+        return self.out_proj(context), result.weights
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own: AttentionCall,
+        state: IncrementalState | None,
+        need_weights: bool,
+    ) -> Call:
+        """The call as data, for the kernels and the plain composition alike."""
+        evolution, dropout = self.evolution, self.dropout_module
+        masked = combine(own.key_padding, own.attn_mask)
         hidden = masked  # from the convolution, padded rows are too
-        if padded_rows is not None:
-            rows = padded_rows[:, None, :, None]
+        if own.query_padding is not None:
+            rows = own.query_padding.bool()[:, None, :, None]
             hidden = rows if masked is None else masked | rows
-        maps = {"hidden": hidden, "masked": masked}
-        if state is not None:
-            context, a_logit, weights = self._step(q, k, v, **maps, state=state, need_weights=need_weights)
-        else:
-            context, a_logit, weights = self._evolve(q, k, v, **maps, previous=previous, need_weights=need_weights)
-        batch, _, length, _ = context.shape
-        context = context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)
-        return self.out_proj(context), a_logit if self.evolution.alpha > 0 else None, weights
+        bias = additive(own.attn_mask)
+        previous = own.previous if evolution.uses_previous else None
+        weight, conv_bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
+        if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
+            weight, conv_bias = weight.to(q.dtype), conv_bias.to(q.dtype)  # as autocast does for a convolution
+        return Call(
+            *(q, k, v, self.scaling, evolution.geometry, evolution.kernel_size),
+            coefficients=evolution.coefficients(previous is not None),
+            weight=weight,
+            bias=conv_bias,
+            given=None if bias is None else dot_products(q, k, self.scaling) + bias,
+            hidden=hidden,
+            masked=masked,
+            previous=previous,
+            above=self._rows_above(q, k, state),
+            step=state is not None,
+            dropout=dropout.p if dropout.training or dropout.apply_during_inference else 0.0,
+            keep_map=own.keep_map,
+            need_weights=need_weights,
+        )
 
-    def _evolve(self, q, k, v, hidden, masked, previous, need_weights):
-        """Whole maps at once, by the device's kernels or the plain composition: context, A_logit, weights."""
-        maps = {"hidden": hidden, "masked": masked, "previous": previous}
-        options = {"dropout": self.dropout_module.p if self.training else 0.0, "keep_map": self.evolution.alpha > 0}
-        if self.observer is not None:
-            self._show(q, k, v, **maps)
-        if self.plain or k.size(0) != q.size(0):
-            return self._compose(q, k, v, **maps)[:3]
-        if cpu.runs(q):
-            options |= {"scale": self.scaling, "need_weights": need_weights}
-            return cpu.evolving_attention(q, k, v, self.evolution, **maps, **options)
-        if not need_weights and _runs_on_gpu(q):
-            return *gpu.evolving_attention(q * self.scaling, k, v, self.evolution, **maps, **options), None
-        return self._compose(q, k, v, **maps)[:3]
+    def _by_kernel(self, call: Call) -> Result | None:
+        """The result by the device's kernels, or None where none knows this call."""
+        if (
+            self.plain
+            or not kernels.known(self.evolution)
+            or not kernels.untouched(self.dropout_module, FairseqDropout)
+        ):
+            return None
+        if self.evolution.stacked:
+            coefficients, previous = self.evolution.for_one_convolution(call.hidden, call.previous)
+            call = replace(call, coefficients=coefficients, previous=previous)
+        return kernels.attend(call)
 
-    def _step(self, q, k, v, hidden, masked, state, need_weights):
-        """The next rows of a decoder's maps: context, None, weights. Keeps what is above the rows after."""
-        above = self._rows_above(q, k, state)
-        maps = {"hidden": hidden, "masked": masked, "above": above}
-        if self.observer is not None:
-            self._show(q, k, v, **maps)
-        differentiable = torch.is_grad_enabled() and q.requires_grad  # the kernel for steps has no backward pass
-        if not self.plain and not differentiable and k.size(0) == q.size(0) and cpu.runs(q):
-            options = {"scale": self.scaling, "need_weights": need_weights}
-            context, kept, weights = cpu.evolving_step(q, k, v, self.evolution, **maps, **options)
-        else:
-            context, _, weights, kept = self._compose(q, k, v, **maps)
-        self._keep_rows(kept, state)
-        return context, None, weights
-
-    def _compose(self, q, k, v, hidden, masked, previous=None, above=None):
-        """The plain composition: context B x K x T x D; A_logit, weights and the rows above the next ones, maps all."""
-        logits = _per_sentence(torch.matmul, q * self.scaling, k.transpose(2, 3))  # B x K x T x S
-        mixed = self.evolution.mix(logits, hidden, previous)
+    def _compose(self, call: Call) -> Result:
+        """The result by the plain composition: PyTorch's operations one by one."""
+        logits, above = self._logits_and_rows_above(call)
+        a_logit = self.evolution(logits, call.hidden, call.previous, above)
         kept = None
         if above is not None:
-            above = _as_wide(above, mixed)
+            mixed = self.evolution.mix(logits, call.hidden, call.previous)
             kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
-        a_logit = self.evolution(mixed, above=above)
-        weights = _weights(a_logit, masked)
-        context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(v)), v)
-        return context, a_logit, weights, kept
+        weights = _weights(a_logit, call.masked)
+        context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(call.v)), call.v)
+        return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
+
+    def _logits_and_rows_above(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """B x K x T x S; B x K x rows_above x S or None, as wide as the logits."""
+        logits = dot_products(call.q, call.k, call.scale) if call.given is None else call.given
+        if call.above is None:
+            return logits, None
+        # Columns that are new lie in the future of earlier rows.
+        return logits, F.pad(call.above, (0, logits.size(3) - call.above.size(3)))
 
     @torch.no_grad()
-    def _show(self, q, k, v, hidden, masked, previous=None, above=None):
+    def _show(self, call: Call) -> None:
         """Show the observer the maps, computed once more, so that being observed changes nothing."""
-        logits = _per_sentence(torch.matmul, q * self.scaling, k.transpose(2, 3))
-        above = None if above is None else _as_wide(above, logits)
-        a_logit = self.evolution(logits, hidden, previous, above)
-        self.observer(Maps(logits, hidden, previous, above, a_logit, _weights(a_logit, masked)))
+        logits, above = self._logits_and_rows_above(call)
+        a_logit = self.evolution(logits, call.hidden, call.previous, above)
+        self.observer(Maps(logits, call.hidden, call.previous, above, a_logit, _weights(a_logit, call.masked)))
+
+    #: under this key the incremental state keeps what is above the next step's rows
+    ROWS = "evolution_rows"
 
     def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
-        """A_input of earlier steps' rows, B x K x rows_above x (the keys that there were): decoders have some."""
-        return None
-
-    def _keep_rows(self, rows: Tensor | None, state: IncrementalState | None) -> None:
-        """Keep the rows that are above the next step's."""
+        """What the convolution read of earlier steps' rows, B x K x rows_above x (keys that there were), or None."""
+        if state is None or self.evolution.rows_above == 0:
+            return None
+        saved = self.get_incremental_state(state, self.ROWS)
+        if saved is None:
+            return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2))
+        return saved["rows"]
 
 
 class EncoderSelfAttention(EvolvingAttention):
-    """Encoder self-attention: takes the map of the layer before, gives its own to the layer after.
-
-    fairseq's layer has no argument for maps. They travel beside its call: set ``previous_map`` before, and
-    ``take_map`` after.
-    """
+    """Encoder self-attention: takes the map of the layer before, gives its own to the layer after."""
 
     def __init__(self, embed_dim: int, num_heads: int, **kwargs):
         super().__init__(Geometry.ENCODER_SELF, embed_dim, num_heads, self_attention=True, **kwargs)
-        self.previous_map: Tensor | None = None  # B x K x S x S, A_logit of the layer before
-
-    def take_map(self) -> Tensor | None:
-        """A_logit of the last call, B x K x S x S, handed out once; None where no layer would use it (alpha = 0)."""
-        evolved, self.previous_map = self.previous_map, None
-        return evolved
 
     def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | AttentionCall | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         need_head_weights: bool = False,
@@ -202,21 +249,20 @@ class EncoderSelfAttention(EvolvingAttention):
 
         Args:
             query: S x B x C; keys and values are made of it too.
-            key_padding_mask: B x S.
-            attn_mask: S x S, anything but zero = masked.
+            key_padding_mask: B x S, or a call with maps: previous, keep_map and then a_logit.
+            attn_mask: S x S; see ``combine`` and ``additive``.
 
         Returns:
             output S x B x C; weights, if asked for, as ``averaged`` gives them.
         """
+        own = AttentionCall.of(key_padding_mask)
         q = self.split_heads(self.q_proj(query))
         k = self.split_heads(self.k_proj(query))
         v = self.split_heads(self.v_proj(query))
-        padded = None if key_padding_mask is None else key_padding_mask.bool()
-        masked = combine(padded, attn_mask)
-        wanted = need_weights or need_head_weights
-        output, self.previous_map, weights = self.attend(
-            q, k, v, masked, padded, self.previous_map, need_weights=wanted
-        )
+        padding = own.key_padding
+        complete = replace(own, query_padding=padding, attn_mask=attn_mask if attn_mask is not None else own.attn_mask)
+        output, weights = self.attend(q, k, v, complete, need_weights=need_weights or need_head_weights)
+        own.a_logit = complete.a_logit
         return output, averaged(weights, need_weights, need_head_weights)
 
 
@@ -227,19 +273,14 @@ class DecoderAttention(EvolvingAttention):
     last rows of the map, which belong to one beam each.
     """
 
-    ROWS = "evolution_rows"
     PROJECTION = "projection"
-
-    def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **kwargs):
-        super().__init__(geometry, embed_dim, num_heads, **kwargs)
-        self.query_padding_mask: Tensor | None = None  # B x T, set by the layer: its padded rows are outside of the map
 
     def forward(
         self,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | AttentionCall | None = None,
         incremental_state: IncrementalState | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
@@ -251,22 +292,24 @@ class DecoderAttention(EvolvingAttention):
         Args:
             query: T x B x C, T = 1 in step-by-step decoding.
             key, value: S x B x C; the same as query in self-attention.
-            key_padding_mask: B x S; of the new positions only, in self-attention step by step.
+            key_padding_mask: B x S, or a call with query_padding too; in self-attention the queries' padding, B x T,
+                which are the new positions only, step by step.
             incremental_state: keeps what earlier steps computed.
             static_kv: unused; the encoder's keys and values never change.
-            attn_mask: T x S, anything but zero = masked.
+            attn_mask: T x S; see ``combine`` and ``additive``.
 
         Returns:
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
         """
+        own = AttentionCall.of(key_padding_mask)
+        query_padding = own.query_padding if self.encoder_decoder_attention else own.key_padding
         q, k, v = self._project(query, key, incremental_state)
-        k, v, key_padding_mask = self._keys_and_values(k, v, key_padding_mask, incremental_state)
-        if key_padding_mask is not None and key_padding_mask.size(0) != q.size(0):
-            key_padding_mask = key_padding_mask.repeat_interleave(q.size(0) // key_padding_mask.size(0), dim=0)
-        masked = combine(key_padding_mask, attn_mask)
-        wanted = need_weights or need_head_weights
-        output, _, weights = self.attend(
-            q, k, v, masked, self.query_padding_mask, state=incremental_state, need_weights=wanted
+        k, v, padding = self._keys_and_values(k, v, own.key_padding, incremental_state)
+        if padding is not None and padding.size(0) != q.size(0):
+            padding = padding.repeat_interleave(q.size(0) // padding.size(0), dim=0)
+        complete = AttentionCall(padding, query_padding, attn_mask)
+        output, weights = self.attend(
+            q, k, v, complete, incremental_state, need_weights=need_weights or need_head_weights
         )
         return output, averaged(weights, need_weights, need_head_weights)
 
@@ -281,13 +324,13 @@ class DecoderAttention(EvolvingAttention):
             if state is not None and self.beam_size > 1 and key.size(1) == query.size(1):
                 key = key[:, :: self.beam_size]  # the beams of a sentence look at the same source: once is enough
             return q, self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-        if state is None or torch.is_grad_enabled() or type(self.q_proj) is not nn.Linear:
-            projections = (project(query) for project in (self.q_proj, self.k_proj, self.v_proj))
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if state is None or torch.is_grad_enabled() or not all(kernels.untouched(part, nn.Linear) for part in parts):
+            projections = (part(query) for part in parts)
         else:
             # For a token at a time, one product is faster than three. The weights cannot change while a state lives.
             saved = self.get_incremental_state(state, self.PROJECTION)
             if saved is None:
-                parts = (self.q_proj, self.k_proj, self.v_proj)
                 bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
                 saved = {"weight": torch.cat([part.weight for part in parts]), "bias": bias}
                 self.set_incremental_state(state, self.PROJECTION, saved)
@@ -311,18 +354,6 @@ class DecoderAttention(EvolvingAttention):
             self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
 
-    def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
-        if state is None or self.evolution.rows_above == 0:
-            return None
-        saved = self.get_incremental_state(state, self.ROWS)
-        if saved is None:
-            return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2))
-        return saved["rows"]
-
-    def _keep_rows(self, rows: Tensor | None, state: IncrementalState | None) -> None:
-        if state is not None and self.evolution.rows_above > 0:
-            self.set_incremental_state(state, self.ROWS, {"rows": rows})
-
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
         """Follow beam search: beam b continues what was beam new_order[b]."""
         # fairseq moves keys and values, and may leave the encoder's where they are: beams share them. Rows move always.
@@ -334,25 +365,32 @@ class DecoderAttention(EvolvingAttention):
 
 
 def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-    """What the softmax must not see: B x S and T x S, each optional, -> bool that broadcasts to B x K x T x S."""
+    """What the softmax must not see: bool that broadcasts to B x K x T x S, or None.
+
+    Args:
+        key_padding_mask: B x S; anything but zero = masked.
+        attn_mask: T x S. Of floats, what is at most ``MASKED_FROM`` is masked, and ``additive`` gives the rest; of any
+            other type, anything but zero is masked.
+    """
     masked = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
     if attn_mask is None:
         return masked
-    attn_mask = attn_mask.bool()[None, None]
+    if attn_mask.dim() != 2:
+        raise ValueError(f"attn_mask must be T x S, and has the shape {tuple(attn_mask.shape)}")
+    attn_mask = (attn_mask <= MASKED_FROM if attn_mask.is_floating_point() else attn_mask.bool())[None, None]
     return attn_mask if masked is None else masked | attn_mask
 
 
-def _runs_on_gpu(q: Tensor) -> bool:
-    """Whether the GPU's kernels can take these queries; where a GPU has none, a line in the log says why."""
-    reason = gpu.unavailable(q)
-    if reason is not None and q.is_cuda:
-        _log_once(f"evolving attention takes its slower way on the GPU: {reason}")
-    return reason is None
+def additive(attn_mask: Tensor | None) -> Tensor | None:
+    """What a mask of floats adds to the logits, T x S; None for masks of another type, which add nothing."""
+    if attn_mask is None or not attn_mask.is_floating_point():
+        return None
+    return attn_mask.masked_fill(attn_mask <= MASKED_FROM, 0)
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)
+def dot_products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """B x K x T x D, N x K x S x D -> scaled dot products, B x K x T x S."""
+    return _per_sentence(torch.matmul, q * scale, k.transpose(2, 3))
 
 
 def _weights(a_logit: Tensor, masked: Tensor | None) -> Tensor:
@@ -379,11 +417,6 @@ def _per_sentence(matmul, x: Tensor, shared: Tensor) -> Tensor:
     x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
     product = matmul(x.reshape(sentences, heads, -1, width), shared).view(sentences, heads, -1, length, shared.size(3))
     return product.transpose(1, 2).reshape(batch, heads, length, shared.size(3))
-
-
-def _as_wide(above: Tensor, rows: Tensor) -> Tensor:
-    """Rows above, B x K x _ x (at most S), as wide as these: columns that are new lie in the future of earlier rows."""
-    return F.pad(above, (0, rows.size(3) - above.size(3)))
 
 
 def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new_keys: Tensor) -> Tensor | None:

@@ -72,12 +72,22 @@ class Rule:
     later: Callable[[Share, Share], Coefficients]
     #: whether it applies to decoders too; else their attention is the plain Transformer's
     in_decoders: bool = False
-    #: whether several convolutions may stand where one does
+    #: whether several convolutions may stand where one does: only where they read the previous map alone
     stackable: bool = False
 
     def coefficients(self, alpha: Share, beta: Share, has_previous: bool) -> Coefficients:
         """The five numbers for a layer with or without a previous map."""
         return (self.later if has_previous else self.first)(alpha, beta)
+
+    def changes(self, alpha: float, beta: float, has_previous: bool) -> bool:
+        """Whether A_logit is anything but the layer's own logits."""
+        _, _, c, d, e = self.coefficients(alpha, beta, has_previous)
+        return (c, d, e) != (0, 0, 1)
+
+    def uses_previous(self, alpha: float, beta: float) -> bool:
+        """Whether a previous map has any effect where there is one: else none need be handed on."""
+        a, _, c, d, _ = self.later(alpha, beta)
+        return d != 0 or (c != 0 and a != 0)
 
     def depends_on(self, has_previous: bool) -> tuple[bool, bool]:
         """Whether a layer's coefficients change with alpha, and whether they change with beta."""
@@ -159,20 +169,19 @@ class Evolution(nn.Module):
         self.geometry = geometry
         self.kernel_size = kernel_size
         self.rule = rule
-        self.takes_map = geometry == Geometry.ENCODER_SELF and not first
-        uses_alpha, uses_beta = RULES[rule].depends_on(self.takes_map)
+        takes_map = geometry == Geometry.ENCODER_SELF and not first
+        learns_alpha, learns_beta = RULES[rule].depends_on(takes_map) if learn_mix else (False, False)
+        self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learns_alpha else alpha
+        self.beta = nn.Parameter(torch.tensor(float(beta))) if learns_beta else beta
         if learn_mix:
-            most = RULES[rule].coefficients(1.0, 1.0, self.takes_map)
-        else:
-            most = RULES[rule].coefficients(alpha, beta, self.takes_map)
-        self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learn_mix and uses_alpha else alpha
-        self.beta = nn.Parameter(torch.tensor(float(beta))) if learn_mix and uses_beta else beta
-        #: whether a map of the layer before has any effect: else none need be handed to this layer
-        self.uses_previous = self.takes_map and (most.d != 0 or (most.c != 0 and most.a != 0))
-        self.conv = nn.Conv2d(heads, heads, kernel_size) if most.c != 0 else None
+            alpha = beta = 1.0  # what is learnt may come to be anything
+        #: whether a map of the layer before has any effect
+        self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta)
+        convolves = RULES[rule].coefficients(alpha, beta, takes_map).c != 0
+        self.conv = nn.Conv2d(heads, heads, kernel_size) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
         self.stacked = nn.ModuleList(
-            nn.Conv2d(heads, heads, kernel_size) for _ in range(conv_layers - 1 if self.conv is not None else 0)
+            nn.Conv2d(heads, heads, kernel_size) for _ in range(conv_layers - 1 if convolves else 0)
         )
 
     @property
@@ -204,7 +213,8 @@ class Evolution(nn.Module):
             return _weighted(d, previous, e, logits)
         mixed = self.mix(logits, hidden, previous)
         carried = mixed if _same(a, d) and _same(b, e) else _weighted(d, previous, e, logits)
-        return torch.lerp(carried, F.relu(self.convolve(mixed, above, hidden)), c)
+        convolved = F.relu(self.convolve(mixed, above, hidden))
+        return torch.lerp(carried, convolved, c.type_as(carried) if isinstance(c, Tensor) else c)
 
     def mix(self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None) -> Tensor:
         """What the convolution reads, zero at hidden places. Arguments and result as in ``forward``."""
@@ -224,6 +234,12 @@ class Evolution(nn.Module):
         for conv in self.stacked:
             mixed = _hide(F.relu(self._convolve(conv, mixed)), hidden)
         return mixed
+
+    def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> tuple[Coefficients, Tensor | None]:
+        """Coefficients and previous map for something that computes the same with one convolution, ``conv``."""
+        if self.stacked and previous is not None:
+            previous = self.before_last(_hide(previous, hidden), hidden)
+        return self.coefficients(previous is not None), previous
 
     def _convolve(self, conv: nn.Conv2d, maps: Tensor, above: Tensor | None = None) -> Tensor:
         weight, bias = conv.weight, conv.bias
@@ -272,11 +288,9 @@ def _same(share: Share, other: Share) -> bool:
 
 
 def _weighted(of_previous: Share, previous: Tensor | None, of_logits: Share, logits: Tensor) -> Tensor:
-    """of_previous * previous + of_logits * logits; what has no share is not touched, infinities included."""
+    """of_previous * previous + of_logits * logits"""
     if previous is None or _is(of_previous, 0):
         return logits if _is(of_logits, 1) else of_logits * logits
-    if _is(of_logits, 0):
-        return previous if _is(of_previous, 1) else of_previous * previous
     if not isinstance(of_previous, Tensor) and of_previous + of_logits == 1:
         return torch.lerp(logits, previous, of_previous)
     return of_previous * previous + of_logits * logits

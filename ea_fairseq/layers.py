@@ -1,28 +1,22 @@
 """fairseq's encoder and decoder layers with evolving attention in them.
 
-A kind of attention with alpha = beta = 0 evolves nothing, and is fairseq's own. The encoder's layer also carries the
-map from layer to layer.
+A kind of attention that evolves nothing is fairseq's own. The encoder's layer also carries the map from layer to layer.
 """
 
+from typing import Any
+
+from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from .attention import DecoderAttention, EncoderSelfAttention
+from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from .evolution import Geometry
+from .options import Settings
 
 
-def _beta(cfg, kind: str) -> float:
-    """beta of one kind of attention ("encoder", "decoder", "cross"): its own if given, else the common one."""
-    own = getattr(cfg, f"ea_{kind}_beta", None)
-    return cfg.ea_beta if own is None else own
-
-
-def _evolving(layer, cfg, kind: str) -> dict:
-    """What the attentions of a layer have in common, as keyword arguments."""
+def _common(layer: nn.Module, cfg: Any) -> dict[str, Any]:
+    """What fairseq gives the attentions of a layer, as keyword arguments."""
     return {
-        "beta": _beta(cfg, kind),
-        "kernel_size": cfg.ea_kernel_size,
-        "plain": getattr(cfg, "ea_plain", False),  # checkpoints may be older than this
         "dropout": cfg.attention_dropout,
         "q_noise": layer.quant_noise,
         "qn_block_size": layer.quant_noise_block_size,
@@ -30,16 +24,27 @@ def _evolving(layer, cfg, kind: str) -> dict:
 
 
 class EAEncoderLayer(TransformerEncoderLayerBase):
-    """Takes x: S x B x C and the map of the layer before; gives x and its own map, B x K x S x S."""
+    """Takes x: S x B x C and the map of the layer before; gives x and its own map, B x K x S x S.
 
-    def build_self_attention(self, embed_dim, cfg):
-        if cfg.ea_alpha == _beta(cfg, "encoder") == 0:
+    Args:
+        cfg: fairseq's configuration.
+        first: whether this is the first layer, which gets no map.
+    """
+
+    def __init__(self, cfg: Any, first: bool = False):
+        self._first = first  # for build_self_attention, which the next line calls
+        super().__init__(cfg)
+        self.evolves = Settings.of(cfg).evolves(Geometry.ENCODER_SELF)
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> MultiheadAttention:
+        settings = Settings.of(cfg)
+        if not settings.evolves(Geometry.ENCODER_SELF):
             return super().build_self_attention(embed_dim, cfg)
         return EncoderSelfAttention(
             embed_dim,
             cfg.encoder.attention_heads,
-            alpha=cfg.ea_alpha,
-            **_evolving(self, cfg, "encoder"),
+            **settings.attention(Geometry.ENCODER_SELF, self._first),
+            **_common(self, cfg),
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
 
@@ -49,6 +54,7 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
         encoder_padding_mask: Tensor | None,
         attn_mask: Tensor | None = None,
         previous_map: Tensor | None = None,
+        keep_map: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As fairseq's, with maps.
 
@@ -57,51 +63,71 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
             encoder_padding_mask: B x S, or None where nothing is padded.
             attn_mask: S x S, anything but zero = masked.
             previous_map: B x K x S x S, A_logit of the layer before; None in the first layer.
+            keep_map: whether a layer after this one wants its map.
 
         Returns:
-            x; this layer's A_logit, or None where alpha = 0.
+            x; this layer's A_logit, or None where it is not wanted.
         """
-        if not isinstance(self.self_attn, EncoderSelfAttention):
+        if not self.evolves:
             return super().forward(x, encoder_padding_mask, attn_mask), None
-        self.self_attn.previous_map = previous_map
-        x = super().forward(x, encoder_padding_mask, attn_mask)
-        return x, self.self_attn.take_map()
+        masked = None if attn_mask is None else attn_mask.bool()
+        call = AttentionCall(encoder_padding_mask, attn_mask=masked, previous=previous_map, keep_map=keep_map)
+        return super().forward(x, call), call.a_logit
 
 
 class EADecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer; each of its two attentions evolves unless its beta is 0."""
 
-    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        if _beta(cfg, "decoder") == 0:
+    def __init__(self, cfg: Any, no_encoder_attn: bool = False, add_bias_kv: bool = False, add_zero_attn: bool = False):
+        super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)
+        self.cross_evolves = not no_encoder_attn and Settings.of(cfg).evolves(Geometry.ENCODER_DECODER)
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> MultiheadAttention:
+        settings = Settings.of(cfg)
+        if not settings.evolves(Geometry.DECODER_SELF):
             return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
         return DecoderAttention(
             Geometry.DECODER_SELF,
             embed_dim,
             cfg.decoder.attention_heads,
-            **_evolving(self, cfg, "decoder"),
+            **settings.attention(Geometry.DECODER_SELF),
+            **_common(self, cfg),
             self_attention=True,
             add_bias_kv=add_bias_kv,
             add_zero_attn=add_zero_attn,
             xformers_att_config=cfg.decoder.xformers_att_config,
         )
 
-    def build_encoder_attention(self, embed_dim, cfg):
-        if _beta(cfg, "cross") == 0:
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> MultiheadAttention:
+        settings = Settings.of(cfg)
+        if not settings.evolves(Geometry.ENCODER_DECODER):
             return super().build_encoder_attention(embed_dim, cfg)
         return DecoderAttention(
             Geometry.ENCODER_DECODER,
             embed_dim,
             cfg.decoder.attention_heads,
-            **_evolving(self, cfg, "cross"),
+            **settings.attention(Geometry.ENCODER_DECODER),
+            **_common(self, cfg),
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
             encoder_decoder_attention=True,
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
 
-    def forward(self, x, encoder_out=None, *args, self_attn_padding_mask: Tensor | None = None, **kwargs):
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        *args: Any,
+        self_attn_padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Any]:
         """As fairseq's. self_attn_padding_mask, B x T, also tells both attentions which rows are padding."""
-        for attention in (self.self_attn, self.encoder_attn):
-            if isinstance(attention, DecoderAttention):
-                attention.query_padding_mask = self_attn_padding_mask
-        return super().forward(x, encoder_out, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
+        if self.cross_evolves:
+            encoder_padding_mask = AttentionCall(encoder_padding_mask, query_padding=self_attn_padding_mask)
+        return super().forward(
+            *(x, encoder_out, encoder_padding_mask, *args), self_attn_padding_mask=self_attn_padding_mask, **kwargs
+        )

@@ -1,10 +1,9 @@
-"""The Evolving Attention Transformer for translation: encoder, decoder, model and its options."""
+"""The Evolving Attention Transformer for translation: encoder, decoder and model."""
 
-import argparse
 import logging
-import sys
+from typing import Any
 
-from fairseq import options
+import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -16,7 +15,9 @@ from fairseq.models.transformer import (
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
+from .evolution import Geometry
 from .layers import EADecoderLayer, EAEncoderLayer
+from .options import Settings, add_options, check_options
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,14 @@ logger = logging.getLogger(__name__)
 class EATransformerEncoder(TransformerEncoderBase):
     """fairseq's Transformer encoder, which threads the attention maps from layer to layer."""
 
-    def build_encoder_layer(self, cfg):
-        return _wrapped(EAEncoderLayer(cfg), cfg)
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
+        self._layers_built = 0
+        super().__init__(cfg, *args, **kwargs)
+        self.hands_on_maps = Settings.of(cfg).hands_on_maps
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        self._layers_built += 1
+        return _wrapped(EAEncoderLayer(cfg, first=self._layers_built == 1), cfg)
 
     def forward(
         self,
@@ -47,7 +54,7 @@ class EATransformerEncoder(TransformerEncoderBase):
             B x S, encoder_embedding B x S x C, src_lengths B x 1, and encoder_states, S x B x C each.
         """
         padding = src_tokens.eq(self.padding_idx)
-        any_padding = bool(padding.any())
+        any_padding = _is_recorded() or bool(padding.any())
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if any_padding:
             x = x.masked_fill(padding.unsqueeze(-1), 0)
@@ -56,8 +63,10 @@ class EATransformerEncoder(TransformerEncoderBase):
         states = [x] if return_all_hiddens else []
         # With LayerDrop, the map comes from the last layer that ran.
         evolved = None
-        for layer in self.layers:
-            x, evolved = layer(x, padding if any_padding else None, previous_map=evolved)
+        layers = list(self.layers)
+        for number, layer in enumerate(layers, 1):
+            wanted = self.hands_on_maps and number < len(layers)
+            x, evolved = layer(x, padding if any_padding else None, previous_map=evolved, keep_map=wanted)
             if return_all_hiddens:
                 states.append(x)
         if self.layer_norm is not None:
@@ -77,8 +86,38 @@ class EATransformerEncoder(TransformerEncoderBase):
 class EATransformerDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder with evolving attention in its layers."""
 
-    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
+        super().__init__(cfg, *args, **kwargs)
+        self.self_attention_evolves = Settings.of(cfg).evolves(Geometry.DECODER_SELF)
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor:
+        """The future, T x T: bool where attention evolves, for a mask of floats would have to be searched for numbers.
+
+        fairseq's is kept in the module, where a second thread may replace it; this one is not.
+
+        Args:
+            tensor: T x B x C.
+        """
+        if not self.self_attention_evolves:
+            return super().buffered_future_mask(tensor)
+        length = tensor.size(0)
+        return torch.ones(length, length, dtype=torch.bool, device=tensor.device).triu(1)
+
+    @property
+    def cross_self_attention(self) -> bool:
+        """Whether fairseq's decoder makes a padding mask without looking first whether anything is padded.
+
+        The option of this name is refused (see ``check_options``). While a model is recorded the answer is yes: a
+        branch that depends on the data cannot be recorded.
+        """
+        return _is_recorded()
+
+    @cross_self_attention.setter
+    def cross_self_attention(self, value: bool) -> None:
+        pass
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order: Tensor) -> None:
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
@@ -88,89 +127,16 @@ class EATransformerDecoder(TransformerDecoderBase):
                     attention.reorder_incremental_state(incremental_state, new_order)
 
 
-def _wrapped(layer: nn.Module, cfg) -> nn.Module:
+def _is_recorded() -> bool:
+    """Whether torch.jit.trace, torch.compile or torch.export are recording what the model does."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Activation checkpointing and FSDP, as fairseq applies them to a layer of its own."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
-
-
-def fraction(value) -> float:
-    """A number from 0 to 1, from the command line or from a checkpoint."""
-    number = float(value)
-    if not 0 <= number <= 1:  # also refuses NaN
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {value}")
-    return number
-
-
-def kernel_size(value) -> int:
-    """A positive odd number."""
-    number = int(value)
-    if number != float(value) or number < 1 or number % 2 == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive odd number, not {value}")
-    return number
-
-
-#: flag -> (type, help)
-OPTIONS = {
-    "--ea-alpha": (fraction, "share of the previous layer's attention map in each encoder layer from the second on"),
-    "--ea-beta": (fraction, "share of the convolution in the maps of all three kinds of attention; 0: none"),
-    "--ea-encoder-beta": (fraction, "in place of --ea-beta in encoder self-attention"),
-    "--ea-decoder-beta": (fraction, "in place of --ea-beta in decoder self-attention"),
-    "--ea-cross-beta": (fraction, "in place of --ea-beta in encoder-decoder attention"),
-    "--ea-kernel-size": (kernel_size, "the convolutions' kernel is as wide and as high as this odd number"),
-}
-
-
-def add_options(parser) -> None:
-    """Add ``OPTIONS`` to an argument parser or group; defaults are the architecture's to set."""
-    for flag, (parse, text) in OPTIONS.items():
-        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="N", help=text)
-    parser.add_argument(
-        "--ea-plain",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="maps by PyTorch's own operations one by one: slower, for comparison with the kernels",
-    )
-
-
-def show_options_in_help() -> None:
-    """Have ``fairseq-train --help`` list our options: by itself it ends before it asks the model for any."""
-    if not {"-h", "--help"}.intersection(sys.argv):
-        return
-    add_model_args = options.add_model_args
-
-    def add_model_args_and_ours(parser):
-        add_options(parser.add_argument_group("Evolving Attention (--arch ea_transformer_base, ea_transformer_lite)"))
-        return add_model_args(parser)
-
-    options.add_model_args = add_model_args_and_ours
-
-
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def check_options(args) -> None:
-    """Refuse what cannot work, naming flag and value.
-
-    Raises:
-        ValueError: alpha or beta outside of [0, 1], an even kernel, heads that do not divide the dimension.
-    """
-    for flag, (parse, _) in OPTIONS.items():
-        value = getattr(args, _attribute(flag), None)
-        if value is None:
-            continue
-        try:
-            setattr(args, _attribute(flag), parse(value))
-        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
-            raise ValueError(f"{flag} {value}: {error}") from None
-    for side in ("encoder", "decoder"):
-        dim, heads = getattr(args, f"{side}_embed_dim"), getattr(args, f"{side}_attention_heads")
-        if heads < 1 or dim % heads:
-            raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
-    if getattr(args, "cross_self_attention", False):
-        raise ValueError("--cross-self-attention has no map geometry of its own in the paper; leave it out")
 
 
 @register_model("ea_transformer")

@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_fairseq import cpu
+from ea_fairseq import kernels
 
 REPO = Path(__file__).parent.parent
 # What pyproject.toml makes importable here, for the processes that tests start.
@@ -32,11 +32,24 @@ def _seed():
 
 @pytest.fixture(params=["kernel", "plain"])
 def each_way(request, monkeypatch):
-    """Once by the CPU's kernel, once by the plain composition: promises hold on both."""
+    """Once by the CPU's kernel, once by the plain composition: promises hold on both.
+
+    At the end of a test that ran the kernel's way, the kernel must have been used: else nothing was shown.
+    """
     if request.param == "plain":
-        monkeypatch.setattr(cpu, "runs", lambda q: False)
-    else:
-        assert cpu.runs(torch.ones(1)), "no kernel to test: is there a C compiler?"
+        monkeypatch.setattr(kernels, "attend", lambda call: None)
+        yield
+        return
+    used, attend = [], kernels.attend
+
+    def watched(call):
+        result = attend(call)
+        used.append(result is not None)
+        return result
+
+    monkeypatch.setattr(kernels, "attend", watched)
+    yield
+    assert any(used) or not used, "no kernel took any call: is there a C compiler?"
 
 
 def dictionary(size=20):

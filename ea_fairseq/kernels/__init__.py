@@ -13,7 +13,7 @@ from ..evolution import Evolution
 from . import cpu, gpu
 from .call import Call, Result
 
-__all__ = ["Call", "Result", "attend", "known"]
+__all__ = ["Call", "Result", "attend", "known", "untouched"]
 
 
 def attend(call: Call) -> Result | None:
@@ -29,23 +29,21 @@ def attend(call: Call) -> Result | None:
 def known(evolution: nn.Module) -> bool:
     """Whether a kernel may stand for this module: it is an ``Evolution``, nothing more, and nobody listens to it.
 
-    A subclass may compute anything, and hooks would not be called.
+    A subclass may compute anything.
     """
+    if not untouched(evolution, Evolution):
+        return False
     convolutions = [] if evolution.conv is None else [evolution.conv, *evolution.stacked]
-    return (
-        type(evolution) is Evolution
-        and all(type(conv) is nn.Conv2d for conv in convolutions)
-        and not any(_is_changed(module) for module in [evolution, *convolutions])
-    )
+    return all(untouched(conv, nn.Conv2d) for conv in convolutions)
 
 
-def _is_changed(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own in the place of its class's."""
+def untouched(module: nn.Module, kind: type) -> bool:
+    """Whether a module is of this very class, with its class's forward, and without hooks, which no kernel calls."""
     hooks = (
         *(module._forward_hooks, module._forward_pre_hooks),
         *(module._backward_hooks, module._backward_pre_hooks),
     )
-    return any(hooks) or "forward" in vars(module)
+    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
 
 
 def _is_looked_at() -> bool:

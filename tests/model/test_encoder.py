@@ -48,10 +48,20 @@ def test_gradients_reach_an_earlier_layers_logits_through_the_maps():
     model = build("ea_transformer_base", "--ea-alpha", 0.5)
     first, second = model.encoder.layers[:2]
     x = torch.randn(5, 2, 16)
-    y, evolved = first(x, None)
+    y, evolved = first(x, None, keep_map=True)
     second(y.detach(), None, previous_map=evolved)[0].pow(2).sum().backward()
     assert first.self_attn.q_proj.weight.grad.abs().sum() > 0
     assert first.fc1.weight.grad is None
+
+
+@pytest.mark.parametrize("alpha, wanted", [(0.5, [True, True, False]), (0, [False, False, False])])
+def test_only_maps_that_somebody_reads_are_handed_on(alpha, wanted):
+    model = build("ea_transformer_base", "--ea-alpha", alpha)
+    handed_on = []
+    for layer in model.encoder.layers:
+        layer.register_forward_hook(lambda layer, args, output: handed_on.append(output[1] is not None))
+    model.encoder(batch([6, 4]))
+    assert handed_on == wanted
 
 
 @torch.no_grad()

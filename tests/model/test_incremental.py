@@ -76,15 +76,14 @@ def test_padding_within_the_prefix(padded_step):
     padding = torch.zeros(2, length, dtype=torch.bool)
     padding[1, padded_step] = True
     future = torch.full((length, length), -torch.inf).triu(1)
-    module.query_padding_mask = padding
     expected, _ = module(x, x, x, key_padding_mask=padding, attn_mask=future)
 
     state = {}
     for step in range(length):
         now = x[step : step + 1]
         mask = padding[:, step : step + 1]
-        module.query_padding_mask = mask if mask.any() else None  # as fairseq's decoder does it
-        output, _ = module(now, now, now, key_padding_mask=module.query_padding_mask, incremental_state=state)
+        mask = mask if mask.any() else None  # as fairseq's decoder does it
+        output, _ = module(now, now, now, key_padding_mask=mask, incremental_state=state)
         assert output.isfinite().all()
         real = ~padding[:, step]
         assert_close(output[0][real], expected[step][real], rtol=1e-5, atol=1e-6)

@@ -79,13 +79,6 @@ def test_ablations_remove_exactly_their_convolutions_and_run(flags, kinds):
     assert set(model.state_dict()) - convolution_keys(model) == set(stock.state_dict())
 
 
-def test_alpha_zero_hands_on_no_map():
-    model = build("ea_transformer_base", "--ea-alpha", 0)
-    layer = model.encoder.layers[0]
-    _, evolved = layer(torch.randn(4, 1, 16), None)
-    assert evolved is None
-
-
 def test_the_skip_connection_reaches_the_next_layer():
     """Changing how the first layer attends changes the second layer's logits only through the skip connection."""
     model = build("ea_transformer_base", "--ea-alpha", 0.5)

@@ -5,7 +5,7 @@ import torch
 from helpers import reference
 from torch.testing import assert_close
 
-from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from ea_fairseq.evolution import Geometry
 
 C, K, T, S = 6, 3, 5, 4
@@ -42,9 +42,9 @@ def test_two_encoder_layers(alpha, beta, k, padding):
 
     fast, previous = x.unsqueeze(1), None
     for layer in layers:
-        layer.previous_map = previous
-        fast, _ = layer(fast, key_padding_mask=padding[None])
-        previous = layer.take_map()
+        call = AttentionCall(padding[None], previous=previous, keep_map=True)
+        fast, _ = layer(fast, key_padding_mask=call)
+        previous = call.a_logit
     slow, previous = x, None
     for layer in layers:
         slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
@@ -58,7 +58,6 @@ def test_decoder_self_attention(beta, k, padding):
     x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
     padding = torch.tensor(padding, dtype=torch.bool)
     future = torch.full((T, T), -torch.inf).triu(1)
-    module.query_padding_mask = padding[None]
     fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
     slow, _ = reference.attention(module, x, x, "decoder", padding, padding)
     compare(module, fast[~padding, 0], slow[~padding], [x])
@@ -77,8 +76,8 @@ def test_encoder_decoder_attention(beta, k, source_padding, target_padding):
     y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
     source_padding = torch.tensor(source_padding, dtype=torch.bool)
     target_padding = torch.tensor(target_padding, dtype=torch.bool)
-    module.query_padding_mask = target_padding[None]
-    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=source_padding[None])
+    call = AttentionCall(source_padding[None], query_padding=target_padding[None])
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=call)
     slow, _ = reference.attention(module, x, y, "cross", target_padding, source_padding)
     real = ~target_padding
     compare(module, fast[real, 0], slow[real], [x, y])

@@ -1,0 +1,206 @@
+"""The flags of evolving attention: what they mean, what is refused, and what a layer is built from.
+
+They are the same for every model. A model with one side only has no use for the flags of the other side's attention,
+and ``check_options`` does not ask it for that side's sizes.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq import options as fairseq_options
+
+from .evolution import RULES, Geometry
+
+
+def fraction(value: Any) -> float:
+    """A number from 0 to 1, from the command line or from a checkpoint."""
+    number = float(value)
+    if not 0 <= number <= 1:  # also refuses NaN
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {value}")
+    return number
+
+
+def kernel_size(value: Any) -> int:
+    """A positive odd number."""
+    number = int(value)
+    if number != float(value) or number < 1 or number % 2 == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive odd number, not {value}")
+    return number
+
+
+def rule(value: Any) -> str:
+    """The name of a rule."""
+    if value not in RULES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(RULES)}, not {value}")
+    return value
+
+
+def conv_layers(value: Any) -> int:
+    """1, 2 or 3."""
+    number = int(value)
+    if number != float(value) or number not in (1, 2, 3):
+        raise argparse.ArgumentTypeError(f"must be 1, 2 or 3, not {value}")
+    return number
+
+
+#: flag -> (type, help). None stands for "not given" where one flag replaces another.
+OPTIONS = {
+    "--ea-alpha": (
+        fraction,
+        "share of the previous layer's attention map in each encoder layer from the second on; with --ea-rule "
+        "predictive the convolution's share (the authors' code for images calls this one beta)",
+    ),
+    "--ea-beta": (
+        fraction,
+        "share of the convolution in the maps of all three kinds of attention; 0: none (the authors' code for images "
+        "calls this one alpha)",
+    ),
+    "--ea-encoder-beta": (fraction, "in place of --ea-beta in encoder self-attention"),
+    "--ea-decoder-beta": (fraction, "in place of --ea-beta in decoder self-attention"),
+    "--ea-cross-beta": (fraction, "in place of --ea-beta in encoder-decoder attention"),
+    "--ea-kernel-size": (kernel_size, "the convolutions' kernel is as wide and as high as this odd number"),
+    "--ea-rule": (rule, f"how maps evolve: {', '.join(RULES)}"),
+    "--ea-conv-layers": (conv_layers, "with --ea-rule predictive: this many convolutions, one after the other"),
+}
+
+#: flag -> help, for those that take no value
+SWITCHES = {
+    "--ea-learn-mix": "make alpha and beta parameters of each layer, which start at the values given",
+    "--ea-plain": "maps by PyTorch's own operations one by one: slower, for comparison with the kernels",
+}
+
+#: What a flag is where neither the command line, nor a preset, nor an older checkpoint says anything.
+DEFAULTS: dict[str, Any] = {
+    **{"ea_alpha": 0.1, "ea_beta": 0.1, "ea_encoder_beta": None, "ea_decoder_beta": None, "ea_cross_beta": None},
+    **{"ea_kernel_size": 3, "ea_rule": "evolving", "ea_conv_layers": 1, "ea_learn_mix": False, "ea_plain": False},
+}
+
+
+def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add all flags to an argument parser or group; defaults are the architecture's to set."""
+    for flag, (parse, text) in OPTIONS.items():
+        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="N", help=text)
+    for flag, text in SWITCHES.items():
+        parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def show_options_in_help() -> None:
+    """Have ``fairseq-train --help`` list our options: by itself it ends before it asks the model for any."""
+    if not {"-h", "--help"}.intersection(sys.argv):
+        return
+    add_model_args = fairseq_options.add_model_args
+
+    def add_model_args_and_ours(parser: argparse.ArgumentParser) -> Any:
+        add_options(parser.add_argument_group("Evolving Attention (--arch ea_transformer_base, ea_transformer_lite)"))
+        return add_model_args(parser)
+
+    fairseq_options.add_model_args = add_model_args_and_ours
+
+
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder", "decoder")) -> None:
+    """Refuse what cannot work, naming flag and value.
+
+    Args:
+        args: what the command line or a checkpoint says. Values are brought to their types.
+        sides: the sides that the model has: "encoder", "decoder" or both.
+
+    Raises:
+        ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule, options that a rule does not have,
+            heads that do not divide the dimension.
+    """
+    for flag, (parse, _) in OPTIONS.items():
+        value = getattr(args, _attribute(flag), None)
+        if value is None:
+            continue
+        try:
+            setattr(args, _attribute(flag), parse(value))
+        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+            raise ValueError(f"{flag} {value}: {error}") from None
+    settings = Settings.of(args)
+    chosen = RULES[settings.rule]
+    if settings.conv_layers > 1 and not chosen.stackable:
+        stackable = ", ".join(name for name, other in RULES.items() if other.stackable)
+        raise ValueError(
+            f"--ea-conv-layers {settings.conv_layers}: --ea-rule {settings.rule} has one convolution or none; "
+            f"several are for --ea-rule {stackable}"
+        )
+    if settings.learn_mix and not any(chosen.depends_on(True)):
+        raise ValueError(f"--ea-learn-mix: --ea-rule {settings.rule} has neither alpha nor beta to learn")
+    for side in sides:
+        dim, heads = getattr(args, f"{side}_embed_dim"), getattr(args, f"{side}_attention_heads")
+        if heads < 1 or dim % heads:
+            raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
+    if getattr(args, "cross_self_attention", False):
+        raise ValueError(
+            "--cross-self-attention: one map would be part encoder-decoder attention, whose neighbours lie on both "
+            "sides, and part decoder self-attention, where those on the right are the future. The papers have no "
+            "convolution for that; leave the flag out"
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags say, for building layers."""
+
+    alpha: float
+    betas: dict[Geometry, float]  # of each kind of attention
+    kernel_size: int
+    rule: str
+    conv_layers: int
+    learn_mix: bool
+    plain: bool
+
+    @classmethod
+    def of(cls, cfg: Any) -> "Settings":
+        """The settings that a command line, a checkpoint (perhaps older than some flags) or a configuration has."""
+        values = {name: getattr(cfg, name, default) for name, default in DEFAULTS.items()}
+
+        def beta(kind: str) -> float:
+            own = values[f"ea_{kind}_beta"]
+            return values["ea_beta"] if own is None else own
+
+        return cls(
+            alpha=values["ea_alpha"],
+            betas={
+                Geometry.ENCODER_SELF: beta("encoder"),
+                Geometry.DECODER_SELF: beta("decoder"),
+                Geometry.ENCODER_DECODER: beta("cross"),
+            },
+            kernel_size=values["ea_kernel_size"],
+            rule=values["ea_rule"],
+            conv_layers=values["ea_conv_layers"],
+            learn_mix=values["ea_learn_mix"],
+            plain=values["ea_plain"],
+        )
+
+    def evolves(self, geometry: Geometry) -> bool:
+        """Whether maps of this kind of attention evolve at all; else fairseq's own attention does the work."""
+        chosen, alpha, beta = RULES[self.rule], self.alpha, self.betas[geometry]
+        if geometry == Geometry.ENCODER_SELF:
+            return self.learn_mix or any(chosen.changes(alpha, beta, has_previous) for has_previous in (False, True))
+        return chosen.in_decoders and (self.learn_mix or chosen.changes(alpha, beta, False))
+
+    @property
+    def hands_on_maps(self) -> bool:
+        """Whether an encoder layer has any use for the map of the layer before."""
+        alpha, beta = (1.0, 1.0) if self.learn_mix else (self.alpha, self.betas[Geometry.ENCODER_SELF])
+        return RULES[self.rule].uses_previous(alpha, beta)
+
+    def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
+        """The keyword arguments of an ``EvolvingAttention`` of this kind. first: no layer before hands on a map."""
+        return {
+            "alpha": self.alpha,
+            "beta": self.betas[geometry],
+            "kernel_size": self.kernel_size,
+            "rule": self.rule,
+            "first": first,
+            "conv_layers": self.conv_layers,
+            "learn_mix": self.learn_mix,
+            "plain": self.plain,
+        }
