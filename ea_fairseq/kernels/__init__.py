@@ -76,7 +76,8 @@ def _fits(call: Call) -> bool:
         return False
     size = call.kernel_size
     shapes_agree = (
-        call.v.shape[:3] == (batch, heads, columns)
+        call.q.dim() == call.v.dim() == 4
+        and call.v.shape[:3] == (batch, heads, columns)
         and (call.given is not None or (call.k.shape == (batch, heads, columns, call.q.size(3))))
         and all(x is None or x.shape == maps for x in (call.given, call.previous))
         and (call.weight is None) == (call.bias is None)
