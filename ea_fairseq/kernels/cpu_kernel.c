@@ -1,5 +1,11 @@
 /* Evolving attention on the CPU, float32: from queries, keys and values to the context, and all gradients.
 
+       logits  = given, or scale * q k^T
+       mixed   = a * previous + b * logits                  zero where hidden; what the convolution reads
+       carried = d * previous + e * logits
+       A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
+       context = dropout(softmax(mask(A_logit))) v
+
    One sentence at a time stays in the cache: its K maps are a few tens of kilobytes at translation's lengths, while a
    batch's are megabytes, and passes over those, not arithmetic, are what the plain composition spends its time on.
    Nothing of a map is kept for the backward pass, which computes them again. evolution.py has the mathematics; cpu.py
@@ -17,6 +23,9 @@ enum { V = 16 }; /* floats in a vector; compilers split it where the machine's v
 typedef float vf __attribute__((vector_size(V * sizeof(float))));
 typedef float vhalf __attribute__((vector_size(V / 2 * sizeof(float))));
 typedef int32_t vi __attribute__((vector_size(V * sizeof(int32_t))));
+typedef uint32_t vu __attribute__((vector_size(V * sizeof(uint32_t))));
+typedef uint64_t vlong __attribute__((vector_size(V * sizeof(uint64_t))));
+static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -38,32 +47,39 @@ typedef struct {
     int64_t before;              /* columns of the rows above */
     int64_t left, top;           /* how far the kernel reaches to the left and up */
     int64_t lower;               /* 1: without the kernel's strict upper triangle */
+    int64_t same;                /* 1: what is carried is what is mixed, zeros at hidden places included */
     float scale;                 /* of q k^T */
-    float alpha, beta;           /* alpha 0 where there is no previous map */
-    Vectors q, key, v;
+    float a, b, c, d, e;         /* the shares above; a and d are 0 where there is no previous map */
+    uint32_t threshold;          /* dropout: a weight is dropped where its 16 random bits are below this */
+    float kept_share;            /* dropout: what the weights that are kept are divided by */
+    uint64_t seed;               /* of dropout's random bits */
+    Vectors q, key, v;           /* q and key are not read where logits are given */
     Mask hidden, masked;         /* from the convolution; from attention */
     const float *previous;       /* A_logit of the layer before */
-    const float *above;          /* B x K x top x before, A_input of the rows before these; NULL: zeros */
-    const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution */
-    const float *noise;          /* dropout: 0 or 1 / (1 - p) */
+    const float *above;          /* B x K x top x before, mixed of the rows before these; NULL: zeros */
+    const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution, and A_logit is what is carried */
+    const float *given;          /* logits, or NULL */
     /* results of the forward pass */
     Vectors context;
     float *a_logit, *weights;    /* weights: before dropout */
-    float *kept;                 /* B x K x top x S, A_input of the last rows: what is above the next step's */
+    float *kept;                 /* B x K x top x S, mixed of the last rows: what is above the next step's */
     /* of the backward pass: gradients that come in, gradients that go out */
     Vectors d_context;           /* data may be NULL */
     const float *d_a_logit, *d_weights;
-    Vectors d_q, d_key, d_v;
-    float *d_previous;
+    Vectors d_q, d_key, d_v;     /* data of the first two may be NULL: not wanted */
+    float *d_previous, *d_given; /* NULL: not wanted */
     float *d_kernel, *d_bias;    /* B x (K x K x k x k), B x K: a part for each sentence, summed by the caller */
+    double *d_shares;            /* B x 5, of a, b, c, d, e, likewise; NULL: not wanted */
 } Problem;
 
-/* A sentence's maps. X: A_input, with zeros around; G: gradient of the convolution's result, with zeros around. */
+/* A sentence's maps. X: what is mixed, with zeros around; G: gradient of the convolution's result, with zeros around. */
 typedef struct {
     int64_t Sp, Dp;        /* S and D, rounded up to whole vectors */
     int64_t wide, tall;    /* of X and G */
     float *X, *G;          /* K x tall x wide */
-    float *P, *R;          /* K x T x Sp: the weights; the ReLU's result */
+    float *P, *R;          /* K x T x Sp: what is carried, then A_logit, then the weights; the ReLU's result */
+    float *L;              /* K x T x Sp: the logits, where shares want gradients */
+    float *noise;          /* T x Sp: one head's dropout, 0 or what kept weights are multiplied with */
     float *rows;           /* max(T, S) x Dp: one head's vectors */
     float *transposed;     /* D x Sp: one head's keys or values */
     float *out;            /* max(T, S) x Dp, a product */
@@ -228,30 +244,61 @@ INLINE vf row_load(const Problem *p, const Scratch *m, const float *maps, int64_
     return v;
 }
 
+/* A vector to column s of a row that is not padded. */
+INLINE void store_row(const Problem *p, float *row, int64_t s, vf x) {
+    if (s + V <= p->S) store(row + s, x);
+    else if (s < p->S) memcpy(row + s, &x, (p->S - s) * sizeof(float));
+}
+
 /* ---- the parts of the forward pass, on one sentence ---- */
 
-/* X = A_input of all heads, with what is around it. */
+/* The logits of head h, T x Sp. */
+static void logits_of(const Problem *p, int64_t b, int64_t h, Scratch *m, float *to) {
+    if (p->given) {
+        for (int64_t t = 0; t < p->T; t++)
+            for (int64_t s = 0; s < m->Sp; s += V)
+                store(to + t * m->Sp + s, row_load(p, m, p->given, (b * p->K + h) * p->T + t, s));
+        return;
+    }
+    const float *q = p->q.data + b * p->q.sb + h * p->q.sh, *keys = p->key.data + b * p->key.sb + h * p->key.sh;
+    if (p->T == 1) {
+        row_of_products(q, keys, p->key.st, p->S, p->D, to);
+        memset(to + p->S, 0, (m->Sp - p->S) * sizeof(float));
+    } else {
+        turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
+        product(p->T, m->Sp, p->D, q, p->q.st, 1, m->transposed, m->Sp, to, m->Sp);
+    }
+    for (int64_t i = 0; i < p->T * m->Sp; i += V) store(to + i, p->scale * load(to + i));
+}
+
+/* of_previous * previous + of_logits * logits; what has no share is not read, so that infinities there do no harm. */
+INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
+    if (of_previous == 0) return of_logits * logits;
+    if (of_logits == 0) return of_previous * previous;
+    return of_previous * previous + of_logits * logits;
+}
+
+/* X = what is mixed of all heads, with what is around it; P = what is carried, where that is something else. */
 static void mix(const Problem *p, int64_t b, Scratch *m) {
     for (int64_t h = 0; h < p->K; h++) {
-        float *X = m->X + h * m->tall * m->wide;
+        float *X = m->X + h * m->tall * m->wide, *P = m->P + h * p->T * m->Sp;
         if (p->above)
             for (int64_t t = 0; t < p->top; t++)
                 memcpy(X + t * m->wide + p->left, p->above + ((b * p->K + h) * p->top + t) * p->before,
                        p->before * sizeof(float));
         X += p->top * m->wide + p->left;
-        const float *q = p->q.data + b * p->q.sb + h * p->q.sh, *keys = p->key.data + b * p->key.sb + h * p->key.sh;
-        if (p->T == 1) {
-            row_of_products(q, keys, p->key.st, p->S, p->D, X);
-        } else {
-            turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
-            product(p->T, m->Sp, p->D, q, p->q.st, 1, m->transposed, m->Sp, X, m->wide);
-        }
+        logits_of(p, b, h, m, P);
+        if (m->L) memcpy(m->L + h * p->T * m->Sp, P, p->T * m->Sp * sizeof(float));
         for (int64_t t = 0; t < p->T; t++) {
             int64_t r = (b * p->K + h) * p->T + t;
             for (int64_t s = 0; s < m->Sp; s += V) {
-                vf x = p->scale * load(X + t * m->wide + s);
-                if (p->previous) x += p->alpha * (row_load(p, m, p->previous, r, s) - x);
-                store(X + t * m->wide + s, keep(x, loadi(m->shown + t * m->Sp + s)));
+                vf logits = load(P + t * m->Sp + s), previous = spread(0);
+                if (p->previous) previous = row_load(p, m, p->previous, r, s);
+                if (p->kernel) {
+                    vf mixed = weighted(p->a, previous, p->b, logits);
+                    store(X + t * m->wide + s, keep(mixed, loadi(m->shown + t * m->Sp + s)));
+                }
+                if (!p->same) store(P + t * m->Sp + s, weighted(p->d, previous, p->e, logits));
             }
         }
         if (p->kept)
@@ -306,9 +353,14 @@ static void convolve_at(const Problem *p, const Scratch *m, const float *maps, c
     else convolve_block(1, p, m, maps, taps, t, s, acc);
 }
 
+/* What is carried of head h, row t, from column s on, while P still holds it or need not. */
+INLINE vf carried(const Problem *p, const Scratch *m, int64_t h, int64_t t, int64_t s) {
+    if (p->same) return load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s);
+    return load(m->P + (h * p->T + t) * m->Sp + s);
+}
+
 /* P = A_logit, R = ReLU(Conv(X)) */
 static void evolve(const Problem *p, Scratch *m) {
-    float beta = p->beta;
     for (int64_t first = 0; first < p->K; first += 4)
         for (int64_t t = 0; t < p->T; t++)
             for (int64_t s = 0; s < m->Sp; s += 2 * V) {
@@ -316,18 +368,14 @@ static void evolve(const Problem *p, Scratch *m) {
                 vf acc[4][2];
                 for (int o = 0; o < 4; o++)
                     for (int j = 0; j < vectors; j++)
-                        acc[o][j] = spread(p->kernel && first + o < p->K ? p->bias[first + o] : 0);
-                if (p->kernel) convolve_at(p, m, m->X, m->taps, first, t, s, vectors, acc);
+                        acc[o][j] = spread(first + o < p->K ? p->bias[first + o] : 0);
+                convolve_at(p, m, m->X, m->taps, first, t, s, vectors, acc);
                 for (int64_t o = 0; o < 4 && first + o < p->K; o++)
                     for (int j = 0; j < vectors; j++) {
                         int64_t h = first + o, place = (h * p->T + t) * m->Sp + s + j * V;
-                        vf x = load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s + j * V);
-                        if (p->kernel) {
-                            vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
-                            store(m->R + place, r);
-                            x += beta * (r - x);
-                        }
-                        store(m->P + place, x);
+                        vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
+                        store(m->R + place, r);
+                        store(m->P + place, p->c * r + (1 - p->c) * carried(p, m, h, t, s + j * V));
                     }
             }
 }
@@ -358,35 +406,71 @@ static void softmax(const Problem *p, Scratch *m) {
         }
 }
 
-/* Copy T padded rows of each head to B x K x T x S. */
+/* Copy T padded rows of head h to B x K x T x S. */
+static void write_map(const Problem *p, int64_t b, int64_t h, const Scratch *m, const float *from, float *to) {
+    for (int64_t t = 0; t < p->T; t++)
+        memcpy(to + ((b * p->K + h) * p->T + t) * p->S, from + t * m->Sp, p->S * sizeof(float));
+}
+
+/* The same for all heads. */
 static void write_maps(const Problem *p, int64_t b, const Scratch *m, const float *from, float *to) {
-    for (int64_t r = 0; r < p->K * p->T; r++)
-        memcpy(to + (b * p->K * p->T + r) * p->S, from + r * m->Sp, p->S * sizeof(float));
+    for (int64_t h = 0; h < p->K; h++) write_map(p, b, h, m, from + h * p->T * m->Sp, to);
 }
 
 static void maps_of_sentence(const Problem *p, int64_t b, Scratch *m) {
     bits(&p->masked, b, p->T, p->S, m->Sp, m->seen);
     bits(&p->hidden, b, p->T, p->S, m->Sp, m->shown);
     mix(p, b, m);
-    evolve(p, m);
+    if (p->kernel) evolve(p, m);
     if (p->a_logit) write_maps(p, b, m, m->P, p->a_logit);
     softmax(p, m);
+}
+
+/* ---- dropout ---- */
+
+/* One round of Philox 4x32 for a vector of counters (Salmon et al. 2011). */
+INLINE void philox_round(vu x[4], uint32_t key0, uint32_t key1) {
+    vlong first = __builtin_convertvector(x[0], vlong) * 0xD2511F53u;
+    vlong second = __builtin_convertvector(x[2], vlong) * 0xCD9E8D57u;
+    x[0] = __builtin_convertvector(second >> 32, vu) ^ x[1] ^ key0;
+    x[1] = __builtin_convertvector(second & 0xFFFFFFFFu, vu);
+    x[2] = __builtin_convertvector(first >> 32, vu) ^ x[3] ^ key1;
+    x[3] = __builtin_convertvector(first & 0xFFFFFFFFu, vu);
+}
+
+/* Seven rounds are the fewest that pass every test of randomness (Salmon et al. 2011, table 2). */
+INLINE void philox(vu x[4], uint64_t seed) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 7; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) philox_round(x, key0, key1);
+}
+
+/* Dropout's noise for head h, 0 or what kept weights are multiplied with: a function of the seed and the place alone.
+   One draw of 4 x 32 bits for each of 16 lanes serves 8 vectors of 16 places, 16 bits each. */
+static void draw_noise(const Problem *p, int64_t b, int64_t h, const Scratch *m) {
+    vf factor = spread(p->threshold < 65536 ? 1 / p->kept_share : 0);
+    int64_t places = p->T * m->Sp;
+    for (int64_t block = 0; block * 8 * V < places; block++) {
+        vu x[4] = {(uint32_t)(block * V) + lanes, (uint32_t)h + (vu){0}, (uint32_t)b + (vu){0}, (vu){0}};
+        philox(x, p->seed);
+        for (int i = 0; i < 8 && (block * 8 + i) * V < places; i++) {
+            vi bits16 = (vi)(i % 2 ? x[i / 2] >> 16 : x[i / 2] & 0xFFFF);
+            store(m->noise + (block * 8 + i) * V, keep(factor, bits16 >= (int32_t)p->threshold));
+        }
+    }
 }
 
 /* The weights that values are multiplied with: P, after dropout; `room` holds them where they are not P itself. */
 static const float *dropped(const Problem *p, int64_t b, int64_t h, const Scratch *m, float *room) {
     const float *P = m->P + h * p->T * m->Sp;
-    if (!p->noise) return P;
-    for (int64_t t = 0; t < p->T; t++)
-        for (int64_t s = 0; s < m->Sp; s += V)
-            store(room + t * m->Sp + s,
-                  load(P + t * m->Sp + s) * row_load(p, m, p->noise, (b * p->K + h) * p->T + t, s));
+    if (!p->threshold) return P;
+    draw_noise(p, b, h, m);
+    for (int64_t i = 0; i < p->T * m->Sp; i += V) store(room + i, load(P + i) * load(m->noise + i));
     return room;
 }
 
 /* ---- the parts of the backward pass ---- */
 
-/* dmap = gradient of A_logit of head h */
+/* dmap = gradient of A_logit of head h; its dropout's noise has been drawn */
 static void softmax_backward(const Problem *p, int64_t b, int64_t h, Scratch *m) {
     for (int64_t t = 0; t < p->T; t++) {
         int64_t r = (b * p->K + h) * p->T + t;
@@ -395,7 +479,7 @@ static void softmax_backward(const Problem *p, int64_t b, int64_t h, Scratch *m)
         vf total = spread(0);
         for (int64_t s = 0; s < m->Sp; s += V) {
             vf x = load(row + s);
-            if (p->noise) x *= row_load(p, m, p->noise, r, s);
+            if (p->threshold && p->d_context.data) x *= load(m->noise + t * m->Sp + s);
             if (p->d_weights) x += row_load(p, m, p->d_weights, r, s);
             store(row + s, x);
             total += x * load(P + s);
@@ -437,7 +521,7 @@ static void kernel_backward(const Problem *p, int64_t b, Scratch *m) {
         for (int64_t t = 0; t < p->T; t++)
             for (int64_t s = 0; s < m->Sp; s += V) {
                 int64_t place = (h * p->T + t) * m->Sp + s;
-                vf g = keep(p->beta * load(m->dmap + place), load(m->R + place) > 0.0f);
+                vf g = keep(p->c * load(m->dmap + place), load(m->R + place) > 0.0f);
                 store(m->G + (h * m->tall + up + t) * m->wide + before + s, g);
                 total += g;
             }
@@ -452,30 +536,62 @@ static void kernel_backward(const Problem *p, int64_t b, Scratch *m) {
         }
 }
 
-/* dmap = gradient of q k^T, from that of A_logit; that of the previous map */
+/* Sums over a sentence that make the gradients of a, b, c, d and e. */
+typedef struct { vf previous_mixed, logits_mixed, previous_carried, logits_carried, convolved; } Shares;
+
+/* At head h, row t, from column s on: the gradient of what is mixed and of what is carried are turned into those of
+   the logits, which take the place of A_logit's in dmap, and of the previous map. */
+INLINE void split_gradient(const Problem *p, int64_t b, int64_t h, int64_t t, int64_t s, vf d_mixed, const Scratch *m,
+                           Shares *shares) {
+    float *row = m->dmap + (h * p->T + t) * m->Sp + s, c = p->kernel ? p->c : 0;
+    int64_t r = (b * p->K + h) * p->T + t;
+    vf d_carried = (1 - c) * load(row);
+    if (p->same) {
+        d_mixed += d_carried;
+        d_carried = spread(0);
+    }
+    if (p->kernel) d_mixed = keep(d_mixed, loadi(m->shown + t * m->Sp + s));
+    if (shares) {
+        vf logits = load(m->L + (h * p->T + t) * m->Sp + s), previous = spread(0);
+        if (p->previous) previous = row_load(p, m, p->previous, r, s);
+        shares->previous_mixed += d_mixed * previous;
+        shares->logits_mixed += d_mixed * logits;
+        shares->previous_carried += d_carried * previous;
+        shares->logits_carried += d_carried * logits;
+        if (p->kernel) {
+            vf x = weighted(p->d, previous, p->e, logits);
+            if (p->same) x = load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s);
+            shares->convolved += load(row) * (load(m->R + (h * p->T + t) * m->Sp + s) - x);
+        }
+    }
+    store(row, p->b * d_mixed + p->e * d_carried);
+    vf d_previous = p->a * d_mixed + p->d * d_carried;
+    if (p->d_previous) store_row(p, p->d_previous + r * p->S, s, d_previous);
+}
+
+/* dmap = gradient of the logits, from that of A_logit; that of the previous map, and of the shares */
 static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
-    float beta = p->kernel ? p->beta : 0, alpha = p->previous ? p->alpha : 0;
+    double *d_shares = p->d_shares ? p->d_shares + 5 * b : NULL;
+    if (d_shares) memset(d_shares, 0, 5 * sizeof(double));
     for (int64_t first = 0; first < p->K; first += 4)
-        for (int64_t t = 0; t < p->T; t++)
+        for (int64_t t = 0; t < p->T; t++) {
+            Shares shares = {0};
             for (int64_t s = 0; s < m->Sp; s += 2 * V) {
                 int vectors = m->Sp - s > V ? 2 : 1;
                 vf acc[4][2];
                 for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
                 if (p->kernel) convolve_at(p, m, m->G, m->turned, first, t, s, vectors, acc);
                 for (int64_t o = 0; o < 4 && first + o < p->K; o++)
-                    for (int j = 0; j < vectors; j++) {
-                        int64_t h = first + o, at = s + j * V;
-                        float *row = m->dmap + (h * p->T + t) * m->Sp + at;
-                        vf d = keep(acc[o][j] + (1 - beta) * load(row), loadi(m->shown + t * m->Sp + at));
-                        store(row, p->scale * (1 - alpha) * d);
-                        if (p->d_previous) {
-                            float *out = p->d_previous + ((b * p->K + h) * p->T + t) * p->S + at;
-                            d *= alpha;
-                            if (at + V <= p->S) store(out, d);
-                            else if (at < p->S) memcpy(out, &d, (p->S - at) * sizeof(float));
-                        }
-                    }
+                    for (int j = 0; j < vectors; j++)
+                        split_gradient(p, b, first + o, t, s + j * V, acc[o][j], m, d_shares ? &shares : NULL);
             }
+            if (!d_shares) continue;
+            d_shares[0] += sum(shares.previous_mixed);
+            d_shares[1] += sum(shares.logits_mixed);
+            d_shares[2] += sum(shares.convolved);
+            d_shares[3] += sum(shares.previous_carried);
+            d_shares[4] += sum(shares.logits_carried);
+        }
 }
 
 /* ---- the two passes ---- */
@@ -498,7 +614,9 @@ static int64_t lay_out(const Problem *p, int backward, char *memory, Scratch *m)
     m->G = backward ? take(&next, p->K * m->tall * m->wide) : NULL;
     int64_t zeroed = next - memory;
     m->P = take(&next, p->K * p->T * m->Sp);
-    m->R = take(&next, p->K * p->T * m->Sp);
+    m->R = take(&next, p->kernel ? p->K * p->T * m->Sp : 0);
+    m->L = backward && p->d_shares ? take(&next, p->K * p->T * m->Sp) : NULL;
+    m->noise = take(&next, p->threshold ? p->T * m->Sp : 0);
     m->dmap = take(&next, (backward ? p->K : 1) * p->T * m->Sp);
     m->rows = take(&next, longer * m->Dp);
     m->transposed = take(&next, p->D * m->Sp);
@@ -551,7 +669,10 @@ static void backward_sentence(const Problem *p, int64_t b, Scratch *m) {
     if (p->kernel) kernel_backward(p, b, m);
     mix_backward(p, b, m);
     for (int64_t h = 0; h < p->K; h++) {
-        const float *dmap = m->dmap + h * p->T * m->Sp;
+        float *dmap = m->dmap + h * p->T * m->Sp;
+        if (p->d_given) write_map(p, b, h, m, dmap, p->d_given);
+        if (!p->d_q.data) continue;
+        for (int64_t i = 0; i < p->T * m->Sp; i += V) store(dmap + i, p->scale * load(dmap + i));
         gather(&p->key, b, h, p->S, p->D, m->Dp, m->rows);
         product(p->T, m->Dp, p->S, dmap, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
         scatter(m->out, m->Dp, &p->d_q, b, h, p->T, p->D);

@@ -1,213 +1,558 @@
-"""The CPU's kernel gives the plain composition's numbers: maps, context and every gradient."""
+"""The CPU's kernel gives the plain composition's numbers, maps, context and every gradient, or refuses the call."""
 
+import ctypes
 import logging
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch, build
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from ea_fairseq import cpu
-from ea_fairseq.evolution import Evolution, Geometry
-
-
-def plain(q, k, v, evolution, hidden=None, masked=None, previous=None, dropout=0.0):
-    a_logit = evolution(q @ k.transpose(2, 3), hidden, previous)
-    scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-    weights = F.softmax(scores, dim=-1)
-    return F.dropout(weights, dropout) @ v, a_logit, weights
-
-
-def kernel(*args, **kwargs):
-    return cpu.evolving_attention(*args, **kwargs, keep_map=True, need_weights=True)
-
-
-def problem(geometry, heads=4, kernel_size=3, beta=0.3, lengths=(5, 7), depth=6, previous=True, masks=True):
-    """(q, k, v, evolution), keyword arguments, all that has a gradient; one sentence of three is all padding."""
-    batch, (rows, columns) = 3, lengths
-    if geometry != Geometry.ENCODER_DECODER:
-        columns = rows
-    evolution = Evolution(geometry, heads, kernel_size, 0.4, beta)
-    q, k, v = (
-        torch.randn(length, batch, heads, depth).permute(1, 2, 0, 3).requires_grad_()
-        for length in (rows, columns, columns)
-    )
-    keywords = {}
-    if masks:
-        padded = torch.rand(batch, columns) < 0.3
-        padded[0] = True
-        masked = padded[:, None, None]
-        if geometry == Geometry.DECODER_SELF:
-            masked = masked | torch.ones(rows, columns, dtype=torch.bool).triu(1)
-        if geometry == Geometry.ENCODER_DECODER:
-            masked = masked.repeat(1, 1, rows, 1)
-            masked[1, :, rows // 2] = True  # a row without keys, among others that have some
-        keywords = {"masked": masked, "hidden": masked | (torch.rand(batch, 1, rows, 1) < 0.3)}
-    if previous:
-        keywords["previous"] = torch.randn(batch, heads, rows, columns, requires_grad=True)
-    leaves = [q, k, v, *([keywords["previous"]] if previous else []), *evolution.parameters()]
-    return (q, k, v, evolution), keywords, leaves
-
-
-def run(way, arguments, keywords, leaves, dtype=torch.float32):
-    """Results and gradients of `way`, in some precision, for fixed uneven gradients of all results."""
-    q, k, v, evolution = arguments
-    evolution = deepcopy(evolution).to(dtype)
-    tensors = {id(x): x.detach().to(dtype).requires_grad_() for x in leaves if not isinstance(x, torch.nn.Parameter)}
-    keywords = {name: tensors.get(id(x), x) for name, x in keywords.items()}
-    torch.manual_seed(3)
-    results = way(*(tensors[id(x)] for x in (q, k, v)), evolution, **keywords)
-    total = sum((x * torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)).sum() for x in results)
-    return [*results, *torch.autograd.grad(total, [*tensors.values(), *evolution.parameters()])]
-
-
-def compare(arguments, keywords, leaves):
-    """As near to float64 as 1e-5 of the largest number, or as the plain composition's float32 times 1.5."""
-    exact = run(plain, arguments, keywords, leaves, torch.float64)
-    for truth, ours, theirs in zip(
-        exact, run(kernel, arguments, keywords, leaves), run(plain, arguments, keywords, leaves), strict=True
-    ):
-        scale = truth.abs().max().clamp(min=1e-6)
-        allowed = max(1e-5, 1.5 * ((theirs - truth).abs().max() / scale).item())
-        assert ((ours - truth).abs().max() / scale).item() <= allowed
-        assert not ours.isnan().any()
-
+from ea_fairseq import kernels
+from ea_fairseq.evolution import RULES, Coefficients, Evolution, Geometry
+from ea_fairseq.kernels import Call, cpu
 
 KINDS = list(Geometry)
+BATCH = 3
+SCALE = 0.4
+
+
+class AnyShares(Evolution):
+    """The sum of evolution.py with any five numbers; parameters, where they are learnt."""
+
+    def __init__(self, geometry, heads, kernel_size, shares, learnt=False):
+        super().__init__(geometry, heads, kernel_size)
+        numbers = [nn.Parameter(torch.tensor(share)) for share in shares] if learnt else shares
+        self.shares = nn.ParameterList(numbers) if learnt else list(numbers)
+
+    def coefficients(self, has_previous):
+        return Coefficients(*self.shares)
+
+
+@dataclass
+class Problem:
+    """Inputs of one attention; B = 3 sentences."""
+
+    evolution: Evolution
+    tensors: dict[str, Tensor]  # q, k, v, and where there are any: given, previous
+    masks: dict[str, Tensor] = field(default_factory=dict)  # hidden, masked
+
+    def call(self, **options) -> Call:
+        return call_of(self.evolution, self.tensors, self.masks, **options)
+
+
+def call_of(evolution, tensors, masks, **options) -> Call:
+    conv = evolution.conv
+    return Call(
+        **{"scale": SCALE, "geometry": evolution.geometry, "kernel_size": evolution.kernel_size},
+        coefficients=evolution.coefficients("previous" in tensors),
+        weight=None if conv is None else conv.weight,
+        bias=None if conv is None else conv.bias,
+        **{**tensors, **masks, **options},
+    )
+
+
+def problem(evolution, lengths=(5, 7), depth=6, previous=True, masks=True, given=False) -> Problem:
+    """One sentence of three is all padding; where masks are wanted some rows are hidden, and one has no keys."""
+    geometry, heads = evolution.geometry, 1 if evolution.conv is None else evolution.conv.out_channels
+    rows, columns = lengths if geometry == Geometry.ENCODER_DECODER else (lengths[0], lengths[0])
+    q, k, v = (torch.randn(n, BATCH, heads, depth).permute(1, 2, 0, 3) for n in (rows, columns, columns))
+    tensors = {"q": q, "k": k, "v": v}
+    if given:
+        tensors["given"] = torch.randn(BATCH, heads, rows, columns)
+    if previous:
+        tensors["previous"] = torch.randn(BATCH, heads, rows, columns)
+    if not masks:
+        return Problem(evolution, tensors)
+    padded = torch.rand(BATCH, columns) < 0.3
+    padded[0] = True
+    masked = padded[:, None, None]
+    if geometry == Geometry.DECODER_SELF:
+        masked = masked | torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    if geometry == Geometry.ENCODER_DECODER:
+        masked = masked.repeat(1, 1, rows, 1)
+        masked[1, :, rows // 2] = True  # a row without keys, among others that have some
+    return Problem(evolution, tensors, {"masked": masked, "hidden": masked | (torch.rand(BATCH, 1, rows, 1) < 0.3)})
+
+
+def equation_4(geometry, heads=4, kernel_size=3, beta=0.3, **options) -> Problem:
+    return problem(Evolution(geometry, heads, kernel_size, 0.4, beta), **options)
+
+
+def plain(evolution, tensors, masks):
+    """Context, A_logit and weights by PyTorch's operations one by one."""
+    logits = tensors["given"] if "given" in tensors else SCALE * tensors["q"] @ tensors["k"].transpose(2, 3)
+    a_logit = evolution(logits, masks.get("hidden"), tensors.get("previous"))
+    masked = masks.get("masked")
+    scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
+    weights = F.softmax(scores, dim=-1)
+    return weights @ tensors["v"], a_logit, weights
+
+
+def kernel(evolution, tensors, masks, **options):
+    call = call_of(evolution, tensors, masks, keep_map=True, need_weights=True, **options)
+    assert cpu.knows(call)
+    return kernels.attend(call)[:3]
+
+
+def run(way, given: Problem, dtype=torch.float32) -> dict[str, Tensor | None]:
+    """Results and gradients by name, in some precision, for fixed uneven gradients of all results."""
+    evolution = deepcopy(given.evolution).to(dtype)
+    tensors = {name: x.detach().to(dtype).requires_grad_() for name, x in given.tensors.items()}
+    torch.manual_seed(3)
+    results = dict(zip(("context", "a_logit", "weights"), way(evolution, tensors, given.masks), strict=True))
+    total = sum((x * torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)).sum() for x in results.values())
+    leaves = {**tensors, **dict(evolution.named_parameters())}
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {**results, **{f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}}
+
+
+def compare(given: Problem):
+    """As near to float64 as 1e-5 of the largest number, or as the plain composition's float32 times 1.5."""
+    ours, theirs = run(kernel, given), run(plain, given)
+    for name, truth in run(plain, given, torch.float64).items():
+        if truth is None:  # it has no effect
+            assert ours[name] is None or not ours[name].any(), name
+            continue
+        scale = truth.abs().max().clamp(min=1e-6)
+        allowed = max(1e-5, 1.5 * ((theirs[name] - truth).abs().max() / scale).item())
+        assert ((ours[name] - truth).abs().max() / scale).item() <= allowed, name
+        assert not ours[name].isnan().any(), name
+
+
+# ---- the same numbers
 
 
 @pytest.mark.parametrize("geometry", KINDS)
-@pytest.mark.parametrize("kernel_size, beta", [(1, 0.3), (3, 0.3), (5, 0.3), (3, 1), (3, 0)])
+@pytest.mark.parametrize("heads", [1, 4, 8, 16])
+@pytest.mark.parametrize("kernel_size", [1, 3, 5])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_learnt_shares(rule, kernel_size, heads, geometry):
+    encoder = geometry == Geometry.ENCODER_SELF
+    evolution = Evolution(geometry, heads, kernel_size, 0.4, 0.3, rule=rule, learn_mix=True)
+    evolution_problem = problem(evolution, previous=encoder)
+    if evolution.conv is None:  # then nothing says how many heads there are
+        evolution_problem = with_heads(evolution_problem, heads)
+    compare(evolution_problem)
+
+
+def with_heads(one_head: Problem, heads: int) -> Problem:
+    tensors = {name: torch.randn(BATCH, heads, *x.shape[2:]) for name, x in one_head.tensors.items()}
+    return replace(one_head, tensors=tensors)
+
+
+@pytest.mark.parametrize("geometry", KINDS)
+@pytest.mark.parametrize("kernel_size, beta", [(1, 0.3), (3, 0.3), (5, 0.3), (3, 1.0), (3, 0.0)])
 @pytest.mark.parametrize("previous, masks", [(True, True), (False, True), (True, False)])
-def test_the_same_numbers_and_gradients(geometry, kernel_size, beta, previous, masks):
-    torch.manual_seed(1)
-    compare(*problem(geometry, 4, kernel_size, beta, previous=previous, masks=masks))
+@pytest.mark.parametrize("given", [False, True])
+def test_the_same_numbers_and_gradients(geometry, kernel_size, beta, previous, masks, given):
+    encoder = geometry == Geometry.ENCODER_SELF
+    compare(equation_4(geometry, 4, kernel_size, beta, previous=previous and encoder, masks=masks, given=given))
 
 
 @pytest.mark.parametrize("geometry", KINDS)
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize(
+    "shares",
+    [(0.2, 0.7, 0.4, 0.9, -0.3), (0.2, 0.7, 0.0, 0.9, 1.1), (1.0, 0.0, 1.0, 0.0, 1.0), (0.0, 0.5, 0.3, 0.0, 0.5)],
+)
+def test_any_five_numbers(geometry, learnt, shares):
+    if not learnt and shares[2] == 0:
+        pytest.skip("a convolution without a share is refused")
+    compare(problem(AnyShares(geometry, 4, 3, shares, learnt)))
+
+
 @pytest.mark.parametrize("heads", range(1, 17))
+@pytest.mark.parametrize("geometry", KINDS)
 def test_any_number_of_heads(geometry, heads):
-    torch.manual_seed(heads)
-    compare(*problem(geometry, heads))
+    compare(equation_4(geometry, heads, previous=geometry == Geometry.ENCODER_SELF))
 
 
 @pytest.mark.parametrize("geometry", KINDS)
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 3), (16, 16), (17, 33), (40, 5), (70, 97)])
 @pytest.mark.parametrize("depth", [1, 16, 40])
 def test_any_length(geometry, lengths, depth):
-    torch.manual_seed(2)
-    compare(*problem(geometry, 2, lengths=lengths, depth=depth))
+    compare(equation_4(geometry, 2, lengths=lengths, depth=depth))
 
 
-@pytest.mark.parametrize("geometry", KINDS)
-def test_dropout_is_the_plain_composition_s(geometry):
-    arguments, keywords, leaves = problem(geometry)
-    for ours, theirs in zip(
-        *(run(way, arguments, {**keywords, "dropout": 0.4}, leaves) for way in (kernel, plain)), strict=True
-    ):
-        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+def test_gradients_only_where_they_are_wanted():
+    """Whatever is frozen, the others' gradients are the same, bit for bit."""
+    whole = equation_4(Geometry.ENCODER_SELF)
+    expected = run(kernel, whole)
+    for name in whole.tensors:
+        tensors = {other: x.detach().requires_grad_(other == name) for other, x in whole.tensors.items()}
+        results = kernel(deepcopy(whole.evolution).requires_grad_(False), tensors, whole.masks)
+        total = sum((x * torch.linspace(-1, 2, x.numel()).view(x.shape)).sum() for x in results)
+        assert torch.equal(torch.autograd.grad(total, tensors[name])[0], expected[f"gradient of {name}"]), name
 
 
-def test_bits_do_not_depend_on_threads():
-    arguments, keywords, leaves = problem(Geometry.ENCODER_SELF, lengths=(20, 20))
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 2):
-            torch.set_num_threads(threads)
-            results.append(run(kernel, arguments, keywords, leaves))
-    finally:
-        torch.set_num_threads(before)
-    for first, *others in zip(*results, strict=True):
-        assert all(torch.equal(first, other) for other in others)
+def test_a_result_that_nobody_uses_has_no_gradient():
+    whole = equation_4(Geometry.ENCODER_SELF)
+    for number in range(3):
+        gradients = []
+        for way in (kernel, plain):
+            tensors = {name: x.detach().requires_grad_() for name, x in whole.tensors.items()}
+            result = way(whole.evolution, tensors, whole.masks)[number]
+            gradients.append(torch.autograd.grad(result.square().sum(), list(tensors.values()), allow_unused=True))
+        for ours, theirs in zip(*gradients, strict=True):
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_vectors_may_lie_anywhere():
-    torch.manual_seed(5)
-    (q, k, v, evolution), keywords, _ = problem(Geometry.ENCODER_SELF)
-    expected = kernel(q, k, v, evolution, **keywords)
-    for change in (torch.Tensor.contiguous, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
-        for ours, theirs in zip(kernel(*map(change, (q, k, v)), evolution, **keywords), expected, strict=True):
+    whole = equation_4(Geometry.ENCODER_SELF)
+    expected = kernel(whole.evolution, whole.tensors, whole.masks)
+    for change in (Tensor.contiguous, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
+        tensors = {name: change(x) for name, x in whole.tensors.items()}
+        for ours, theirs in zip(kernel(whole.evolution, tensors, whole.masks), expected, strict=True):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("depth", [1, 8, 13, 16, 27, 40])
-@torch.no_grad()
-def test_steps_are_the_rows_of_the_whole(depth):
-    (q, k, v, evolution), _, _ = problem(Geometry.ENCODER_DECODER, lengths=(6, 19), depth=depth)
-    expected = plain(0.5 * q, k, v, evolution)[0]
-    above = torch.zeros(3, 4, 2, 19)
-    for i in range(6):
-        row, above, _ = cpu.evolving_step(q[:, :, i : i + 1], k, v, evolution, scale=0.5, above=above)
-        assert_close(row, expected[:, :, i : i + 1])
-
-
 def test_infinities_that_are_hidden_stay_hidden():
-    (q, k, v, evolution), _, _ = problem(Geometry.DECODER_SELF, masks=False, previous=False)
+    whole = equation_4(Geometry.DECODER_SELF, masks=False, previous=False)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
-    before = kernel(q, k, v, evolution, hidden=future, masked=future)[0]
-    broken = k.detach().clone()
+    masks = {"hidden": future, "masked": future}
+    before = kernel(whole.evolution, whole.tensors, masks)[0]
+    broken = whole.tensors["k"].clone()
     broken[:, :, -1] = float("inf")
-    after = kernel(q, broken, v, evolution, hidden=future, masked=future)[0]
+    after = kernel(whole.evolution, {**whole.tensors, "k": broken}, masks)[0]
     assert torch.equal(before[:, :, :-1], after[:, :, :-1])
 
 
-@pytest.mark.parametrize("dropout", [0, 0.3])
-def test_in_a_model_the_kernel_is_used_unless_ea_plain_is_given(monkeypatch, dropout):
-    calls, evolving_attention = [], cpu.evolving_attention
-    monkeypatch.setattr(cpu, "evolving_attention", lambda *a, **k: calls.append(1) or evolving_attention(*a, **k))
-    gradients = []
-    for flags in ([], ["--ea-plain"]):
-        torch.manual_seed(1)
-        model = build("ea_transformer_base", "--attention-dropout", dropout, *flags, train=True)
-        torch.manual_seed(2)
-        output, _ = model(batch([5, 3], left_pad=True), None, batch([4, 6], eos_first=True))
-        gradients.append([output, *torch.autograd.grad(output.square().mean(), list(model.parameters()))])
-    assert len(calls) == 3 + 2 * 2, "three encoder layers, two decoder layers with two kinds each, and only once"
-    for ours, plain in zip(*gradients, strict=True):
-        assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+# ---- dropout
+
+
+@pytest.mark.parametrize("geometry", KINDS)
+def test_dropout_keeps_the_same_weights_forward_and_backward(geometry):
+    """With values that are the unit matrix the context shows which weights were kept; the rest follows from that."""
+    size, share = 40, 0.3
+    whole = equation_4(geometry, lengths=(size, size), depth=size, previous=geometry == Geometry.ENCODER_SELF)
+    whole.tensors["v"] = torch.eye(size).expand(BATCH, 4, size, size)
+    kept = []
+
+    def dropped(evolution, tensors, masks):
+        context, a_logit, weights = kernel(evolution, tensors, masks, dropout=share)
+        kept.append((context != 0) | (weights == 0))
+        return context, a_logit, weights
+
+    def by_hand(evolution, tensors, masks):
+        _, a_logit, weights = plain(evolution, tensors, masks)
+        return (weights * kept[0] / (1 - share)) @ tensors["v"], a_logit, weights
+
+    ours, theirs = run(dropped, whole), run(by_hand, whole)
+    for name, expected in theirs.items():
+        assert_close(ours[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_dropout_keeps_the_right_share_everywhere():
+    """Of each row, each column, each head and each sentence, and no two of them the same places."""
+    heads, size, share = 8, 256, 0.4
+    whole = problem(
+        Evolution(Geometry.ENCODER_SELF, heads, 3, beta=0.3), (size, size), size, previous=False, masks=False
+    )
+    whole.tensors["v"] = torch.eye(size).expand(BATCH, heads, size, size)
+    kept = cpu.attend(whole.call(dropout=share)).context != 0
+    for axes in [(2, 3), (0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3)]:
+        count = kept.numel() / kept.float().mean(axes).numel()
+        assert (kept.float().mean(axes) - (1 - share)).abs().max() < 5 * (share * (1 - share) / count) ** 0.5
+    pictures = 2 * kept.flatten(0, 1).flatten(1).float() - 1
+    likeness = torch.corrcoef(pictures).fill_diagonal_(0)
+    assert likeness.abs().max() < 5 / size
+    neighbours = torch.corrcoef(torch.stack([kept[..., :-1].flatten(), kept[..., 1:].flatten()]).float())
+    assert neighbours[0, 1].abs() < 0.01
+
+
+def test_dropout_repeats_with_the_seed_and_with_nothing_else():
+    whole = equation_4(Geometry.ENCODER_SELF, lengths=(20, 20))
+    contexts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        contexts += [cpu.attend(whole.call(dropout=0.5)).context for _ in range(2)]
+    assert torch.equal(contexts[0], contexts[2]) and torch.equal(contexts[1], contexts[3])
+    assert not torch.equal(contexts[0], contexts[1]) and not torch.equal(contexts[0], contexts[4])
+
+
+def test_dropping_everything_gives_zeros():
+    whole = equation_4(Geometry.ENCODER_SELF)
+    tensors = {name: x.requires_grad_() for name, x in whole.tensors.items()}
+    context = cpu.attend(whole.call(dropout=1.0)).context
+    assert torch.equal(context, torch.zeros_like(context))
+    for gradient in torch.autograd.grad(context.sum(), list(tensors.values())):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+# ---- threads
+
+
+def with_threads(count, what):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return what()
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_same_bits(first, other):
+    for name, x in first.items():
+        assert torch.equal(x, other[name]), name
+
+
+@pytest.mark.parametrize("geometry", KINDS)
+@pytest.mark.parametrize("lengths", [(20, 20), (150, 170)])
+def test_bits_do_not_depend_on_threads(geometry, lengths):
+    shares = (0.2, 0.7, 0.4, 0.9, -0.3)
+    whole = problem(AnyShares(geometry, 4, 3, shares, learnt=True), lengths, 40)
+
+    def dropped(*arguments):
+        return kernel(*arguments, dropout=0.2)
+
+    first, *others = (with_threads(count, lambda: run(dropped, whole)) for count in (1, 2, 3, 2))
+    for other in others:
+        assert_same_bits(first, other)
+
+
+def test_eight_threads_at_once_get_what_one_gets():
+    """Nothing of a call is kept anywhere, while calls of other sizes run in other threads."""
+    problems = [equation_4(KINDS[i % 3], 2 + i % 3, lengths=(3 + 9 * i, 50 - 5 * i), depth=8 + i) for i in range(8)]
+    calls = [each.call(keep_map=True, need_weights=True) for each in problems]
+    with torch.no_grad():
+        expected = [cpu.attend(call) for call in calls]
+    gradients = [run(kernel, each) for each in problems]
+
+    def work(i):
+        for _ in range(20):
+            with torch.no_grad():
+                for ours, theirs in zip(cpu.attend(calls[i])[:3], expected[i][:3], strict=True):
+                    assert torch.equal(ours, theirs)
+            assert_same_bits(gradients[i], run(kernel, problems[i]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+# ---- step by step
+
+
+@pytest.mark.parametrize("depth", [1, 8, 13, 16, 27, 40])
+@pytest.mark.parametrize("at_once", [1, 2])
+@torch.no_grad()
+def test_steps_are_the_rows_of_the_whole(depth, at_once):
+    whole = equation_4(Geometry.ENCODER_DECODER, lengths=(6, 19), depth=depth, previous=False, masks=False)
+    expected = plain(whole.evolution, whole.tensors, {})[0]
+    above = torch.zeros(BATCH, 4, 2, 19)
+    for i in range(0, 6, at_once):
+        rows = slice(i, i + at_once)
+        call = replace(whole.call(step=True), q=whole.tensors["q"][:, :, rows], above=above)
+        assert cpu.knows(call)
+        result = cpu.attend(call)
+        above = result.kept
+        assert_close(result.context, expected[:, :, rows])
+
+
+@torch.no_grad()
+def test_steps_of_self_attention_see_one_key_more_each_time():
+    whole = equation_4(Geometry.DECODER_SELF, lengths=(6, 6), previous=False, masks=False)
+    future = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    expected = plain(whole.evolution, whole.tensors, {"hidden": future, "masked": future})[0]
+    above = None
+    for i in range(6):
+        q, k, v = (whole.tensors[name] for name in "qkv")
+        call = replace(whole.call(step=True), q=q[:, :, i : i + 1], k=k[:, :, : i + 1], v=v[:, :, : i + 1], above=above)
+        result = kernels.attend(call)
+        above = result.kept
+        assert above.shape == (BATCH, 4, 2, i + 1)
+        assert_close(result.context, expected[:, :, i : i + 1])
+
+
+def test_steps_without_a_convolution_keep_nothing():
+    whole = problem(Evolution(Geometry.DECODER_SELF, 1, beta=0.0), previous=False)
+    assert cpu.attend(whole.call(step=True)).kept is None
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "weight", "bias", "c"])
+def test_steps_are_refused_where_any_gradient_is_wanted(name):
+    whole = equation_4(Geometry.DECODER_SELF, previous=False)
+    call = replace(whole.call(step=True), weight=torch.ones(4, 4, 3, 3), bias=torch.ones(4))
+    assert cpu.knows(call)
+    if name == "c":
+        wanting = replace(call, coefficients=call.coefficients._replace(c=torch.tensor(0.3, requires_grad=True)))
+    else:
+        wanting = replace(call, **{name: getattr(call, name).clone().requires_grad_()})
+    assert not cpu.knows(wanting)
+    with torch.no_grad():
+        assert cpu.knows(wanting)
+
+
+# ---- what is refused
+
+
+def half(x):
+    return x.half()
+
+
+REFUSED = {
+    "queries of another type": {"q": half, "k": half, "v": half},
+    "half-precision convolution weights": {"weight": half},
+    "a half-precision bias": {"bias": half},
+    "a half-precision map": {"previous": half},
+    "a double map": {"previous": Tensor.double},
+    "a convolution of fewer heads": {"weight": lambda x: x[:, :2]},
+    "fewer queries' heads than the convolution's": {name: lambda x: x[:, :2] for name in ("q", "k", "v", "previous")},
+    "a mask of numbers": {"masked": Tensor.float},
+    "a mask of bytes": {"hidden": Tensor.byte},
+    "a mask for each head": {"masked": lambda x: x.repeat(1, 4, 1, 1)},
+    "a map of another length": {"previous": lambda x: x[..., :-1]},
+    "keys and values of different lengths": {"k": lambda x: x[:, :, :-1]},
+    "keys of another size than queries": {"k": lambda x: x[..., :-1]},
+    "values of another size than queries": {"v": lambda x: x[..., :-1]},
+    "keys that sentences share": {"k": lambda x: x[:1], "v": lambda x: x[:1]},
+    "no bias": {"bias": lambda x: None},
+    "a sparse map": {"previous": Tensor.to_sparse},
+    "a tensor on another device": {"bias": lambda x: x.to("meta")},
+    "dropout beyond everything": {"dropout": lambda x: 1.5},
+    "negative dropout": {"dropout": lambda x: -0.5},
+    "a constant share of nothing": {"coefficients": lambda x: x._replace(c=0.0)},
+    "a share for each head": {"coefficients": lambda x: x._replace(c=torch.ones(4))},
+    "a share of another type": {"coefficients": lambda x: x._replace(c=torch.ones((), dtype=torch.float64))},
+    "values with one axis too many": {"v": lambda x: x.unsqueeze(-1)},
+    "queries whose memory holds their opposite": {"q": lambda x: torch.complex(x, x).conj().imag},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what):
+    call = equation_4(Geometry.ENCODER_SELF).call()
+    assert kernels.attend(call) is not None
+    changed = replace(call, **{name: change(getattr(call, name)) for name, change in REFUSED[what].items()})
+    assert kernels.attend(changed) is None
+
+
+# ---- the C file, compiled
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As on a machine where nothing has been compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu._library.cache_clear()
+    cpu._load.cache_clear()
     yield tmp_path
-    cpu._library.cache_clear()
+    cpu._load.cache_clear()
 
 
-def test_compiled_once_and_kept(fresh):
-    assert cpu.runs(torch.ones(1))
+@pytest.fixture
+def simple():
+    return equation_4(Geometry.ENCODER_SELF).call()
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "compiler"
+    path.write_text("#!/bin/sh\n" + textwrap.dedent(body))
+    path.chmod(0o755)
+    return path
+
+
+def test_compiled_once_and_kept(fresh, simple):
+    assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")
     made = built.stat().st_mtime_ns
-    cpu._library.cache_clear()
-    assert cpu.runs(torch.ones(1))
+    cpu._load.cache_clear()
+    assert cpu.knows(simple)
     assert [built.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in fresh.glob("ea_fairseq/*")] == [made]
 
 
-@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
-def test_without_a_compiler_the_plain_composition_does_it(fresh, monkeypatch, caplog, compiler):
-    model, source, target = build("ea_transformer_base"), batch([5, 3], left_pad=True), batch([4, 6], eos_first=True)
-    expected, _ = model(source, None, target)
-    monkeypatch.setenv("CC", compiler)
-    cpu._library.cache_clear()
+def no_home(monkeypatch, folder):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+
+
+def slow_compiler(monkeypatch, folder):
+    monkeypatch.setattr(cpu, "_COMPILING_TAKES_AT_MOST", 0.5)
+    body = """
+        [ "$1" = --version ] && exec echo slow 1.0
+        echo warning: this takes long >&2
+        exec sleep 20
+    """
+    monkeypatch.setenv("CC", str(script(folder, body)))
+
+
+def folder_that_cannot_be_written(monkeypatch, folder):
+    (folder / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
+
+
+def library_that_never_loads(monkeypatch, folder):
+    body = """
+        [ "$1" = --version ] && exec echo odd 1.0
+        while [ "$1" != -o ]; do shift; done
+        echo no library > "$2"
+    """
+    monkeypatch.setenv("CC", str(script(folder, body)))
+
+
+FAILURES = {
+    "a compiler that fails": (lambda patch, folder: patch.setenv("CC", "false"), "false"),
+    "no compiler": (lambda patch, folder: patch.setenv("CC", "no-such-compiler"), "no-such-compiler"),
+    "an unbalanced quote": (lambda patch, folder: patch.setenv("CC", 'cc "'), "quotation"),
+    "no home": (no_home, "home"),
+    "a compiler that takes too long": (slow_compiler, "timed out"),
+    "a cache that cannot be written": (folder_that_cannot_be_written, "file"),
+    "a library that never loads": (library_that_never_loads, "cpu_kernel"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failures_are_one_line_in_the_log_and_the_call_is_refused(failure, fresh, simple, monkeypatch, caplog):
+    arrange, named = FAILURES[failure]
+    arrange(monkeypatch, fresh)
     with caplog.at_level(logging.WARNING):
-        output, _ = model(source, None, target)
-    assert_close(output, expected)
-    assert len(caplog.messages) == 1 and compiler in caplog.text and "slower" in caplog.text
-    assert len(list(fresh.glob("ea_fairseq/*"))) == 1, "the first compiler's, and nothing half made"
+        assert [cpu.knows(simple), cpu.knows(simple), kernels.attend(simple)] == [False, False, None]
+    assert len(caplog.messages) == 1 and "\n" not in caplog.text.strip()
+    assert "slower" in caplog.text and named in caplog.text
+    assert not [path for path in fresh.glob("ea_fairseq/*") if path.is_dir()], "nothing half made"
 
 
-def test_a_file_that_cannot_be_loaded_is_named(fresh, monkeypatch, caplog):
-    monkeypatch.setattr(cpu, "_fingerprint", lambda compiler: "torn")
-    torn = fresh / "ea_fairseq" / "cpu_kernel-torn.so"
-    torn.parent.mkdir()
-    torn.write_bytes(b"torn")
-    assert not cpu.runs(torch.ones(1)) and str(torn) in caplog.text
+def test_a_library_that_does_not_load_is_compiled_again(fresh, simple, caplog):
+    assert cpu.knows(simple)
+    (built,) = fresh.glob("ea_fairseq/*")
+    cpu._load.cache_clear()
+    built.unlink()  # what is loaded must not be changed
+    built.write_bytes(b"made for another machine")
+    assert cpu.knows(simple) and not caplog.messages
+    ctypes.CDLL(str(built))
 
 
-def test_only_float32_on_the_cpu():
-    assert [cpu.runs(torch.ones(1, dtype=dtype)) for dtype in (torch.float64, torch.bfloat16)] == [False, False]
+def test_another_compiler_or_c_library_has_a_library_of_its_own(fresh, simple, monkeypatch):
+    body = '[ "$1" = --version ] && exec echo $VERSION\nexec cc "$@"\n'
+    monkeypatch.setenv("CC", str(script(fresh, body)))
+    for count, (version, c_library) in enumerate([("1.0", "a"), ("1.1", "a"), ("1.1", "b"), ("1.0", "a")], 1):
+        monkeypatch.setenv("VERSION", version)
+        monkeypatch.setattr(os, "confstr", lambda name, c_library=c_library: c_library)
+        cpu._load.cache_clear()
+        assert cpu.knows(simple)
+        assert len(list(fresh.glob("ea_fairseq/*"))) == min(count, 3)
+
+
+def test_several_processes_may_compile_at_once(tmp_path):
+    program = "from ea_fairseq.kernels import cpu; assert cpu._library() is not None"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    root = Path(cpu.__file__).parents[2]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=root, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert "slower" not in process.communicate(timeout=300)[1]
+        assert process.returncode == 0
+    assert len(list(tmp_path.glob("ea_fairseq/*"))) == 1
