@@ -19,28 +19,57 @@ def visible_taps(kind, k):
                 yield a - (k - 1), b - r, a, b
 
 
-def evolve(logits, kind, weight, bias, alpha, beta, hidden, previous=None):
-    """Equation 4 for one sentence: logits K x T x S (nested lists of scalars), hidden(i, j) -> bool."""
+#: Section 2's table read again: (rule, whether there is a previous map) -> a, b, c, d, e of
+#: mixed = a previous + b logits, carried = d previous + e logits, A_logit = c ReLU(Conv(mixed)) + (1 - c) carried
+COEFFICIENTS = {
+    ("evolving", False): lambda alpha, beta: (0, 1, beta, 0, 1),
+    ("evolving", True): lambda alpha, beta: (alpha, 1 - alpha, beta, alpha, 1 - alpha),
+    ("predictive", False): lambda alpha, beta: (0, 1, 0, 0, 1),
+    ("predictive", True): lambda alpha, beta: (1, 0, alpha, 0, 1),
+    ("residual", False): lambda alpha, beta: (0, 1, 0, 0, 1),
+    ("residual", True): lambda alpha, beta: (0, 1, 0, alpha, 1 - alpha),
+    ("realformer", False): lambda alpha, beta: (0, 1, 0, 0, 1),
+    ("realformer", True): lambda alpha, beta: (0, 1, 0, 1, 1),
+}
+
+
+def evolve(logits, kind, convolutions, coefficients, hidden, previous=None):
+    """One sentence's maps: logits K x T x S (nested lists of scalars), hidden(i, j) -> bool.
+
+    convolutions are (weight, bias), the first to run first; coefficients are a, b, c, d, e.
+    """
     heads, rows, columns = len(logits), len(logits[0]), len(logits[0][0])
     zero = torch.zeros((), dtype=torch.float64)
+    a, b, c, d, e = coefficients
 
-    def a_input(h, i, j):
-        if not (0 <= i < rows and 0 <= j < columns) or hidden(i, j):
-            return zero
+    def picture(pixel):
+        return [[[pixel(h, i, j) for j in range(columns)] for i in range(rows)] for h in range(heads)]
+
+    def weighted(of_previous, of_logits):
         if previous is None:
-            return logits[h][i][j]
-        return alpha * previous[h][i][j] + (1 - alpha) * logits[h][i][j]
+            return lambda h, i, j: of_logits * logits[h][i][j]
+        return lambda h, i, j: of_previous * previous[h][i][j] + of_logits * logits[h][i][j]
 
-    def a_logit(h, i, j):
-        if beta == 0:
-            return a_input(h, i, j)
-        total = bias[h]
-        for di, dj, a, b in visible_taps(kind, weight.size(-1)):
-            for channel in range(heads):
-                total = total + weight[h, channel, a, b] * a_input(channel, i + di, j + dj)
-        return beta * total.clamp(min=0) + (1 - beta) * a_input(h, i, j)
+    def convolved(maps, weight, bias):
+        def pixel(h, i, j):
+            total = bias[h]
+            for di, dj, row, column in visible_taps(kind, weight.size(-1)):
+                y, x = i + di, j + dj
+                if 0 <= y < rows and 0 <= x < columns and not hidden(y, x):
+                    for channel in range(heads):
+                        total = total + weight[h, channel, row, column] * maps[channel][y][x]
+            return total.clamp(min=0)
 
-    return [[[a_logit(h, i, j) for j in range(columns)] for i in range(rows)] for h in range(heads)]
+        return picture(pixel)
+
+    maps = picture(weighted(a, b))
+    for weight, bias in convolutions:
+        maps = convolved(maps, weight, bias)
+    carried = weighted(d, e)
+    if not convolutions:
+        return picture(carried)
+    # where the map is hidden the result means nothing, and is the convolution's share alone in every reading
+    return picture(lambda h, i, j: c * maps[h][i][j] + (1 - c) * (zero if hidden(i, j) else carried(h, i, j)))
 
 
 def attention(module, x, y, kind, query_padding, key_padding, previous=None):
@@ -61,16 +90,12 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
         return bool(key_padding[j]) or (kind == "decoder" and j > i)
 
     evolution = module.evolution
-    weight = bias = None
-    if evolution.conv is not None:
-        weight, bias = evolution.conv.weight, evolution.conv.bias
+    convolutions = [] if evolution.conv is None else [*evolution.stacked, evolution.conv]
     a_logit = evolve(
         logits,
         kind,
-        weight,
-        bias,
-        evolution.alpha,
-        evolution.beta,
+        [(conv.weight, conv.bias) for conv in convolutions],
+        COEFFICIENTS[evolution.rule, previous is not None](evolution.alpha, evolution.beta),
         lambda i, j: bool(query_padding[i]) or masked(i, j),
         previous,
     )

@@ -1,0 +1,260 @@
+"""Promise 9: what records, transforms or counts operations sees the plain composition, and its results are right."""
+
+import pytest
+import torch
+from conftest import amplify_, batch, build
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+from ea_fairseq import kernels
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.evolution import Evolution, Geometry
+from ea_fairseq.kernels import cpu
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the kernels answered: True for each call that one of them computed."""
+    answers, attend = [], kernels.attend
+
+    def watched(call):
+        result = attend(call)
+        answers.append(result is not None)
+        return result
+
+    monkeypatch.setattr(kernels, "attend", watched)
+    return answers
+
+
+class EncoderOutput(nn.Module):
+    """An encoder whose result is one tensor, S x B x C."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens):
+        return self.encoder(tokens)["encoder_out"][0]
+
+
+class OneStep(nn.Module):
+    """The first step of a decoder: the scores of the next word, B x 1 x V."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens, encoder_out, encoder_padding_mask):
+        encoded = {"encoder_out": [encoder_out], "encoder_padding_mask": [encoder_padding_mask]}
+        return self.decoder(tokens, encoder_out=encoded, incremental_state={})[0]
+
+
+def small_model():
+    return amplify_(build("ea_transformer_base", "--ea-alpha", 0.5, "--ea-beta", 0.5))
+
+
+SOURCE, OTHER_SOURCE = batch([6, 3]), batch([6, 5], seed=2)
+
+
+@torch.no_grad()
+def test_jit_trace_gives_the_numbers_for_other_sentences_too():
+    encoder = EncoderOutput(small_model().encoder)
+    traced = torch.jit.trace(encoder, (SOURCE,), check_trace=False)
+    for source in (SOURCE, OTHER_SOURCE, batch([6, 6], seed=3)):
+        assert_close(traced(source), encoder(source), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_export_of_the_encoder_and_of_one_step():
+    model = small_model()
+    encoder = EncoderOutput(model.encoder)
+    exported = torch.export.export(encoder, (SOURCE,), strict=False).module()
+    for source in (SOURCE, OTHER_SOURCE):
+        assert_close(exported(source), encoder(source), rtol=1e-5, atol=1e-5)
+
+    step, encoded = OneStep(model.decoder), model.encoder(SOURCE)
+    inputs = (batch([1, 1], eos_first=True), encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
+    exported = torch.export.export(step, inputs, strict=False).module()
+    encoded = model.encoder(OTHER_SOURCE)
+    inputs = (inputs[0], encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
+    assert_close(exported(*inputs), step(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compile_takes_the_plain_composition():
+    """With the backend that runs what dynamo recorded, operation by operation."""
+    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
+    x = torch.randn(5, 2, 8)
+    compiled = torch.compile(lambda x: module(x)[0], backend="eager", fullgraph=True)
+    assert_close(compiled(x), module(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_torch_func_differentiates_the_plain_composition():
+    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
+    x, direction = torch.randn(5, 2, 8, requires_grad=True), torch.randn(5, 2, 8)
+
+    def loss(x):
+        return module(x)[0].square().sum()
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    assert_close(torch.func.grad(loss)(x.detach()), expected, rtol=1e-4, atol=1e-5)
+    _, slope = torch.func.jvp(loss, (x.detach(),), (direction,))
+    assert_close(slope, (expected * direction).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_counters_see_all_operations(asked):
+    module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
+    with FlopCounterMode(display=False) as counter:
+        module(x)
+    # projections; q k^T and the product with v; the convolution
+    assert counter.get_total_flops() == 2 * (4 * 5 * 8 * 8 + 2 * 2 * 5 * 5 * 4 + 2 * 2 * 9 * 5 * 5)
+    assert asked == [False]
+
+
+def hundredfold(evolution):
+    """The same module with a class of its own, which computes something else."""
+
+    class Hundredfold(Evolution):
+        def forward(self, *args, **kwargs):
+            return 100 * super().forward(*args, **kwargs)
+
+    evolution.__class__ = Hundredfold
+
+
+def with_own_forward(evolution):
+    forward = evolution.forward
+    evolution.forward = lambda *args, **kwargs: 100 * forward(*args, **kwargs)
+
+
+def with_a_hook(evolution):
+    evolution.register_forward_hook(lambda module, args, output: 100 * output)
+
+
+@pytest.mark.parametrize("change", [hundredfold, with_own_forward, with_a_hook])
+@torch.no_grad()
+def test_an_evolution_of_another_kind_is_never_taken_for_one_that_a_kernel_knows(change, asked):
+    module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
+    module(x)
+    assert asked == [True]
+    logits_of = {}
+    call = AttentionCall(keep_map=True)
+    module(x, key_padding_mask=call)
+    logits_of["before"] = call.a_logit
+    change(module.evolution)
+    call = AttentionCall(keep_map=True)
+    module(x, key_padding_mask=call)
+    assert_close(call.a_logit, 100 * logits_of["before"], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_convolutions_of_half_precision_among_float32_are_not_misread():
+    module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
+    module.evolution.half()
+    with pytest.raises(RuntimeError, match=r"(?i)half|dtype|type"):
+        module(x)
+
+
+@torch.no_grad()
+def test_pruned_heads_are_not_misread():
+    """fairseq's head pruning leaves fewer heads than the convolution has channels: that cannot be computed."""
+    module, x = EncoderSelfAttention(8, 4, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
+    module._set_skip_embed_dim_check()
+    module._adaptive_prune_heads(module._get_reserve_head_index(num_heads_to_keep=2))
+    with pytest.raises(RuntimeError, match="channels"):
+        module(x)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@torch.no_grad()
+def test_a_mask_of_floats_is_added(kind, each_way):
+    """As to fairseq's own attention: a bias for each pair of positions, and lowest numbers for what is masked."""
+    options = {"alpha": 0.0, "beta": 0.0}
+    if kind == "encoder":
+        module = EncoderSelfAttention(8, 2, **options).eval()
+    else:
+        module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, self_attention=True, **options).eval()
+    x = torch.randn(5, 2, 8)
+    for lowest in (-torch.inf, -1e8, -1e4):
+        bias = torch.randn(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), lowest)
+        output, _ = module(x, x, x, attn_mask=bias)
+        stock, _ = super(type(module).__mro__[1], module).forward(x, x, x, attn_mask=bias)
+        assert_close(output, stock, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(module(x, x, x, attn_mask=bias.clamp(max=0) * 0)[0], output, atol=1e-3)
+
+
+def test_other_masks_are_refused_or_read_as_masks():
+    module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(4, 1, 8)
+    future = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    expected, _ = module(x, attn_mask=future)
+    assert_close(module(x, attn_mask=future.byte())[0], expected)
+    assert_close(module(x, attn_mask=torch.zeros(4, 4).masked_fill(future, -torch.inf))[0], expected)
+    with pytest.raises(ValueError, match=r"attn_mask must be T x S.*\(2, 4, 4\)"):
+        module(x, attn_mask=future.expand(2, 4, 4))
+
+
+def test_gradients_reach_keys_values_and_convolution_step_by_step_with_frozen_queries():
+    module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, beta=0.5, self_attention=True).eval()
+    module.q_proj.requires_grad_(False)
+    x, state = torch.randn(3, 2, 8), {}
+    outputs = [module(x[i : i + 1], x[i : i + 1], x[i : i + 1], incremental_state=state)[0] for i in range(3)]
+    torch.cat(outputs).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is None) == name.startswith("q_proj"), name
+    whole = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    expected, _ = module(x, x, x, attn_mask=whole)
+    for name in ("k_proj.weight", "v_proj.weight", "evolution.conv.weight"):
+        (gradient,) = torch.autograd.grad(expected.square().sum(), module.get_parameter(name), retain_graph=True)
+        assert_close(module.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_hooks_on_projections_run_in_steps_too():
+    module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, beta=0.5, self_attention=True).eval()
+    calls, x, state = [], torch.randn(1, 2, 8), {}
+    module.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        module(x, x, x, incremental_state=state)
+    assert len(calls) == 3
+
+
+def test_dropout_of_everything_leaves_nothing(each_way):
+    module = EncoderSelfAttention(8, 2, beta=0.5, dropout=1.0).train()
+    x = torch.randn(5, 1, 8, requires_grad=True)
+    output, _ = module(x)
+    assert_close(output, module.out_proj(torch.zeros(5, 1, 8)))
+    output.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_retained_dropout_drops_in_evaluation(each_way):
+    """fairseq-generate --retain-dropout asks for it through make_generation_fast_."""
+    model = build("ea_transformer_base", "--attention-dropout", 0.5)
+    model.make_generation_fast_(retain_dropout=True)
+    layer, x = model.encoder.layers[0], torch.randn(5, 1, 16)
+    first, second = (layer.self_attn(x)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_the_kernel_is_asked_about_calls_that_are_shaped_as_they_are():
+    """The common checks: a call whose tensors do not agree is no kernel's."""
+    from dataclasses import replace
+
+    from conftest import small_call
+
+    call = small_call()
+    assert kernels.attend(call) is not None
+    one = torch.ones(1, 1, 1, 1)
+    for change in (
+        {"k": one.double()},
+        {"v": torch.ones(1, 2, 1, 1)},
+        {"previous": torch.ones(1, 1, 2, 1)},
+        {"given": one.half()},
+        {"hidden": one},
+        {"masked": torch.ones(1, 1, 2, 1, dtype=torch.bool)},
+        {"weight": torch.ones(1, 1, 3, 3)},
+        {"weight": torch.ones(1, 1, 5, 5), "bias": torch.ones(1)},
+        {"v": one.to_sparse()},
+    ):
+        assert kernels.attend(replace(call, **change)) is None, change
+    assert cpu.knows(call)
