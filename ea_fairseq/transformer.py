@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .evolution import Geometry
 from .layers import EADecoderLayer, EAEncoderLayer
 from .options import Settings, add_options, check_options
+from .recording import RecordablePositions, is_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class EATransformerEncoder(TransformerEncoderBase):
         self._layers_built = 0
         super().__init__(cfg, *args, **kwargs)
         self.hands_on_maps = Settings.of(cfg).hands_on_maps
+        self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         self._layers_built += 1
@@ -54,7 +56,7 @@ class EATransformerEncoder(TransformerEncoderBase):
             B x S, encoder_embedding B x S x C, src_lengths B x 1, and encoder_states, S x B x C each.
         """
         padding = src_tokens.eq(self.padding_idx)
-        any_padding = _is_recorded() or bool(padding.any())
+        any_padding = is_recorded() or bool(padding.any())
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if any_padding:
             x = x.masked_fill(padding.unsqueeze(-1), 0)
@@ -89,6 +91,7 @@ class EATransformerDecoder(TransformerDecoderBase):
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
         super().__init__(cfg, *args, **kwargs)
         self.self_attention_evolves = Settings.of(cfg).evolves(Geometry.DECODER_SELF)
+        self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
@@ -113,7 +116,7 @@ class EATransformerDecoder(TransformerDecoderBase):
         The option of this name is refused (see ``check_options``). While a model is recorded the answer is yes: a
         branch that depends on the data cannot be recorded.
         """
-        return _is_recorded()
+        return is_recorded()
 
     @cross_self_attention.setter
     def cross_self_attention(self, value: bool) -> None:
@@ -125,11 +128,6 @@ class EATransformerDecoder(TransformerDecoderBase):
             for attention in (layer.self_attn, layer.encoder_attn):
                 if attention is not None:
                     attention.reorder_incremental_state(incremental_state, new_order)
-
-
-def _is_recorded() -> bool:
-    """Whether torch.jit.trace, torch.compile or torch.export are recording what the model does."""
-    return torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:

@@ -1,0 +1,44 @@
+"""What torch.jit.trace, torch.compile and torch.export need of a model that they record, where fairseq's does not do.
+
+While they record, no branch may depend on the data: a padding mask is made whether or not anything is padded, and
+positions come from shapes that are known.
+
+Axes: B batch, T length, C channels.
+"""
+
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.modules import SinusoidalPositionalEmbedding
+from torch import Tensor, nn
+
+
+def is_recorded() -> bool:
+    """Whether what the model does is being recorded in this thread."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+class RecordablePositions(SinusoidalPositionalEmbedding):
+    """fairseq's sinusoidal positions; while a model is recorded, by operations that can be."""
+
+    @classmethod
+    def instead_of(cls, positions: nn.Module | None) -> nn.Module | None:
+        """The same positions as this class where they are fairseq's sinusoidal ones; any others as they are."""
+        if type(positions) is not SinusoidalPositionalEmbedding:
+            return positions
+        return cls(positions.embedding_dim, positions.padding_idx, init_size=positions.weights.size(0))
+
+    def forward(
+        self,
+        input: Tensor,
+        incremental_state: Any = None,
+        timestep: Tensor | None = None,
+        positions: Any = None,
+    ) -> Tensor:
+        """As fairseq's. input: B x T, token ids; result: B x T x C, or B x 1 x C in step-by-step decoding."""
+        if not is_recorded():
+            return super().forward(input, incremental_state, timestep, positions)
+        if incremental_state is not None:
+            return self.weights[self.padding_idx + input.size(1)].expand(input.size(0), 1, -1)
+        return self.weights[utils.make_positions(input, self.padding_idx)].detach()
