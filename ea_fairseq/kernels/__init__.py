@@ -13,6 +13,9 @@ from ..evolution import Evolution
 from . import cpu, gpu
 from .call import Call, Result
 
+#: Types of tensors whose memory is what it seems: a subclass may stand for anything.
+_PLAIN = (Tensor, nn.Parameter)
+
 __all__ = ["Call", "Result", "attend", "known", "untouched"]
 
 
@@ -33,17 +36,15 @@ def known(evolution: nn.Module) -> bool:
     """
     if not untouched(evolution, Evolution):
         return False
-    convolutions = [] if evolution.conv is None else [evolution.conv, *evolution.stacked]
-    return all(untouched(conv, nn.Conv2d) for conv in convolutions)
+    conv, stacked = evolution.conv, evolution.stacked
+    return (conv is None or untouched(conv, nn.Conv2d)) and all(untouched(other, nn.Conv2d) for other in stacked)
 
 
 def untouched(module: nn.Module, kind: type) -> bool:
     """Whether a module is of this very class, with its class's forward, and without hooks, which no kernel calls."""
-    hooks = (
-        *(module._forward_hooks, module._forward_pre_hooks),
-        *(module._backward_hooks, module._backward_pre_hooks),
-    )
-    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
+    own = vars(module)
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return type(module) is kind and not hooks and "forward" not in own
 
 
 def _is_looked_at() -> bool:
@@ -67,26 +68,30 @@ def _fits(call: Call) -> bool:
     What does not fit may still be right: keys that several beams share, weights that stay float32 under automatic
     mixed precision. The plain composition takes what can be taken and raises for what cannot.
     """
-    batch, heads, rows, columns = call.maps
-    maps = (batch, heads, rows, columns)
-    values = [x for x in call.tensors if x is not call.hidden and x is not call.masked]
-    if not all(_is_plain(x) and x.device == call.v.device for x in call.tensors):
+    q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
+    dtype, device = v.dtype, v.device
+    for x in call.tensors:
+        is_mask = x is call.hidden or x is call.masked
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.device != device:
+            return False
+        if x.dtype is not dtype and not is_mask:
+            return False
+    if not q.dim() == v.dim() == 4:
         return False
-    if not all(x.dtype == call.v.dtype for x in values):
-        return False
-    size = call.kernel_size
-    shapes_agree = (
-        call.q.dim() == call.v.dim() == 4
-        and call.v.shape[:3] == (batch, heads, columns)
-        and (call.given is not None or (call.k.shape == (batch, heads, columns, call.q.size(3))))
-        and all(x is None or x.shape == maps for x in (call.given, call.previous))
-        and (call.weight is None) == (call.bias is None)
-        and (call.weight is None or call.weight.shape == (heads, heads, size, size))
-        and (call.bias is None or call.bias.shape == (heads,))
+    maps = batch, heads, _, columns = call.maps
+    return (
+        v.shape[:3] == (batch, heads, columns)
+        and (call.given is not None or k.shape == (batch, heads, columns, q.size(3)))
+        and (call.given is None or call.given.shape == maps)
+        and (call.previous is None or call.previous.shape == maps)
+        and (weight is None) == (bias is None)
+        and (weight is None or weight.shape == (heads, heads, call.kernel_size, call.kernel_size))
+        and (bias is None or bias.shape == (heads,))
         and (call.above is None or _fits_above(call, maps))
-        and all(x is None or _is_mask(x, maps) for x in (call.hidden, call.masked))
+        and (call.hidden is None or _is_mask(call.hidden, maps))
+        and (call.masked is None or call.masked is call.hidden or _is_mask(call.masked, maps))
+        and min(maps) > 0
     )
-    return shapes_agree and min(maps) > 0
 
 
 def _fits_above(call: Call, maps: tuple[int, int, int, int]) -> bool:
@@ -102,7 +107,3 @@ def _is_mask(mask: Tensor, maps: tuple[int, int, int, int]) -> bool:
         and mask.size(1) == 1
         and all(size in (1, whole) for size, whole in zip(mask.shape, maps, strict=True))
     )
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided

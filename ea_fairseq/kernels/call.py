@@ -12,7 +12,7 @@ from torch import Tensor
 from ..evolution import Coefficients, Geometry
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """Everything that decides the result of one call.
 
@@ -20,7 +20,7 @@ class Call:
         A_logit = the sum of evolution.py, with these coefficients and this convolution
         context = dropout(softmax(mask(A_logit))) v
 
-    A kernel may be asked about any of it, and refuses what it does not know.
+    A kernel may be asked about any of it, and refuses what it does not know. Nobody changes a call: take ``replace``.
     """
 
     q: Tensor  # B x K x T x D; not read where logits are given

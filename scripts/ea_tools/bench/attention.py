@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
 from ea_fairseq.evolution import Geometry
 from ea_tools.bench.common import DTYPES, calls, interleave, parser, prepare, quiet, record, spread, synchronize, write
 from ea_tools.common import positive, reporting
@@ -189,12 +189,12 @@ def ours(problem):
     q, k = problem.q.detach(), problem.k.detach()  # what would be projected
 
     def run():
+        call = AttentionCall(problem.padding, query_padding=problem.padding, previous=problem.previous)
         if problem.kind == "encoder":
-            attention.previous_map = problem.previous
-            context, _ = attention(q, key_padding_mask=problem.padding, need_weights=False)
-            return context, attention.take_map()
-        attention.query_padding_mask = problem.padding
-        context, _ = attention(q, k, k, problem.padding, need_weights=False, attn_mask=problem.future)
+            call.keep_map = True
+            context, _ = attention(q, key_padding_mask=call, need_weights=False)
+            return context, call.a_logit
+        context, _ = attention(q, k, k, call, need_weights=False, attn_mask=problem.future)
         return (context,)
 
     return run

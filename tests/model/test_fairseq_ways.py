@@ -1,0 +1,172 @@
+"""What fairseq's own tests ask of its translation models, asked of ours: data, generation and training in many ways.
+
+Everything runs in this process, through fairseq's own entry points.
+"""
+
+import contextlib
+import io
+import math
+
+import pytest
+import torch
+from conftest import TINY, TRAINING, fairseq
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import generate, interactive, train, validate
+
+pytestmark = pytest.mark.slow
+
+ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.3"]
+
+
+def run(main, parser, *words):
+    """Run one of fairseq's programs; what it printed, and what it returned."""
+    words = [str(word) for word in words]
+    args = options.parse_args_and_arch(parser, words)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = main(convert_namespace_to_omegaconf(args))
+    return printed.getvalue(), result
+
+
+def trained(data, folder, *flags, arch=ARCH, updates=4):
+    words = [data, *arch, *TRAINING, "--save-dir", folder, "--max-update", updates, "--no-epoch-checkpoints", *flags]
+    run(train.main, options.get_training_parser(), *words)
+    return folder / "checkpoint_last.pt"
+
+
+def generated(data, checkpoint, *flags, parser=None, main=generate.main):
+    parser = parser or options.get_generation_parser()
+    words = [data, "--path", checkpoint, "--cpu", "--required-batch-size-multiple", 1, "--batch-size", 8, *flags]
+    return run(main, parser, *words)[0]
+
+
+def hypotheses(printed):
+    """{sentence: [text of each hypothesis]}"""
+    found = {}
+    for line in printed.splitlines():
+        if line.startswith("H-"):
+            number, _, text = line.split("\t")
+            found.setdefault(int(number[2:]), []).append(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(corpus, tmp_path_factory):
+    return trained(corpus, tmp_path_factory.mktemp("ways"), updates=60)
+
+
+@pytest.mark.parametrize("implementation", ["raw", "lazy", "cached", "mmap"])
+def test_every_kind_of_binary_data(corpus, tmp_path, implementation):
+    data = corpus
+    if implementation in ("raw", "lazy"):
+        data = tmp_path / "data"
+        kind = ["--dataset-impl", implementation]
+        texts = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", corpus.parent / split)]
+        fairseq("preprocess", "-s", "de", "-t", "en", *texts, "--destdir", data, "--joined-dictionary", *kind)
+    assert trained(data, tmp_path / "run", "--dataset-impl", implementation).exists()
+    printed = generated(data, tmp_path / "run" / "checkpoint_last.pt", "--dataset-impl", implementation, "--beam", 2)
+    assert len(hypotheses(printed)) == 30
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--sampling --temperature 2 --beam 2 --nbest 2 --seed 3",
+        "--sampling --sampling-topk 3 --beam 2 --nbest 2",
+        "--sampling --sampling-topp 0.2 --beam 2 --nbest 2",
+        "--diversity-rate 0.5 --beam 6 --nbest 2",
+        "--diverse-beam-groups 3 --diverse-beam-strength 0.5 --beam 6 --nbest 2",
+        "--prefix-size 2 --beam 3 --nbest 2",
+        "--match-source-len --beam 2 --nbest 2",
+        "--no-repeat-ngram-size 2 --beam 2 --nbest 2",
+        "--lenpen 0.6 --unkpen 0.5 --min-len 3 --max-len-b 7 --beam 2 --nbest 2",
+        "--print-alignment --beam 2 --nbest 2",
+        "--retain-dropout --beam 2 --nbest 2",
+        "--score-reference",
+    ],
+)
+def test_generation(corpus, checkpoint, flags):
+    found = hypotheses(generated(corpus, checkpoint, *flags.split()))
+    assert len(found) == 30
+    assert all(len(texts) == (2 if "nbest" in flags else 1) for texts in found.values())
+
+
+def test_prefixes_are_kept(corpus, checkpoint):
+    printed = generated(corpus, checkpoint, "--prefix-size", 2, "--beam", 3)
+    references = {int(x.split("\t")[0][2:]): x.split("\t")[1] for x in printed.splitlines() if x.startswith("T-")}
+    for number, (text,) in hypotheses(printed).items():
+        assert text.split()[:2] == references[number].split()[:2]
+
+
+def test_retained_dropout_makes_translations_vary(corpus, checkpoint):
+    flags = ["--retain-dropout", "--beam", 1, "--sampling", "--sampling-topk", 1]
+    torch.manual_seed(1)
+    first = generated(corpus, checkpoint, *flags, "--seed", 1)
+    assert generated(corpus, checkpoint, *flags, "--seed", 2) != first
+
+
+def test_interactive(corpus, checkpoint, tmp_path):
+    (tmp_path / "input").write_text("w1 w2 w3\nw4\n")
+    flags = ["--input", tmp_path / "input", "--buffer-size", 2, "--beam", 2]
+    parser = options.get_interactive_generation_parser()
+    assert len(hypotheses(generated(corpus, checkpoint, *flags, parser=parser, main=interactive.main))) == 2
+
+
+def test_validate(corpus, checkpoint):
+    words = [corpus, "--task", "translation", "--path", checkpoint, "--valid-subset", "valid", "--max-tokens", 500]
+    run(validate.main, options.get_validation_parser(), *words, "--cpu")
+
+
+@pytest.mark.parametrize("positions", [12, 20])
+def test_few_positions(corpus, tmp_path, positions):
+    """--max-target-positions bounds the length of translations as well."""
+    flags = ["--max-target-positions", positions, "--max-source-positions", positions]
+    checkpoint = trained(corpus, tmp_path, *flags)
+    texts = hypotheses(generated(corpus, checkpoint, "--max-len-b", 100, "--beam", 2))
+    assert all(len(text.split()) <= positions for (text,) in texts.values())
+
+
+@pytest.mark.parametrize("rule", ["evolving", "realformer"])
+def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, rule):
+    arch = [*ARCH, "--ea-rule", rule, "--encoder-layers", 3, "--decoder-layers", 3]
+    checkpoint = trained(corpus, tmp_path, "--encoder-layerdrop", 0.2, "--decoder-layerdrop", 0.2, arch=arch)
+    overrides = '{"encoder_layers_to_keep": "0,2", "decoder_layers_to_keep": "1"}'
+    printed = generated(corpus, checkpoint, "--model-overrides", overrides, "--beam", 2)
+    assert len(hypotheses(printed)) == 30
+
+
+@pytest.mark.parametrize("flags", [["--checkpoint-activations"], ["--checkpoint-activations", "--offload-activations"]])
+def test_activations_that_are_computed_again(corpus, tmp_path, flags):
+    state, expected = (
+        torch.load(trained(corpus, tmp_path / str(len(extra)), *extra, "--dropout", 0.1), weights_only=True)
+        for extra in (flags, [])
+    )
+    for name, tensor in expected["model"].items():
+        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_bleu_at_validation(corpus, tmp_path):
+    flags = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2}', "--best-checkpoint-metric", "bleu"]
+    checkpoint = trained(corpus, tmp_path, *flags, "--maximize-best-checkpoint-metric")
+    best = torch.load(checkpoint, weights_only=True)["extra_state"]["best"]
+    assert 0 <= best <= 100 and math.isfinite(best)
+
+
+def test_several_languages_in_one_model(corpus, tmp_path):
+    """translation_multi_simple_epoch prepends language tokens, and mixes directions in an epoch."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in corpus.iterdir():
+        (data / path.name).symlink_to(path)
+    task = ["--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs", "de-en,en-de"]
+    task += ["--encoder-langtok", "src", "--decoder-langtok", "--sampling-method", "temperature"]
+    flags = [word for word in TRAINING if word not in ("--task", "translation")]
+    words = [data, *ARCH, *flags, *task, "--save-dir", tmp_path / "run", "--max-update", 4]
+    run(train.main, options.get_training_parser(), *words)
+    printed = generated(data, tmp_path / "run" / "checkpoint_last.pt", *task, "-s", "de", "-t", "en", "--beam", 2)
+    assert len(hypotheses(printed)) == 30
+
+
+def test_mixing_decoder_and_encoder_attention_is_refused_with_a_reason(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--cross-self-attention: one map would be part encoder-decoder attention"):
+        trained(corpus, tmp_path, "--no-cross-attention", "--cross-self-attention")
