@@ -1,189 +1,235 @@
-"""Evolving attention through the GPU kernels: the numbers of ``Evolution``, softmax and dropout one by one, but faster.
+"""Evolving attention through the GPU kernels: the numbers of the plain composition, but faster.
 
 Of every layer one map is kept for the backward pass, A_logit, which the next layer needs anyway. Beside it one bit of
 every pixel, and two numbers of every row; what else the backward pass needs is computed again.
+
+Nobody who wrote these kernels can know that a compiler made the right thing of them for a device that he has not seen.
+So each variant is tried at its first use on a device, against the plain composition: see ``gpu_trial``.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
 import functools
+import logging
 import os
-from typing import NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .evolution import Evolution, Geometry
+from ..evolution import Share
+from .call import Call, Result
+
+if TYPE_CHECKING:
+    from . import gpu_kernels
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_HEADS = 16
 
 
-def unavailable(q: Tensor) -> str | None:
-    """Why the kernels cannot run on these tensors, or None if they can.
+def knows(call: Call) -> bool:
+    """Whether the kernels can do this call, and have been seen to do the like of it right on its device."""
+    maps = call.v
+    learnt = [share for share in call.coefficients if isinstance(share, Tensor)]
+    if not (
+        (maps.is_cuda or _interpreted())
+        and maps.dtype in DTYPES
+        and all(share.dtype in DTYPES for share in learnt)
+        and call.maps[1] <= MOST_HEADS
+        and call.kernel_size % 2 == 1
+        and not call.step
+        and call.above is None
+        and 0 <= call.dropout <= 1
+    ):
+        return False
+    capturing = maps.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing and call.dropout > 0:
+        return False  # every replay would drop the same: the seed is a number, drawn when the graph is made
+    if _kernels() is None:
+        return False
+    from . import gpu_trial
 
-    Args:
-        q: B x K x T x D, the queries.
-    """
-    if q.dtype not in DTYPES:
-        return f"they know float16, bfloat16 and float32, not {q.dtype}"
-    if q.size(1) > 16:
-        return f"they know at most 16 heads, not {q.size(1)}"
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"they need a GPU, and tensors are on {q.device}"
-    return _unavailable_on(q.device)
+    return gpu_trial.passed(call, may_try=not capturing)
+
+
+def attend(call: Call) -> Result:
+    """The result of a call that ``knows`` knows. The seed of dropout comes from the CPU's generator."""
+    kernels = _kernels()
+    tensors, settings = taken(call, kernels.Dropout.of(call.dropout))
+    context, a_logit, weights = _Fused.apply(settings, *tensors)
+    return Result(context, a_logit, weights)
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter is asked for, which runs the kernels on the CPU: slowly, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
-def _unavailable_on(device: torch.device) -> str | None:
-    """Tries all kernels once on each device: that shows a missing Triton, C compiler or support of the GPU."""
+def _kernels() -> ModuleType | None:
+    """The kernels; None, and a line in the log, where there is no Triton for this machine."""
+    reason = None
     try:
-        from . import gpu_kernels as kernels
+        from . import gpu_kernels
 
-        interpreted = kernels.INTERPRETED.value
-        if interpreted == (device.type == "cuda"):
-            return f"Triton was imported {'for' if interpreted else 'without'} its interpreter"
-        one = torch.ones(1, 1, 1, 1, device=device, requires_grad=True)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            evolution = Evolution(Geometry.ENCODER_SELF, heads=1).to(device)
-            evolving_attention(one, one, one, evolution)[0].sum().backward()
+        if gpu_kernels.INTERPRETED.value != _interpreted():
+            reason = f"Triton was imported {'without' if _interpreted() else 'for'} its interpreter"
     except Exception as error:  # whatever it is, there is a path without kernels
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason is None:
+        return gpu_kernels
+    logger.warning("evolving attention takes its slower way on the GPU: %s", reason)
     return None
 
 
-def evolving_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    evolution: Evolution,
-    *,
-    hidden: Tensor | None = None,
-    masked: Tensor | None = None,
-    previous: Tensor | None = None,
-    dropout: float = 0.0,
-    keep_map: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """dropout(softmax(mask(evolution(q k^T, hidden, previous)))) v
+class Tensors(NamedTuple):
+    """What gradients may be wanted of, and the masks; shapes as in ``Call``. Also holds the gradients themselves."""
 
-    Args:
-        q: B x K x T x D, scaled.
-        k, v: B x K x S x D. These three may have any strides.
-        evolution: geometry, constants and convolution.
-        hidden, masked: bool, broadcast to B x 1 x T x S; what the convolution and what the softmax must not see.
-        previous: B x K x T x S, A_logit of the layer before.
-        dropout: probability, of the attention weights; its seed comes from the CPU's generator.
-        keep_map: whether A_logit is wanted, too.
-
-    Returns:
-        context B x K x T x D; A_logit B x K x T x S or None.
-    """
-    from .gpu_kernels import Dropout, Taps
-
-    skip = previous is not None and evolution.alpha > 0
-    conv = evolution.conv
-    constants = Constants(
-        Taps.of(evolution.geometry, evolution.kernel_size),
-        evolution.alpha,
-        evolution.beta,
-        Dropout.of(dropout),
-        keep_map,
-    )
-    return _Fused.apply(
-        q,
-        k,
-        v,
-        previous if skip else None,
-        None if conv is None else conv.weight.to(q.dtype).contiguous(),  # under --amp it stays float32
-        None if conv is None else conv.bias.to(q.dtype).contiguous(),
-        hidden,
-        masked,
-        constants,
-    )
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    given: Tensor | None = None
+    previous: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    a: Share | None = None
+    b: Share | None = None
+    c: Share | None = None
+    d: Share | None = None
+    e: Share | None = None
+    hidden: Tensor | None = None
+    masked: Tensor | None = None
 
 
-def map_passes(convolved: bool = True, skip: bool = False, passed_on: bool = False) -> tuple[int, int]:
-    """How often a map is written or read, forward and backward: what bounds the time at best.
+class Settings(NamedTuple):
+    """What is no tensor."""
 
-    Times B * K * T * pitch(S) * bytes of a number, this is what has to be moved, if the rows that a convolution reads
-    several times, or that a softmax reads twice, come from a cache the second time.
-
-    Forward: mix (reads ``previous``,) writes A_in; evolve reads it, writes A_logit and the probabilities; the product
-    with v reads them. Backward: mix, of other factors, writes the gradient of the probabilities; soften_backward reads
-    it, A_logit (and the gradient of A_logit from above), writes probabilities, and gradients of ReLU's input and
-    of A_in; the product for v reads the first; mix makes A_in again; convolve_backward reads that and both gradients,
-    writes that of the logits (and of ``previous``); the products for q and k read it.
-
-    Args:
-        convolved: beta > 0.
-        skip: the layer has a ``previous``.
-        passed_on: the layer above uses this one's A_logit.
-    """
-    if convolved:
-        return 5 + skip, 1 + (5 + passed_on) + 1 + (1 + skip) + (4 + skip) + 2
-    return 4 + skip, 1 + (4 + passed_on + skip) + 1 + 2
-
-
-class Constants(NamedTuple):
-    """What is no tensor; see ``evolving_attention`` and ``gpu_kernels``."""
-
-    taps: "kernels.Taps"  # noqa: F821  (imported only where Triton is there)
-    alpha: float
-    beta: float
-    dropout: "kernels.Dropout"  # noqa: F821
+    scale: float
+    taps: "gpu_kernels.Taps"
+    dropout: "gpu_kernels.Dropout"
+    convolved: bool
+    separate: bool  # carried is not mixed
     keep_map: bool
+    need_weights: bool
+
+    def shares(self, tensors: Tensors) -> "gpu_kernels.Shares":
+        """The five numbers as the kernels take them."""
+        return _kernels().Shares(*tensors[7:12], convolved=self.convolved, separate=self.separate)
+
+
+def taken(call: Call, dropout: "gpu_kernels.Dropout") -> tuple[Tensors, Settings]:
+    """A call as the kernels take it: what has no effect on it is left out, and so gets no gradient."""
+    kernels = _kernels()
+    shares = kernels.Shares.of(call.coefficients, call.previous is not None, call.weight is not None)
+    convolution = (call.weight.contiguous(), call.bias.contiguous()) if shares.convolved else (None, None)
+    tensors = Tensors(
+        *((call.q, call.k) if call.given is None else (None, None)),
+        *(call.v, call.given, call.previous if shares.use_previous else None),
+        *convolution,
+        *shares[:5],
+        *(call.hidden if shares.convolved else None, call.masked),
+    )
+    taps = kernels.Taps.of(call.geometry, call.kernel_size)
+    options = (shares.convolved, shares.separate, call.keep_map, call.need_weights)
+    return tensors, Settings(call.scale, taps, dropout, *options)
+
+
+def forward(tensors: Tensors, settings: Settings) -> tuple[Tensor, "gpu_kernels.Evolved"]:
+    """Context, B x K x T x D, and what the kernels leave."""
+    shares = settings.shares(tensors)
+    with torch.cuda.device_of(tensors.v):
+        mixed, carried = _mix(
+            tensors, settings, shares[:2] if shares.convolved else None, shares[3:5] if shares.separate else None
+        )
+        evolved = _kernels().evolve(
+            *(mixed, carried, tensors.weight, tensors.bias, tensors.masked, settings.taps, shares),
+            *(settings.dropout, settings.need_weights),
+        )
+    return evolved.probs @ tensors.v, evolved
+
+
+def backward(
+    tensors: Tensors,
+    settings: Settings,
+    evolved: "gpu_kernels.Evolved",
+    grad_context: Tensor | None,
+    grad_map: Tensor | None,
+    grad_weights: Tensor | None,
+) -> Tensors:
+    """Gradients of all that there is, those of convolution and shares in float32; None for masks and constants.
+
+    Of ``evolved``, ``probs`` and ``weights`` are not read.
+    """
+    kernels, shares = _kernels(), settings.shares(tensors)
+    q, k, v, given, previous, weight, bias, *_, hidden, masked = tensors
+    if grad_context is None:
+        grad_context = v.new_zeros(()).expand(*evolved.a_logit.shape[:3], v.size(3))
+    with torch.cuda.device_of(v):
+        # That of the probabilities, B x K x T x S; it becomes that of A_logit and then of the logits, in place.
+        grad = kernels.product(grad_context, v)
+        probs, grad_conv = kernels.soften_backward(evolved, masked, grad_map, grad_weights, grad, settings.dropout)
+        grad_v = probs.transpose(2, 3) @ grad_context
+        del probs
+        all_logits = (0.0, 1.0) if shares.learns and given is None else None
+        mixed, logits = _mix(tensors, settings, shares[:2] if shares.convolved else None, all_logits)
+        of_mix = kernels.mix_backward(
+            *(mixed, previous, given if logits is None else logits, weight, bias, hidden, grad_conv, grad),
+            *(settings.taps, shares),
+        )
+    of_shares = [None] * 5
+    if of_mix.shares is not None:
+        pairs = zip(of_mix.shares, shares[:5], strict=True)
+        of_shares = [number if isinstance(share, Tensor) else None for number, share in pairs]
+    of_logits = (None, None, grad_v, grad)
+    if given is None:
+        grad_q = _scaled_product(grad, k, settings.scale)
+        grad_k = _scaled_product(grad.transpose(2, 3), q, settings.scale)
+        of_logits = (grad_q, grad_k, grad_v, None)
+    return Tensors(*of_logits, of_mix.previous, of_mix.weight, of_mix.bias, *of_shares)
+
+
+def _mix(
+    tensors: Tensors,
+    settings: Settings,
+    of_mixed: tuple[Share, Share] | None,
+    of_carried: tuple[Share, Share] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """mixed and carried, B x K x T x S, those that are asked for by shares of the map before and of the logits."""
+    q, k, v, given, previous = tensors[:5]
+    q, k = (q, k) if given is None else (given, v)  # of these, only the sizes are read then
+    return _kernels().mix(q, k, given, previous, tensors.hidden, settings.scale, of_mixed, of_carried)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * a b for a B x K x T x S and b B x K x S x D, in one launch."""
+    nothing = a.new_empty(()).expand(1, 1, 1)
+    product = torch.baddbmm(nothing, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=scale)
+    return product.unflatten(0, a.shape[:2])
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        previous: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        hidden: Tensor | None,
-        masked: Tensor | None,
-        constants: Constants,
-    ) -> tuple[Tensor, Tensor | None]:
-        from . import gpu_kernels as kernels
-
-        taps, alpha, beta, dropout, keep_map = constants
-        with torch.cuda.device_of(q):
-            maps = kernels.mix(q, k, previous, hidden, alpha)
-            evolved = kernels.evolve(maps, weight, bias, masked, taps, beta, dropout)
-        context = evolved.probs @ v
-        ctx.constants = constants
+    def forward(ctx, settings: Settings, *tensors: Share | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        context, evolved = forward(Tensors(*tensors), settings)
+        ctx.settings = settings
+        ctx.constants = [None if isinstance(value, Tensor) else value for value in tensors]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, previous, weight, hidden, masked, *evolved[:-1])
-        return context, evolved.a_logit if keep_map else None
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in tensors), *evolved[:-2])
+        return context, evolved.a_logit if settings.keep_map else None, evolved.weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_context: Tensor | None, grad_map: Tensor | None):
-        from . import gpu_kernels as kernels
-
-        q, k, v, previous, weight, hidden, masked, *kept = ctx.saved_tensors
-        evolved = kernels.Evolved(*kept, probs=None)
-        taps, alpha, beta, dropout, _ = ctx.constants
-        skip = previous is not None
-        if grad_context is None:
-            grad_context = torch.zeros_like(q[..., :1]).expand(*q.shape[:3], v.size(3))
-        grad_weight = grad_bias = None
-        with torch.cuda.device_of(q):
-            grad = kernels.mix(
-                grad_context, v, None, None, 0.0
-            )  # grad_context v^T, B x K x T x S; then changed in place
-            probs, grad_conv, grad_previous = kernels.soften_backward(
-                evolved, masked, hidden, grad_map, grad, skip, alpha, beta, dropout
-            )
-            grad_v = probs.transpose(2, 3) @ grad_context
-            del probs
-            if weight is not None:
-                maps = kernels.mix(q, k, previous, hidden, alpha)
-                grad_weight, grad_bias, grad_previous = kernels.convolve_backward(
-                    maps, weight, hidden, grad_conv, grad, skip, alpha, taps
-                )
-        return grad @ k, grad.transpose(2, 3) @ q, grad_v, grad_previous, grad_weight, grad_bias, None, None, None
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, count = ctx.saved_tensors, len(ctx.constants)
+        pairs = zip(saved[:count], ctx.constants, strict=True)
+        tensors = Tensors(*(constant if value is None else value for value, constant in pairs))
+        evolved = _kernels().Evolved(*saved[count:], probs=None, weights=None)
+        gradients = backward(tensors, ctx.settings, evolved, *grads)
+        return None, *(
+            None if gradient is None else gradient.to(value.dtype).view_as(value)
+            for gradient, value in zip(gradients, tensors, strict=True)
+        )

@@ -3,10 +3,15 @@
 Triton must be there to import this module; ``gpu`` does that when it needs it. The kernels, each the work of several
 elementwise passes over a map:
 
-    mix                A_in    = alpha * previous + (1 - alpha) * q k^T, zero where hidden
-    evolve             A_logit = beta * ReLU(Conv(A_in)) + (1 - beta) * A_in, its softmax and dropout
-    soften_backward    gradient of the probabilities -> gradient of A_logit -> of ReLU's input, and of A_in beside it
-    convolve_backward  gradients of A_in, of the convolution's weight and of its bias
+    mix_kernel              mixed   = a * previous + b * logits, zero where hidden; what the convolution reads
+                            carried = d * previous + e * logits; what its result is added to
+    evolve_kernel           A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried, its softmax and dropout
+    soften_backward_kernel  gradient of the probabilities -> gradient of A_logit, and of the convolution's result / c
+    mix_backward_kernel     these two -> gradients of logits, of ``previous``, of the convolution's weight and bias, and
+                            of a, b, c, d and e where they are learnt
+
+The logits are scale * q k^T, or given. Where carried is mixed itself, it is not written a second time; where there is no
+convolution, A_logit is carried.
 
 Axes: B batch, K heads (1 to 16), T target (query) length, S source (key) length, D head size, k kernel size.
 Every map is B x K x T x S; in memory a row takes its ``pitch``, the multiple of 16 from S up, and columns from S on
@@ -16,6 +21,9 @@ A convolution is a matrix product over M = K * k * k taps, of which tap m is the
 c: m = (c * k + a) * k + b, as the weight K x K x k x k lies in memory. Pixel (i, j) reads row i + a - top, column
 j + b - left; ``Taps`` says top and left for each geometry. Products take their factors in the maps' type and add up in
 float32. Nothing is added atomically, so the same input gives the same bits.
+
+Each of the five shares a, b, c, d and e is 0 and has no effect, or a constant, or learnt: then kernels get the address
+of a number on the GPU, and nobody waits for its value. The constants KIND_A to KIND_E of the kernels say which.
 """
 
 import os
@@ -26,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .evolution import Geometry, reach
+from ..evolution import Coefficients, Geometry, Share, _same, reach
 
 #: matrix products need at least 16 channels: what is beyond K is zero
 CHANNELS = tl.constexpr(16)
@@ -36,11 +44,13 @@ CHUNK = tl.constexpr(16)
 PRECISION = tl.constexpr("tf32x3")
 #: whether the kernels run in Triton's interpreter, on the CPU: Triton decides so when it is imported
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-#: of Philox: as many as pass all tests of randomness (Salmon et al. 2011, table 2)
+#: Rounds of the Philox generator. Seven are the fewest that pass every test of randomness (Salmon et al. 2011, table 2).
 ROUNDS = tl.constexpr(7)
 #: partial sums of the weight's gradient, four for each multiprocessor of an H100; the same on every device, so that the
 #: order of the sum is, too
 PARTIAL_SUMS = 528
+#: What the kernels know of a share when they are compiled: it is 0, a constant, or the address of a number.
+NONE, CONSTANT, LEARNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Taps(NamedTuple):
@@ -65,9 +75,10 @@ class Dropout(NamedTuple):
     scale: float  # of what is kept
 
     @classmethod
-    def of(cls, probability: float) -> "Dropout":
-        """The seed comes from the CPU's generator: no wait for the GPU, and checkpointed layers restore it."""
-        seed = int(torch.randint(2**31 - 1, (), device="cpu")) if probability > 0 else 0
+    def of(cls, probability: float, seed: int | None = None) -> "Dropout":
+        """Without a seed it comes from the CPU's generator: no wait for the GPU, and checkpointed layers restore it."""
+        if seed is None:
+            seed = int(torch.randint(2**31 - 1, (), device="cpu")) if probability > 0 else 0
         threshold = round(probability * 65536)
         return cls(seed, threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0)
 
@@ -76,18 +87,29 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
-def _store_gradient(
-    g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
-    HIDDEN: tl.constexpr, SKIP: tl.constexpr,
-):  # fmt: skip
-    """From the gradient of A_in, places j of row i: that of q k^T, and of the map before where there is one."""
-    if HIDDEN:
-        places = hidden + b * hidden_b + i.to(tl.int64) * hidden_t + j * hidden_s
-        g = tl.where((tl.load(places, mask=j < S, other=1) != 0)[:, None], 0, g)
-    if SKIP:
-        tl.store(grad_previous + offsets, (alpha * g).to(grad_previous.dtype.element_ty), mask=stored)
-        g = (1 - alpha) * g
-    tl.store(grad + offsets, g.to(grad.dtype.element_ty), mask=stored)
+def _number(share, KIND: tl.constexpr):
+    """A share as a number: a constant is one already; one that is learnt stands at an address."""
+    if KIND == LEARNT:
+        share = tl.load(share).to(tl.float32)
+    return share
+
+
+@triton.jit
+def _weighted(of_x, x, of_y, y, X: tl.constexpr, Y: tl.constexpr):
+    """of_x * x + of_y * y, of the kinds X and Y; what has no share is not touched, infinities included."""
+    total = tl.zeros_like(x)
+    if X != NONE:
+        total += _number(of_x, X) * x
+    if Y != NONE:
+        total += _number(of_y, Y) * y
+    return total
+
+
+@triton.jit
+def _is_hidden(hidden, b, i, j, exists, hidden_b, hidden_t, hidden_s):
+    """Which pixels of rows i and columns j the convolution must not see; all that do not exist."""
+    places = hidden + b * hidden_b + i.to(tl.int64) * hidden_t + j * hidden_s
+    return tl.load(places, mask=exists, other=1) != 0
 
 
 @triton.jit
@@ -150,12 +172,17 @@ def _kept(seed, row, j, h, threshold):
 
 @triton.jit(do_not_specialize=["T", "hidden_b", "hidden_t"])
 def mix_kernel(
-    q, k, previous, hidden, maps,
-    T, S, pitch, D, q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, hidden_b, hidden_t, hidden_s, alpha,
-    K: tl.constexpr, SKIP: tl.constexpr, HIDDEN: tl.constexpr,
+    q, k, given, previous, hidden, mixed, carried,
+    T, S, pitch, D, q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, hidden_b, hidden_t, hidden_s, scale,
+    share_a, share_b, share_d, share_e,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, KIND_D: tl.constexpr, KIND_E: tl.constexpr,
+    K: tl.constexpr, GIVEN: tl.constexpr, HIDDEN: tl.constexpr, MIXED: tl.constexpr, CARRIED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A_in of a tile, rows x columns, of one head. One program for each tile, those of a head one after the other."""
+    """A tile, rows x columns, of one head, of mixed, of carried or of both.
+
+    One program for each tile, those of a head one after the other.
+    """
     across = tl.cdiv(S, COLUMNS)
     tiles = tl.cdiv(T, ROWS) * across
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -163,42 +190,51 @@ def mix_kernel(
     b, h = head // K, head % K
     i = tile // across * ROWS + tl.arange(0, ROWS)
     j = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-
-    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, D, WIDTH):
-        d = start + tl.arange(0, WIDTH)
-        rows = tl.load(
-            q + b * q_b + h * q_h + i[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
-            mask=(i < T)[:, None] & (d < D)[None, :], other=0,
-        )  # fmt: skip
-        columns = tl.load(
-            k + b * k_b + h * k_h + j[None, :].to(tl.int64) * k_s + d[:, None] * k_d,
-            mask=(j < S)[None, :] & (d < D)[:, None], other=0,
-        )  # fmt: skip
-        mixed = _product(rows, columns, mixed)
-
     exists = (i < T)[:, None] & (j < S)[None, :]
     stored = (i < T)[:, None] & (j < pitch)[None, :]
     offsets = (head * T + i[:, None]) * pitch + j[None, :]
-    if SKIP:
-        mixed = alpha * tl.load(previous + offsets, mask=stored, other=0).to(tl.float32) + (1 - alpha) * mixed
-    if HIDDEN:
-        places = hidden + b * hidden_b + i[:, None].to(tl.int64) * hidden_t + j[None, :] * hidden_s
-        mixed = tl.where(tl.load(places, mask=exists, other=1) != 0, 0, mixed)
-    tl.store(maps + offsets, tl.where(exists, mixed, 0).to(maps.dtype.element_ty), mask=stored)
+
+    logits = tl.zeros([ROWS, COLUMNS], tl.float32)
+    before = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if GIVEN:
+        logits = tl.load(given + offsets, mask=exists, other=0).to(tl.float32)
+    elif KIND_B + KIND_E > 0:
+        for start in range(0, D, WIDTH):
+            d = start + tl.arange(0, WIDTH)
+            rows = tl.load(
+                q + b * q_b + h * q_h + i[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
+                mask=(i < T)[:, None] & (d < D)[None, :], other=0,
+            )  # fmt: skip
+            columns = tl.load(
+                k + b * k_b + h * k_h + j[None, :].to(tl.int64) * k_s + d[:, None] * k_d,
+                mask=(j < S)[None, :] & (d < D)[:, None], other=0,
+            )  # fmt: skip
+            logits = _product(rows, columns, logits)
+        logits *= scale
+    if KIND_A + KIND_D > 0:
+        before = tl.load(previous + offsets, mask=exists, other=0).to(tl.float32)
+    if MIXED:
+        x = _weighted(share_a, before, share_b, logits, KIND_A, KIND_B)
+        if HIDDEN:
+            x = tl.where(_is_hidden(hidden, b, i[:, None], j[None, :], exists, hidden_b, hidden_t, hidden_s), 0, x)
+        tl.store(mixed + offsets, tl.where(exists, x, 0).to(mixed.dtype.element_ty), mask=stored)
+    if CARRIED:
+        x = _weighted(share_d, before, share_e, logits, KIND_D, KIND_E)
+        tl.store(carried + offsets, tl.where(exists, x, 0).to(carried.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["T", "masked_b", "masked_t", "seed", "threshold"])
 def evolve_kernel(
-    maps, weight, bias, masked, a_logit, active, probs, peaks, totals,
-    T, S, pitch, masked_b, masked_t, masked_s, beta, lowest, seed, threshold, scale,
-    K: tl.constexpr, HEADS: tl.constexpr, CONVOLVED: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr,
-    LEFT: tl.constexpr, TRIANGULAR: tl.constexpr, MASKED: tl.constexpr, DROPPED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    mixed, carried, weight, bias, masked, a_logit, active, probs, weights, peaks, totals,
+    T, S, pitch, masked_b, masked_t, masked_s, share_c, lowest, seed, threshold, scale,
+    K: tl.constexpr, HEADS: tl.constexpr, CONVOLVED: tl.constexpr, KIND_C: tl.constexpr, KERNEL: tl.constexpr,
+    TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr, MASKED: tl.constexpr, DROPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A_logit, and the probabilities after dropout, of one row of a sentence's map, all heads. One program a row.
 
-    Also leaves what the backward pass needs: of every pixel one bit a head in ``active``, whether ReLU let it through;
+    ``carried`` is ``mixed`` where the two are the same; without a convolution it is read as A_logit, which is not written
+    again. ``weights`` are the probabilities before dropout, in float32, where they are wanted (WEIGHTED). Also leaves what the backward pass needs: of every pixel one bit a head in ``active``, whether ReLU let it through;
     and of every row ``peaks``, its largest logit, and ``totals``, the sum of the exponentials of its logits less that.
     """
     row = tl.program_id(0)
@@ -217,13 +253,13 @@ def evolve_kernel(
         exists = (j < S)[:, None]
         stored = (j < pitch)[:, None] & (o < K)[None, :]
         offsets = (stats * pitch)[None, :] + j[:, None]
-        x = tl.load(maps + offsets, mask=stored, other=0).to(tl.float32)
+        x = tl.load(carried + offsets, mask=stored, other=0).to(tl.float32)
         if CONVOLVED:
             convolved = tl.zeros([BLOCK, CHANNELS], tl.float32)
             for first in range(0, K * KERNEL * KERNEL, CHUNK):
                 m = first + tl.arange(0, CHUNK)
                 channel, down, right, tap = _taps(m, K, KERNEL, TOP, LEFT, TRIANGULAR)
-                pixels = _neighbours(maps, b, i, j, channel, down, right, tap, T, S, pitch, K)
+                pixels = _neighbours(mixed, b, i, j, channel, down, right, tap, T, S, pitch, K)
                 taps = tl.load(
                     weight + o[None, :] * (K * KERNEL * KERNEL) + m[:, None],
                     mask=tap[:, None] & (o < K)[None, :], other=0,
@@ -231,7 +267,8 @@ def evolve_kernel(
                 convolved = _product(pixels, taps.to(pixels.dtype), convolved)
             convolved += tl.load(bias + o, mask=o < K, other=0).to(tl.float32)[None, :]
             off = convolved <= 0  # what is not a number stays so: that is how a loss scale that is too high shows
-            x = beta * tl.where(off, 0, convolved) + (1 - beta) * x
+            share = _number(share_c, KIND_C)
+            x = share * tl.where(off, 0, convolved) + (1 - share) * x
             x = tl.where(exists, x, 0).to(a_logit.dtype.element_ty)
             tl.store(a_logit + offsets, x, mask=stored)
             x = x.to(tl.float32)
@@ -257,6 +294,8 @@ def evolve_kernel(
         stored = (j < pitch)[:, None] & (h < K)[None, :]
         offsets = (stats * pitch)[None, :] + j[:, None]
         p, _ = _softened(a_logit, masked, offsets, j, peak, total, S, masked_s, lowest, stored, MASKED)
+        if WEIGHTED:
+            tl.store(weights + offsets, p, mask=stored)
         if DROPPED:
             p = tl.where(_kept(seed, row, j, h, threshold), p * scale, 0)
         tl.store(probs + offsets, p.to(probs.dtype.element_ty), mask=stored)
@@ -265,22 +304,21 @@ def evolve_kernel(
 # ---- backward
 
 
-@triton.jit(do_not_specialize=["T", "masked_b", "masked_t", "hidden_b", "hidden_t", "seed", "threshold"])
+@triton.jit(do_not_specialize=["T", "masked_b", "masked_t", "seed", "threshold"])
 def soften_backward_kernel(
-    a_logit, masked, hidden, active, peaks, totals, grad_map, grad, probs, grad_conv, grad_previous,
-    T, S, pitch, masked_b, masked_t, masked_s, hidden_b, hidden_t, hidden_s,
-    alpha, beta, lowest, seed, threshold, scale,
-    K: tl.constexpr, HEADS: tl.constexpr, CONVOLVED: tl.constexpr, MASKED: tl.constexpr, HIDDEN: tl.constexpr,
-    DROPPED: tl.constexpr, PASSED_ON: tl.constexpr, SKIP: tl.constexpr, WIDE: tl.constexpr,
+    a_logit, masked, active, peaks, totals, grad_map, grad_weights, grad, probs, grad_conv,
+    T, S, pitch, masked_b, masked_t, masked_s, lowest, seed, threshold, scale,
+    K: tl.constexpr, HEADS: tl.constexpr, CONVOLVED: tl.constexpr, MASKED: tl.constexpr, DROPPED: tl.constexpr,
+    PASSED_ON: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Softmax and dropout backwards for one row of a sentence's map, all heads. One program a row.
 
-    With P the probabilities before dropout and G the gradient of P (made of ``grad``, that of P after dropout):
-        gradient of A_logit = P * (G - sum over the row of P * G), 0 where masked, + ``grad_map`` (from the layer above)
+    With P the probabilities before dropout and G the gradient of P: made of ``grad``, that of P after dropout, and of
+    ``grad_weights``, where the weights were wanted and used (WEIGHTED):
+        ``grad``, in place = P * (G - sum over the row of P * G), 0 where masked, + ``grad_map`` (from the layer above):
+            the gradient of A_logit
         ``probs`` = P after dropout, for the gradient of the values
-        ``grad_conv`` = beta * gradient of A_logit where ReLU was active, else 0
-        ``grad``, in place = (1 - beta) * gradient of A_logit: what reaches A_in beside the convolution
-    Without a convolution A_logit is A_in: ``grad`` becomes that of the logits, and ``grad_previous`` is written.
+        ``grad_conv`` = the gradient of A_logit where ReLU was active, else 0: times c it is that of Conv(mixed)
     """
     row = tl.program_id(0)
     i = row % T
@@ -295,17 +333,21 @@ def soften_backward_kernel(
     inner = tl.zeros([HEADS], tl.float32)
     for start in range(0, S, WIDE):
         j = start + tl.arange(0, WIDE)
+        exists = (j < S)[:, None] & (h < K)[None, :]
         stored = (j < pitch)[:, None] & (h < K)[None, :]
         offsets = (stats * pitch)[None, :] + j[:, None]
         p, _ = _softened(a_logit, masked, offsets, j, peak, total, S, masked_s, lowest, stored, MASKED)
         g = tl.load(grad + offsets, mask=stored, other=0).to(tl.float32)
         if DROPPED:
             g = tl.where(_kept(seed, row, j, h, threshold), g * scale, 0)
+        if WEIGHTED:
+            g += tl.load(grad_weights + offsets, mask=exists, other=0)
         inner += tl.sum(p * g, 0)
 
     tl.debug_barrier()  # ``grad`` is overwritten only when every thread has read it
     for start in range(0, S, WIDE):
         j = start + tl.arange(0, WIDE)
+        exists = (j < S)[:, None] & (h < K)[None, :]
         stored = (j < pitch)[:, None] & (h < K)[None, :]
         offsets = (stats * pitch)[None, :] + j[:, None]
         p, hide = _softened(a_logit, masked, offsets, j, peak, total, S, masked_s, lowest, stored, MASKED)
@@ -315,61 +357,64 @@ def soften_backward_kernel(
             keep = _kept(seed, row, j, h, threshold)
             g = tl.where(keep, g * scale, 0)
             dropped = tl.where(keep, p * scale, 0)
+        if WEIGHTED:
+            g += tl.load(grad_weights + offsets, mask=exists, other=0)
         tl.store(probs + offsets, dropped.to(probs.dtype.element_ty), mask=stored)
 
         g = tl.where(hide[:, None], 0, p * (g - inner[None, :]))
         if PASSED_ON:
-            above = tl.load(grad_map + offsets, mask=stored, other=0).to(tl.float32)
-            g += tl.where((j < S)[:, None], above, 0)
+            g += tl.load(grad_map + offsets, mask=exists, other=0).to(tl.float32)
+        tl.store(grad + offsets, g.to(grad.dtype.element_ty), mask=stored)
         if CONVOLVED:
             bits = tl.load(active + row.to(tl.int64) * pitch + j, mask=j < pitch, other=0).to(tl.int32)
             on = ((bits[:, None] >> h[None, :]) & 1) != 0
-            tl.store(grad_conv + offsets, tl.where(on, beta * g, 0).to(grad_conv.dtype.element_ty), mask=stored)
-            tl.store(grad + offsets, ((1 - beta) * g).to(grad.dtype.element_ty), mask=stored)
-        else:
-            _store_gradient(
-                g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
-                HIDDEN, SKIP,
-            )  # fmt: skip
+            tl.store(grad_conv + offsets, tl.where(on, g, 0).to(grad_conv.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["rows", "sums", "T", "hidden_b", "hidden_t"])
-def convolve_backward_kernel(
-    maps, weight, hidden, grad_conv, grad, grad_previous, partial,
-    rows, sums, T, S, pitch, hidden_b, hidden_t, hidden_s, alpha,
+def mix_backward_kernel(
+    mixed, previous, logits, weight, hidden, grad_conv, grad, grad_previous, partial, of_shares,
+    rows, sums, T, S, pitch, hidden_b, hidden_t, hidden_s, share_a, share_b, share_c, share_d, share_e,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, KIND_C: tl.constexpr, KIND_D: tl.constexpr, KIND_E: tl.constexpr,
     K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
-    HIDDEN: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
+    CONVOLVED: tl.constexpr, SEPARATE: tl.constexpr, HIDDEN: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The convolution and the mix backwards. With Z = ``grad_conv`` and the number of ``rows`` = B * T:
+    """The mix and the convolution backwards, from ``grad``, G, the gradient of A_logit, and Z = ``grad_conv``.
 
-        gradient of weight[o, c, a, b] = sum over (i, j) of Z[o, i, j] * A_in[c, i + a - top, j + b - left]
-        gradient of bias[o]            = sum over (i, j) of Z[o, i, j]
-        gradient of A_in[c, i, j]      = sum over (o, a, b) of weight[o, c, a, b] * Z[o, i - a + top, j - b + left]
-                                         + ``grad``; 0 where hidden
+        gradient of weight[o, c, a, b] = c * sum over (i, j) of Z[o, i, j] * mixed[c, i + a - top, j + b - left]
+        gradient of bias[o]            = c * sum over (i, j) of Z[o, i, j]
+        gradient of mixed[c, i, j]     = c * sum over (o, a, b) of weight[o, c, a, b] * Z[o, i - a + top, j - b + left],
+                                         0 where hidden
+        gradient of carried            = (1 - c) * G, part of mixed's own where the two are the same (not SEPARATE)
+        ``grad_previous``              = a * gradient of mixed + d * gradient of carried
+        ``grad``, in place             = b * gradient of mixed + e * gradient of carried: that of the logits
 
-    The first programs, ``sums`` for each chunk of taps, leave partial sums of the first two; then one program for each
-    row makes the third: alpha times it is ``grad_previous``, and ``grad`` becomes in place 1 - alpha times it, the
-    gradient of the logits.
+    The first programs, ``sums`` for each chunk of taps, leave partial sums of the first two, without c where a share is
+    learnt (LEARNS); then one program for each of the ``rows``, B * T, makes the others. Where a share is learnt, it also
+    leaves its part of the gradients of a to e in ``of_shares``, rows x 5: sums of products of the gradient of mixed or
+    carried with ``previous`` or ``logits``; for c only - sum of G * carried, beside which gpu.py puts the convolution's.
     """
     chunks: tl.constexpr = (K * KERNEL * KERNEL + CHUNK - 1) // CHUNK
     row = tl.program_id(0) - sums * chunks
     if row < 0:
         _convolve_backward_weight(
-            maps, grad_conv, partial, tl.program_id(0) // chunks, tl.program_id(0) % chunks,
-            rows, sums, T, S, pitch, K, KERNEL, TOP, LEFT, TRIANGULAR, BLOCK,
+            mixed, grad_conv, partial, tl.program_id(0) // chunks, tl.program_id(0) % chunks,
+            rows, sums, T, S, pitch, share_c, KIND_C, K, KERNEL, TOP, LEFT, TRIANGULAR, LEARNS, BLOCK,
         )  # fmt: skip
     else:
-        _convolve_backward_row(
-            weight, hidden, grad_conv, grad, grad_previous, (row // T).to(tl.int64), row % T, T, S, pitch,
-            hidden_b, hidden_t, hidden_s, alpha, K, KERNEL, TOP, LEFT, TRIANGULAR, HIDDEN, SKIP, BLOCK,
+        _mix_backward_row(
+            mixed, previous, logits, weight, hidden, grad_conv, grad, grad_previous, of_shares + row.to(tl.int64) * 5,
+            (row // T).to(tl.int64), row % T, T, S, pitch, hidden_b, hidden_t, hidden_s,
+            share_a, share_b, share_c, share_d, share_e, KIND_A, KIND_B, KIND_C, KIND_D, KIND_E,
+            K, KERNEL, TOP, LEFT, TRIANGULAR, CONVOLVED, SEPARATE, HIDDEN, LEARNS, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _convolve_backward_weight(
-    maps, grad_conv, partial, index, chunk, rows, sums, T, S, pitch,
+    mixed, grad_conv, partial, index, chunk, rows, sums, T, S, pitch, share_c, KIND_C: tl.constexpr,
     K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LEARNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Partial sum number ``index``, over each ``sums``-th row, of the gradients of a chunk of taps and of the bias.
 
@@ -387,11 +432,14 @@ def _convolve_backward_weight(
         lines = ((b * K + o) * T + i) * pitch
         for start in range(0, S, BLOCK):
             j = start + tl.arange(0, BLOCK)
-            pixels = _neighbours(maps, b, i, j, channel, down, right, tap, T, S, pitch, K)
+            pixels = _neighbours(mixed, b, i, j, channel, down, right, tap, T, S, pitch, K)
             stored = (j < pitch)[:, None] & (o < K)[None, :]
             z = tl.load(grad_conv + (lines[None, :] + j[:, None]), mask=stored, other=0)
             of_weight = _product(tl.trans(pixels), z, of_weight)
             of_bias += tl.sum(z.to(tl.float32), 0)
+    if not LEARNS:
+        of_weight *= _number(share_c, KIND_C)
+        of_bias *= _number(share_c, KIND_C)
     partial += index * (K * M + K)
     tl.store(partial + o[None, :] * M + m[:, None], of_weight, mask=(m < M)[:, None] & (o < K)[None, :])
     if chunk == 0:
@@ -399,153 +447,310 @@ def _convolve_backward_weight(
 
 
 @triton.jit
-def _convolve_backward_row(
-    weight, hidden, grad_conv, grad, grad_previous, b, i, T, S, pitch, hidden_b, hidden_t, hidden_s, alpha,
+def _mix_backward_row(
+    mixed, previous, logits, weight, hidden, grad_conv, grad, grad_previous, of_shares,
+    b, i, T, S, pitch, hidden_b, hidden_t, hidden_s, share_a, share_b, share_c, share_d, share_e,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, KIND_C: tl.constexpr, KIND_D: tl.constexpr, KIND_E: tl.constexpr,
     K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
-    HIDDEN: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
+    CONVOLVED: tl.constexpr, SEPARATE: tl.constexpr, HIDDEN: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of row i of the logits and of ``previous``, all heads."""
-    M: tl.constexpr = K * KERNEL * KERNEL
+    """Gradients of row i of the logits and of ``previous``, all heads, and the row's part of the shares' gradients."""
     c = tl.arange(0, CHANNELS)
     lines = ((b * K + c) * T + i) * pitch
+    of_a = tl.zeros([CHANNELS], tl.float32)
+    of_b = tl.zeros([CHANNELS], tl.float32)
+    of_c = tl.zeros([CHANNELS], tl.float32)
+    of_d = tl.zeros([CHANNELS], tl.float32)
+    of_e = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, S, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        g = tl.zeros([BLOCK, CHANNELS], tl.float32)
-        for first in range(0, M, CHUNK):
-            m = first + tl.arange(0, CHUNK)
-            o, down, right, tap = _taps(m, K, KERNEL, TOP, LEFT, TRIANGULAR)
-            z = _neighbours(grad_conv, b, i, j, o, -down, -right, tap, T, S, pitch, K)
-            taps = tl.load(
-                weight + (o * M + m % (KERNEL * KERNEL))[:, None] + c[None, :] * (KERNEL * KERNEL),
-                mask=tap[:, None] & (c < K)[None, :], other=0,
-            )  # fmt: skip
-            g = _product(z, taps.to(z.dtype), g)
+        exists = (j < S)[:, None] & (c < K)[None, :]
         stored = (j < pitch)[:, None] & (c < K)[None, :]
         offsets = lines[None, :] + j[:, None]
-        g += tl.load(grad + offsets, mask=stored, other=0).to(tl.float32)
-        g = tl.where((j < S)[:, None], g, 0)
-        _store_gradient(
-            g, grad, grad_previous, offsets, stored, hidden, b, i, j, S, hidden_b, hidden_t, hidden_s, alpha,
-            HIDDEN, SKIP,
+        g = tl.load(grad + offsets, mask=exists, other=0).to(tl.float32)
+        of_mixed = tl.zeros([BLOCK, CHANNELS], tl.float32)
+        of_carried = g
+        if CONVOLVED:
+            share = _number(share_c, KIND_C)
+            of_mixed = share * _convolve_backward(
+                weight, grad_conv, b, i, j, c, T, S, pitch, K, KERNEL, TOP, LEFT, TRIANGULAR, BLOCK
+            )
+            of_carried = (1 - share) * g
+            if not SEPARATE:
+                of_mixed += of_carried
+            if HIDDEN:
+                hide = _is_hidden(hidden, b, i, j, j < S, hidden_b, hidden_t, hidden_s)
+                of_mixed = tl.where(hide[:, None], 0, of_mixed)
+            of_mixed = tl.where(exists, of_mixed, 0)
+        if KIND_A + KIND_D > 0:
+            x = _weighted(share_a, of_mixed, share_d, of_carried, KIND_A, KIND_D)
+            tl.store(grad_previous + offsets, x.to(grad_previous.dtype.element_ty), mask=stored)
+        x = _weighted(share_b, of_mixed, share_e, of_carried, KIND_B, KIND_E)
+        tl.store(grad + offsets, x.to(grad.dtype.element_ty), mask=stored)
+        if LEARNS:
+            before = tl.zeros([BLOCK, CHANNELS], tl.float32)
+            if KIND_A + KIND_D > 0:
+                before = tl.load(previous + offsets, mask=exists, other=0).to(tl.float32)
+            scores = tl.load(logits + offsets, mask=exists, other=0).to(tl.float32)
+            carried = _weighted(share_d, before, share_e, scores, KIND_D, KIND_E)
+            if not SEPARATE:
+                carried = tl.load(mixed + offsets, mask=exists, other=0).to(tl.float32)
+            of_a += tl.sum(of_mixed * before, 0)
+            of_b += tl.sum(of_mixed * scores, 0)
+            of_c -= tl.sum(g * carried, 0)
+            of_d += tl.sum(of_carried * before, 0)
+            of_e += tl.sum(of_carried * scores, 0)
+    if LEARNS:
+        tl.store(of_shares, tl.sum(of_a, 0))
+        tl.store(of_shares + 1, tl.sum(of_b, 0))
+        tl.store(of_shares + 2, tl.sum(of_c, 0))
+        tl.store(of_shares + 3, tl.sum(of_d, 0))
+        tl.store(of_shares + 4, tl.sum(of_e, 0))
+
+
+@triton.jit
+def _convolve_backward(
+    weight, grad_conv, b, i, j, c, T, S, pitch,
+    K: tl.constexpr, KERNEL: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, TRIANGULAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What reaches columns j of row i of channels c through the convolution, before c: columns x channels."""
+    M: tl.constexpr = K * KERNEL * KERNEL
+    total = tl.zeros([BLOCK, CHANNELS], tl.float32)
+    for first in range(0, M, CHUNK):
+        m = first + tl.arange(0, CHUNK)
+        o, down, right, tap = _taps(m, K, KERNEL, TOP, LEFT, TRIANGULAR)
+        z = _neighbours(grad_conv, b, i, j, o, -down, -right, tap, T, S, pitch, K)
+        taps = tl.load(
+            weight + (o * M + m % (KERNEL * KERNEL))[:, None] + c[None, :] * (KERNEL * KERNEL),
+            mask=tap[:, None] & (c < K)[None, :], other=0,
         )  # fmt: skip
+        total = _product(z, taps.to(z.dtype), total)
+    return total
 
 
 # ---- launchers
 
 
+class Shares(NamedTuple):
+    """The five numbers of the sum as the kernels take them, and what follows from which of them there are."""
+
+    a: Share
+    b: Share
+    c: Share
+    d: Share
+    e: Share
+    convolved: bool  # else A_logit is carried: a, b and c are 0
+    separate: bool  # else carried is mixed, also where that is zero: d and e are 0
+
+    @classmethod
+    def of(cls, coefficients: Coefficients, has_previous: bool, has_convolution: bool) -> "Shares":
+        """As ``Evolution`` takes them: without a map before it has no share; a convolution of share 0 is not made."""
+        a, b, c, d, e = (share if isinstance(share, Tensor) else float(share) for share in coefficients)
+        if not has_previous:
+            a = d = 0.0
+        if not has_convolution or kind(c) == NONE.value:
+            return cls(0.0, 0.0, 0.0, d, e, convolved=False, separate=True)
+        if _same(a, d) and _same(b, e):
+            return cls(a, b, c, 0.0, 0.0, convolved=True, separate=False)
+        return cls(a, b, c, d, e, convolved=True, separate=True)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any share is learnt."""
+        return any(isinstance(share, Tensor) for share in self[:5])
+
+    @property
+    def use_previous(self) -> bool:
+        """Whether the map of the layer before has a share."""
+        return kind(self.a) + kind(self.d) > 0
+
+
+def kind(share: Share) -> int:
+    """What the kernels know of a share when they are compiled."""
+    if isinstance(share, Tensor):
+        return LEARNT.value
+    return CONSTANT.value if share != 0 else NONE.value
+
+
 class Evolved(NamedTuple):
-    """What ``evolve`` leaves; all but ``probs`` are kept for the backward pass."""
+    """What ``evolve`` leaves; all but the last two are kept for the backward pass."""
 
     a_logit: Tensor  # B x K x T x S
     active: Tensor  # B x T x pitch, int16: bit h = ReLU let head h through; empty without a convolution
     peaks: Tensor  # B x K x T, float32: each row's largest logit
     totals: Tensor  # B x K x T, float32: each row's sum of exp(logit - peak)
     probs: Tensor | None  # B x K x T x S, after dropout
+    weights: Tensor | None  # B x K x T x S, float32, before dropout; None where they are not wanted
 
 
-def mix(q: Tensor, k: Tensor, previous: Tensor | None, hidden: Tensor | None, alpha: float) -> Tensor:
-    """A_in, B x K x T x S, of q B x K x T x D and k B x K x S x D of any strides."""
+def mix(
+    q: Tensor,
+    k: Tensor,
+    given: Tensor | None,
+    previous: Tensor | None,
+    hidden: Tensor | None,
+    scale: float,
+    of_mixed: tuple[Share, Share] | None,
+    of_carried: tuple[Share, Share] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """mixed and carried, B x K x T x S, each where shares of ``previous`` and of the logits are given for it.
+
+    Args:
+        q: B x K x T x D; k: B x K x S x D; of any strides. Not read where logits are given, but for their sizes.
+        given: B x K x T x S, logits in the place of scale * q k^T.
+        hidden: for mixed alone.
+    """
+    if of_mixed is None and of_carried is None:
+        return None, None
     batch, heads, length, width = q.shape
     columns = k.size(2)
-    maps = new_maps(q, columns)
-    side, deep = (64, 64) if q.element_size() == 2 else (32, 32)
+    mixed = None if of_mixed is None else new_maps(q, columns)
+    carried = None if of_carried is None else new_maps(q, columns)
+    a, b = of_mixed or (0.0, 0.0)
+    d, e = of_carried or (0.0, 0.0)
+    side = _largest_side(q)
     tile_rows, tile_columns = _block(length, side), _block(columns, side)
     tiles = triton.cdiv(length, tile_rows) * triton.cdiv(columns, tile_columns)
+    hidden = None if mixed is None else hidden
     mix_kernel[(batch * heads * tiles,)](
-        q, k, q if previous is None else padded(previous), _or(hidden, q), maps,
-        length, columns, pitch(columns), width, *q.stride(), *k.stride(), *_strides(hidden, maps), alpha,
-        K=heads, SKIP=previous is not None, HIDDEN=hidden is not None,
-        ROWS=tile_rows, COLUMNS=tile_columns, WIDTH=_block(width, deep), num_warps=4,
+        q, k, q if given is None else padded(given), q if previous is None else padded(previous), _or(hidden, q),
+        _or(mixed, q), _or(carried, q),
+        length, columns, pitch(columns), width, *q.stride(), *k.stride(), *_strides(hidden, (batch, length, columns)),
+        scale, a, b, d, e, KIND_A=kind(a), KIND_B=kind(b), KIND_D=kind(d), KIND_E=kind(e),
+        K=heads, GIVEN=given is not None, HIDDEN=hidden is not None, MIXED=mixed is not None,
+        CARRIED=carried is not None,
+        ROWS=tile_rows, COLUMNS=tile_columns, WIDTH=_block(width, side), num_warps=4,
     )  # fmt: skip
-    return maps
+    return mixed, carried
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T as a map, B x K x T x S, of a B x K x T x D and b B x K x S x D of any strides."""
+    return mix(a, b, None, None, None, 1.0, None, (0.0, 1.0))[1]
 
 
 def evolve(
-    maps: Tensor,
+    mixed: Tensor | None,
+    carried: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     masked: Tensor | None,
     taps: Taps,
-    beta: float,
+    shares: Shares,
     dropout: Dropout,
+    need_weights: bool,
 ) -> Evolved:
-    """A_logit (``maps`` itself without a convolution) and the probabilities."""
+    """A_logit (``carried`` itself without a convolution) and the probabilities.
+
+    ``mixed`` is None without a convolution, and ``carried`` where it is the same as mixed.
+    """
+    maps = mixed if carried is None else carried
     batch, heads, length, columns = maps.shape
-    convolved = weight is not None
+    convolved = shares.convolved
     a_logit = new_maps(maps, columns) if convolved else maps
     active = maps.new_empty((batch, length, pitch(columns)) if convolved else 0, dtype=torch.int16)
     peaks, totals = maps.new_empty(2, batch, heads, length, dtype=torch.float32)
     probs = new_maps(maps, columns)
+    weights = new_maps(maps, columns, torch.float32) if need_weights else None
     wide = _wide(heads, columns)
     evolve_kernel[(batch * length,)](
-        maps, _or(weight, maps), _or(bias, maps), _or(masked, maps), a_logit, active, probs, peaks, totals,
-        length, columns, pitch(columns), *_strides(masked, maps), beta, torch.finfo(maps.dtype).min, *dropout,
-        K=heads, HEADS=triton.next_power_of_2(heads), CONVOLVED=convolved, **_constants(taps),
-        MASKED=masked is not None, DROPPED=dropout.threshold > 0,
+        _or(mixed, maps), maps, _or(weight, maps), _or(bias, maps), _or(masked, maps), a_logit, active, probs,
+        _or(weights, maps), peaks, totals,
+        length, columns, pitch(columns), *_strides(masked, (batch, length, columns)),
+        shares.c, torch.finfo(maps.dtype).min, *dropout,
+        K=heads, HEADS=triton.next_power_of_2(heads), CONVOLVED=convolved, KIND_C=kind(shares.c), **_constants(taps),
+        MASKED=masked is not None, DROPPED=dropout.threshold > 0, WEIGHTED=need_weights,
         BLOCK=_convolved_block(maps) if convolved else wide, WIDE=wide, num_warps=_warps(columns),
     )  # fmt: skip
-    return Evolved(a_logit, active, peaks, totals, probs)
+    return Evolved(a_logit, active, peaks, totals, probs, weights)
 
 
 def soften_backward(
     evolved: Evolved,
     masked: Tensor | None,
-    hidden: Tensor | None,
     grad_map: Tensor | None,
+    grad_weights: Tensor | None,
     grad: Tensor,
-    skip: bool,
-    alpha: float,
-    beta: float,
     dropout: Dropout,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """See ``soften_backward_kernel``: changes ``grad`` in place; returns ``probs``, ``grad_conv``, ``grad_previous``.
+) -> tuple[Tensor, Tensor | None]:
+    """See ``soften_backward_kernel``: changes ``grad`` in place; returns ``probs`` and ``grad_conv``.
 
-    ``evolved.probs`` is not read. ``grad_conv`` is None without a convolution, ``grad_previous`` with one.
+    ``evolved.probs`` and ``evolved.weights`` are not read. ``grad_conv`` is None without a convolution.
     """
     a_logit = evolved.a_logit
     batch, heads, length, columns = a_logit.shape
     convolved = evolved.active.numel() > 0
     probs = new_maps(a_logit, columns)
     grad_conv = new_maps(a_logit, columns) if convolved else None
-    grad_previous = new_maps(a_logit, columns) if skip and not convolved else None
     soften_backward_kernel[(batch * length,)](
-        a_logit, _or(masked, a_logit), _or(hidden, a_logit), evolved.active, evolved.peaks, evolved.totals,
-        a_logit if grad_map is None else padded(grad_map), grad, probs,
-        _or(grad_conv, a_logit), _or(grad_previous, a_logit),
-        length, columns, pitch(columns), *_strides(masked, a_logit), *_strides(hidden, a_logit),
-        alpha, beta, torch.finfo(a_logit.dtype).min, *dropout,
+        a_logit, _or(masked, a_logit), evolved.active, evolved.peaks, evolved.totals,
+        a_logit if grad_map is None else padded(grad_map), a_logit if grad_weights is None else padded(grad_weights),
+        grad, probs, _or(grad_conv, a_logit),
+        length, columns, pitch(columns), *_strides(masked, (batch, length, columns)),
+        torch.finfo(a_logit.dtype).min, *dropout,
         K=heads, HEADS=triton.next_power_of_2(heads), CONVOLVED=convolved,
-        MASKED=masked is not None, HIDDEN=hidden is not None and not convolved, DROPPED=dropout.threshold > 0,
-        PASSED_ON=grad_map is not None, SKIP=grad_previous is not None,
+        MASKED=masked is not None, DROPPED=dropout.threshold > 0,
+        PASSED_ON=grad_map is not None, WEIGHTED=grad_weights is not None,
         WIDE=_wide(heads, columns), num_warps=_warps(columns),
     )  # fmt: skip
-    return probs, grad_conv, grad_previous
+    return probs, grad_conv
 
 
-def convolve_backward(
-    maps: Tensor,
-    weight: Tensor,
+class MixGradients(NamedTuple):
+    """What ``mix_backward`` gives; None where there is nothing of this kind."""
+
+    previous: Tensor | None  # B x K x T x S
+    weight: Tensor | None  # K x K x k x k, float32
+    bias: Tensor | None  # K, float32
+    shares: Tensor | None  # 5, float32, of a, b, c, d and e, where one of them is learnt; others mean nothing
+
+
+def mix_backward(
+    mixed: Tensor | None,
+    previous: Tensor | None,
+    logits: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     hidden: Tensor | None,
-    grad_conv: Tensor,
+    grad_conv: Tensor | None,
     grad: Tensor,
-    skip: bool,
-    alpha: float,
     taps: Taps,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See ``convolve_backward_kernel``: changes ``grad`` in place; gradients of weight, bias and ``previous``."""
-    batch, heads, length, columns = maps.shape
-    grad_previous = new_maps(maps, columns) if skip else None
+    shares: Shares,
+) -> MixGradients:
+    """See ``mix_backward_kernel``: changes ``grad`` in place, from the gradient of A_logit to that of the logits.
+
+    ``mixed``, ``weight``, ``bias`` and ``grad_conv`` are not read without a convolution, ``logits`` only where a share is
+    learnt.
+    """
+    batch, heads, length, columns = grad.shape
     rows = batch * length
-    sums = min(PARTIAL_SUMS, rows)
-    partial = maps.new_empty(sums, weight.numel() + heads, dtype=torch.float32)
-    convolve_backward_kernel[(sums * triton.cdiv(weight[0].numel(), CHUNK.value) + rows,)](
-        maps, weight, _or(hidden, maps), grad_conv, grad, _or(grad_previous, maps), partial,
-        rows, sums, length, columns, pitch(columns), *_strides(hidden, maps), alpha,
-        K=heads, **_constants(taps), HIDDEN=hidden is not None, SKIP=skip,
-        BLOCK=_convolved_block(maps), num_warps=_warps(columns),
+    grad_previous = new_maps(grad, columns) if shares.use_previous else None
+    of_shares = grad.new_empty(rows, 5, dtype=torch.float32) if shares.learns else None
+    sums = min(PARTIAL_SUMS, rows) if shares.convolved else 0
+    partial = grad.new_empty(sums, weight.numel() + heads, dtype=torch.float32) if shares.convolved else None
+    mix_backward_kernel[(sums * triton.cdiv(heads * taps.kernel_size**2, CHUNK.value) + rows,)](
+        _or(mixed, grad), padded(previous) if shares.use_previous else grad,
+        grad if logits is None else padded(logits), _or(weight, grad), _or(hidden, grad), _or(grad_conv, grad), grad,
+        _or(grad_previous, grad), _or(partial, grad), _or(of_shares, grad),
+        rows, sums, length, columns, pitch(columns), *_strides(hidden, (batch, length, columns)), *shares[:5],
+        **{f"KIND_{name}": kind(share) for name, share in zip("ABCDE", shares[:5], strict=True)},
+        K=heads, **_constants(taps), CONVOLVED=shares.convolved, SEPARATE=shares.separate,
+        HIDDEN=hidden is not None and shares.convolved, LEARNS=shares.learns,
+        BLOCK=_convolved_block(grad), num_warps=_warps(columns),
     )  # fmt: skip
-    grad_weight, grad_bias = partial.sum(0).to(weight.dtype).split([weight.numel(), heads])  # the same order every time
-    return grad_weight.view_as(weight), grad_bias, grad_previous
+    if of_shares is not None:
+        of_shares = of_shares.sum(0)  # the same order every time
+    if partial is None:
+        return MixGradients(grad_previous, None, None, of_shares)
+    grad_weight, grad_bias = partial.sum(0).split([weight.numel(), heads])
+    grad_weight = grad_weight.view_as(weight)
+    if of_shares is not None:
+        # Where ReLU is active Conv(mixed) is linear in weight and bias: what they sum up to is its part of c's gradient.
+        there = weight.tril() if taps.triangular else weight  # a tap that is removed may hold anything
+        of_shares[2] += (grad_weight * there).sum() + (grad_bias * bias).sum()
+        grad_weight, grad_bias = grad_weight * shares.c, grad_bias * shares.c
+    return MixGradients(grad_previous, grad_weight, grad_bias, of_shares)
 
 
 def pitch(columns: int) -> int:
@@ -553,12 +758,12 @@ def pitch(columns: int) -> int:
     return triton.cdiv(columns, 16) * 16
 
 
-def new_maps(like: Tensor, columns: int) -> Tensor:
-    """An empty map, B x K x T x columns, with the first three axes and the type of a tensor."""
+def new_maps(like: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty map, B x K x T x columns, with the first three axes of a tensor, and its type if no other is named."""
     shape = (*like.shape[:3], columns)
-    whole = like.new_empty(*shape[:3], pitch(columns))
+    whole = like.new_empty(*shape[:3], pitch(columns), dtype=dtype)
     # not whole[..., :columns]: autograd lets nobody write in place to a view that one of its functions returns
-    return like.new_empty(0).set_(whole.untyped_storage(), 0, shape, whole.stride())
+    return whole.new_empty(0).set_(whole.untyped_storage(), 0, shape, whole.stride())
 
 
 def padded(maps: Tensor) -> Tensor:
@@ -577,9 +782,20 @@ def _block(size: int, most: int) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
+def largest_blocks(maps: Tensor) -> tuple[int, int]:
+    """Rows and columns from which on more of them get more blocks, and not larger ones, in any kernel."""
+    side = _largest_side(maps)
+    return side, max(2 * side, _wide(maps.size(1), 2048))
+
+
+def _largest_side(maps: Tensor) -> int:
+    """Rows or columns of the largest blocks that are multiplied: more would not fit in a program's registers."""
+    return 64 if maps.element_size() == 2 else 32
+
+
 def _convolved_block(maps: Tensor) -> int:
-    """Columns of a block to be convolved; more would not fit in a program's registers."""
-    return _block(maps.size(3), 128 if maps.element_size() == 2 else 64)
+    """Columns of a block to be convolved."""
+    return _block(maps.size(3), 2 * _largest_side(maps))
 
 
 def _wide(heads: int, columns: int) -> int:
@@ -598,11 +814,11 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _strides(mask: Tensor | None, maps: Tensor) -> tuple[int, int, int]:
-    """Strides of a mask over sentences, rows and columns of the maps; 0 where it is broadcast."""
+def _strides(mask: Tensor | None, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Strides of a mask over the B sentences, T rows and S columns of maps of these sizes; 0 where it is broadcast."""
     if mask is None:
         return 0, 0, 0
-    batch, _, length, columns = maps.shape
+    batch, length, columns = sizes
     over_sentences, _, over_rows, over_columns = mask.expand(batch, 1, length, columns).stride()
     return over_sentences, over_rows, over_columns
 
