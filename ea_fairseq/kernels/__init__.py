@@ -71,10 +71,11 @@ def _fits(call: Call) -> bool:
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     for x in call.tensors:
-        is_mask = x is call.hidden or x is call.masked
+        # masks have a type of their own, and shares that are learnt stay float32 under automatic mixed precision
+        may_differ = x is call.hidden or x is call.masked or x.dim() == 0
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.device != device:
             return False
-        if x.dtype is not dtype and not is_mask:
+        if x.dtype is not dtype and not may_differ:
             return False
     if not q.dim() == v.dim() == 4:
         return False

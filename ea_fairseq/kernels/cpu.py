@@ -51,7 +51,7 @@ def knows(call: Call) -> bool:
         and (call.given is not None or call.q.size(3) == call.v.size(3))
         and call.kernel_size % 2 == 1
         and 0 <= call.dropout <= 1
-        and all(x.dim() == 0 for x in call.coefficients if isinstance(x, Tensor))
+        and all(x.dim() == 0 and x.dtype == torch.float32 for x in call.coefficients if isinstance(x, Tensor))
         # a convolution without a share would still hide what it does not see
         and (call.weight is None or isinstance(c, Tensor) or c != 0)
         and not (by_rows and (call.geometry == Geometry.ENCODER_SELF or _wants_gradients(call)))
