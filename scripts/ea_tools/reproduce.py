@@ -2,35 +2,33 @@
 
 scripts/reproduce.sh is how it is called. What is finished is not done again; what was interrupted goes on. Cells that
 nobody ran say so. Flags of fairseq-train go to every training run: --max-update 1500
+
+Without a GPU as many runs go at once as there are cores, each on one thread. The small files of a finished run are kept
+in results/runs, from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought
+in by putting its files there.
 """
 
 import argparse
 import contextlib
-import json
-import logging
 import os
 import queue
 import shlex
-import statistics
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
+import torch
 from tqdm import tqdm
 
-from ea_tools import recipes, tables
-from ea_tools.common import REPO, UserError, positive, replacing, reporting
-from ea_tools.profile_model import profile
-from ea_tools.scores import LABELS, compare
-from ea_tools.text import read_lines, read_prep
-
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has everybody tell all that they do
+from ea_tools import recipes, records, tables
+from ea_tools.common import REPO, UserError, positive, reporting
+from ea_tools.table_report import gather, write
+from ea_tools.tables import Cell, Table
 
 
 def main(arguments=None):
@@ -38,11 +36,13 @@ def main(arguments=None):
     args, extra = parse(arguments)
     with reporting("reproduce"):
         table = tables.read(args.table)
+        args.seeds = args.seeds or table.seeds
         cells = wanted(table, args, extra)
         failed = [] if args.collect else run_missing(table, cells, args, extra)
         if args.dry_run:
             return
-        write(table, gather(table, args, extra), args.results)
+        keep(table, cells, args.results)
+        write(table, gather(table, args.results / "runs", args.seeds, extra), args.results, extra)
     if failed:
         sys.exit("reproduce: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
 
@@ -58,15 +58,10 @@ def parse(arguments):
         allow_abbrev=False,
     )
     parser.add_argument("table", metavar="TABLE", help=f"{there}, or a .toml file of your own")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="(default: the table's)")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these recipes' columns")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
-    parser.add_argument("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
-    parser.add_argument("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
-    parser.add_argument("--runs", type=Path, default=REPO / "runs" / "reproduce", metavar="DIR", help="where runs go")
-    parser.add_argument("--results", type=Path, default=REPO / "results", metavar="DIR", help="where tables go")
-    parser.add_argument("--collect", action="store_true", help="run nothing, write the table from what there is")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    add_run_options(parser, "reproduce")
     args, extra = parser.parse_known_args(arguments)
     try:
         if "seed" in recipes.parse_flags(extra):
@@ -74,6 +69,19 @@ def parse(arguments):
     except UserError as error:
         parser.error(str(error))
     return args, extra
+
+
+def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
+    """The options of every command that trains the cells of a table, whose runs go to runs/`folder`."""
+    add = parser.add_argument
+    add("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
+    add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
+    add("--at-once", type=positive, metavar="N", help="runs at once on the CPU, of one thread (default: one per core)")
+    add("--nice", type=int, default=0, metavar="N", help="priority of the runs: 19 is the lowest (default: 0)")
+    add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help="where runs go")
+    add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go")
+    add("--collect", action="store_true", help="run nothing, write the report from what there is")
+    add("--dry-run", action="store_true", help="print what would be run")
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -96,18 +104,18 @@ def run_missing(table, cells, args, extra):
     missing = []
     for cell in cells:
         data = recipes.read(cell.recipe).data
-        if all(result(cell, subset) for subset in table.subsets(cell.recipe)):
+        if all(records.read(_scored(cell, args), subset) for subset in table.subsets(cell.recipe)):
             say(f"done already: {cell}")
         elif not (data / "PREP.json").exists() and not args.dry_run:
             say(f"not run: {cell}: {data} is not prepared, see data-prep/")
         else:
             missing.append(cell)
-    free = slots(args.gpus_per_run)
     if args.dry_run:
         for cell in missing:
             for command in commands(table, cell, args, extra):
                 print(shlex.join(command))
         return []
+    free = slots(args.gpus_per_run, cpu_runs(args, extra))
     places = queue.SimpleQueue()
     for slot in free:
         places.put(slot)
@@ -120,20 +128,60 @@ def run_missing(table, cells, args, extra):
         finally:
             places.put(slot)
 
-    with ThreadPoolExecutor(len(free)) as pool:
+    with _ending_the_runs(), ThreadPoolExecutor(len(free)) as pool:
         outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
     return [outcome for outcome in outcomes if outcome]
 
 
-def slots(gpus_per_run):
-    """The values of CUDA_VISIBLE_DEVICES under which cells run side by side; [None] is one after another on all."""
+def _scored(cell: Cell, args: argparse.Namespace) -> Path:
+    """The folder that holds a cell's scores: its record if there is one, else its run."""
+    record = args.results / "runs" / cell.folder.parent.name / cell.folder.name
+    return record if record.exists() else cell.folder
+
+
+def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:
+    """How many runs go at once on the CPU; 0 where they run on GPUs."""
+    if torch.cuda.is_available() and recipes.parse_flags(extra).get("gpus") != ["0"]:
+        return 0
+    return args.at_once or len(os.sched_getaffinity(0))
+
+
+_running: set[subprocess.Popen] = set()
+_ending = threading.Event()
+
+
+@contextlib.contextmanager
+def _ending_the_runs() -> Iterator[None]:
+    """Let no run outlive this process where it is told to end; they go on when the command is given again."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        _ending.set()
+        for process in list(_running):
+            process.terminate()
+        sys.exit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _ending.clear()
+
+
+def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
+    """The environments in which cells run side by side: `on_cpu` of one thread each, or a few GPUs each.
+
+    A single empty one is one cell after another on all that there is.
+    """
+    if on_cpu:
+        return [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}] * on_cpu
     if not gpus_per_run:
-        return [None]
+        return [{}]
     gpus = free_gpus()
     groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     if not groups:
         raise UserError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
-    return [",".join(group) for group in groups]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
 def free_gpus():
@@ -162,15 +210,25 @@ def commands(table, cell, args, extra):
     ]
 
 
-def run_cell(table, cell, args, extra, slot, quiet):
+def run_cell(
+    table: Table, cell: Cell, args: argparse.Namespace, extra: list[str], slot: dict[str, str], quiet: bool
+) -> bool:
     """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": slot} if slot else {})}
+    environment, lower = {**os.environ, **slot}, ["nice", "-n", str(args.nice)] if args.nice else []
     cell.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context((cell.folder / "reproduce.log").open("a")) if quiet else None
         for command in commands(table, cell, args, extra):
+            if _ending.is_set():
+                return False
             say("+ " + shlex.join(command))
-            if subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode:
+            with subprocess.Popen([*lower, *command], env=environment, stdout=output, stderr=output) as process:
+                _running.add(process)
+                if _ending.is_set():  # since it was looked at above
+                    process.terminate()
+                process.wait()
+                _running.discard(process)
+            if process.returncode:
                 say(f"failed: {cell}" + (f"; see {output.name}" if output else ""))
                 return False
     return True
@@ -183,157 +241,11 @@ def say(text):
 # --- collecting -------------------------------------------------------------------------------------------------------
 
 
-def result(cell, subset):
-    """What evaluate.sh wrote for one split of a cell, or None."""
-    path = cell.folder / "eval" / f"{subset}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def gather(table, args, extra):
-    """{(row label, column label): {"scores": {seed: ...}, "mean", "deviation", "difference", "p", "paper", ...}}."""
-    found = {}
-    for row in table.rows:
-        for column in table.columns:
-            results = {}
-            for seed in args.seeds:
-                cell = table.cell(row, column.recipe, seed, args.runs, extra)
-                if (one := result(cell, column.subset)) and column.score in one["scores"]:
-                    results[seed] = {**one, "folder": cell.folder}
-            found[row.label, column.label] = _summary(results, column, row)
-    for row in table.rows:
-        for column in table.columns:
-            if row.baseline:
-                mine, theirs = found[row.label, column.label], found[row.baseline, column.label]
-                mine.update(_against(mine["results"], theirs["results"], column))
-    return found
-
-
-def _summary(results, column, row):
-    scores = [one["scores"][column.score]["score"] for one in results.values()]
-    return {
-        "results": results,
-        "mean": statistics.mean(scores) if scores else None,
-        "deviation": statistics.stdev(scores) if len(scores) > 1 else None,
-        "paper": row.published(column),
-    }
-
-
-def _against(mine, theirs, column):
-    """Difference from the baseline over the seeds that both have, and the p of each seed's paired bootstrap test."""
-    seeds = sorted(mine.keys() & theirs.keys())
-    if not seeds:
-        return {}
-    differences = [mine[s]["scores"][column.score]["score"] - theirs[s]["scores"][column.score]["score"] for s in seeds]
-    data = recipes.read(column.recipe).data
-    p = []
-    with contextlib.suppress(UserError):  # without the data there are no references to test with
-        prep = read_prep(data)
-        references = read_lines(data / "raw" / f"{column.subset}.{prep['target_lang']}")
-        for seed in seeds:
-            texts = [read_lines(one[seed]["folder"] / "eval" / f"{column.subset}.hyp.txt") for one in (mine, theirs)]
-            p.append(compare(*texts, references, prep["lowercase"], ["sacrebleu"])["sacrebleu"]["p"])
-    return {"difference": statistics.mean(differences), "p": p}
-
-
-def write(table, found, folder):
-    """results/TABLE.md and, where there is anything to show, results/TABLE.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = any(cell["mean"] is not None for cell in found.values())
-    text = markdown(table, found, f"{table.name}.png" if picture else None)
-    with replacing(folder / f"{table.name}.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    if picture:
-        with replacing(folder / f"{table.name}.png") as temporary:
-            draw(table, found, temporary)
-    print(text)
-    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
-
-
-def markdown(table, found, picture):
-    """The table, what its numbers are, and where each came from."""
-    head = ["Model", "Parameters", "FLOPs", *(column.label for column in table.columns)]
-    lines = [f"# {table.title}", "", markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
-    for row in table.rows:
-        size = profile(row.arch, row.flags)
-        counts = [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
-        lines.append(
-            markdown_row([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)])
-        )
-    scores = ", ".join(f"{column.label}: {LABELS[column.score]}" for column in table.columns)
-    lines += [
-        "",
-        f"Scores are {scores}. Mean ± standard deviation over the seeds, where there are several. Δ is the difference "
-        "from the row's baseline over the seeds that both have, with each seed's p of sacreBLEU's paired bootstrap "
-        'test on detokenised text. In brackets: the paper\'s number. "not run": nobody has run it. Parameters are '
-        "without embeddings and output projection; FLOPs for 30 source and 30 target tokens.",
-        "",
-    ]
-    if picture:
-        lines += [f"![{table.title}]({picture})", ""]
-    return "\n".join([*lines, *provenance(table, found)]) + "\n"
-
-
-def markdown_row(cells):
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cell(cell):
-    paper = f" [{cell['paper']:.2f}]" if cell["paper"] is not None else ""
-    if cell["mean"] is None:
-        return "not run" + paper
-    text = f"{cell['mean']:.2f}" + (f" ± {cell['deviation']:.2f}" if cell["deviation"] is not None else "")
-    if "difference" in cell:
-        p = f" (p {', '.join(f'{p:.3f}' for p in cell['p'])})" if cell["p"] else ""
-        text += f", Δ {cell['difference']:+.2f}{p}"
-    return text + paper
-
-
-def provenance(table, found):
-    """The lines of a report that say of every score how and where it was made."""
-    lines = ["## Where the numbers come from", ""]
-    for row in table.rows:
-        for column in table.columns:
-            for seed, one in found[row.label, column.label]["results"].items():
-                score, raw = one["scores"][column.score], one["scores"]["sacrebleu"]
-                lines.append(
-                    f"- {row.label}, {column.label}, seed {seed}: {score['score']:.2f}, `{score['signature']}`; "
-                    f"sacreBLEU {raw['score']:.2f}, `{raw['signature']}`; "
-                    f"{one.get('updates') or '?'} updates, average of {len(one['averaged']) or 'one'} checkpoints; "
-                    f"{one['device']}; commit {(one['commit'] or 'unknown')[:10]}; {one['date']}; "
-                    f"{_trained_by(one['folder'])}`{one['command']}`"
-                )
-    return lines if len(lines) > 2 else [*lines, "Nothing has been run yet."]
-
-
-def _trained_by(folder):
-    record = folder / "run.json"
-    return f"`{json.loads(record.read_text(encoding='utf-8'))['command']}`; " if record.exists() else ""
-
-
-def draw(table, found, path):
-    """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
-    count, labels = len(table.columns), [row.label for row in table.rows]
-    size = (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels))
-    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
-    for panel, column in zip(panels[0], table.columns, strict=True):
-        for height, label in enumerate(labels):
-            cell = found[label, column.label]
-            if cell["mean"] is not None:
-                panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color="#4c78a8", capsize=3)
-            if cell["paper"] is not None:
-                panel.plot(cell["paper"], height, "D", color="#e45756", fillstyle="none")
-        if not panel.has_data():
-            panel.text(0.5, 0.5, "not run", ha="center", va="center", color="grey", transform=panel.transAxes)
-            panel.set_xticks([])
-        panel.set_yticks(range(len(labels)), labels)
-        panel.set_ylim(len(labels) - 0.5, -0.5)
-        panel.grid(axis="x", alpha=0.3)
-        panel.set_title(column.label)
-        panel.set_xlabel(LABELS[column.score])
-    figure.suptitle("dot: measured here, diamond: the paper", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+def keep(table: Table, cells: list[Cell], results: Path) -> None:
+    """Copy the small files of the cells that are finished to results/runs."""
+    for cell in cells:
+        for subset in table.subsets(cell.recipe):
+            records.keep(cell.folder, results / "runs" / cell.folder.parent.name / cell.folder.name, subset)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import shlex
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib
 
@@ -25,7 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from fairseq import options
 
-from ea_tools import recipes, reproduce, train
+from ea_tools import recipes, reproduce, table_report, train
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.figures.curves import COLOURS, STYLES
 from ea_tools.scores import LABELS
@@ -65,13 +64,8 @@ def parse(arguments):
     parser.add_argument("--seeds", **seeds, help="of the grid, then those that confirm the best (default: 1 2 3)")
     parser.add_argument("--confirm", type=positive, default=2, metavar="N", help="cells to confirm (default: 2)")
     parser.add_argument("--score", choices=LABELS, default="sacrebleu", help="what decides (default: sacrebleu)")
-    parser.add_argument("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
-    parser.add_argument("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
     parser.add_argument("--name", help="results/sweep-NAME (default: recipe, architecture and flags)")
-    parser.add_argument("--runs", type=Path, default=REPO / "runs" / "sweep", metavar="DIR", help="where runs go")
-    parser.add_argument("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go")
-    parser.add_argument("--collect", action="store_true", help="run nothing, report what there is")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    reproduce.add_run_options(parser, "sweep")
     if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
     if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
@@ -131,7 +125,7 @@ class Sweep:
         }
         column = Column(args.recipe, recipe.name, args.score, "valid")
         title = f"{args.arch} on {recipe.name}: {' x '.join(grid)}"
-        table = Table("", title, [column], list(rows.values()), [])
+        table = Table("", title, [column], list(rows.values()))
         meanings = {values: meaning(recipe, args.arch, grid, [*row.flags, *extra]) for values, row in rows.items()}
         stock = meaning(recipe, args.arch, grid, extra)
         default = next((values for values, found in meanings.items() if found == stock), None)
@@ -183,7 +177,7 @@ def run(sweep, args, extra):
         read_prep(recipes.read(args.recipe).data)
     first, *others = args.seeds
     failed = reproduce.run_missing(sweep.table, sweep.cells(sweep.rows, [first], args, extra), args, extra)
-    scores = scores_of(sweep, reproduce.gather(sweep.table, args, extra))
+    scores = scores_of(sweep, table_report.gather(sweep.table, args.runs, args.seeds, extra))
     if args.dry_run and others and any(first not in found for found in scores.values()):
         reproduce.say(
             f"and then the best {args.confirm} of them, and the default one, with --seeds {_list(others, ' ')}"
@@ -218,7 +212,7 @@ def candidates(sweep, scores, args):
 
 def write(sweep, args, extra):
     """results/sweep-NAME.md and, where there is anything to show, .png."""
-    found = reproduce.gather(sweep.table, args, extra)
+    found = table_report.gather(sweep.table, args.runs, args.seeds, extra)
     scores = scores_of(sweep, found)
     picture = any(scores.values())
     text = "\n".join(report(sweep, found, scores, args, extra, picture)) + "\n"
@@ -240,7 +234,7 @@ def report(sweep, found, scores, args, extra, picture):
         lines += [f"Beware: {mixed}", ""]
     if picture:
         lines += [f"![{sweep.table.title}]({sweep.name}.png)", ""]
-    return [*lines, f"Made by `{args.command}`.", "", *reproduce.provenance(sweep.table, found)]
+    return [*lines, f"Made by `{args.command}`.", "", *table_report.provenance(sweep.table, found, extra)]
 
 
 def grid_table(sweep, scores, seed):
@@ -261,7 +255,7 @@ def grid_table(sweep, scores, seed):
     else:
         head = [*names, "score"]
         body = [[*key, cell(key)] for key in sweep.rows]
-    return [reproduce.markdown_row(row) for row in [head, ["---:"] * len(head), *body]]
+    return [table_report.markdown_row(row) for row in [head, ["---:"] * len(head), *body]]
 
 
 def confirmation(sweep, scores, args):
@@ -282,10 +276,10 @@ def confirmation(sweep, scores, args):
             f"{labels[keys[0]]} is highest with one seed, which does not make it the best: --seeds gives more.",
         ]
     head = ["", *(f"seed {seed}" for seed in seeds), "mean ± deviation"]
-    lines += [reproduce.markdown_row(head), reproduce.markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    lines += [table_report.markdown_row(head), table_report.markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for key in keys:
         found = [f"{scores[key][seed]:.2f}" if seed in scores[key] else "not run" for seed in seeds]
-        lines.append(reproduce.markdown_row([labels[key], *found, _mean(scores[key].values())]))
+        lines.append(table_report.markdown_row([labels[key], *found, _mean(scores[key].values())]))
     unfinished = [labels[key] for key in keys if any(seed not in scores[key] for seed in seeds)]
     if unfinished:
         return [*lines, "", f"None is called the best yet: not run with every seed: {'; '.join(unfinished)}."]

@@ -1,10 +1,10 @@
 """Tables to reproduce: recipes/tables/*.toml, or a file of the user's own of the same form.
 
 title = "..."
-[[column]]    recipe, label, score (a key of scoring.LABELS), subset ("test" where it is not given)
+seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] where it is not given
+[[column]]    recipe, label, score (a key of scores.LABELS), subset ("test" where it is not given)
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
-[[run]]       row, recipe, seed, path: a run that was made in another way and is taken as it is
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ea_tools import recipes
-from ea_tools.common import REPO, UserError
+from ea_tools.common import UserError
 from ea_tools.scores import LABELS
 
 FOLDER = recipes.FOLDER / "tables"
@@ -60,7 +60,7 @@ class Table:
     title: str
     columns: list
     rows: list
-    runs: list
+    seeds: list = field(default_factory=lambda: [1])
 
     def row(self, label):
         return next(row for row in self.rows if row.label == label)
@@ -71,9 +71,6 @@ class Table:
 
     def cell(self, row, recipe, seed, runs, extra=()):
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        for run in self.runs:
-            if (run["row"], run["recipe"], run["seed"]) == (row.label, recipe, seed):
-                return Cell(row, recipe, seed, REPO / run["path"])
         name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
@@ -102,7 +99,7 @@ def read(name):
             title=content["title"],
             columns=[Column(**column) for column in content["column"]],
             rows=[Row(**row) for row in content["row"]],
-            runs=content.get("run", []),
+            seeds=content.get("seeds", [1]),
         )
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
         raise UserError(f"{path}: {error}") from None

@@ -1,13 +1,21 @@
 """scripts/reproduce.sh: what is missing is run, what is done is not, and the table says where its numbers are from."""
 
+import gzip
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from helpers.toy import TINY, data, run, script  # noqa: F401  (fixtures)
+import torch
+from helpers.toy import ENVIRONMENT, TINY, data, run, script  # noqa: F401  (fixtures)
 
-from ea_tools import recipes, reproduce, tables
-from ea_tools.common import UserError
+from ea_tools import recipes, records, reproduce, tables, text
+from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
 TABLE_5 = {
@@ -53,8 +61,8 @@ def test_tables_share_their_runs():
 
 
 @pytest.fixture
-def toy(data, run, tmp_path):  # noqa: F811
-    """A table with one column and two rows over the toy corpus; the second row's run is there already."""
+def toy(data, tmp_path):  # noqa: F811
+    """A table with one column and three rows over the toy corpus, none of which has been run."""
     (tmp_path / "toy.toml").write_text(
         f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
         '[batch]\ntokens = 256\n[flags]\nmax-epoch = 2\n'
@@ -65,9 +73,7 @@ def toy(data, run, tmp_path):  # noqa: F811
         f'paper = {{ "{tmp_path}/toy.toml" = 12.3 }}\n'
         f'[[row]]\nlabel = "Evolving"\narch = "ea_transformer_base"\nflags = {json.dumps(TINY)}\nbaseline = "Plain"\n'
         f'[[row]]\nlabel = "Nobody"\narch = "ea_transformer_lite"\nflags = {json.dumps(TINY)}\n'
-        f'[[run]]\nrow = "Evolving"\nrecipe = "{tmp_path}/toy.toml"\nseed = 1\npath = "{tmp_path}/made"\n'
     )  # fmt: skip
-    shutil.copytree(run, tmp_path / "made", ignore=lambda folder, names: [n for n in names if n.startswith("average")])
     return tmp_path
 
 
@@ -75,33 +81,135 @@ def options(toy):
     return [toy / "tiny.toml", "--runs", toy / "runs", "--results", toy / "results", "--average", 2]
 
 
+def collect(toy, *arguments):
+    """The table that --collect writes."""
+    reproduce.main([*map(str, options(toy)), "--collect", *arguments])
+    return (toy / "results" / "tiny.md").read_text()
+
+
+COMMIT = "c" * 40
+
+
+def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
+    """What a run by the table's recipe leaves behind, with this score; returns its folder."""
+    table = tables.read(str(toy / "tiny.toml"))
+    recipe, found = recipes.read(table.columns[0].recipe), table.row(row)
+    cell = table.cell(found, table.columns[0].recipe, seed, toy / "runs")
+    (cell.folder / "eval").mkdir(parents=True)
+    references = text.read_lines(recipe.data / "raw" / "test.en")
+    hypotheses = references if better else [line.replace("the", "a") for line in references]
+    (cell.folder / "eval" / "test.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
+    kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
+    one = {"scores": kinds, "averaged": [], "device": "d", "commit": COMMIT, "date": "now", "command": "x"}
+    one |= {"references": records.digest(references), "updates": 1500}
+    (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
+    flags = (
+        recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
+    )
+    words = recipes.parse_flags(recipes.spell_flags(flags))
+    start = {"commit": commit, "device": "CPU, two cores", "processes": 1}
+    start["flags"] = {name: " ".join(values) for name, values in words.items()}
+    record = {"identity": {"recipe": "toy", "data": "abc"}, "command": "scripts/train.sh toy", "starts": [start]}
+    (cell.folder / "run.json").write_text(json.dumps(record))
+    numbers = {"loss": 3, "num_updates": 1500, "wps": 1000.0, "wpb": 3000.0}
+    (cell.folder / "log.jsonl").write_text(json.dumps({"tag": "train_inner", **numbers}) + "\n")
+    return cell.folder
+
+
 def test_a_table_that_nobody_ran(toy):
-    reproduce.main([*map(str, options(toy)), "--collect"])
-    text = (toy / "results" / "tiny.md").read_text()
-    assert text.count("| not run |") == 2
-    assert "| not run [12.30] |" in text
-    assert "Nothing has been run yet." in text
+    written = collect(toy)
+    assert written.count("| not run |") == 2
+    assert "| not run [12.30] |" in written
+    assert "Nothing has been run yet." in written
     assert not (toy / "results" / "tiny.png").exists()
 
 
-def test_numbers_in_the_table(toy, capsys):
-    """Three seeds and a baseline: mean, deviation, difference, each seed's p."""
-    table = tables.read(str(toy / "tiny.toml"))
-    column, references = table.columns[0], (recipes.read(table.columns[0].recipe).data / "raw" / "test.en").read_text()
-    for row, scores in (("Plain", (10.0, 12.0, 14.0)), ("Evolving", (11.0, 13.0, 18.0))):
-        for seed, score in enumerate(scores, 2):
-            folder = table.cell(table.row(row), column.recipe, seed, toy / "runs").folder / "eval"
-            folder.mkdir(parents=True)
-            (folder / "test.hyp.txt").write_text(references if row == "Evolving" else references.replace("the", "a"))
-            kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
-            one = {"scores": kinds, "averaged": [], "device": "d", "commit": "c" * 40, "date": "now", "command": "x"}
-            (folder / "test.json").write_text(json.dumps(one))
-    reproduce.main([*map(str, options(toy)), "--collect", "--seeds", "2", "3", "4"])
-    text = (toy / "results" / "tiny.md").read_text()
-    assert "| 12.00 ± 2.00 [12.30] |" in text
-    assert "| 14.00 ± 3.61, Δ +2.00 (p 0.001, 0.001, 0.001) |" in text
-    assert "cccccccccc; now" in text
+def test_numbers_in_the_table(toy):
+    """Three seeds and a baseline: mean, deviation, difference, each seed's p, and what follows in words."""
+    for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
+        pretend(toy, "Plain", seed, plain, better=False)
+        pretend(toy, "Evolving", seed, evolving)
+    written = collect(toy, "--seeds", "2", "3", "4")
+    assert "| 12.00 ± 2.00 [12.30] |" in written
+    assert "| 12.33 ± 1.15, Δ +0.33 ± 1.15 |" in written
+    assert "| Evolving | 2 | 11.00 (sacreBLEU 11.00, p 0.001) |" in written
+    assert (
+        "- Toy: Evolving against Plain, +0.33 ± 1.15 over 3 seeds: better in 2, significantly in 2; worse in 1"
+        in written
+    )
+    assert "| Evolving, toy, seed 2 | 1,500 | 1 | 1.25 | CPU, two cores | cccccccccc | cccccccccc, now |" in written
+    assert "All runs of a column have the same recipe, training data and references; all were trained at one" in written
+    assert "not tested" not in written
     assert (toy / "results" / "tiny.png").stat().st_size > 5000
+
+
+def test_a_fresh_clone_writes_the_same_table(toy):
+    """From results/runs alone: without the runs, and without the data that the paired tests were made with."""
+    pretend(toy, "Plain", 1, 10.0, better=False)
+    pretend(toy, "Evolving", 1, 11.0)
+    first = collect(toy)
+    (toy / "runs").rename(toy / "gone")
+    recipe = (toy / "toy.toml").read_text()
+    (toy / "toy.toml").write_text(re.sub('data = ".*"', 'data = "/nowhere"', recipe))
+    assert collect(toy) == first
+    assert "p 0.001" in first
+    # A test that was made on other translations is not told any more.
+    hypotheses = next((toy / "results/runs").glob("*/ea_*/eval/test.hyp.txt.gz"))
+    hypotheses.write_bytes(gzip.compress(gzip.decompress(hypotheses.read_bytes()).replace(b"the", b"a")))
+    assert "(sacreBLEU 11.00, not tested)" in collect(toy)
+
+
+def test_runs_that_are_not_alike_are_told(toy):
+    pretend(toy, "Plain", 1, 10.0, better=False, lr="0.5")
+    folder = pretend(toy, "Evolving", 1, 11.0, commit="d" * 40 + " with local changes")
+    record = json.loads((folder / "run.json").read_text())
+    record["identity"]["data"] = "xyz"
+    record["starts"].append({**record["starts"][0], "commit": "e" * 40})
+    (folder / "run.json").write_text(json.dumps(record))
+    written = collect(toy)
+    assert "not alike in everything" in written
+    assert "- **Plain, toy, seed 1** was not trained by this table's recipe: lr 0.5, the recipe says 0.001." in written
+    assert "Training data of" in written
+    assert "xyz: Evolving, toy, seed 1" in written
+    assert "dddddddddd with local changes and then eeeeeeeeee: Evolving, toy, seed 1" in written
+    assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
+
+
+def test_runs_of_before_what_is_recorded_now(toy):
+    """An older run.json has the command alone: the flags are read from it, and the rest is not recorded."""
+    folder = pretend(toy, "Plain", 1, 10.0)
+    record = json.loads((folder / "run.json").read_text())
+    command = f"scripts/train.sh {toy}/toy.toml transformer {' '.join(TINY)} --seed 1 --max-epoch 3"
+    (folder / "run.json").write_text(json.dumps({"identity": record["identity"], "command": command}))
+    written = collect(toy)
+    assert "max-epoch 3, the recipe says 2" in written
+    assert "| 1.25 | not recorded; scored on d | not recorded | cccccccccc, now |" in written
+    assert "not recorded: Plain, toy, seed 1" in written
+
+
+def test_pages_that_show_the_table(toy):
+    page = toy / "results" / "README.md"
+    page.parent.mkdir()
+    page.write_text("Before.\n<!-- tiny -->\nold\n<!-- end of tiny -->\nAfter.\n<!-- other -->\n")
+    pretend(toy, "Plain", 1, 10.0)
+    collect(toy)
+    shown = page.read_text()
+    assert shown.startswith("Before.\n<!-- tiny -->\n\n| Model | Toy |")
+    assert "| Plain | 10.00 [12.30] |" in shown
+    assert shown.endswith("<!-- end of tiny -->\nAfter.\n<!-- other -->\n")
+    assert "old" not in shown
+    collect(toy)
+    assert page.read_text() == shown
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])
+def test_the_published_results_are_what_the_records_say(name, tmp_path):
+    """Nothing in results/ is typed by hand: the records below results/runs give every page again, word for word."""
+    shutil.copytree(REPO / "results", tmp_path / "results")
+    (tmp_path / "results" / f"{name}.md").unlink()
+    reproduce.main([name, "--collect", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
+    for page in (f"{name}.md", "README.md"):
+        assert (tmp_path / "results" / page).read_text() == (REPO / "results" / page).read_text()
 
 
 def test_gpus_that_are_free(tmp_path, monkeypatch):
@@ -111,17 +219,54 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert reproduce.slots(None) == [None]
-    assert reproduce.slots(1) == ["a", "c", "d", "e"]
-    assert reproduce.slots(2) == ["a,c", "d,e"]
+    assert reproduce.slots(None, 0) == [{}]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in reproduce.slots(1, 0)] == ["a", "c", "d", "e"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in reproduce.slots(2, 0)] == ["a,c", "d,e"]
     with pytest.raises(UserError, match="4 GPUs are free"):
-        reproduce.slots(5)
+        reproduce.slots(5, 0)
+
+
+def test_runs_on_the_cpu(toy, monkeypatch):
+    """As many at once as asked for, each on one thread and with the priority that was asked for."""
+    script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
+    monkeypatch.setattr(
+        reproduce, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
+    )
+    reproduce.main(
+        [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
+    )
+    assert (toy / "said").read_text() == "7 1 []\n" * 2
+    assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
+    parsed = [reproduce.parse([str(toy / "tiny.toml"), *words]) for words in (["--gpus", "0"], ["--at-once", "3"])]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert reproduce.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
+    assert reproduce.cpu_runs(*parsed[1]) == 0
+
+
+def test_a_run_does_not_outlive_its_command(toy):
+    """Told to end, it ends the runs that it started, too."""
+    code = "from ea_tools import reproduce\n"
+    code += f"reproduce.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
+    code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    pids = toy / "pids"
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table7"], "no such table; there are multi30k, table5, table6"),
+        (
+            ["table7"],
+            "no such table; there are multi30k, multi30k-laptop, multi30k-laptop-ablations, multi30k-published, ",
+        ),
         (["table5", "--recipes", "iwslt"], "the table has iwslt14-de-en, wmt14-en-de, wmt14-en-fr"),
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
         (["table5", "--seed", "1"], "use --seeds"),
@@ -134,17 +279,24 @@ def test_mistakes(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_missing_cells_are_run_once(toy):
+def test_missing_cells_are_run_once(toy, run):  # noqa: F811
+    table = tables.read(str(toy / "tiny.toml"))
+    made = table.cell(table.row("Evolving"), table.columns[0].recipe, 1, toy / "runs").folder
+    shutil.copytree(run, made, ignore=lambda folder, names: [n for n in names if n.startswith("average")])
     flags = [*options(toy), "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0]
     first = script("reproduce.sh", *flags)
-    assert first.returncode == 1, "the run that is named in the table was not made by train.sh, which says so"
-    assert "scripts/train.sh did not make" in first.stderr
+    assert first.returncode == 1, "one run was not made by train.sh, which says so"
+    assert "scripts/train.sh did not make" in (made / "reproduce.log").read_text()
     prepared = recipes.read(f"{toy}/toy.toml").data
-    assert script("evaluate.sh", "--data", prepared, "--run", toy / "made", "--average", 2).returncode == 0
+    assert script("evaluate.sh", "--data", prepared, "--run", made, "--average", 2).returncode == 0
     second = script("reproduce.sh", *flags)
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stderr.count("done already") == 2, "one trained by the first call, one evaluated by hand"
     assert "train.sh" not in second.stderr
-    text = (toy / "results" / "tiny.md").read_text()
-    assert "Δ" in text
-    assert text.count("not run |") == 1
+    written = (toy / "results" / "tiny.md").read_text()
+    assert "Δ" in written
+    assert written.count("not run |") == 1
+    shutil.rmtree(toy / "runs")
+    third = script("reproduce.sh", *flags)
+    assert third.stderr.count("done already") == 2, "the records are enough"
+    assert (toy / "results" / "tiny.md").read_text() == written

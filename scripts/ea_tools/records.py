@@ -1,0 +1,212 @@
+"""Records: the small files of finished runs, kept in results/runs so that a fresh clone can write every table again.
+
+results/runs/RECIPE/NAME/run.json            what was trained: recipe, command, every start with its commit and device
+                         log.jsonl           losses and speeds
+                         eval/SPLIT.json     scores, and the paired tests against other runs
+                         eval/SPLIT.hyp.txt.gz
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ea_tools import recipes, train
+from ea_tools.common import UserError, replacing
+from ea_tools.figures import curves
+from ea_tools.scores import compare
+from ea_tools.tables import LAUNCH
+
+#: Flags that say how and where a run was launched, and not what it learns. Precision and batch have words of their own.
+NOT_LEARNING = LAUNCH | {
+    "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
+    "cpu", "fp16", "bf16", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
+    "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+}  # fmt: skip
+BATCH = "tokens an update"
+UNKNOWN = "not recorded"
+
+
+def keep(run: Path, record: Path, subset: str) -> None:
+    """Copy what is small of a run that was scored on `subset` to its place among the records."""
+    scores = run / "eval" / f"{subset}.json"
+    if not scores.exists():
+        return
+    found, target = json.loads(scores.read_text(encoding="utf-8")), record / "eval" / f"{subset}.json"
+    (record / "eval").mkdir(parents=True, exist_ok=True)
+    for name in ("run.json", "log.jsonl"):
+        if (run / name).exists():
+            shutil.copyfile(run / name, record / name)
+    kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
+    if {**kept, "paired": None} == {**found, "paired": None}:
+        return
+    translations = (run / "eval" / f"{subset}.hyp.txt").read_bytes()
+    with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
+        temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
+    _write(target, found)
+
+
+def read(record: Path, subset: str) -> dict | None:
+    """The scores of a run on one split, with the tests of test_against(); None where there are none."""
+    path = record / "eval" / f"{subset}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def translations(record: Path, subset: str) -> list[str] | None:
+    """The translations of a run or of its record, or None where neither kept them."""
+    path = record / "eval" / f"{subset}.hyp.txt"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8").split("\n")[:-1]
+    with contextlib.suppress(FileNotFoundError):
+        return gzip.decompress(Path(f"{path}.gz").read_bytes()).decode("utf-8").split("\n")[:-1]
+    return None
+
+
+def test_against(
+    record: Path, baseline: Path, subset: str, references: list[str] | None, lowercase: bool
+) -> dict | None:
+    """The paired bootstrap test of two runs' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
+
+    It is computed once and kept in the record's JSON, so that it can be told where there are no `references`. A test of
+    other translations than today's is not believed but made again.
+    """
+    texts = [translations(folder, subset) for folder in (record, baseline)]
+    if None in texts:
+        return None
+    found, digests, name = read(record, subset), [digest(text) for text in texts], baseline.name
+    kept = found.get("paired", {}).get(name)
+    if kept and kept["translations"] == digests:
+        return kept
+    if references is None or len(references) != len(texts[0]) or len(references) != len(texts[1]):
+        return None
+    kept = {"translations": digests, **compare(*texts, references, lowercase, ["sacrebleu"])["sacrebleu"]}
+    _write(record / "eval" / f"{subset}.json", {**found, "paired": {**found.get("paired", {}), name: kept}})
+    return kept
+
+
+def digest(lines: list[str]) -> str:
+    """By this two texts are known to be the same."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+# --- how a run was trained --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """What run.json and log.jsonl tell of a run's training; what an older run did not write down is UNKNOWN."""
+
+    recipe: str = UNKNOWN
+    data: str = UNKNOWN  # the digest of the training data
+    commits: tuple[str, ...] = ()  # of the code, one for each change of it
+    devices: tuple[str, ...] = ()
+    hours: float | None = None
+    command: str = UNKNOWN
+    flags: tuple[dict[str, str], ...] = ()  # of fairseq-train, one for each change of them
+
+
+def training(record: Path) -> Training:
+    """What is known of a run's training."""
+    path = record / "run.json"
+    if not path.exists():
+        return Training()
+    written = json.loads(path.read_text(encoding="utf-8"))
+    starts = written.get("starts", [])
+    flags = [learning_flags(start["flags"]) for start in starts] or [_flags_of_command(written["command"])]
+    return Training(
+        recipe=written["identity"]["recipe"],
+        data=written["identity"]["data"],
+        commits=_changes([start["commit"] or UNKNOWN for start in starts]),
+        devices=_changes([_device(start) for start in starts]),
+        hours=_hours(record),
+        command=written["command"],
+        flags=_changes(flags),
+    )
+
+
+def _changes(values: list) -> tuple:
+    """The values without those that repeat the one before."""
+    return tuple(value for number, value in enumerate(values) if number == 0 or value != values[number - 1])
+
+
+def _device(start: dict) -> str:
+    precision = next((f", {name}" for name in ("fp16", "bf16") if name in start["flags"]), "")
+    return (
+        f"{start['processes']} x {start['device']}{precision}"
+        if start["processes"] > 1
+        else start["device"] + precision
+    )
+
+
+def _hours(record: Path) -> float | None:
+    """Wall-clock time of training by the speeds in the log."""
+    try:
+        _, hours = curves.read(record).clock
+    except UserError:
+        return None
+    return float(hours[-1]) if len(hours) else None
+
+
+def learning_flags(flags: dict[str, str]) -> dict[str, str]:
+    """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
+    learning = {name: _plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
+    if "max-tokens" in flags:
+        factors = [
+            int(flags["max-tokens"]),
+            int(flags.get("update-freq", 1)),
+            int(flags.get("distributed-world-size", 1)),
+        ]
+        learning[BATCH] = str(factors[0] * factors[1] * factors[2])
+    return learning
+
+
+def _plain(value: str) -> str:
+    """Numbers spelt in one way: 2e-3 is 0.002."""
+    try:
+        return f"{float(value):g}"
+    except ValueError:
+        return value
+
+
+def recipe_flags(recipe: recipes.Recipe, arch: str, given: dict[str, list[str]]) -> dict[str, str]:
+    """The learning flags of a run by a recipe, with the flags that were given besides."""
+    chosen = recipe.flags_for(arch) | given
+    words = recipes.parse_flags(recipes.spell_flags(chosen))
+    flags = {name: " ".join(values) for name, values in words.items()}
+    batch = {} if {"max-tokens", "update-freq"} & given.keys() else {BATCH: str(recipe.batch.total)}
+    return learning_flags(flags) | batch
+
+
+def _flags_of_command(command: str) -> dict[str, str]:
+    """The learning flags of an older run, which wrote down its command alone."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        args, given = train.parse(shlex.split(command)[1:])
+    recipe = recipes.read(args.recipe)
+    left_out = {name.removeprefix("--") for name in args.without}
+    flags = recipe_flags(recipe, args.arch, given)
+    return {name: value for name, value in flags.items() if name not in left_out}
+
+
+def differences(training: Training, wanted: dict[str, str]) -> list[str]:
+    """In what a run's training is not what its recipe says today, in words; nothing where it is."""
+    found = []
+    for flags in training.flags:
+        for name in sorted(wanted.keys() | flags.keys()):
+            if wanted.get(name) != flags.get(name):
+                has, says = (_said(values.get(name)) for values in (flags, wanted))
+                found.append(f"{name} {has}, the recipe says {says}")
+    return list(dict.fromkeys(found))
+
+
+def _said(value: str | None) -> str:
+    return "not given" if value is None else value or "given"

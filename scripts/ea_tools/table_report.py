@@ -1,0 +1,371 @@
+"""What a table of results says: its scores, what follows from them, and where each of them comes from."""
+
+import contextlib
+import logging
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from ea_tools import recipes, records
+from ea_tools.common import UserError, replacing
+from ea_tools.profile_model import profile
+from ea_tools.scores import LABELS
+from ea_tools.tables import Column, Row, Table
+from ea_tools.text import read_prep, references
+
+for library in ("matplotlib", "sacrebleu"):  # fairseq has everybody tell all that they do
+    logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
+    """{(row label, column label): {"results": {seed: scores}, "mean", "deviation", "differences", "p", "paper"}}."""
+    found = {}
+    for row in table.rows:
+        for column in table.columns:
+            results = {}
+            for seed in seeds:
+                folder = table.cell(row, column.recipe, seed, runs, extra).folder
+                if (one := records.read(folder, column.subset)) and column.score in one["scores"]:
+                    results[seed] = {**one, "folder": folder}
+            found[row.label, column.label] = _summary(results, column, row)
+    for row in table.rows:
+        for column in table.columns:
+            if row.baseline:
+                cell, baseline = found[row.label, column.label], found[row.baseline, column.label]
+                cell.update(_against(cell["results"], baseline["results"], column))
+    return found
+
+
+def _summary(results: dict[int, dict], column: Column, row: Row) -> dict:
+    scores = [one["scores"][column.score]["score"] for one in results.values()]
+    return {"results": results, **_mean(scores), "paper": row.published(column)}
+
+
+def _mean(values: list[float]) -> dict[str, float | None]:
+    return {
+        "mean": statistics.mean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column) -> dict:
+    """Differences from the baseline for the seeds that both have, and the p of each seed's paired bootstrap test."""
+    seeds = sorted(results.keys() & baseline.keys())
+    if not seeds:
+        return {}
+    texts, lowercase = None, True
+    with contextlib.suppress(UserError):  # without the data there are no references, and the tests made before are told
+        data = recipes.read(column.recipe).data
+        prep = read_prep(data)
+        texts, lowercase = (
+            references(data / "raw" / f"{column.subset}.{prep['target_lang']}", prep)[0],
+            prep["lowercase"],
+        )
+    differences, p = {}, {}
+    for seed in seeds:
+        one, other = results[seed], baseline[seed]
+        differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
+        same = texts if texts and one.get("references") == other.get("references") == records.digest(texts) else None
+        if test := records.test_against(one["folder"], other["folder"], column.subset, same, lowercase):
+            p[seed] = test["p"]
+    return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}
+
+
+def write(table: Table, found: dict, folder: Path, extra: list[str]) -> None:
+    """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = any(cell["mean"] is not None for cell in found.values())
+    text = markdown(table, found, f"{table.name}.png" if picture else None, extra)
+    with replacing(folder / f"{table.name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if picture:
+        with replacing(folder / f"{table.name}.png") as temporary:
+            draw(table, found, temporary)
+    print(text)
+    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
+    for page in (folder / "README.md", folder.parent / "README.md"):
+        if page.exists() and show_in(page, table, found):
+            print(f"brought up to date: {page}")
+
+
+def show_in(page: Path, table: Table, found: dict) -> bool:
+    """Put the scores between a page's comments <!-- TABLE --> and <!-- end of TABLE -->; says whether it has them."""
+    begin, end = f"<!-- {table.name} -->\n", f"<!-- end of {table.name} -->"
+    before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        return False
+    shown = "\n".join([*score_rows(table, found), "", *verdicts(table, found)]) + "\n"
+    with replacing(page) as temporary:
+        temporary.write_text(f"{before}{begin}\n{shown}\n{end}{after}", encoding="utf-8")
+    return True
+
+
+def markdown(table: Table, found: dict, picture: str | None, extra: list[str]) -> str:
+    """The table, what its numbers are and what follows from them, and where each came from."""
+    scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
+    lines = [f"# {table.title}", "", *score_rows(table, found, sizes=True), ""]
+    lines += [
+        f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
+        'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": nobody '
+        "has run it. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
+        "",
+    ]
+    if said := verdicts(table, found):
+        lines += ["## What follows", "", *said, ""]
+    if picture:
+        lines += [f"![{table.title}]({picture})", ""]
+    return "\n".join([*lines, *provenance(table, found, extra)]) + "\n"
+
+
+def score_rows(table: Table, found: dict, sizes: bool = False) -> list[str]:
+    """The table itself, a line for each row, with parameters and FLOPs where `sizes` are wanted."""
+    head = ["Model", *["Parameters", "FLOPs"] * sizes, *(column.label for column in table.columns)]
+    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    for row in table.rows:
+        counts = _size(table, row) if sizes else []
+        lines.append(
+            markdown_row([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)])
+        )
+    return lines
+
+
+def _size(table: Table, row: Row) -> list[str]:
+    """Parameters and FLOPs of a row's model, whose sizes may be in the recipe."""
+    flags = recipes.read(table.columns[0].recipe).flags_for(row.arch)
+    model = {name: value for name, value in flags.items() if name.startswith(("ea-", "encoder-", "decoder-"))}
+    size = profile(row.arch, [*recipes.spell_flags(model), *row.flags])
+    return [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
+
+
+def markdown_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(cell: dict) -> str:
+    paper = f" [{cell['paper']:.2f}]" if cell["paper"] is not None else ""
+    if cell["mean"] is None:
+        return "not run" + paper
+    difference = f", Δ {_spread(cell['difference'], '+.2f')}" if cell.get("difference") else ""
+    return _spread(cell) + difference + paper
+
+
+def _spread(values: dict, form: str = ".2f") -> str:
+    """Mean and deviation: 39.20 ± 0.85, or the mean of a single seed."""
+    return f"{values['mean']:{form}}" + (f" ± {values['deviation']:.2f}" if values["deviation"] is not None else "")
+
+
+SIGNIFICANT = 0.05
+
+
+def verdicts(table: Table, found: dict) -> list[str]:
+    """For every row with a baseline: in how many seeds it is better or worse, and in how many significantly."""
+    lines = []
+    for row in table.rows:
+        for column in table.columns:
+            cell = found[row.label, column.label]
+            if not cell.get("differences"):
+                continue
+            counts = []
+            for word, sign in (("better", 1), ("worse", -1)):
+                seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
+                clear = sum(cell["p"].get(seed, 1) < SIGNIFICANT for seed in seeds)
+                if seeds:
+                    counts.append(f"{word} in {len(seeds)}, significantly in {clear}")
+            number = len(cell["differences"])
+            lines.append(
+                f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} over "
+                f"{number} seed{'s'[: number != 1]}: {'; '.join(counts) or 'no difference'}."
+            )
+    if lines:
+        lines += [
+            "",
+            f"Significantly: p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text, which knows "
+            "the sentences of a test set and nothing of other seeds.",
+        ]
+    return lines
+
+
+# --- where the numbers come from --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run that the table shows: which cell it is, how it was trained, and its scores by split."""
+
+    row: Row
+    recipe: str
+    seed: int
+    training: records.Training
+    scores: dict[str, dict]
+
+    def __str__(self) -> str:
+        return f"{self.row.label}, {Path(self.recipe).stem}, seed {self.seed}"
+
+
+def provenance(table: Table, found: dict, extra: list[str]) -> list[str]:
+    """The lines of a report that say of every score how and where it was made."""
+    runs = made(table, found)
+    if not runs:
+        return ["## Where the numbers come from", "", "Nothing has been run yet."]
+    return [
+        *("## Each seed", "", *_seed_rows(table, found), ""),
+        *("## Where the numbers come from", "", *unlike(runs, extra), "", *_run_rows(runs), "", *_signatures(runs), ""),
+        *(f"- {run}: {', then '.join(f'`{command}`' for command in _commands(run))}" for run in runs),
+    ]
+
+
+def made(table: Table, found: dict) -> list[Made]:
+    """The runs that the table shows."""
+    runs = {}
+    for row in table.rows:
+        for column in table.columns:
+            for seed, one in found[row.label, column.label]["results"].items():
+                new = Made(row, column.recipe, seed, records.training(one["folder"]), {})
+                runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = one
+    return list(runs.values())
+
+
+def _commands(run: Made) -> list[str]:
+    return [run.training.command, *(one["command"] for one in run.scores.values())]
+
+
+def _seed_rows(table: Table, found: dict) -> list[str]:
+    """A line for each row and seed: the column's score, sacreBLEU, and p against the baseline."""
+    head = ["Model", "Seed", *(column.label for column in table.columns)]
+    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    for row in table.rows:
+        cells = [found[row.label, column.label] for column in table.columns]
+        for seed in sorted({seed for cell in cells for seed in cell["results"]}):
+            scores = [_seed_cell(cell, column, seed) for cell, column in zip(cells, table.columns, strict=True)]
+            lines.append(markdown_row([row.label, str(seed), *scores]))
+    return lines
+
+
+def _seed_cell(cell: dict, column: Column, seed: int) -> str:
+    if seed not in cell["results"]:
+        return "not run"
+    scores = cell["results"][seed]["scores"]
+    others = [] if column.score == "sacrebleu" else [f"sacreBLEU {scores['sacrebleu']['score']:.2f}"]
+    if seed in cell.get("differences", {}):
+        others.append(f"p {cell['p'][seed]:.3f}" if seed in cell["p"] else "not tested")
+    return f"{scores[column.score]['score']:.2f}" + (f" ({', '.join(others)})" if others else "")
+
+
+def unlike(runs: list[Made], extra: list[str]) -> list[str]:
+    """Whether the runs are alike, and if not, in what: recipe, flags, training data, references, commit of the code."""
+    lines, by_others = [], {}
+    for run in runs:
+        recipe = recipes.read(run.recipe)
+        given = {**recipes.parse_flags(run.row.flags), **recipes.parse_flags(extra), "seed": [str(run.seed)]}
+        if others := records.differences(run.training, records.recipe_flags(recipe, run.row.arch, given)):
+            lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(others)}.")
+        elif run.training.recipe not in (recipe.name, records.UNKNOWN):
+            by_others.setdefault((run.training.recipe, recipe.name), []).append(str(run))
+    for (theirs, ours), names in by_others.items():
+        lines.append(
+            f"- Trained by the recipe {theirs} with flags on the command line that come to the same as {ours}: "
+            f"{'; '.join(names)}."
+        )
+    for recipe in dict.fromkeys(run.recipe for run in runs):
+        same = [run for run in runs if run.recipe == recipe]
+        lines += _kinds(f"Training data of {recipe}", {str(run): run.training.data for run in same})
+        for subset in dict.fromkeys(subset for run in same for subset in run.scores):
+            texts = {str(run): run.scores[subset].get("references") for run in same if subset in run.scores}
+            lines += _kinds(f"References of {recipe}, {subset}", texts)
+    commits = {str(run): " and then ".join(map(_short, run.training.commits)) or None for run in runs}
+    lines += _kinds("Commit of the code in training", commits)
+    if lines:
+        return ["**The runs of this table are not alike in everything:**", "", *lines]
+    return ["All runs of a column have the same recipe, training data and references; all were trained at one commit."]
+
+
+def _kinds(what: str, values: dict[str, str | None]) -> list[str]:
+    """A line that says which runs have which value, where one is not recorded or they do not all have the same."""
+    if None not in values.values() and len(set(values.values())) < 2:
+        return []
+    groups = {value: [name for name, other in values.items() if other == value] for value in values.values()}
+    said = ". ".join(f"{value or records.UNKNOWN}: {'; '.join(names)}" for value, names in groups.items())
+    return [f"- {what} differs or is not known. {said}."]
+
+
+def _short(commit: str | None) -> str:
+    """The first ten digits of a commit, and what follows it in words."""
+    first, _, rest = (commit or records.UNKNOWN).partition(" ")
+    return f"{first[:10]} {rest}".strip()
+
+
+def _run_rows(runs: list[Made]) -> list[str]:
+    """A line for each run: how long and on what it was trained, at which commits it was trained and scored."""
+    head = ["Run", "Updates", "Averaged", "Hours", "Trained on", "Trained at", "Scored at"]
+    lines = [markdown_row(head), markdown_row(["---", "---:", "---:", "---:", "---", "---", "---"])]
+    for run in runs:
+        scores = list(run.scores.values())
+        training = run.training
+        lines.append(
+            markdown_row(
+                [
+                    str(run),
+                    _all(f"{one['updates']:,}" if one.get("updates") else records.UNKNOWN for one in scores),
+                    _all(str(len(one["averaged"]) or 1) for one in scores),
+                    f"{training.hours:.2f}" if training.hours else records.UNKNOWN,
+                    _all(training.devices) or f"{records.UNKNOWN}; scored on {_all(one['device'] for one in scores)}",
+                    _all(map(_short, training.commits)) or records.UNKNOWN,
+                    _all(f"{_short(one['commit'])}, {one['date'][:10]}" for one in scores),
+                ]
+            )
+        )
+    lines += [
+        "",
+        "Hours of training are wall-clock time by the speeds in the log, in which a run may have waited for other work "
+        "on the machine.",
+    ]
+    return lines
+
+
+def _all(values: Iterable[str]) -> str:
+    """The different values, in their order."""
+    return ", then ".join(dict.fromkeys(values))
+
+
+def _signatures(runs: list[Made]) -> list[str]:
+    """What the scores are: each kind's signature by sacreBLEU."""
+    kinds = {}
+    for run in runs:
+        for one in run.scores.values():
+            for name, score in one["scores"].items():
+                kinds.setdefault(LABELS[name], {})[score["signature"]] = None
+    return [f"- {name}: {', '.join(f'`{signature}`' for signature in kinds[name])}" for name in kinds]
+
+
+def draw(table, found, path):
+    """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
+    count, labels = len(table.columns), [row.label for row in table.rows]
+    size = (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels))
+    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    for panel, column in zip(panels[0], table.columns, strict=True):
+        for height, label in enumerate(labels):
+            cell = found[label, column.label]
+            if cell["mean"] is not None:
+                panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color="#4c78a8", capsize=3)
+            if cell["paper"] is not None:
+                panel.plot(cell["paper"], height, "D", color="#e45756", fillstyle="none")
+        if not panel.has_data():
+            panel.text(0.5, 0.5, "not run", ha="center", va="center", color="grey", transform=panel.transAxes)
+            panel.set_xticks([])
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(len(labels) - 0.5, -0.5)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_title(column.label)
+        panel.set_xlabel(LABELS[column.score])
+    figure.suptitle("dot: measured here, diamond: the paper", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
