@@ -1,4 +1,8 @@
-"""The papers' architectures (ICML 2021, section 4.3 and table 10). Presets set only what differs from the base."""
+"""The papers' architectures. Presets set only what differs from the base.
+
+Evolving Attention: ICML 2021, section 4.3 and table 10. The others: the draft "Predictive Attention Transformer",
+tables 1 and 5, whose models for translation have the same sizes.
+"""
 
 import argparse
 from importlib.util import find_spec
@@ -38,6 +42,34 @@ def ea_transformer_lite(args: argparse.Namespace) -> None:
     _default(args, ea_alpha=0.1)  # table 10
     _lite(args)
     ea_transformer_base(args)
+
+
+@register_model_architecture("ea_transformer", "pa_transformer_lite")
+def pa_transformer_lite(args: argparse.Namespace) -> None:
+    """``transformer_lite`` whose encoder predicts each layer's maps from the maps of the layer before."""
+    _default(args, ea_rule="predictive", ea_alpha=0.1)  # the draft, section 4.1.1
+    ea_transformer_lite(args)
+
+
+@register_model_architecture("ea_transformer", "res_transformer_lite")
+def res_transformer_lite(args: argparse.Namespace) -> None:
+    """``transformer_lite`` whose encoder adds each layer's maps to those of the next, without a convolution."""
+    _default(args, ea_rule="residual", ea_alpha=0.1)  # the draft, table 5
+    ea_transformer_lite(args)
+
+
+@register_model_architecture("ea_transformer", "conv_transformer_lite")
+def conv_transformer_lite(args: argparse.Namespace) -> None:
+    """``transformer_lite`` with a convolution beside the encoder's self-attention; its maps do not evolve."""
+    _default(args, ea_conv_branch=True, ea_alpha=0.0, ea_beta=0.0)
+    ea_transformer_lite(args)
+
+
+@register_model_architecture("ea_transformer", "pa_conv_transformer_lite")
+def pa_conv_transformer_lite(args: argparse.Namespace) -> None:
+    """``pa_transformer_lite`` with a convolution beside the encoder's self-attention."""
+    _default(args, ea_conv_branch=True)
+    pa_transformer_lite(args)
 
 
 @register_model_architecture("transformer", "transformer_lite")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from . import kernels
 from .evolution import Evolution, Geometry
 from .kernels import Call, Result
+from .scores import SCORES, RelativePositions, dot_products, per_sentence
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
@@ -55,7 +56,7 @@ class AttentionCall:
 class Maps(NamedTuple):
     """What an observer of an attention module is shown at each call; all B x K x T x S but where noted."""
 
-    logits: Tensor  # scaled dot products
+    logits: Tensor  # the layer's own scores: scaled dot products, or others
     hidden: Tensor | None  # broadcasts; True where the convolution sees zero
     previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
     above: Tensor | None  # B x K x rows_above x S, what the convolution read of the rows before these, step by step
@@ -70,6 +71,8 @@ class EvolvingAttention(MultiheadAttention):
 
     Args:
         geometry, alpha, beta, kernel_size, rule, first, conv_layers, learn_mix: see :class:`Evolution`.
+        score: a name in ``SCORES``, how logits are computed.
+        relative_positions: distances up to this one have logits of their own added; 0: none have.
         plain: always use the plain composition of PyTorch's operations, which the kernels are tested against.
         embed_dim, num_heads, **kwargs: see fairseq's ``MultiheadAttention``.
 
@@ -90,6 +93,8 @@ class EvolvingAttention(MultiheadAttention):
         first: bool = False,
         conv_layers: int = 1,
         learn_mix: bool = False,
+        score: str = "dot",
+        relative_positions: int = 0,
         plain: bool = False,
         **kwargs,
     ):
@@ -98,6 +103,9 @@ class EvolvingAttention(MultiheadAttention):
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
         options = {"rule": rule, "first": first, "conv_layers": conv_layers, "learn_mix": learn_mix}
         self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta, **options)
+        build_score = SCORES[score]
+        self.score = None if build_score is None else build_score(num_heads, self.head_dim)
+        self.relative_positions = RelativePositions(relative_positions, self.head_dim) if relative_positions else None
         self.plain = plain
         self.observer: Callable[[Maps], None] | None = None
 
@@ -155,7 +163,6 @@ class EvolvingAttention(MultiheadAttention):
         if own.query_padding is not None:
             rows = own.query_padding.bool()[:, None, :, None]
             hidden = rows if masked is None else masked | rows
-        bias = additive(own.attn_mask)
         previous = own.previous if evolution.uses_previous else None
         weight, conv_bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
@@ -165,7 +172,7 @@ class EvolvingAttention(MultiheadAttention):
             coefficients=evolution.coefficients(previous is not None),
             weight=weight,
             bias=conv_bias,
-            given=None if bias is None else dot_products(q, k, self.scaling) + bias,
+            given=self._given(q, k, own.attn_mask),
             hidden=hidden,
             masked=masked,
             previous=previous,
@@ -175,6 +182,16 @@ class EvolvingAttention(MultiheadAttention):
             keep_map=own.keep_map,
             need_weights=need_weights,
         )
+
+    def _given(self, q: Tensor, k: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+        """Logits that are more than scaled dot products, B x K x T x S, or None: then they are for the kernel."""
+        bias = additive(attn_mask)
+        if self.score is None and self.relative_positions is None and bias is None:
+            return None
+        logits = dot_products(q, k, self.scaling) if self.score is None else self.score(q, k)
+        if self.relative_positions is not None:
+            logits = logits + self.relative_positions(q * self.scaling, k.size(2))
+        return logits if bias is None else logits + bias
 
     def _by_kernel(self, call: Call) -> Result | None:
         """The result by the device's kernels, or None where none knows this call."""
@@ -198,7 +215,7 @@ class EvolvingAttention(MultiheadAttention):
             mixed = self.evolution.mix(logits, call.hidden, call.previous)
             kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
         weights = _weights(a_logit, call.masked)
-        context = _per_sentence(torch.matmul, self.dropout_module(weights.type_as(call.v)), call.v)
+        context = per_sentence(torch.matmul, self.dropout_module(weights.type_as(call.v)), call.v)
         return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
 
     def _logits_and_rows_above(self, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -388,11 +405,6 @@ def additive(attn_mask: Tensor | None) -> Tensor | None:
     return attn_mask.masked_fill(attn_mask <= MASKED_FROM, 0)
 
 
-def dot_products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """B x K x T x D, N x K x S x D -> scaled dot products, B x K x T x S."""
-    return _per_sentence(torch.matmul, q * scale, k.transpose(2, 3))
-
-
 def _weights(a_logit: Tensor, masked: Tensor | None) -> Tensor:
     """Mask and softmax, at least in float32: B x K x T x S."""
     if masked is not None:
@@ -406,17 +418,6 @@ def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Te
     if need_head_weights:
         return weights.transpose(0, 1)
     return weights.mean(dim=1) if need_weights else None
-
-
-def _per_sentence(matmul, x: Tensor, shared: Tensor) -> Tensor:
-    """matmul(x, shared) for x of B = N x beams and shared of N: B x K x T x _ times N x K x _ x _."""
-    batch, heads, length, width = x.shape
-    sentences = shared.size(0)
-    if batch == sentences:
-        return matmul(x, shared)
-    x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
-    product = matmul(x.reshape(sentences, heads, -1, width), shared).view(sentences, heads, -1, length, shared.size(3))
-    return product.transpose(1, 2).reshape(batch, heads, length, shared.size(3))
 
 
 def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new_keys: Tensor) -> Tensor | None:

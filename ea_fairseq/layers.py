@@ -10,6 +10,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from .branches import TwoBranchSelfAttention
 from .evolution import Geometry
 from .options import Settings
 
@@ -40,7 +41,8 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
         settings = Settings.of(cfg)
         if not settings.evolves(Geometry.ENCODER_SELF):
             return super().build_self_attention(embed_dim, cfg)
-        return EncoderSelfAttention(
+        attention = TwoBranchSelfAttention if settings.conv_branch else EncoderSelfAttention
+        return attention(
             embed_dim,
             cfg.encoder.attention_heads,
             **settings.attention(Geometry.ENCODER_SELF, self._first),

@@ -12,6 +12,7 @@ from typing import Any
 from fairseq import options as fairseq_options
 
 from .evolution import RULES, Geometry
+from .scores import SCORES
 
 
 def fraction(value: Any) -> float:
@@ -45,6 +46,21 @@ def conv_layers(value: Any) -> int:
     return number
 
 
+def score(value: Any) -> str:
+    """The name of a score."""
+    if value not in SCORES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SCORES)}, not {value}")
+    return value
+
+
+def distance(value: Any) -> int:
+    """A positive whole number."""
+    number = int(value)
+    if number != float(value) or number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {value}")
+    return number
+
+
 #: flag -> (type, help). None stands for "not given" where one flag replaces another.
 OPTIONS = {
     "--ea-alpha": (
@@ -63,11 +79,18 @@ OPTIONS = {
     "--ea-kernel-size": (kernel_size, "the convolutions' kernel is as wide and as high as this odd number"),
     "--ea-rule": (rule, f"how maps evolve: {', '.join(RULES)}"),
     "--ea-conv-layers": (conv_layers, "with --ea-rule predictive: this many convolutions, one after the other"),
+    "--ea-score": (score, f"how queries and keys give logits, in all three kinds of attention: {', '.join(SCORES)}"),
+    "--ea-relative-positions": (
+        distance,
+        "add relative positions to the logits of both kinds of self-attention (Shaw et al. 2018); distances beyond "
+        "this one count as this one. Absolute positions stay unless --no-token-positional-embeddings is given",
+    ),
 }
 
 #: flag -> help, for those that take no value
 SWITCHES = {
     "--ea-learn-mix": "make alpha and beta parameters of each layer, which start at the values given",
+    "--ea-conv-branch": "in the encoder, self-attention and a convolution over time give half of the width each",
     "--ea-plain": "maps by PyTorch's own operations one by one: slower, for comparison with the kernels",
 }
 
@@ -75,6 +98,7 @@ SWITCHES = {
 DEFAULTS: dict[str, Any] = {
     **{"ea_alpha": 0.1, "ea_beta": 0.1, "ea_encoder_beta": None, "ea_decoder_beta": None, "ea_cross_beta": None},
     **{"ea_kernel_size": 3, "ea_rule": "evolving", "ea_conv_layers": 1, "ea_learn_mix": False, "ea_plain": False},
+    **{"ea_score": "dot", "ea_relative_positions": None, "ea_conv_branch": False},
 }
 
 
@@ -111,8 +135,8 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         sides: the sides that the model has: "encoder", "decoder" or both.
 
     Raises:
-        ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule, options that a rule does not have,
-            heads that do not divide the dimension.
+        ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule or score, relative positions below
+            1, options that a rule does not have, heads that do not divide the dimension or half of it.
     """
     for flag, (parse, _) in OPTIONS.items():
         value = getattr(args, _attribute(flag), None)
@@ -136,11 +160,24 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         dim, heads = getattr(args, f"{side}_embed_dim"), getattr(args, f"{side}_attention_heads")
         if heads < 1 or dim % heads:
             raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
+    if settings.conv_branch:
+        _check_branch(args, sides)
     if getattr(args, "cross_self_attention", False):
         raise ValueError(
             "--cross-self-attention: one map would be part encoder-decoder attention, whose neighbours lie on both "
             "sides, and part decoder self-attention, where those on the right are the future. The papers have no "
             "convolution for that; leave the flag out"
+        )
+
+
+def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
+    if "encoder" not in sides:
+        raise ValueError("--ea-conv-branch: it stands beside an encoder's self-attention, and here is no encoder")
+    dim, heads = args.encoder_embed_dim, args.encoder_attention_heads
+    if dim % (2 * heads):
+        raise ValueError(
+            f"--ea-conv-branch: half of --encoder-embed-dim {dim} does not divide into "
+            f"--encoder-attention-heads {heads}; choose a multiple of {2 * heads}"
         )
 
 
@@ -154,6 +191,9 @@ class Settings:
     rule: str
     conv_layers: int
     learn_mix: bool
+    score: str
+    relative_positions: int  # 0: none
+    conv_branch: bool
     plain: bool
 
     @classmethod
@@ -176,15 +216,29 @@ class Settings:
             rule=values["ea_rule"],
             conv_layers=values["ea_conv_layers"],
             learn_mix=values["ea_learn_mix"],
+            score=values["ea_score"],
+            relative_positions=values["ea_relative_positions"] or 0,
+            conv_branch=values["ea_conv_branch"],
             plain=values["ea_plain"],
         )
 
     def evolves(self, geometry: Geometry) -> bool:
-        """Whether maps of this kind of attention evolve at all; else fairseq's own attention does the work."""
+        """Whether this kind of attention is anything but fairseq's own, which else does the work.
+
+        That is so where its maps evolve, and where its logits are no scaled dot products or a convolution is beside it.
+        """
+        if self.score != "dot" or self._relative_positions_in(geometry):
+            return True
+        if self.conv_branch and geometry == Geometry.ENCODER_SELF:
+            return True
         chosen, alpha, beta = RULES[self.rule], self.alpha, self.betas[geometry]
         if geometry == Geometry.ENCODER_SELF:
             return self.learn_mix or any(chosen.changes(alpha, beta, has_previous) for has_previous in (False, True))
         return chosen.in_decoders and (self.learn_mix or chosen.changes(alpha, beta, False))
+
+    def _relative_positions_in(self, geometry: Geometry) -> int:
+        """Distances between source and target positions mean nothing: encoder-decoder attention has none."""
+        return 0 if geometry == Geometry.ENCODER_DECODER else self.relative_positions
 
     @property
     def hands_on_maps(self) -> bool:
@@ -202,5 +256,7 @@ class Settings:
             "first": first,
             "conv_layers": self.conv_layers,
             "learn_mix": self.learn_mix,
+            "score": self.score,
+            "relative_positions": self._relative_positions_in(geometry),
             "plain": self.plain,
         }

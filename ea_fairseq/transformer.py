@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .evolution import Geometry
 from .layers import EADecoderLayer, EAEncoderLayer
+from .mixes import log_mixes
 from .options import Settings, add_options, check_options
 from .recording import RecordablePositions, is_recorded
 
@@ -153,7 +154,10 @@ class EATransformerModel(TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         check_options(args)
-        return super().build_model(args, task)
+        model = super().build_model(args, task)
+        if Settings.of(args).learn_mix:
+            model.register_forward_pre_hook(log_mixes)
+        return model
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):

@@ -72,6 +72,33 @@ def evolve(logits, kind, convolutions, coefficients, hidden, previous=None):
     return picture(lambda h, i, j: c * maps[h][i][j] + (1 - c) * (zero if hidden(i, j) else carried(h, i, j)))
 
 
+def score(module, head, q, k, distance):
+    """One logit, of vectors of D numbers: section 2's scores, entry by entry; distance is i - j."""
+    size = len(q)
+
+    def product(matrix, vector):
+        return [sum(row[n] * vector[n] for n in range(len(vector))) for row in matrix]
+
+    kind, weights = type(module.score).__name__, module.score
+    if kind == "NoneType":
+        total = (q * k).sum() / math.sqrt(size)
+    elif kind == "MultiplicativeScore":
+        total = sum(q[n] * weights.weight[head][n][m] * k[m] for n in range(size) for m in range(size))
+    else:
+        if kind == "AdditiveScore":
+            of_keys, of_queries = product(weights.key_weight[head], k), product(weights.query_weight[head], q)
+            inside = [a + b for a, b in zip(of_keys, of_queries, strict=True)]
+        else:
+            inside = product(weights.weight[head], [*k, *q])
+        total = sum(weights.vector[head][n] * torch.tanh(inside[n]) for n in range(size))
+    if module.relative_positions is not None:
+        table = module.relative_positions.weight
+        reach = (len(table) - 1) // 2
+        row = max(-reach, min(reach, distance)) + reach
+        total = total + sum(q[n] / math.sqrt(size) * table[row][n] for n in range(size))
+    return total
+
+
 def attention(module, x, y, kind, query_padding, key_padding, previous=None):
     """One sentence through an attention module's weights: x T x C, y S x C -> output T x C, A_logit as nested lists."""
     heads, depth = module.num_heads, module.head_dim
@@ -82,7 +109,7 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
         return tensor[i, h * depth : (h + 1) * depth]
 
     logits = [
-        [[(part(query, h, i) * part(key, h, j)).sum() / math.sqrt(depth) for j in range(columns)] for i in range(rows)]
+        [[score(module, h, part(query, h, i), part(key, h, j), i - j) for j in range(columns)] for i in range(rows)]
         for h in range(heads)
     ]
 

@@ -1,0 +1,43 @@
+"""Learnt alpha and beta, by name, and in the log of every validation."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from fairseq.logging import metrics
+from torch import Tensor, nn
+
+from .evolution import Evolution, Geometry
+
+#: how log and tables name the kinds of attention
+KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
+
+
+def learnt_mixes(model: nn.Module) -> dict[str, float]:
+    """{"alpha_encoder_2": 0.1, ...}: alpha and beta where they are parameters, by kind of attention and layer."""
+    layers, mixes = Counter(), {}
+    for module in model.modules():
+        if isinstance(module, Evolution):
+            kind = KINDS[module.geometry]
+            layers[kind] += 1
+            for name in ("alpha", "beta"):
+                value = getattr(module, name)
+                if isinstance(value, Tensor):
+                    mixes[f"{name}_{kind}_{layers[kind]}"] = value.detach().float()
+    if not mixes:
+        return {}
+    return dict(zip(mixes, torch.stack(list(mixes.values())).tolist(), strict=True))  # one transfer from the GPU
+
+
+def log_mixes(model: nn.Module, args: Any) -> None:
+    """A hook before a model's forward: while fairseq validates, give it the learnt mixes for its log and TensorBoard.
+
+    fairseq's log takes what is given to ``metrics`` while it collects, which it does in validation and in training. A
+    model that is evaluated outside of that gives nothing to anybody.
+    """
+    always_there = metrics.get_meters("default")
+    collecting = any(meters is not always_there for meters in metrics.get_active_aggregators())
+    if model.training or not collecting:
+        return
+    for name, value in learnt_mixes(model).items():
+        metrics.log_scalar(name, value, weight=0, priority=300, round=4)

@@ -1,0 +1,179 @@
+"""Scores: from queries and keys to logits, where that is more than a scaled dot product.
+
+    dot             q^T k / sqrt(D)                 Vaswani et al. 2017
+    multiplicative  q^T W k                         the journal paper's equation 11
+    additive        w^T tanh(U k + V q)             the same
+    concatenative   w^T tanh(U [k; q])              the same; additive, but for how it is parameterised
+    relative        + q^T e_(i-j) / sqrt(D)         Shaw et al. 2018; the journal paper's equation 2
+
+Equation 11 also multiplies the sums inside of tanh by Q, which makes no vector of them; what it calls additive and
+concatenative is what Luong et al. 2015 call so, and that is built here. W, U, V and w belong to one head each. The
+table of the e belongs to one layer, for all of its heads.
+
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. During beam search keys may be kept
+once per sentence: N sentences, B = N x beams.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+#: The most numbers that additive and concatenative scores hold in one piece of N x K x rows x S x D, or one row of
+#: queries where that is more. Training keeps no piece: each is computed once more on the way back.
+PIECE = 2**22
+
+
+def dot_products(q: Tensor, k: Tensor, scale: float = 1.0) -> Tensor:
+    """B x K x T x D, N x K x S x D -> scaled dot products, B x K x T x S."""
+    return per_sentence(torch.matmul, q * scale, k.transpose(2, 3))
+
+
+def per_sentence(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, shared: Tensor) -> Tensor:
+    """function(x, shared), where the beams of a sentence share what belongs to the sentence.
+
+    Args:
+        function: computes each row of x by itself: N x K x rows x _, N x K x _ x _ -> N x K x rows x _.
+        x: B x K x T x _, B = N x beams.
+        shared: N x K x _ x _.
+
+    Returns:
+        B x K x T x _.
+    """
+    batch, heads, length, width = x.shape
+    sentences = shared.size(0)
+    if batch == sentences:
+        return function(x, shared)
+    x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
+    result = function(x.reshape(sentences, heads, -1, width), shared)  # N x K x (beams x T) x _
+    result = result.view(sentences, heads, -1, length, result.size(3)).transpose(1, 2)
+    return result.reshape(batch, heads, length, result.size(4))
+
+
+class MultiplicativeScore(nn.Module):
+    """q^T W k. W starts as the identity / sqrt(D), so that a model starts with scaled dot products.
+
+    Args:
+        heads: K.
+        size: D.
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(size).div(size**0.5).repeat(heads, 1, 1))  # K x D x D
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        return dot_products(torch.einsum("bktd,kde->bkte", q, self.weight), k)
+
+
+class AdditiveScore(nn.Module):
+    """w^T tanh(U k + V q), by parameters of these names: ``key_weight`` U, ``query_weight`` V, ``vector`` w.
+
+    Args:
+        heads: K.
+        size: D.
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.key_weight = nn.Parameter(_xavier(heads, size, size))
+        self.query_weight = nn.Parameter(_xavier(heads, size, size))
+        self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        return _additive(q, k, self.query_weight, self.key_weight, self.vector)
+
+
+class ConcatenativeScore(nn.Module):
+    """w^T tanh(U [k; q]), by parameters of these names: ``weight`` U, first for the key, and ``vector`` w.
+
+    Args:
+        heads: K.
+        size: D.
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(_xavier(heads, size, 2 * size))
+        self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        key_weight, query_weight = self.weight.chunk(2, dim=2)  # U [k; q] is the sum of two products
+        return _additive(q, k, query_weight, key_weight, self.vector)
+
+
+#: what --ea-score may be, and the modules that compute it; none: scaled dot products, which the kernels compute too
+SCORES: dict[str, type[nn.Module] | None] = {
+    "dot": None,
+    "multiplicative": MultiplicativeScore,
+    "additive": AdditiveScore,
+    "concatenative": ConcatenativeScore,
+}
+
+
+class RelativePositions(nn.Module):
+    """What a pair of positions adds to its logit: q_i . e_(i-j), for distances clipped to [-reach, reach].
+
+    Args:
+        reach: the greatest distance that is told from smaller ones.
+        size: D.
+
+    ``weight``, (2 reach + 1) x D, holds e of -reach first. It starts at zero: a model starts as the one without.
+    """
+
+    def __init__(self, reach: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2 * reach + 1, size))
+
+    def forward(self, q: Tensor, keys: int) -> Tensor:
+        """The summand of the logits.
+
+        Args:
+            q: B x K x T x D, scaled; the last T of the sequence's positions, which step by step are the new ones.
+            keys: S, all positions of the sequence so far.
+
+        Returns:
+            B x K x T x S.
+        """
+        reach = self.weight.size(0) // 2
+        rows = torch.arange(keys - q.size(2), keys, device=q.device)
+        columns = torch.arange(keys, device=q.device)
+        distances = (rows[:, None] - columns).clamp(-reach, reach) + reach  # T x S, which row of the table
+        by_distance = torch.matmul(q, self.weight.t())  # B x K x T x (2 reach + 1)
+        return by_distance.gather(3, distances.expand(*q.shape[:2], -1, -1))
+
+
+def _xavier(heads: int, rows: int, columns: int) -> Tensor:
+    """A matrix per head, each initialised by itself: K x rows x columns."""
+    weight = torch.empty(heads, rows, columns)
+    for matrix in weight:
+        nn.init.xavier_uniform_(matrix)
+    return weight
+
+
+def _additive(q: Tensor, k: Tensor, query_weight: Tensor, key_weight: Tensor, vector: Tensor) -> Tensor:
+    """w^T tanh(U k + V q): weights K x D x D, vector K x D."""
+    queries = torch.einsum("bktd,ked->bkte", q, query_weight)
+    keys = torch.einsum("nksd,ked->nkse", k, key_weight)
+    return per_sentence(lambda rows, shared: _in_pieces(rows, shared, vector), queries, keys)
+
+
+def _in_pieces(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
+    """N x K x rows x D, N x K x S x D -> N x K x rows x S, a piece of the rows after the other."""
+    rows = max(1, PIECE // max(1, keys.numel()))
+    if rows >= queries.size(2):
+        return _tanh_scores(queries, keys, vector)
+    pieces = queries.split(rows, dim=2)
+    if not torch.is_grad_enabled():
+        return torch.cat([_tanh_scores(piece, keys, vector) for piece in pieces], dim=2)
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(_tanh_scores, piece, keys, vector, **again) for piece in pieces], dim=2)
+
+
+def _tanh_scores(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
+    hidden = torch.tanh(queries.unsqueeze(3) + keys.unsqueeze(2))  # N x K x rows x S x D
+    return torch.matmul(hidden, vector[:, None, :, None]).squeeze(-1)

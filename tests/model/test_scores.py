@@ -1,0 +1,157 @@
+"""Scores and relative positions: against loops in float64, values and gradients; their limits; their memory."""
+
+import pytest
+import torch
+from helpers import reference
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ea_fairseq import scores
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.evolution import Geometry
+from ea_fairseq.scores import SCORES, AdditiveScore, ConcatenativeScore, RelativePositions
+
+C, K, T, S = 6, 3, 5, 4
+
+#: every score, without and with relative positions shorter than the sentences
+CHOICES = [(score, reach) for score in SCORES for reach in (0, 2) if (score, reach) != ("dot", 0)]
+
+
+def randomised(module):
+    module = module.double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+def compare(module, fast, slow, inputs):
+    assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+    probe = torch.linspace(-1, 2, fast.numel(), dtype=torch.float64).view(fast.shape)
+    gradients = [
+        torch.autograd.grad((probe * output).sum(), [*inputs, *module.parameters()]) for output in (fast, slow)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
+@pytest.mark.parametrize("score, reach", CHOICES)
+def test_two_encoder_layers_against_loops(score, reach, padding):
+    options = {"alpha": 0.4, "beta": 0.3, "score": score, "relative_positions": reach}
+    layers = torch.nn.ModuleList(randomised(EncoderSelfAttention(C, K, **options)) for _ in range(2))
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor(padding, dtype=torch.bool)
+    fast, previous = x.unsqueeze(1), None
+    for layer in layers:
+        call = AttentionCall(padding[None], previous=previous, keep_map=True)
+        fast, _ = layer(fast, key_padding_mask=call)
+        previous = call.a_logit
+    slow, previous = x, None
+    for layer in layers:
+        slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
+    compare(layers, fast[~padding, 0], slow[~padding], [x])
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]])
+@pytest.mark.parametrize("beta", [0, 0.3])
+@pytest.mark.parametrize("score, reach", CHOICES)
+def test_decoder_self_attention_against_loops(score, reach, beta, padding):
+    options = {"beta": beta, "score": score, "relative_positions": reach, "self_attention": True}
+    module = randomised(DecoderAttention(Geometry.DECODER_SELF, C, K, **options))
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor(padding, dtype=torch.bool)
+    future = torch.full((T, T), -torch.inf).triu(1)
+    fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
+    slow, _ = reference.attention(module, x, x, "decoder", padding, padding)
+    compare(module, fast[~padding, 0], slow[~padding], [x])
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 1]])
+@pytest.mark.parametrize("beta", [0, 0.3])
+@pytest.mark.parametrize("score", [score for score in SCORES if score != "dot"])
+def test_encoder_decoder_attention_against_loops(score, beta, padding):
+    options = {"beta": beta, "score": score, "kdim": 7, "vdim": 7, "encoder_decoder_attention": True}
+    module = randomised(DecoderAttention(Geometry.ENCODER_DECODER, C, K, **options))
+    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
+    padding = torch.tensor(padding, dtype=torch.bool)
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=AttentionCall(padding[None]))
+    slow, _ = reference.attention(module, x, y, "cross", torch.zeros(T, dtype=torch.bool), padding)
+    compare(module, fast[:, 0], slow, [x, y])
+
+
+def test_additive_is_concatenative_with_the_same_weights():
+    additive, concatenative = AdditiveScore(K, 4).double(), ConcatenativeScore(K, 4).double()
+    with torch.no_grad():
+        concatenative.weight.copy_(torch.cat([additive.key_weight, additive.query_weight], dim=2))
+        concatenative.vector.copy_(additive.vector)
+    q, k = torch.randn(2, K, T, 4, dtype=torch.float64), torch.randn(2, K, S, 4, dtype=torch.float64)
+    assert_close(additive(q, k), concatenative(q, k), rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"score": "multiplicative"}, {"relative_positions": 2}])
+def test_what_starts_as_scaled_dot_products(options):
+    plain, module = EncoderSelfAttention(C, K, beta=0), EncoderSelfAttention(C, K, beta=0, **options)
+    missing, unexpected = module.load_state_dict(plain.state_dict(), strict=False)
+    assert missing and not unexpected
+    x = torch.randn(T, 2, C)
+    assert_close(module(x)[0], plain(x)[0], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("score", [score for score in SCORES if score != "dot"])
+def test_beams_that_share_a_sentences_keys(score):
+    sentences, beams, size = 3, 2, 4
+    module = SCORES[score](K, size).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    q = torch.randn(sentences * beams, K, 2, size, dtype=torch.float64)
+    k = torch.randn(sentences, K, S, size, dtype=torch.float64)
+    assert_close(module(q, k), module(q, k.repeat_interleave(beams, dim=0)), rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_relative_positions_of_new_queries_count_from_the_end(new):
+    module, q = RelativePositions(2, 4).double(), torch.randn(2, K, T, 4, dtype=torch.float64)
+    torch.nn.init.normal_(module.weight)
+    assert_close(module(q[:, :, -new:], T), module(q, T)[:, :, -new:])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("piece", [1, 400, 10**6])
+@pytest.mark.parametrize("score", ["additive", "concatenative"])
+def test_memory_is_that_of_one_piece(score, piece, monkeypatch):
+    """With any size of a piece the same numbers, and no tensor larger than one, forwards and backwards."""
+    size, rows, columns = 8, 12, 10
+    module = SCORES[score](K, size).double()
+    q = torch.randn(2, K, rows, size, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, K, columns, size, dtype=torch.float64, requires_grad=True)
+
+    def result():
+        logits = module(q, k)
+        probe = torch.linspace(-1, 2, logits.numel(), dtype=torch.float64).view(logits.shape)
+        return [logits, *torch.autograd.grad((probe * logits).sum(), [q, k, *module.parameters()])]
+
+    expected = result()
+    monkeypatch.setattr(scores, "PIECE", piece)
+    with Largest() as largest:
+        for ours, theirs in zip(result(), expected, strict=True):
+            assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    whole = 2 * K * rows * columns * size
+    others = 2 * K * max(rows * columns, rows * size, columns * size)  # the logits, queries and keys themselves
+    assert largest.numbers <= max(min(piece, whole), others)
+    assert piece < whole or largest.numbers == whole  # this would have seen it

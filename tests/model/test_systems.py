@@ -1,0 +1,171 @@
+"""What must always hold, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, amplify_, batch, build
+from torch.testing import assert_close
+
+PREDICTIVE = ["--ea-rule", "predictive", "--ea-alpha", 0.5]
+SYSTEMS = {
+    "predictive": PREDICTIVE,
+    "predictive, 3 convolutions": [*PREDICTIVE, "--ea-conv-layers", 3],
+    "residual": ["--ea-rule", "residual", "--ea-alpha", 0.5],
+    "realformer": ["--ea-rule", "realformer"],
+    "learnt": ["--ea-learn-mix", "--ea-beta", 0.5],
+    "multiplicative": ["--ea-score", "multiplicative", "--ea-beta", 0.5],
+    "additive": ["--ea-score", "additive", "--ea-beta", 0.5],
+    "concatenative": ["--ea-score", "concatenative", "--ea-beta", 0],
+    "relative": ["--ea-relative-positions", 2, "--ea-beta", 0.5],
+    "relative, not absolute": ["--ea-relative-positions", 3, "--ea-beta", 0, "--no-token-positional-embeddings"],
+    "relative, additive": ["--ea-relative-positions", 2, "--ea-score", "additive", *PREDICTIVE],
+    "two branches": ["--ea-conv-branch", "--ea-alpha", 0, "--ea-beta", 0],
+    "two branches, predictive": ["--ea-conv-branch", *PREDICTIVE],
+    "two branches, evolving, relative": ["--ea-conv-branch", "--ea-relative-positions", 2],
+}
+#: those whose decoders differ from the ICML paper's and from fairseq's
+IN_DECODERS = [name for name, flags in SYSTEMS.items() if {"--ea-score", "--ea-relative-positions"} & set(flags)]
+
+each_system = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def lively(system, **options):
+    """A model in which everything matters: fresh weights leave attention nearly uniform and relative positions zero."""
+    model = amplify_(build("ea_transformer_base", *SYSTEMS[system], **options))
+    for name, parameter in model.named_parameters():
+        if ".score." in name or "relative_positions" in name:
+            parameter.data.normal_()
+    return model
+
+
+def collate(sentences, left):
+    """Sentences of token ids, padded on one side."""
+    rows = torch.full((len(sentences), max(map(len, sentences))), 1)
+    for row, sentence in zip(rows, sentences, strict=True):
+        row[slice(-len(sentence), None) if left else slice(len(sentence))] = sentence
+    return rows
+
+
+@each_system
+@pytest.mark.parametrize("left_source, left_target", [(True, False), (False, True)])
+@torch.no_grad()
+def test_alone_or_in_a_batch(system, left_source, left_target, each_way):
+    model = lively(system)
+    sources = [batch([n], seed=n)[0] for n in (2, 9, 5)]
+    targets = [batch([n], seed=n, eos_first=True)[0] for n in (8, 1, 4)]
+    target = collate(targets, left_target)
+    together = model(collate(sources, left_source), None, target)[0]
+    for source, expected, logits, row in zip(sources, targets, together, target, strict=True):
+        assert_close(logits[row.ne(1)], model(source[None], None, expected[None])[0][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("system", IN_DECODERS)
+@torch.no_grad()
+def test_a_future_token_changes_nothing(system, each_way):
+    """Bit for bit."""
+    model, source = lively(system), batch([6])
+    tokens = batch([7], eos_first=True)
+    before = model(source, None, tokens)[0]
+    for position in (1, 4, 6):
+        changed = tokens.clone()
+        changed[0, position] = 4 + (changed[0, position] - 3) % 20
+        after = model(source, None, changed)[0]
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert not torch.equal(after[:, position:], before[:, position:])
+
+
+@pytest.mark.parametrize("beam_size_known", [False, True])
+@pytest.mark.parametrize("system", [*IN_DECODERS, "two branches, predictive"])
+@torch.no_grad()
+def test_step_by_step_equals_teacher_forcing_while_beams_move(system, beam_size_known, each_way):
+    """Three sentences with two beams each, reordered in every step; one sentence is finished after step 3."""
+    model, beams = lively(system), 2
+    if beam_size_known:
+        model.decoder.set_beam_size(beams)
+    encoder_out = model.encoder(batch([6, 4, 3], left_pad=True))
+    encoder_out = model.encoder.reorder_encoder_out(encoder_out, torch.arange(3).repeat_interleave(beams))
+    generator = torch.Generator().manual_seed(1)
+    tokens, state, sentences = torch.full((3 * beams, 1), 2), {}, 3
+    for step in range(7):
+        ours = model.decoder(tokens, encoder_out=encoder_out, incremental_state=state)[0][:, -1]
+        whole = model.decoder(tokens, encoder_out=encoder_out)[0][:, -1]
+        assert_close(ours, whole, rtol=1e-5, atol=1e-5)
+        kept = list(range(sentences))
+        if step == 3:
+            kept.pop(1)
+        choice = torch.randint(beams, (len(kept), beams), generator=generator)
+        order, sentences = (torch.tensor(kept)[:, None] * beams + choice).view(-1), len(kept)
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
+        new = torch.randint(4, 24, (sentences * beams, 1), generator=generator)
+        tokens = torch.cat([tokens[order], new], dim=1)
+
+
+@each_system
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_short_sentences_in_every_precision(system, dtype):
+    model = lively(system, dtype=dtype, train=True)
+    logits = model(batch([1, 2, 7], left_pad=True), None, batch([2, 1, 3], eos_first=True))[0]
+    assert logits.dtype == dtype and logits.isfinite().all()
+    logits.float().pow(2).mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@each_system
+def test_every_parameter_is_of_use(system):
+    """All get a gradient, but for those of relative positions that no pair of tokens is as far apart as."""
+    model = lively(system, train=True)
+    logits = model(batch([6, 3]), None, batch([5, 4], eos_first=True))[0]
+    logits.pow(2).mean().backward()
+    useless = [name for name, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert [name for name in useless if not name.endswith("k_proj.bias")] == []
+
+
+@each_system
+@torch.no_grad()
+def test_threads_may_share_a_model(system):
+    from test_threads import in_threads
+
+    model = lively(system)
+    batches = [(batch([n, 3], seed=n), batch([n + 1, 2], seed=n, eos_first=True)) for n in range(3, 11)]
+    expected = [model(source, None, target)[0] for source, target in batches]
+
+    @torch.no_grad()
+    def work(number):
+        for turn in range(8):
+            place = (number + turn) % len(batches)
+            source, target = batches[place]
+            assert torch.equal(model(source, None, target)[0], expected[place])
+
+    in_threads(work, 4)
+
+
+FRESH = """
+import sys, torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests", sys.argv[1] + "/tests/model"]
+from conftest import batch, build
+from test_systems import SYSTEMS, decoded
+for name, (weights, expected) in torch.load(sys.argv[2], weights_only=True).items():
+    model = build("ea_transformer_base", *SYSTEMS[name])
+    model.load_state_dict(weights)
+    print(name if decoded(model) == expected else "DIFFERS: " + name)
+"""
+
+
+def decoded(model):
+    """Beam search's hypotheses and scores, as a fresh process would have them."""
+    from test_reload import decode
+
+    return [[(tokens, round(score, 4)) for tokens, score in sentence] for sentence in decode(model, batch([6, 3, 1]))]
+
+
+def test_a_fresh_process_decodes_what_this_one_would_have(tmp_path):
+    models = {system: lively(system) for system in SYSTEMS}
+    torch.save(
+        {name: (dict(model.state_dict()), decoded(model)) for name, model in models.items()}, tmp_path / "all.pt"
+    )
+    command = [sys.executable, "-c", FRESH, str(REPO), str(tmp_path / "all.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.stdout.splitlines() == list(SYSTEMS), result.stdout + result.stderr
