@@ -23,6 +23,9 @@ MODELS = {
     "all but encoder-decoder": ("ea_transformer_base", "--ea-cross-beta", "0"),
     "decoder alone": ("ea_transformer_base", "--ea-alpha", "0", "--ea-encoder-beta", "0"),
     "all but decoder": ("ea_transformer_base", "--ea-decoder-beta", "0"),
+    "predictive": ("ea_transformer_base", "--ea-rule", "predictive", "--ea-conv-layers", "2"),
+    "realformer, additive": ("ea_transformer_base", "--ea-rule", "realformer", "--ea-score", "additive"),
+    "learnt, relative": ("ea_transformer_base", "--ea-learn-mix", "--ea-relative-positions", "2"),
     "stock": ("transformer",),
 }
 EVERY_MODEL = pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
@@ -40,9 +43,8 @@ def maps_of(model, *arguments, **options):
 
 
 def mixed(maps):
-    """DESIGN.md, section 2: the map in use, from its parts."""
-    a_input = maps.logits if maps.previous is None else maps.alpha * maps.previous + (1 - maps.alpha) * maps.logits
-    a_logit = a_input if maps.convolved is None else maps.beta * maps.convolved + (1 - maps.beta) * a_input
+    """The map in use, from its parts."""
+    a_logit = sum(part.share * part.map for part in maps.parts.values())
     return a_logit, a_logit.masked_fill(maps.masked, -torch.inf).softmax(dim=-1)
 
 
@@ -58,24 +60,41 @@ def test_parts_add_up(flags):
         a_logit, weights = mixed(maps)
         seen = ~maps.masked.expand(shape)
         rows = seen.any(dim=3)
-        assert maps.weights.shape == maps.logits.shape == maps.a_logit.shape == shape
+        assert maps.weights.shape == maps.a_logit.shape == shape
+        assert {part.map.shape for part in maps.parts.values()} == {shape}
         torch.testing.assert_close(a_logit[seen], maps.a_logit[seen], atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(weights[rows], maps.weights[rows], atol=1e-6, rtol=0)
         # own logits alone would give another map, or the test would show nothing
-        evolves = maps.convolved is not None or maps.previous is not None
-        assert torch.allclose(maps.share(maps.logits)[rows], maps.weights[rows], atol=1e-3) != evolves
+        evolves = len(maps.parts) > 1
+        assert torch.allclose(maps.alone("logits")[rows], maps.weights[rows], atol=1e-3) != evolves
 
 
 def test_what_has_no_part_says_so():
     layers = {
         (m.kind, m.layer): m for m in maps_of(build("ea_transformer_base", "--ea-cross-beta", "0"), *inputs([5], [4]))
     }
-    first, second = layers["encoder", 1], layers["encoder", 2]
-    assert (first.alpha, first.previous) == (0, None)
-    assert (second.alpha, second.beta) == (0.5, 0.1)
-    torch.testing.assert_close(second.previous, first.a_logit)
-    assert (layers["decoder", 1].alpha, layers["decoder", 1].beta) == (0, 0.1)
-    assert (layers["cross", 1].alpha, layers["cross", 1].beta, layers["cross", 1].convolved) == (0, 0, None)
+    shares = {place: _shares(maps) for place, maps in layers.items()}
+    assert shares["encoder", 1] == shares["decoder", 1] == {"logits": 0.9, "convolution": 0.1}
+    assert shares["encoder", 2] == {"logits": 0.45, "previous": 0.45, "convolution": 0.1}
+    assert shares["cross", 1] == {"logits": 1}
+    torch.testing.assert_close(layers["encoder", 2].parts["previous"].map, layers["encoder", 1].a_logit)
+
+
+@pytest.mark.parametrize(
+    "rule, shares",
+    [
+        ("predictive", {"logits": 0.5, "convolution": 0.5}),
+        ("residual", {"logits": 0.5, "previous": 0.5}),
+        ("realformer", {"logits": 1, "previous": 1}),
+    ],
+)
+def test_each_rule_has_its_parts(rule, shares):
+    model = amplify_(build("ea_transformer_base", "--ea-rule", rule))
+    for maps in maps_of(model, *inputs([5, 3], [4, 2])):
+        expected = shares if (maps.kind, maps.layer > 1) == ("encoder", True) else {"logits": 1}
+        assert _shares(maps) == expected
+        rows = ~maps.masked.expand_as(maps.weights).all(dim=3)
+        torch.testing.assert_close(mixed(maps)[1][rows], maps.weights[rows], atol=1e-6, rtol=0)
 
 
 def test_masked_are_padding_and_the_future():
@@ -119,20 +138,23 @@ def test_step_by_step_equals_teacher_forcing(flags, left_pad):
 
 
 #: logits of amplified models reach 50, in float32
-NEAR = {part: {"atol": 1e-4, "rtol": 1e-5} for part in ("logits", "previous", "convolved", "a_logit")}
-NEAR["weights"] = {"atol": 1e-5, "rtol": 0}
+NEAR = {"atol": 1e-4, "rtol": 1e-5}
 
 
 def assert_same(ours, theirs):
     for our, their in zip(ours, theirs, strict=True):
-        assert (our.kind, our.layer, our.alpha, our.beta) == (their.kind, their.layer, their.alpha, their.beta)
+        assert (our.kind, our.layer) == (their.kind, their.layer)
+        assert _shares(our) == _shares(their)
         assert torch.equal(our.masked, their.masked)
         seen = ~our.masked.expand_as(our.weights)
-        for part, near in NEAR.items():
-            one, other = getattr(our, part), getattr(their, part)
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one[seen], other[seen], **near)
+        torch.testing.assert_close(our.weights[seen], their.weights[seen], atol=1e-5, rtol=0)
+        torch.testing.assert_close(our.a_logit[seen], their.a_logit[seen], **NEAR)
+        for name, part in our.parts.items():
+            torch.testing.assert_close(part.map[seen], their.parts[name].map[seen], **NEAR)
+
+
+def _shares(maps):
+    return {name: part.share for name, part in maps.parts.items()}
 
 
 @EVERY_MODEL
@@ -235,7 +257,7 @@ def test_low_precision_is_collected_in_float32():
     model = amplify_(build(dtype=torch.bfloat16))
     for maps in maps_of(model, *inputs([9, 4], [3, 7])):
         rows = ~maps.masked.expand_as(maps.weights).all(dim=3)
-        assert maps.logits.dtype == maps.weights.dtype == maps.convolved.dtype == torch.float32
+        assert {maps.weights.dtype, *(part.map.dtype for part in maps.parts.values())} == {torch.float32}
         torch.testing.assert_close(mixed(maps)[1][rows], maps.weights[rows], atol=0.05, rtol=0)
 
 

@@ -10,6 +10,7 @@ import torch
 from helpers.toy import data  # noqa: F401  (a fixture)
 from test_attention_maps import save_model
 
+from ea_fairseq.evolution import Part
 from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.collect import LayerMaps, load_model
@@ -68,12 +69,11 @@ def test_shares_of_known_parts():
     assert np.isnan(shares({"own": rows([1.0] * 4)}, ALL)["own"]).all()
 
 
-def layer(weights, logits=None, previous=None, convolved=None, masked=None, kind="encoder"):
-    """LayerMaps of B x K x T x S tensors, alpha 0.5 with a previous map, beta 0.2 with a convolution."""
+def layer(weights, masked=None, kind="encoder", **parts):
+    """LayerMaps of B x K x T x S tensors, from parts given as a share and a map."""
     masked = torch.zeros_like(weights[:, :1], dtype=torch.bool) if masked is None else masked
-    alpha, beta = 0.0 if previous is None else 0.5, 0.0 if convolved is None else 0.2
-    logits = weights if logits is None else logits
-    return LayerMaps(kind, 2, weights, logits, previous, convolved, logits, alpha, beta, masked)
+    parts = {name: Part(*part) for name, part in (parts or {"logits": (1, weights)}).items()}
+    return LayerMaps(kind, 2, weights, weights, parts, masked)
 
 
 def means(maps, before=None):
@@ -97,15 +97,16 @@ def test_two_similarities_differ_where_heads_change_places():
     assert found["head_mean"] == pytest.approx([1])
 
 
-def test_shares_weigh_the_parts_as_equation_4_does():
+def test_shares_weigh_the_parts_by_their_shares():
     part = torch.tensor([1.0, -1, 1, -1]).expand(1, 2, 3, 4)
     weights = torch.full((1, 2, 3, 4), 0.25)
-    found = means(layer(weights, part, previous=part, convolved=part))
+    found = means(layer(weights, logits=(0.4, part), previous=(0.4, part), convolution=(0.2, part)))
     assert [found[name][0] for name in ("own", "skip", "convolution")] == pytest.approx([0.4, 0.4, 0.2])
-    found = means(layer(weights, part, convolved=part))
+    found = means(layer(weights, logits=(0.8, part), convolution=(-0.2, part)))
     assert [found[name][0] for name in ("own", "convolution")] == pytest.approx([0.8, 0.2])
     assert "skip" not in found
-    assert not {"own", "skip", "convolution"} & means(layer(weights, part)).keys()  # there is nothing to share
+    nothing_to_share = means(layer(weights, logits=(1, part)))
+    assert not {"own", "skip", "convolution"} & nothing_to_share.keys()
 
 
 def test_rows_with_one_key_are_left_out():

@@ -131,7 +131,7 @@ def test_one_colour_scale_per_row_and_the_right_maps():
     images = [axes.images[0] for axes in figure.axes if axes.images]
     for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
         maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]
-        expected = [maps.weights, maps.share(maps.logits), maps.share(maps.convolved), baseline.weights]
+        expected = [maps.weights, maps.alone("logits"), maps.alone("convolution"), baseline.weights]
         for image, values in zip(shown, expected, strict=True):
             values = values[0].mean(0) if row.head == "mean" else values[0, row.head - 1]
             seen = ~maps.masked[0, 0].numpy()
@@ -188,11 +188,8 @@ def test_numbers_add_up_and_are_the_same_again():
     assert arrays["baseline.cross.6.weights"].shape == (8, 5, 7)
     for kind, layer in there.maps:
         place = f"{kind}.{layer}"
-        beta, alpha = arrays[f"{place}.beta"], arrays[f"{place}.alpha"]
-        previous = arrays[f"{place}.previous"] if alpha else 0
-        mixed = beta * arrays[f"{place}.convolved"] + (1 - beta) * (
-            alpha * previous + (1 - alpha) * arrays[f"{place}.logits"]
-        )
+        parts = ("logits", "convolution", *(["previous"] if kind == "encoder" and layer > 1 else []))
+        mixed = sum(arrays[f"{place}.{part}.share"] * arrays[f"{place}.{part}"] for part in parts)
         mixed = numpy.exp(numpy.where(arrays[f"{place}.masked"], -numpy.inf, mixed))
         numpy.testing.assert_allclose(
             mixed / mixed.sum(-1, keepdims=True), arrays[f"{place}.weights"], atol=1e-6, rtol=0
@@ -362,8 +359,8 @@ def value(there, kind, layer, head, part, row, column):
     maps = there.maps[kind, layer]
     values = {
         "map in use": maps.weights,
-        "own query-key logits": maps.share(maps.logits),
-        "convolution": maps.share(maps.convolved),
+        "own query-key logits": maps.alone("logits"),
+        "convolution": maps.alone("convolution"),
         "baseline": there.baseline[kind, layer].weights,
     }[part][0]
     return (values.mean(0) if head == "mean" else values[head - 1])[row, column].item()

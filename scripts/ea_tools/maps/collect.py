@@ -26,6 +26,7 @@ from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
+from ea_fairseq.evolution import Part
 from ea_tools.checkpoints import load, section
 from ea_tools.common import UserError
 from ea_tools.evaluate import check_dictionaries
@@ -39,24 +40,22 @@ KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention
 class LayerMaps:
     """One attention's maps in one call of the model: float32 on the CPU, B x K x T x S but where noted.
 
-    weights = softmax(mask(a_logit)); a_logit = beta convolved + (1 - beta) (alpha previous + (1 - alpha) logits), where
-    `masked` is False; what the parts hold where it is True means nothing. Without a convolution beta is 0 and convolved
-    None; without a previous map alpha is 0 and previous None.
+    weights = softmax(mask(a_logit)), and a_logit is the sum of share times map over the parts, where `masked` is False;
+    what the parts hold where it is True means nothing. The parts, of which a layer has those that its rule has, are
+    "logits", the layer's own scores of queries and keys; "previous", A_logit of the layer before; "convolution",
+    ReLU(Conv(...)) of what the rule lets it read.
     """
 
     kind: str  # a key of KINDS
     layer: int  # from 1
     weights: Tensor  # the map in use: after the softmax, before dropout
-    logits: Tensor  # the layer's own: scaled dot products of queries and keys
-    previous: Tensor | None  # A_logit of the layer before
-    convolved: Tensor | None  # ReLU(Conv(A_input))
     a_logit: Tensor  # evolved logits, before the mask
-    alpha: float
-    beta: float
+    parts: dict[str, Part]  # summands of a_logit by name: a number and a map each
     masked: Tensor  # B x 1 x T x S; True where a pixel is no part of the map: padding (rows and columns), the future
 
-    def share(self, part: Tensor) -> Tensor:
-        """The map that one part alone (logits, convolved, previous) would give: its masked softmax."""
+    def alone(self, name: str) -> Tensor:
+        """The map that the part of this name would give alone: its masked softmax."""
+        part = self.parts[name].map
         return F.softmax(part.masked_fill(self.masked, torch.finfo(part.dtype).min), dim=-1)
 
 
@@ -108,22 +107,14 @@ def _observer(collected: Collected, kind: str, number: int, attention: EvolvingA
 
     @torch.no_grad()
     def observe(maps: Maps) -> None:
-        convolved = None
-        if evolution.conv is not None:
-            mixed = evolution.mix(maps.logits, maps.hidden, maps.previous)
-            convolved = _cpu(F.relu(evolution.convolve(mixed, maps.above)))
-        skip = maps.previous is not None and evolution.alpha > 0
+        parts = evolution.parts(maps.logits, maps.hidden, maps.previous, maps.above)
         collected.layers.append(
             LayerMaps(
                 kind,
                 number,
                 weights=_cpu(maps.weights),
-                logits=_cpu(maps.logits),
-                previous=_cpu(maps.previous) if skip else None,
-                convolved=convolved,
                 a_logit=_cpu(maps.a_logit),
-                alpha=evolution.alpha if skip else 0.0,
-                beta=evolution.beta,
+                parts={name: Part(float(part.share), _cpu(part.map)) for name, part in parts.items()},
                 masked=_whole(maps.hidden, maps.weights),
             )
         )
@@ -158,12 +149,8 @@ class _StockHook:
                 self._kind,
                 self._number,
                 weights=_cpu(F.softmax(weights, dim=-1, dtype=torch.float32)),
-                logits=logits,
-                previous=None,
-                convolved=None,
                 a_logit=logits,
-                alpha=0.0,
-                beta=0.0,
+                parts={"logits": Part(1.0, logits)},
                 masked=_whole(hidden, logits),
             )
         )
@@ -221,14 +208,19 @@ def joined(layers: list[LayerMaps]) -> list[LayerMaps]:
 def _join(steps: list[LayerMaps]) -> LayerMaps:
     first, width = steps[0], steps[-1].weights.size(3)
 
-    def rows(name, fill=0.0):
-        if getattr(first, name) is None:
-            return None
-        parts = [getattr(step, name) for step in steps]
-        return torch.cat([F.pad(part, (0, width - part.size(3)), value=fill) for part in parts], dim=2)
+    def rows(maps, fill=0.0):
+        return torch.cat([F.pad(some, (0, width - some.size(3)), value=fill) for some in maps], dim=2)
 
-    parts = {name: rows(name) for name in ("weights", "logits", "previous", "convolved", "a_logit")}
-    return LayerMaps(first.kind, first.layer, alpha=first.alpha, beta=first.beta, masked=rows("masked", True), **parts)
+    return LayerMaps(
+        first.kind,
+        first.layer,
+        weights=rows(step.weights for step in steps),
+        a_logit=rows(step.a_logit for step in steps),
+        parts={
+            name: Part(part.share, rows(step.parts[name].map for step in steps)) for name, part in first.parts.items()
+        },
+        masked=rows((step.masked for step in steps), True),
+    )
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,9 @@ class Look:
     def parts(self):
         """What there is to see of this model: its own logits only where they are not all."""
         parts = ["map"]
-        if any(maps.convolved is not None or maps.previous is not None for maps in self.maps.values()):
+        if any(len(maps.parts) > 1 for maps in self.maps.values()):
             parts.append("own")
-        if any(maps.convolved is not None for maps in self.maps.values()):
+        if any("convolution" in maps.parts for maps in self.maps.values()):
             parts.append("convolution")
         return parts + ["baseline"] * bool(self.baseline)
 
@@ -207,7 +207,7 @@ def chosen(look: Look, args) -> list[Row]:
         _must_have(look.maps, look.name, row.kind, row.layer, row.head)
         if look.baseline:
             _must_have(look.baseline, f"--compare {look.baseline_name}", row.kind, row.layer, row.head)
-        if "convolution" in (args.part or []) and look.maps[row.kind, row.layer].convolved is None:
+        if "convolution" in (args.part or []) and "convolution" not in look.maps[row.kind, row.layer].parts:
             raise UserError(
                 f"--part convolution: {look.name} has no convolution in {KINDS[row.kind]}; choose --kind, or --part map"
             )
@@ -231,9 +231,9 @@ def _spread(wanted, there):
 def parts_of(look: Look, kind: str, layer: int) -> dict:
     """part -> map of all heads, K x T x S, NaN where a pixel is no part of it; without the parts that are not there."""
     maps, baseline = look.maps[kind, layer], look.baseline.get((kind, layer))
-    parts = {"map": maps.weights, "own": maps.share(maps.logits)}
-    if maps.convolved is not None:
-        parts["convolution"] = maps.share(maps.convolved)
+    parts = {"map": maps.weights, "own": maps.alone("logits")}
+    if "convolution" in maps.parts:
+        parts["convolution"] = maps.alone("convolution")
     if baseline:
         parts["baseline"] = baseline.weights
     return {part: values.masked_fill(maps.masked, torch.nan)[0].numpy() for part, values in parts.items()}
@@ -262,11 +262,12 @@ def numbers(look: Look) -> bytes:
     arrays = {f"tokens.{name}": numpy.array(labels) for name, labels in look.tokens.items()}
     for prefix, places in (("", look.maps), ("baseline.", look.baseline)):
         for (kind, layer), maps in places.items():
-            for name in ("weights", "logits", "previous", "convolved", "a_logit", "masked"):
-                if getattr(maps, name) is not None:
-                    arrays[f"{prefix}{kind}.{layer}.{name}"] = getattr(maps, name)[0].numpy()
-            for name in ("alpha", "beta"):
-                arrays[f"{prefix}{kind}.{layer}.{name}"] = numpy.float64(getattr(maps, name))
+            place = f"{prefix}{kind}.{layer}"
+            for name in ("weights", "a_logit", "masked"):
+                arrays[f"{place}.{name}"] = getattr(maps, name)[0].numpy()
+            for name, part in maps.parts.items():
+                arrays[f"{place}.{name}"] = part.map[0].numpy()
+                arrays[f"{place}.{name}.share"] = numpy.float64(part.share)
     file = io.BytesIO()
     numpy.savez_compressed(file, **arrays)
     return file.getvalue()

@@ -28,6 +28,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
+from ea_fairseq.mixes import learnt_mixes
 from ea_tools.checkpoints import load, section
 from ea_tools.common import UserError, replacing, reporting
 from ea_tools.evaluate import portable
@@ -45,7 +46,8 @@ STATISTICS = {
     "convolution": "share of the logits: convolution",
     "aer": "alignment error rate",
 }
-SHARES = ("own", "skip", "convolution")
+#: the summands of the logits, by the names of LayerMaps: what the statistics call them
+PARTS = {"logits": "own", "previous": "skip", "convolution": "convolution"}
 DIFFERENCE = ": difference"
 OPTIONS = {"png": {"pil_kwargs": {"optimize": True}}, "svg": {"metadata": {"Date": None}}}
 SUFFIXES = (".md", ".png", ".svg", ".json")
@@ -167,22 +169,11 @@ def statistics_of(maps: LayerMaps, before: LayerMaps | None):
         earlier = _numpy(before.weights)
         found["same_head"] = similarity(weights, earlier, visible)
         found["head_mean"] = similarity(*(w.mean(axis=1, keepdims=True) for w in (weights, earlier)), visible)
-    if len(parts := _parts(maps)) > 1:
-        found |= shares(parts, visible)
+    if len(maps.parts) > 1:
+        found |= shares({PARTS[name]: part.share * _numpy(part.map) for name, part in maps.parts.items()}, visible)
     for name, values in found.items():
         counted = rows & ~np.isnan(values)
         yield name, np.where(counted, values, 0.0).sum(axis=(1, 2)), counted.sum(axis=(1, 2))
-
-
-def _parts(maps):
-    """The summands of A_logit (equation 4), those that the layer has."""
-    rest = 1 - maps.beta
-    parts = {"own": rest * (1 - maps.alpha) * _numpy(maps.logits)}
-    if maps.previous is not None:
-        parts["skip"] = rest * maps.alpha * _numpy(maps.previous)
-    if maps.convolved is not None:
-        parts["convolution"] = maps.beta * _numpy(maps.convolved)
-    return parts
 
 
 def _numpy(x):
@@ -451,6 +442,7 @@ class Report:
     names: list  # of the model and, if there is one, of the baseline
     estimates: list  # of each model: {(statistic, kind, layer): Estimate}
     differences: dict  # model - baseline; {} without one
+    mixes: list  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; {} where none are learnt
 
 
 def examine(args) -> Report:
@@ -483,6 +475,7 @@ def examine(args) -> Report:
         differences={place: estimate(both, keep[1][place]) for place, both in keep[0].items() if place in keep[1]}
         if len(keep) > 1
         else {},
+        mixes=[learnt_mixes(loaded.model) for loaded in models],
     )
 
 
@@ -516,7 +509,7 @@ def as_json(report: Report):
         _insert(found, who, estimates)
     if report.differences:
         _insert(found, "difference", report.differences)
-    return {**report.facts, "names": report.names, "statistics": found}
+    return {**report.facts, "names": report.names, "statistics": found, "learnt_mixes": report.mixes}
 
 
 def _insert(found, who, estimates):
@@ -544,9 +537,27 @@ def table(report: Report) -> str:
             for name, found in rows:
                 sign = "+" if name.endswith(DIFFERENCE) else ""
                 lines.append(f"| {name} | {' | '.join(_cell(found.get(layer), sign) for layer in layers)} |")
+    for name, mixes in zip(report.names, report.mixes, strict=True):
+        lines += _table_of_mixes(name, mixes)
     lines += ["", *(f"- {name}: `{path}`" for name, path in zip(report.names, facts["checkpoints"], strict=True))]
     lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
     return "\n".join(lines) + "\n"
+
+
+def _table_of_mixes(name, mixes):
+    """Lines of Markdown: a row for each kind's learnt alpha and beta, a column for each layer; none without any."""
+    rows = {}
+    for place, value in mixes.items():
+        share, kind, layer = place.split("_")
+        rows.setdefault(f"{kind}: {share}", {})[int(layer)] = value
+    if not rows:
+        return []
+    layers = sorted(set().union(*rows.values()))
+    lines = ["", f"| learnt by {name} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
+    for title, values in rows.items():
+        cells = (f"{values[layer]:.4f}" if layer in values else "-" for layer in layers)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
 
 
 def _rows(report, statistic):
@@ -611,7 +622,7 @@ def _panel(panel, report, statistic):
     panel.set_xlabel("layer", fontsize=9)
     panel.tick_params(labelsize=9, labelbottom=True)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if statistic in SHARES:
+    if statistic in PARTS.values():
         panel.set_ylim(0, 1.08 * panel.dataLim.y1)
     panel.grid(alpha=0.3)
 
