@@ -25,7 +25,7 @@ MODELS = {
     "all but decoder": ("ea_transformer_base", "--ea-decoder-beta", "0"),
     "predictive": ("ea_transformer_base", "--ea-rule", "predictive", "--ea-conv-layers", "2"),
     "realformer, additive": ("ea_transformer_base", "--ea-rule", "realformer", "--ea-score", "additive"),
-    "learnt, relative": ("ea_transformer_base", "--ea-learn-mix", "--ea-relative-positions", "2"),
+    "learnt, relative": ("ea_transformer_base", "--ea-learn-mix", "--ea-alpha", "0.1", "--ea-relative-positions", "2"),
     "stock": ("transformer",),
 }
 EVERY_MODEL = pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
