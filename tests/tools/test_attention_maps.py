@@ -146,11 +146,16 @@ def assert_same(ours, theirs):
         assert (our.kind, our.layer) == (their.kind, their.layer)
         assert _shares(our) == _shares(their)
         assert torch.equal(our.masked, their.masked)
-        seen = ~our.masked.expand_as(our.weights)
-        torch.testing.assert_close(our.weights[seen], their.weights[seen], atol=1e-5, rtol=0)
-        torch.testing.assert_close(our.a_logit[seen], their.a_logit[seen], **NEAR)
-        for name, part in our.parts.items():
-            torch.testing.assert_close(part.map[seen], their.parts[name].map[seen], **NEAR)
+        assert_close_maps(our, their)
+
+
+def assert_close_maps(ours, theirs, cut=lambda map: map):
+    """Every map and part, of which `cut` takes what the other has, where nothing is masked."""
+    seen = ~theirs.masked.expand_as(theirs.weights)
+    torch.testing.assert_close(cut(ours.weights)[seen], theirs.weights[seen], atol=1e-5, rtol=0)
+    torch.testing.assert_close(cut(ours.a_logit)[seen], theirs.a_logit[seen], **NEAR)
+    for name, part in theirs.parts.items():
+        torch.testing.assert_close(cut(ours.parts[name].map)[seen], part.map[seen], **NEAR)
 
 
 def _shares(maps):
@@ -173,12 +178,9 @@ def test_a_padded_batch_equals_its_sentences_alone(flags, left_pad):
         for ours, their in zip(together, alone, strict=True):
             rows = places["source" if ours.kind == "encoder" else "target"]
             columns = places["target" if ours.kind == "decoder" else "source"]
-            seen = ~their.masked.expand_as(their.weights)
-            for part, near in NEAR.items():
-                if getattr(their, part) is not None:
-                    cut = getattr(ours, part)[index : index + 1, :, rows, columns]
-                    torch.testing.assert_close(cut[seen], getattr(their, part)[seen], **near)
-            assert torch.equal(ours.masked[index : index + 1, :, rows, columns], their.masked)
+            sentence = (slice(index, index + 1), slice(None), rows, columns)
+            assert_close_maps(ours, their, lambda map, sentence=sentence: map[sentence])
+            assert torch.equal(ours.masked[sentence], their.masked)
 
 
 @EVERY_MODEL
