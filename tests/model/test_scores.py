@@ -155,3 +155,20 @@ def test_memory_is_that_of_one_piece(score, piece, monkeypatch):
     others = 2 * K * max(rows * columns, rows * size, columns * size)  # the logits, queries and keys themselves
     assert largest.numbers <= max(min(piece, whole), others)
     assert piece < whole or largest.numbers == whole  # this would have seen it
+
+
+@pytest.mark.parametrize("score", ["additive", "concatenative"])
+def test_training_keeps_no_piece(score, monkeypatch):
+    """What autograd is given to keep until the way back is far less than one number for each query, key and entry."""
+    monkeypatch.setattr(scores, "PIECE", 400)
+    size, rows, columns = 8, 12, 10
+    module, kept = SCORES[score](K, size), []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    q, k = torch.randn(2, K, rows, size, requires_grad=True), torch.randn(2, K, columns, size)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(q, k)
+    assert kept and sum(kept) < 2 * K * rows * columns * size / 2
