@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import batch, build
+from helpers.interpreter import import_kernels
 from test_cpu import AnyShares
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -32,23 +33,6 @@ from ea_fairseq.kernels import Call, cpu, gpu
 ENCODER, DECODER, CROSS = Geometry
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def import_kernels():
-    """Triton decides on its interpreter when it is imported; other tests must not find it switched on."""
-    before = os.environ.get("TRITON_INTERPRET")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        pytest.importorskip("triton")
-        from ea_fairseq.kernels import gpu_kernels as kernels
-        from ea_fairseq.kernels import gpu_trial as trial
-    finally:
-        if before is None:
-            os.environ.pop("TRITON_INTERPRET", None)
-        else:
-            os.environ["TRITON_INTERPRET"] = before
-    return kernels, trial
 
 
 if __name__ != "__main__":
