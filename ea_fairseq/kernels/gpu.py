@@ -44,9 +44,10 @@ def knows(call: Call) -> bool:
         and not call.step
         and call.above is None
         and 0 <= call.dropout <= 1
+        and not any(tensor.is_neg() for tensor in call.tensors)  # the memory of such a tensor holds its opposite
     ):
         return False
-    capturing = maps.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = _capturing(maps.device)
     if capturing and call.dropout > 0:
         return False  # every replay would drop the same: the seed is a number, drawn when the graph is made
     if _kernels() is None:
@@ -62,6 +63,11 @@ def attend(call: Call) -> Result:
     tensors, settings = taken(call, kernels.Dropout.of(call.dropout))
     context, a_logit, weights = _Fused.apply(settings, *tensors)
     return Result(context, a_logit, weights)
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made of what is launched."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _interpreted() -> bool:

@@ -10,7 +10,7 @@ elementwise passes over a map:
     mix_backward_kernel     these two -> gradients of logits, of ``previous``, of the convolution's weight and bias, and
                             of a, b, c, d and e where they are learnt
 
-The logits are scale * q k^T, or given. Where carried is mixed itself, it is not written a second time; where there is no
+The logits are scale * q k^T, or given. Where carried is mixed itself, it is not written a second time. Without a
 convolution, A_logit is carried.
 
 Axes: B batch, K heads (1 to 16), T target (query) length, S source (key) length, D head size, k kernel size.
@@ -44,7 +44,8 @@ CHUNK = tl.constexpr(16)
 PRECISION = tl.constexpr("tf32x3")
 #: whether the kernels run in Triton's interpreter, on the CPU: Triton decides so when it is imported
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-#: Rounds of the Philox generator. Seven are the fewest that pass every test of randomness (Salmon et al. 2011, table 2).
+#: Rounds of the Philox generator. Seven are the fewest that pass every test of randomness (Salmon et al. 2011,
+#: table 2).
 ROUNDS = tl.constexpr(7)
 #: partial sums of the weight's gradient, four for each multiprocessor of an H100; the same on every device, so that the
 #: order of the sum is, too
@@ -233,8 +234,10 @@ def evolve_kernel(
 ):  # fmt: skip
     """A_logit, and the probabilities after dropout, of one row of a sentence's map, all heads. One program a row.
 
-    ``carried`` is ``mixed`` where the two are the same; without a convolution it is read as A_logit, which is not written
-    again. ``weights`` are the probabilities before dropout, in float32, where they are wanted (WEIGHTED). Also leaves what the backward pass needs: of every pixel one bit a head in ``active``, whether ReLU let it through;
+    ``carried`` is ``mixed`` where the two are the same. Without a convolution it is A_logit, which is not written.
+    ``weights`` are the probabilities before dropout, in float32, where they are wanted (WEIGHTED).
+
+    Also leaves what the backward pass needs: of every pixel one bit a head in ``active``, whether ReLU let it through;
     and of every row ``peaks``, its largest logit, and ``totals``, the sum of the exponentials of its logits less that.
     """
     row = tl.program_id(0)
@@ -389,10 +392,11 @@ def mix_backward_kernel(
         ``grad_previous``              = a * gradient of mixed + d * gradient of carried
         ``grad``, in place             = b * gradient of mixed + e * gradient of carried: that of the logits
 
-    The first programs, ``sums`` for each chunk of taps, leave partial sums of the first two, without c where a share is
-    learnt (LEARNS); then one program for each of the ``rows``, B * T, makes the others. Where a share is learnt, it also
-    leaves its part of the gradients of a to e in ``of_shares``, rows x 5: sums of products of the gradient of mixed or
-    carried with ``previous`` or ``logits``; for c only - sum of G * carried, beside which gpu.py puts the convolution's.
+    The first programs, ``sums`` for each chunk of taps, leave partial sums of the first two, without c where a share
+    is learnt (LEARNS). Then one program for each of the ``rows``, B * T, makes the others. Where a share is learnt, it
+    also leaves its part of the gradients of a to e in ``of_shares``, rows x 5. Those of a, b, d and e are sums of the
+    gradient of mixed or carried times ``previous`` or ``logits``. That of c is the sum of
+    G * (ReLU(Conv(mixed)) - carried), of which it leaves the second half; ``mix_backward`` adds the first.
     """
     chunks: tl.constexpr = (K * KERNEL * KERNEL + CHUNK - 1) // CHUNK
     row = tl.program_id(0) - sums * chunks
@@ -720,8 +724,8 @@ def mix_backward(
 ) -> MixGradients:
     """See ``mix_backward_kernel``: changes ``grad`` in place, from the gradient of A_logit to that of the logits.
 
-    ``mixed``, ``weight``, ``bias`` and ``grad_conv`` are not read without a convolution, ``logits`` only where a share is
-    learnt.
+    Without a convolution ``mixed``, ``weight``, ``bias`` and ``grad_conv`` are None. ``logits`` are read only where a
+    share is learnt.
     """
     batch, heads, length, columns = grad.shape
     rows = batch * length
@@ -746,9 +750,9 @@ def mix_backward(
     grad_weight, grad_bias = partial.sum(0).split([weight.numel(), heads])
     grad_weight = grad_weight.view_as(weight)
     if of_shares is not None:
-        # Where ReLU is active Conv(mixed) is linear in weight and bias: what they sum up to is its part of c's gradient.
-        there = weight.tril() if taps.triangular else weight  # a tap that is removed may hold anything
-        of_shares[2] += (grad_weight * there).sum() + (grad_bias * bias).sum()
+        # The sum of G * ReLU(Conv(mixed)): where ReLU is active, Conv(mixed) is linear in weight and bias.
+        active_weight = weight.tril() if taps.triangular else weight  # a tap that is removed may hold anything
+        of_shares[2] += (grad_weight * active_weight).sum() + (grad_bias * bias).sum()
         grad_weight, grad_bias = grad_weight * shares.c, grad_bias * shares.c
     return MixGradients(grad_previous, grad_weight, grad_bias, of_shares)
 

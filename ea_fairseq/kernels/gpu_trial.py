@@ -4,7 +4,8 @@ A compiler may make something wrong of a kernel, for one type, size or device am
 does a small problem, values and gradients, and the result is compared with the plain composition in float64. Where it
 differs, or fails, one line is logged, and calls of this variant are the plain composition's from then on.
 
-Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size. Masks: True = masked.
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size.
+Masks: True = masked.
 """
 
 import logging
@@ -63,9 +64,10 @@ class Variant(NamedTuple):
         _, heads, length, columns = call.maps
         tensors, settings = gpu.taken(call, gpu_kernels.Dropout(0, 0, 1.0))
         shares = tensors[7:12]
+        most_rows, most_columns = gpu_kernels.largest_blocks(call.v)
         return cls(
             *(call.v.device, call.v.dtype, call.geometry, call.kernel_size, heads),
-            *(_like(size, most) for size, most in zip((length, columns), gpu_kernels.largest_blocks(call.v), strict=True)),
+            *(_like(length, most_rows), _like(columns, most_columns)),
             *(call.q.size(3) if call.given is None else 0, call.v.size(3)),
             tuple(gpu_kernels.kind(share) for share in shares),
             next((share.dtype for share in shares if isinstance(share, Tensor)), None),
@@ -165,8 +167,8 @@ class Problem(NamedTuple):
 def make_problem(variant: Variant) -> Problem:
     """A small problem that needs all that the variant does.
 
-    What the convolution is made of are multiples of a power of two, of so few bits that no type rounds any of it. So ReLU
-    lets the same pixels through in every type, and results differ by the rounding that comes after.
+    What the convolution is made of are multiples of a power of two, of so few bits that no type rounds any of it. So
+    ReLU lets the same pixels through in every type, and results differ only by the rounding that comes after.
     """
     generator = torch.Generator().manual_seed(1)
     batch, heads, rows, columns, size = 2, variant.heads, variant.rows, variant.columns, variant.kernel_size
@@ -194,7 +196,7 @@ def make_problem(variant: Variant) -> Problem:
         given,
         multiples(1 / 8, *maps) if variant.previous else None,
         multiples(1 / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if convolved else None,
-        multiples(1 / 64, heads) if convolved else None,
+        multiples(1 / 64, heads).abs() if convolved else None,  # ReLU must not be off everywhere
         *shares,
         hidden if variant.hidden else None,
         masked if variant.masked else None,
@@ -278,8 +280,9 @@ def _evolution(variant: Variant, tensors: gpu.Tensors) -> Evolution:
 
 def _named(gradients: gpu.Tensors) -> dict[str, Tensor]:
     """Gradients by name; those of the shares as one, for each alone may be a small sum of large numbers."""
-    named = {f"the gradient of {name}": gradient for name, gradient in gradients._asdict().items() if gradient is not None}
-    shares = [named.pop(f"the gradient of {name}") for name in "abcde" if f"the gradient of {name}" in named]
+    there = {name: gradient for name, gradient in gradients._asdict().items() if gradient is not None}
+    shares = [there.pop(name) for name in "abcde" if name in there]
+    named = {f"the gradient of {name}": gradient for name, gradient in there.items()}
     if shares:
         named["the gradient of a to e"] = torch.stack(shares)
     return named

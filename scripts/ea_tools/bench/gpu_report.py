@@ -1,0 +1,245 @@
+"""Measure everything that needs an NVIDIA GPU, section by section, in under ten minutes.
+
+Run the same command again and it goes on: each section keeps what it has measured in OUTPUT/SECTION.json, number by
+number, and what is there is not measured again. To measure a section once more, delete its file. OUTPUT/report.md has
+the tables; what has not been measured stands there as "not run".
+
+  kernels   the GPU's kernels against the plain composition in float64: values and gradients, every rule and geometry
+  training  updates by fairseq's own trainer, ours beside fairseq's Transformer
+  decoding  beam search, the same
+  memory    the most that training takes
+  attention the operation alone, N = 16 to 1,024: ours, plain, torch.compile of plain, and stock attention
+  multi30k  a training on Multi30k by the published recipe, as far as the time goes, and its BLEU if it ends
+
+    scripts/gpu_report.sh
+    scripts/gpu_report.sh --only kernels training --minutes 5
+    scripts/gpu_report.sh --rehearse --output /tmp/rehearsal
+
+--rehearse goes through everything on the CPU, with tiny sizes and float32 in the place of every precision. Its numbers
+mean nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section
+from ea_tools.common import REPO, UserError, replacing, reporting
+
+#: seconds that a process has to end by itself when its time is over
+GRACE = 20
+#: a section's process ends so when the GPU can no longer be used, which another process can
+GPU_IS_LOST = 3
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: a process for each section, one after the other, then the tables."""
+    args = parse(arguments)
+    with reporting("gpu_report"):
+        plan = Plan(args.rehearse, args.data)
+        if args.work:
+            sys.exit(work(args.work, plan, args.output, time.monotonic() + args.seconds))
+        if not args.rehearse:
+            check_gpu()
+        start = time.monotonic()
+        end = start + 60 * args.minutes
+        shares = {name: section.share for name, section in SECTIONS.items() if name in args.only}
+        so_far = 0.0
+        for name, share in shares.items():
+            so_far += share / sum(shares.values())
+            run_section(name, args, start + so_far * (end - start - GRACE))
+        report = args.output / "report.md"
+        with replacing(report) as temporary:
+            temporary.write_text(markdown(args.output, plan), encoding="utf-8")
+        print(f"written: {report}")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_report.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--minutes", type=float, default=9, help="how long this call may take (default: 9)")
+    parser.add_argument(
+        "--output", type=Path, default=REPO / "results" / "gpu", metavar="DIR", help="(default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data of multi30k (default: the recipe's)")
+    parser.add_argument("--rehearse", action="store_true", help="try the program on the CPU; the numbers mean nothing")
+    parser.add_argument("--work", choices=SECTIONS, help=argparse.SUPPRESS)  # the process that measures a section
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # how long it may take
+    args = parser.parse_args(arguments)
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: more than 0 are wanted")
+    return args
+
+
+def check_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("PyTorch sees no GPU here; --rehearse tries the program without one")
+
+
+# ---- sections as files and processes
+
+
+def run_section(section: str, args: argparse.Namespace, end: float) -> None:
+    """Have a process measure what a section lacks until `end`, and another one where it ended too early."""
+    path, plan = args.output / f"{section}.json", Plan(args.rehearse, args.data)
+    while (lacking := missing(section, plan, read(path))) and (left := end - time.monotonic()) > 0:
+        print(f"{section}: {len(lacking)} to measure, {left:.0f} s; what it says is in {path.with_suffix('.log')}")
+        command = [sys.executable, "-P", "-m", "ea_tools.bench.gpu_report", "--work", section]
+        command += ["--seconds", f"{left:.0f}", "--output", str(args.output)]
+        command += ["--data", str(args.data)] if args.data else []
+        command += ["--rehearse"] if args.rehearse else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "TRITON_INTERPRET": "1"} if args.rehearse else None
+        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            try:
+                status = process.wait(left + GRACE / 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                status = 0
+                forget_what_was_running(path)
+            except BaseException:
+                process.kill()
+                raise
+        if status == 0:
+            return
+        note_what_was_running(path, f"the process ended with status {status}: see {path.with_suffix('.log').name}")
+        if missing(section, plan, read(path)) == lacking:
+            raise UserError(f"{section}: it cannot start: the end of {path.with_suffix('.log')} says why")
+
+
+def read(path: Path) -> dict:
+    """A section's file, or what stands there before anything is measured."""
+    if not path.exists():
+        return {"cells": {}, "running": None}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; delete the file to measure this section once more") from None
+
+
+def write(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def missing(section: str, plan: Plan, content: dict) -> list[str]:
+    """The cells that are not there, or that say that they are not finished."""
+    cells = content["cells"]
+    return [name for name in cells_of(section, plan) if not cells.get(name, {"finished": False}).get("finished", True)]
+
+
+def forget_what_was_running(path: Path) -> None:
+    """Its time was over: it is measured next time."""
+    content = read(path)
+    if content["running"]:
+        write(path, {**content, "running": None})
+
+
+def note_what_was_running(path: Path, reason: str) -> None:
+    """It ended its process, and would do so again."""
+    content = read(path)
+    if name := content["running"]:
+        write(path, {**content, "cells": {**content["cells"], name: {"failed": reason}}, "running": None})
+
+
+def work(section: str, plan: Plan, output: Path, end: float) -> int:
+    """Measure what a section lacks, in this process, and write each result at once; gives the exit status."""
+    from ea_tools.bench.common import quiet
+
+    quiet()
+    path = output / f"{section}.json"
+    content = {**read(path), **origin(plan)}
+    cells = cells_of(section, plan)
+    for name in missing(section, plan, content):
+        if time.monotonic() >= end:
+            break
+        write(path, {**content, "running": name})
+        start = time.monotonic()
+        try:
+            result = cells[name](end - start)
+        except Exception as error:  # whatever it is, other cells may do better
+            result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        content["cells"][name] = {**result, "seconds": time.monotonic() - start}
+        content["running"] = None
+        write(path, content)
+        print(f"{name}: {content['cells'][name]['seconds']:.1f} s {result.get('failed', '')}", flush=True)
+        if "CUDA error" in result.get("failed", ""):
+            return GPU_IS_LOST
+    return 0
+
+
+def origin(plan: Plan) -> dict:
+    """Where and with what a section is measured."""
+    import torch
+
+    from ea_tools.provenance import provenance
+
+    found = {"rehearsal": plan.rehearsal, **provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
+    if not plan.rehearsal:
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return found
+
+
+def cells_of(section: str, plan: Plan) -> dict[str, Callable[[float], dict]]:
+    """All that a section measures, by name; each gets the seconds that are left."""
+    return dict(SECTIONS[section].cells(plan))
+
+
+# ---- tables
+
+
+def markdown(output: Path, plan: Plan) -> str:
+    """All sections as tables; what is not there is "not run"."""
+    contents = {name: read(output / f"{name}.json") for name in SECTIONS}
+    lines = ["# A rehearsal on the CPU: these numbers mean nothing" if plan.rehearsal else "# Measured on a GPU", ""]
+    places = {
+        "- {device}, PyTorch {versions[torch]}, CUDA {cuda}, commit {commit}".format(**content)
+        for content in contents.values()
+        if "commit" in content
+    }
+    lines += sorted(places)
+    for name, section in SECTIONS.items():
+        lines += [
+            "",
+            f"## {section.title}",
+            "",
+            f"| {' | '.join(section.columns)} |",
+            "|---" * len(section.columns) + "|",
+        ]
+        for cell in cells_of(name, plan):
+            lines.append(f"| {cell} | {' | '.join(row(section, contents[name]['cells'].get(cell)))} |")
+    return "\n".join([*lines, ""])
+
+
+def row(section: Section, cell: dict | None) -> list[str]:
+    """A cell's columns after the first."""
+    empty = [""] * (len(section.columns) - 2)
+    if cell is None or "why" in cell:
+        return [f"not run{': ' + cell['why'] if cell else ''}", *empty]
+    if "failed" in cell:
+        return [f"failed: {cell['failed']}".replace("|", "/"), *empty]
+    return section.row(cell)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""scripts/gpu_report.sh goes through all that it measures on the CPU too, goes on where it stopped, fails by cell.
+
+There may be no GPU here. So what it would measure on one is called with the benchmarks' own functions replaced, which
+shows that their names, flags and results fit together.
+"""
+
+import json
+import time
+
+import pytest
+import torch
+from helpers.interpreter import import_kernels
+from helpers.toy import data  # noqa: F401  (a fixture)
+
+from ea_fairseq.kernels import gpu
+from ea_tools.bench import attention, common, decoding, gpu_report, gpu_sections, training
+from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section
+from ea_tools.common import UserError
+
+GPU = Plan(rehearsal=False)
+
+
+@pytest.fixture
+def small_section(monkeypatch):
+    """A section of three cells whose functions are in a dictionary, to be replaced."""
+    functions = {name: lambda seconds, name=name: {"value": name} for name in "abc"}
+    section = Section("Letters", 1.0, lambda plan: functions.items(), ("what", "value"), lambda cell: [cell["value"]])
+    monkeypatch.setattr(gpu_report, "SECTIONS", {"letters": section})
+    monkeypatch.setattr(gpu_report, "origin", lambda plan: {"device": "none"})
+    return functions
+
+
+def work(folder, seconds=60.0):
+    status = gpu_report.work("letters", Plan(rehearsal=True), folder, time.monotonic() + seconds)
+    return status, json.loads((folder / "letters.json").read_text())
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path, small_section):
+    calls = []
+    small_section["b"] = lambda seconds: calls.append(seconds) or {"value": 1}
+    for _ in range(2):
+        status, content = work(tmp_path)
+        assert status == 0
+        assert list(content["cells"]) == ["a", "b", "c"]
+    assert len(calls) == 1
+    assert 0 < calls[0] <= 60
+    assert content["device"] == "none"
+
+
+def test_what_is_not_finished_goes_on(tmp_path, small_section):
+    small_section["b"] = lambda seconds: {"finished": False}
+    work(tmp_path)
+    small_section["b"] = lambda seconds: {"finished": True, "value": "b"}
+    _, content = work(tmp_path)
+    assert content["cells"]["b"]["value"] == "b"
+
+
+def test_a_cell_that_fails_says_why_and_others_are_measured(tmp_path, small_section):
+    def fail(seconds):
+        raise RuntimeError("no such instruction | of course\nand more")
+
+    small_section["a"] = fail
+    _, content = work(tmp_path)
+    assert content["cells"]["a"]["failed"] == "RuntimeError: no such instruction | of course"
+    assert content["cells"]["c"]["value"] == "c"
+    report = gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+    assert "| a | failed: RuntimeError: no such instruction / of course |" in report
+    assert "| c | c |" in report
+
+
+def test_another_process_takes_over_where_the_gpu_is_lost(tmp_path, small_section):
+    def lose(seconds):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    small_section["b"] = lose
+    status, content = work(tmp_path)
+    assert status == gpu_report.GPU_IS_LOST
+    assert list(content["cells"]) == ["a", "b"]
+    status, content = work(tmp_path)
+    assert status == 0
+    assert list(content["cells"]) == ["a", "b", "c"]
+
+
+def test_no_cell_begins_when_the_time_is_over(tmp_path, small_section):
+    def slow(seconds):
+        time.sleep(0.2)
+        return {"value": "a"}
+
+    small_section["a"] = slow
+    _, content = work(tmp_path, seconds=0.1)
+    assert list(content["cells"]) == ["a"]
+    assert "| b | not run |" in gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+
+
+class Process:
+    """In the place of a section's process: does something to its file, and ends or does not."""
+
+    started = ()
+
+    def __init__(self, command, **_):
+        self.returncode, self.do = None, Process.started.pop(0)
+
+    def wait(self, timeout=None):
+        status = self.do()
+        if status is None and timeout is not None:
+            self.do = lambda: 0
+            raise gpu_report.subprocess.TimeoutExpired("it", timeout)
+        return status
+
+    def kill(self):
+        pass
+
+
+def run_section(folder, monkeypatch, *started):
+    """The section's file after these processes, one after the other."""
+    path = folder / "letters.json"
+    monkeypatch.setattr(gpu_report.subprocess, "Popen", Process)
+    monkeypatch.setattr(Process, "started", [lambda do=do: do(path) for do in started])
+    monkeypatch.setattr(gpu_report.sys, "argv", ["gpu_report"])
+    args = gpu_report.parse(["--output", str(folder), "--rehearse"])
+    gpu_report.run_section("letters", args, time.monotonic() + 5)
+    assert not Process.started
+    return json.loads(path.read_text())
+
+
+def started(path, name, status, *done):
+    """A process that measured some cells, began another one, and ended."""
+    content = gpu_report.read(path)
+    content["cells"] |= {cell: {"value": cell} for cell in done}
+    gpu_report.write(path, {**content, "running": name})
+    return status
+
+
+def test_a_cell_that_ends_its_process_is_not_tried_again(tmp_path, small_section, monkeypatch):
+    content = run_section(
+        tmp_path,
+        monkeypatch,
+        lambda path: started(path, "b", -11, "a"),
+        lambda path: started(path, None, 0, "c"),
+    )
+    assert content["cells"]["b"]["failed"].startswith("the process ended with status -11")
+    assert content["cells"].keys() == set("abc")
+
+
+def test_a_cell_whose_time_was_over_is_tried_next_time(tmp_path, small_section, monkeypatch):
+    content = run_section(tmp_path, monkeypatch, lambda path: started(path, "b", None, "a"))
+    assert content == {"cells": {"a": {"value": "a"}}, "running": None}
+
+
+def test_a_section_that_cannot_start_says_where_to_look(tmp_path, small_section, monkeypatch):
+    with pytest.raises(UserError, match=r"letters: it cannot start: the end of .*letters.log"):
+        run_section(tmp_path, monkeypatch, lambda path: started(path, None, 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--minutes", "0"], "--minutes 0: more than 0"),
+        (["--only", "nothing"], "invalid choice: 'nothing'"),
+        pytest.param([], "PyTorch sees no GPU here", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")),
+    ],
+)
+def test_refused(tmp_path, flags, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        gpu_report.main([*flags, "--output", str(tmp_path / "out")])
+    assert caught.value.code not in (0, None)
+    assert said in f"{caught.value.code} {capsys.readouterr().err}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_torn_file_is_named(tmp_path, small_section):
+    (tmp_path / "letters.json").write_text("{")
+    with pytest.raises(UserError, match=r"letters.json: .*; delete the file"):
+        gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+
+
+# ---- what is called on a GPU
+
+
+def run_all(section):
+    """Every cell of a section as on a GPU."""
+    cells = dict(SECTIONS[section].cells(GPU))
+    return {name: measure(60.0) for name, measure in cells.items()}
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch):
+    """What asks for a GPU is told that there is one; the benchmarks are to be replaced."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(common, "prepare", lambda args: args.device)
+
+
+def speeds_of(*_):
+    spread = {"median": 1.0, "q1": 0.9, "q3": 1.1, "count": 3}
+    return {"ratio": spread, "tokens_per_second": {"ours": spread, "stock": spread}}
+
+
+def test_training_on_a_gpu(monkeypatch, no_gpu_needed):
+    called = []
+    monkeypatch.setattr(training, "measure", lambda *arguments: called.append(arguments) or speeds_of())
+    found = run_all("training")
+    assert [arguments[2:] for arguments in called] == [
+        ("cuda", size, precision) for size in ("base", "lite") for precision in ("bf16", "fp16", "fp32")
+    ]
+    assert {(args.batches, args.repetitions, args.memory_batches) for args, *_ in called} == {(6, 3, 0)}
+    assert SECTIONS["training"].row(found["base, bf16"]) == ["1.00", "0.90 .. 1.10", "1", "1"]
+
+
+def test_decoding_on_a_gpu(monkeypatch, no_gpu_needed):
+    called = []
+    monkeypatch.setattr(decoding, "measure", lambda *arguments: called.append(arguments[1:]) or speeds_of())
+    run_all("decoding")
+    assert ("cuda", "base", "bf16", 5, "full") in called
+    assert len(called) == len(set(called)) == 2 * 3 * 2
+
+
+def test_memory_on_a_gpu(monkeypatch, no_gpu_needed):
+    done = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("counted anew"))
+
+    def memory(args, device, arch, precision, length):
+        done.append((device, arch, precision, length))
+        return {"peak": 3 * 2**20 if arch.startswith("ea_") else 2 * 2**20, "before": 0, "steps": 20}
+
+    monkeypatch.setattr(training, "memory", memory)
+    found = run_all("memory")
+    assert done[:6] == [
+        *("emptied", "counted anew", ("cuda", "ea_transformer_base", "bf16", None)),
+        *("emptied", "counted anew", ("cuda", "transformer", "bf16", None)),
+    ]
+    assert SECTIONS["memory"].row(found["lite, fp32"]) == ["3", "2", "1.50"]
+
+
+def test_attention_on_a_gpu(monkeypatch, no_gpu_needed):
+    called = []
+    monkeypatch.setattr(attention, "machine", lambda device, dtype: {"bytes": 1.0, "flops": 1.0})
+
+    def measure(args, device, precision, kind, heads, length, peaks):
+        called.append((device, precision, kind, heads, length))
+        floor = {"milliseconds": 0.5}
+        passes = {name: {"milliseconds": {"median": 2.0}, "floor": floor} for name in ("forward", "forward + backward")}
+        return {"paths": {name: passes for name in args.paths if name != "compiled"}, "cannot_run": {"compiled": "no"}}
+
+    monkeypatch.setattr(attention, "measure", measure)
+    found = run_all("attention")
+    lengths = {length for _, _, _, _, length in called}
+    assert lengths == {16, 32, 64, 128, 256, 512, 1024}
+    assert {(kind, heads) for _, _, kind, heads, _ in called} == {(k, h) for k in attention.KINDS for h in (4, 8)}
+    assert len(found) == 3 * (2 * 3 * 7 + 3)
+    row = SECTIONS["attention"].row(found["encoder, K = 8, bf16, N = 1024"])
+    assert row == ["2.000", "1.00", "failed", "1.00", "25%"]
+
+
+def test_kernels_on_a_gpu(monkeypatch):
+    """Each cell asks for another variant, of the type and shape that it names."""
+    gpu_kernels, gpu_trial = import_kernels()
+    monkeypatch.setattr(gpu, "_kernels", lambda: gpu_kernels)
+    monkeypatch.setattr(Plan, "device", "cpu")
+    tried = []
+    monkeypatch.setattr(
+        gpu_trial, "errors", lambda variant: tried.append(variant) or {"the context": 0.5, "A_logit": 0}
+    )
+    found = run_all("kernels")
+    assert len(set(tried)) == len(found) == 3 * (6 + 8)
+    assert {variant.dtype for variant in tried} == {torch.float32, torch.float16, torch.bfloat16}
+    assert {variant.geometry for variant in tried} == set(gpu_trial.Geometry)
+    assert {variant.heads for variant in tried} == {1, 4, 8, 16}
+    assert {variant.kernel_size for variant in tried} == {1, 3, 5}
+    assert all(variant.gradients and variant.dropped for variant in tried)
+    assert SECTIONS["kernels"].row(found["predictive, fp16"]) == ["5.0e-01 **wrong**", "5e-03", "the context"]
+
+
+def test_a_training_that_is_cut_off(monkeypatch, tmp_path):
+    said = "| INFO | train_inner | epoch 003: 2 / 9 loss=5.2, wps=1234.5, num_updates=200, lr=1\n"
+    said += "| INFO | valid | epoch 002 | valid on 'valid' subset | loss 4.5 | ppl 9 | wps 99 | num_updates 190\n"
+    asked = []
+    monkeypatch.setattr(gpu_sections, "command", lambda words, seconds: asked.append(words) or (None, said))
+    (tmp_path / "PREP.json").write_text("{}")
+    found = gpu_sections.train_recipe(Plan(False, tmp_path), "ea_transformer_base", 10.0)
+    assert (found["finished"], found["updates"], found["validation_loss"]) == (False, 190, 4.5)
+    assert asked[0][:5] == ["train", "multi30k-tiny-en-de", "ea_transformer_base", "--data", tmp_path]
+    assert SECTIONS["multi30k"].row(found)[0] == "190"
+    nothing = gpu_sections.train_recipe(Plan(False, tmp_path / "nowhere"), "transformer", 10.0)
+    assert nothing["finished"] is False
+    assert "docs/data.md" in nothing["why"]
+
+
+# ---- the whole program
+
+
+@pytest.mark.slow
+def test_rehearsal(tmp_path, data, capsys):  # noqa: F811
+    """Everything once, in processes as on a GPU; then nothing is left to do."""
+    flags = ["--rehearse", "--output", tmp_path / "out", "--data", data, "--minutes", 60]
+    gpu_report.main([*map(str, flags)])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report.startswith("# A rehearsal on the CPU: these numbers mean nothing")
+    for section in SECTIONS:
+        content = json.loads((tmp_path / "out" / f"{section}.json").read_text())
+        assert content["rehearsal"] is True
+        assert content["commit"]
+        assert content["cells"].keys() == dict(SECTIONS[section].cells(Plan(True, data))).keys()
+        for name, cell in content["cells"].items():
+            assert "failed" not in cell, f"{section}, {name}: {cell['failed']}"
+            assert f"| {name} | " in report
+    assert "failed" not in report
+    capsys.readouterr()
+    started = time.monotonic()
+    gpu_report.main([*map(str, flags)])
+    assert time.monotonic() - started < 5
+    assert "to measure" not in capsys.readouterr().out
