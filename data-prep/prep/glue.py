@@ -164,7 +164,7 @@ def own_pieces(texts: Iterable[str], pieces: int, folder: Path) -> Encode:
     """Learn SentencePiece on these sentences and keep its model in the folder."""
     text = folder / "train.txt"
     text.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
-    learn_sentencepiece([text], pieces, folder)
+    learn_sentencepiece([text], pieces, folder, "--pieces")
     text.unlink()
     apply = Apply(folder / CODES["sentencepiece"], (None,))
     return lambda sentence: apply(([f"{sentence}\n".encode()],))[0][0].decode().strip()

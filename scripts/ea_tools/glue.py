@@ -142,13 +142,14 @@ def settings(args: argparse.Namespace, table: dict) -> list[Setting]:
 def run(args: argparse.Namespace, flags: dict) -> None:
     """Train and score every setting with every seed, and write results/glue/TASK-NAME.json."""
     table = read_table()
+    wanted = settings(args, table)
     data = args.data or REPO / "data" / "glue" / args.task
     prep = read_prep(data, args.task)
     if args.checkpoint:
         check_checkpoint(args.checkpoint, data)
     metrics = table["tasks"][args.task]["metrics"]
     scores: dict[Setting, dict[int, dict]] = {}
-    for setting, seed in itertools.product(settings(args, table), args.seeds):
+    for setting, seed in itertools.product(wanted, args.seeds):
         folder = args.runs / args.task / args.name / f"{setting}-seed{seed}"
         command = training_command(args, flags, setting, seed, folder, data, prep, metrics)
         if args.dry_run:

@@ -3,13 +3,15 @@
 import contextlib
 import io
 import logging
+import os
 import random
+import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from conftest import dictionary
+from conftest import REPO, dictionary
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -153,3 +155,10 @@ def parallel(folder, dictionary, sizes=(("train", 64), ("valid", 20))):
     same = ["--srcdict", dictionary, "--tgtdict", dictionary]
     run("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", folder / "bin", "--workers", 1, *same)
     return folder / "bin"
+
+
+def script_output(name, *words):
+    """Run a script of scripts/; its output and status."""
+    command = ["bash", REPO / "scripts" / name, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment)
