@@ -9,6 +9,7 @@ from helpers.other_models import ROBERTA, TRAINING, build, labelled, monolingual
 from torch.testing import assert_close
 
 from ea_fairseq import EARobertaModel
+from ea_tools.average import average
 
 RESET = ["--reset-optimizer", "--reset-dataloader", "--reset-meters"]
 
@@ -173,7 +174,7 @@ def fine_tune(pretrained, data, run_folder, *flags):
     )
 
 
-def test_fine_tuned_resumed_and_used(pretrained, tmp_path):
+def test_fine_tuned_resumed_averaged_and_used(pretrained, tmp_path):
     """--finetune-from-model starts from the plain checkpoint once; the same command goes on where it was."""
     data = labelled(tmp_path, pretrained / "bin/dict.txt")
     start = ["--finetune-from-model", pretrained / "model.pt"]
@@ -189,9 +190,14 @@ def test_fine_tuned_resumed_and_used(pretrained, tmp_path):
     )
     for name, value in expected.items():
         assert torch.equal(resumed[name], value), name
-    hub = EARobertaModel.from_pretrained(str(tmp_path / "run"), "checkpoint_last.pt", str(data), bpe=None)
-    hub.eval()
+    averaged = average([tmp_path / name / "checkpoint_last.pt" for name in ("run", "whole")])
+    torch.save(averaged, tmp_path / "run/averaged.pt")
+    last, hub = (
+        EARobertaModel.from_pretrained(str(tmp_path / "run"), name, str(data), bpe=None).eval()
+        for name in ("checkpoint_last.pt", "averaged.pt")
+    )
     tokens = torch.tensor([[0, 5, 6, 7, 2]])
+    assert torch.equal(hub.extract_features(tokens), last.extract_features(tokens))  # of two that are equal
     assert hub.predict("sentence_classification_head", tokens).shape == (1, 2)
     assert hub.extract_features(tokens).shape == (1, 5, 16)
 

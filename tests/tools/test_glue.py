@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -137,13 +138,17 @@ def test_bad_command_lines_end_with_one_line(words, message, capsys):
 
 @pytest.mark.slow
 def test_trains_scores_and_goes_on(tmp_path):
+    """The score is the one that fairseq reached in the best epoch; run again, nothing is trained."""
     data = cola(tmp_path)
     size = [*ROBERTA[:-2], "--num-workers", 0]
-    words = arguments(data, tmp_path, "--epochs", 6, "--lr", 0.01, "--seeds", 1, *size)
+    words = arguments(data, tmp_path, "--epochs", 8, "--lr", 0.01, *size)
     first = script_output("glue.sh", *words)
-    assert "| ea_roberta | 100.0 (1 seed) |" in first.stdout, first.stderr[-3000:]
+    assert first.returncode == 0, first.stderr[-3000:]
     result = json.loads((tmp_path / "results/glue/CoLA-ea_roberta.json").read_text())
-    assert result["scores"]["valid/matthews"]["mean"] == 100 and result["setting"]["alpha"] == 0.2
+    best = max(float(word) for word in re.findall(r"best_mcc (\S+)", first.stdout))
+    score = result["scores"]["valid/matthews"]["mean"]
+    assert score > 0 and score == pytest.approx(best, abs=0.06)
+    assert f"| ea_roberta | {score:.1f} (1 seed) |" in first.stdout and result["setting"]["alpha"] == 0.2
     again = script_output("glue.sh", *words)
     assert again.returncode == 0 and "fairseq_train" not in again.stderr
     other = script_output("glue.sh", *words, "--dropout", 0.3)
