@@ -5,11 +5,13 @@ tables 1 and 5, whose models for translation have the same sizes.
 """
 
 import argparse
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from fairseq.models import register_model_architecture
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, register_model_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig, base_lm_architecture
 
 from .options import DEFAULTS
 
@@ -83,3 +85,42 @@ def transformer_lite(args: argparse.Namespace) -> None:
 def _lite(args: argparse.Namespace) -> None:
     _default(args, encoder_embed_dim=160, encoder_ffn_embed_dim=160, encoder_attention_heads=4)
     _default(args, decoder_attention_heads=4)
+
+
+def _with_evolving_attention(fairseqs: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The preset that adds evolving attention to one of fairseq's own."""
+
+    def preset(args: argparse.Namespace) -> None:
+        _default(args, **DEFAULTS)
+        _bf16_needs_no_tpu(args)
+        fairseqs(args)
+
+    return preset
+
+
+def _language_model(fairseqs: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A preset of language models, filled up with the defaults that fairseq keeps in a dataclass."""
+
+    def preset(args: argparse.Namespace) -> None:
+        fairseqs(args)
+        config = TransformerLanguageModelConfig()
+        defaults = {name: getattr(config, name) for name in config._get_all_attributes()}
+        # What begins with ${ stands for an option of the task, or of fairseq-train.
+        _default(args, **{name: value for name, value in defaults.items() if not str(value).startswith("${")})
+
+    return preset
+
+
+# Each of fairseq's presets of these models has a twin of evolving attention, of the same name with ea_ before it.
+for _model in ("roberta", "bart", "transformer_lm"):
+    for _name in ARCH_MODEL_INV_REGISTRY[_model]:
+        _preset = ARCH_CONFIG_REGISTRY[_name]
+        if _model == "transformer_lm":
+            _preset = _language_model(_preset)
+        register_model_architecture(f"ea_{_model}", f"ea_{_name}")(_with_evolving_attention(_preset))
+
+register_model_architecture("ea_bart", "ea_bart")(ARCH_CONFIG_REGISTRY["ea_bart_base"])
+# fairseq's transformer_lm normalises after each block, and all its named presets before, as this one does.
+register_model_architecture("ea_transformer_lm", "ea_transformer_lm_base")(
+    _with_evolving_attention(_language_model(base_lm_architecture))
+)

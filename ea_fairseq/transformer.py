@@ -16,6 +16,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from .evolution import Geometry
+from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
 from .mixes import log_mixes
 from .options import Settings, add_options, check_options
@@ -138,9 +139,11 @@ def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
-@register_model("ea_transformer")
-class EATransformerModel(TransformerModel):
-    """Evolving Attention Transformer, with fairseq's Transformer options and those of ``OPTIONS``."""
+class EvolvingModel:
+    """What all models with evolving attention share, to stand before one of fairseq's model classes among the bases."""
+
+    #: the sides that the model has
+    SIDES: tuple[str, ...] = ("encoder", "decoder")
 
     @classmethod
     def hub_models(cls):
@@ -153,11 +156,36 @@ class EATransformerModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args, task):
-        check_options(args)
+        check_options(args, cls.SIDES)
         model = super().build_model(args, task)
         if Settings.of(args).learn_mix:
             model.register_forward_pre_hook(log_mixes)
         return model
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """As fairseq's, and from a checkpoint of fairseq's own model, see from_plain.py.
+
+        What does not fit is logged by name first, for fairseq's own message leaves it out.
+
+        Raises:
+            RuntimeError, ValueError: parameters that are missing, too many, of another shape, or of another meaning.
+        """
+        accept = self.register_load_state_dict_post_hook(lambda model, keys: accept_plain(model, model_cfg, keys))
+        try:
+            return super().load_state_dict(state_dict, strict, model_cfg, args)
+        except (RuntimeError, ValueError) as error:
+            logger.error(
+                "This checkpoint does not fit the model that the command line describes. Compare its architecture, "
+                "number of heads, --ea-kernel-size and betas: %s",
+                error,
+            )
+            raise
+        finally:
+            accept.remove()
+
+
+class EvolvingEncoderDecoderModel(EvolvingModel):
+    """What those of them share that have both sides."""
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):
@@ -168,18 +196,7 @@ class EATransformerModel(TransformerModel):
         cfg = TransformerConfig.from_namespace(args)
         return EATransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
-    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        """As fairseq's; what does not fit is logged by name first, for fairseq's own message leaves it out.
 
-        Raises:
-            RuntimeError: parameters that are missing, too many, or of another shape.
-        """
-        try:
-            return super().load_state_dict(state_dict, strict, model_cfg, args)
-        except RuntimeError as error:
-            logger.error(
-                "This checkpoint does not fit the model that the command line describes. Compare its architecture, "
-                "number of heads, --ea-kernel-size and betas: %s",
-                error,
-            )
-            raise
+@register_model("ea_transformer")
+class EATransformerModel(EvolvingEncoderDecoderModel, TransformerModel):
+    """Evolving Attention Transformer, with fairseq's Transformer options and those of ``OPTIONS``."""

@@ -54,8 +54,8 @@ def learn(words: Counter, merges: int, folder: Path) -> None:
         learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
 
 
-def learn_sentencepiece(texts: list[Path], size: int, folder: Path) -> None:
-    """Writes folder/sentencepiece.bpe.model, of `size` pieces."""
+def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = "--merges") -> None:
+    """Writes folder/sentencepiece.bpe.model, of `size` pieces; `flag` is where the user says how many."""
     prefix = folder / CODES["sentencepiece"].removesuffix(".model")
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -64,7 +64,7 @@ def learn_sentencepiece(texts: list[Path], size: int, folder: Path) -> None:
             normalization_rule_name="identity", minloglevel=1,
         )  # fmt: skip
     except RuntimeError as error:
-        raise PrepError(f"sentencepiece could not learn {size:,} pieces (--merges): {error}") from error
+        raise PrepError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error
     prefix.with_suffix(".bpe.vocab").unlink(missing_ok=True)
 
 

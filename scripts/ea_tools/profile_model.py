@@ -1,7 +1,8 @@
 """Parameters and FLOPs of an architecture, counted as in the papers' table 5.
 
-Parameters are without embeddings and output projection. FLOPs are 2 x multiply-adds of one forward pass, a sentence
-pair at a time, without the output projection. Any model flag of fairseq-train may follow: --ea-kernel-size 5
+Parameters are without embeddings, output projection and the head of a masked language model. FLOPs are 2 x
+multiply-adds of one forward pass, a sentence or a pair of sentences at a time, without those. Any model flag of
+fairseq-train may follow: --ea-kernel-size 5
 """
 
 import argparse
@@ -14,7 +15,8 @@ import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairse
 import torch
 from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoderModel, FairseqLanguageModel, build_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,7 +51,8 @@ def parse(arguments):
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     args, flags = parser.parse_known_args(arguments)
     if args.arch not in ARCH_MODEL_REGISTRY:
-        ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith(("ea_", "transformer")))
+        known = ("ea_", "transformer", "roberta", "bart")
+        ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith(known))
         parser.error(f"there is no --arch {args.arch}; some that there are: {', '.join(ours)}")
     for name in ("src_len", "tgt_len"):
         if getattr(args, name) < 1:
@@ -74,33 +77,44 @@ def profile(arch, flags=(), src_len=30, tgt_len=30):
 
 def build(arch, flags=()):
     """The model as fairseq-train would build it, on a vocabulary of WORDS words."""
+    model_class = ARCH_MODEL_REGISTRY[arch]
+    task_name = "translation"
+    if issubclass(model_class, FairseqLanguageModel):
+        task_name = "language_modeling"
+    elif issubclass(model_class, FairseqEncoderModel):
+        task_name = "masked_lm"
     parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", "translation", *flags])
+    args = options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", task_name, *flags])
     args.ea_plain = True  # the counter does not see into kernels
     words = Dictionary()
     for number in range(WORDS):
         words.add_symbol(str(number))
-    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words, max_positions=lambda: 512)
+    return build_model(convert_namespace_to_omegaconf(args).model, task)
 
 
 def count_parameters(model):
-    """Without embeddings and output projection, which depend on the vocabulary."""
-    left_out = ("embed_tokens.", "output_projection.", "adaptive_softmax.")
+    """Without embeddings and what makes words again of the last layer's output, which depend on the vocabulary."""
+    left_out = ("embed_tokens.", "embed_positions.", "output_projection.", "adaptive_softmax.", "lm_head.")
     return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
 
 
 def count_flops(model, src_len, tgt_len):
-    """{"encoder": ..., "decoder": ...} of a forward pass over one pair of sentences."""
+    """{"encoder": ..., "decoder": ...}, whichever the model has, of a forward pass over one sentence or pair."""
     # In training mode, for fairseq's encoder leaves for one fused kernel in evaluation; and with PyTorch's plain
     # attention, for the counter sees neither that kernel nor the fused attention on the CPU.
     model.train()
     source, target = torch.full((1, src_len), 10), torch.full((1, tgt_len), 10)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(source, torch.tensor([src_len]), target, features_only=True)
+        if isinstance(model, FairseqEncoderModel):
+            model(source, features_only=True)
+        elif isinstance(model, FairseqLanguageModel):
+            model(target, features_only=True)
+        else:
+            model(source, torch.tensor([src_len]), target, features_only=True)
     counts = counter.get_flop_counts()
     name = type(model).__name__
-    return {part: sum(counts[f"{name}.{part}"].values()) for part in ("encoder", "decoder")}
+    return {part: sum(counts[f"{name}.{part}"].values()) for part in ("encoder", "decoder") if hasattr(model, part)}
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Collected:
 
 @contextlib.contextmanager
 def collect(model: nn.Module):
-    """Collect the maps of every attention of a translation model while this context lasts; the outputs do not change.
+    """Collect the maps of every attention of a model while this context lasts; the outputs do not change.
 
     All calls are kept: in a loop over batches, open a new context for each batch.
     """
@@ -92,10 +92,16 @@ def collect(model: nn.Module):
 
 
 def attentions(model: nn.Module):
-    """(kind, layer's number from 1, layer, attention) of each attention, in the order in which they run."""
-    for number, layer in enumerate(model.encoder.layers, 1):
+    """(kind, layer's number from 1, layer, attention) of each attention, in the order in which they run.
+
+    A language model has no encoder, and a RoBERTa no decoder.
+    """
+    encoder = getattr(model, "encoder", None)
+    encoder = getattr(encoder, "sentence_encoder", encoder)  # within RoBERTa's
+    for number, layer in enumerate(getattr(encoder, "layers", []), 1):
         yield "encoder", number, layer, layer.self_attn
-    for number, layer in enumerate(model.decoder.layers, 1):
+    decoder = getattr(model, "decoder", None)
+    for number, layer in enumerate(getattr(decoder, "layers", []), 1):
         yield "decoder", number, layer, layer.self_attn
         if layer.encoder_attn is not None:
             yield "cross", number, layer, layer.encoder_attn

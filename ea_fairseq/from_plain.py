@@ -1,0 +1,80 @@
+"""Starting from a checkpoint of fairseq's own model: what evolving attention adds to it starts fresh, and is logged.
+
+``fairseq-train --restore-file model.pt --reset-optimizer --reset-dataloader --reset-meters``, or
+``--finetune-from-model model.pt``, which goes on where it was when the same command is run again. Anything else that is
+missing or left over is refused, as ever.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .attention import EvolvingAttention
+from .loading import allow_in_checkpoints
+
+logger = logging.getLogger(__name__)
+
+#: the parts of an attention that fairseq's has too
+PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+#: options that change what a model computes, and that neither names nor shapes of its parameters show
+INVISIBLE_OPTIONS = ("encoder_attention_heads", "decoder_attention_heads", "activation_fn", "no_scale_embedding")
+
+
+def new_parameters(model: nn.Module) -> list[str]:
+    """The state-dict keys that fairseq's own model does not have: convolutions, learnt shares, scores."""
+    return [
+        f"{module_name}.{key}"
+        for module_name, module in model.named_modules()
+        if isinstance(module, EvolvingAttention)
+        for key in module.state_dict()
+        if key.split(".")[0] not in PLAIN_PARTS
+    ]
+
+
+def origin(model_cfg: Any) -> str | None:
+    """The checkpoint of another run that a training run was told to start from, or None.
+
+    Args:
+        model_cfg: the command line, as fairseq hands it to ``load_state_dict``.
+    """
+    restored = getattr(model_cfg, "restore_file", None)
+    if restored not in (None, "checkpoint_last.pt"):
+        return restored
+    return getattr(model_cfg, "finetune_from_model", None)
+
+
+def accept_plain(model: nn.Module, model_cfg: Any, keys: _IncompatibleKeys) -> None:
+    """Let all that is new start fresh, if none of it is in the checkpoint that a run was told to start from.
+
+    Args:
+        model: the model that a state dict was loaded into.
+        model_cfg: see ``origin``.
+        keys: what was missing and what was left over; what may be missing is taken out.
+
+    Raises:
+        ValueError: the checkpoint's model computes something else than this one would with its parameters.
+    """
+    path, new = origin(model_cfg), new_parameters(model)
+    if path is None or not new or not set(new).issubset(keys.missing_keys):
+        return
+    _check_invisible_options(path, model_cfg)
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key not in set(new)]
+    logger.info("%s is a checkpoint without evolving attention. These parameters start fresh: %s", path, ", ".join(new))
+
+
+def _check_invisible_options(path: str, model_cfg: Any) -> None:
+    allow_in_checkpoints()
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    theirs = state.get("args") or state["cfg"]["model"]
+    theirs = theirs if isinstance(theirs, dict) else vars(theirs)
+    for name in INVISIBLE_OPTIONS:
+        expected, given = theirs.get(name), getattr(model_cfg, name, None)
+        if None not in (expected, given) and expected != given:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is {given} here, and {expected} in {path}, where the same parameters mean something else"
+            )

@@ -1,0 +1,41 @@
+"""A Transformer language model with evolving attention: ``--task language_modeling``."""
+
+import argparse
+from typing import Any
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+
+from .evolution import RULES
+from .options import Settings, add_options
+from .transformer import EATransformerDecoder, EvolvingModel
+
+
+@register_model("ea_transformer_lm")
+class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
+    """fairseq's language model, whose decoder self-attention evolves: options as its own and those of ``OPTIONS``."""
+
+    SIDES = ("decoder",)
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
+        add_options(parser)
+
+    @classmethod
+    def build_model(cls, args: argparse.Namespace, task: Any) -> "EATransformerLanguageModel":
+        """As fairseq's, which names the class of its decoder outright: its model is built, and gives the embedding.
+
+        Raises:
+            ValueError: as ``check_options``, and for a rule by which nothing evolves in a decoder.
+        """
+        model = super().build_model(args, task)
+        rule = Settings.of(args).rule
+        if not RULES[rule].in_decoders:
+            raise ValueError(f"--ea-rule {rule} evolves encoders only, and a language model has none: leave it out")
+        cfg = TransformerConfig.from_namespace(args)
+        embedding = model.decoder.embed_tokens
+        model.decoder = EATransformerDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True)
+        return model

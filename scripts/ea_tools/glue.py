@@ -1,0 +1,434 @@
+"""Fine-tune on a task of GLUE, pick on its development set, and report GLUE's metric over seeds.
+
+Without options for them, epochs, batch size, learning rate, alpha and beta are what the papers chose for the task with
+RoBERTa-Large; several values of one are a search, and --search is the papers' whole space. Each setting is trained with
+each seed, keeping the epoch that is best on the development set; the setting with the best mean wins. Run the same
+command again and it goes on. Any flag of fairseq-train may follow: --encoder-layers 3 --fp16
+
+--table writes results/glue.md from what results/glue/ holds, the papers' numbers beside it, and trains nothing.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ea_tools import checkpoints, recipes
+from ea_tools.common import REPO, UserError, positive, replacing, reporting
+from ea_tools.provenance import provenance
+
+TABLE = recipes.FOLDER / "tables" / "glue.toml"
+
+#: what fairseq's criterion must be told to compute during training, and what decides which epoch is best
+BEST = {
+    "matthews": {"report-mcc": True, "best-checkpoint-metric": "mcc"},
+    "accuracy": {"best-checkpoint-metric": "accuracy"},
+    "f1": {"report-acc-and-f1": True, "best-checkpoint-metric": "acc_and_f1"},
+    "pearson": {"report-pearson-and-spearman": True, "best-checkpoint-metric": "pearson_and_spearman"},
+}
+
+#: of RoBERTa's own fine-tuning (Liu et al. 2019), where the papers say nothing; the last three are the papers'
+FLAGS = {
+    "adam-betas": "(0.9, 0.98)",
+    "weight-decay": 0.1,
+    "lr-scheduler": "polynomial_decay",
+    "optimizer": "adam",
+    "adam-eps": 1e-8,
+    "dropout": 0.1,
+}
+WARMUP = 0.06  # of all updates; as RoBERTa's
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the papers search on the development set. alpha and beta are None for a model that has none."""
+
+    epochs: int
+    batch_size: int
+    lr: float
+    alpha: float | None
+    beta: float | None
+
+    def __str__(self) -> str:
+        """As the name of a folder."""
+        shares = "" if self.alpha is None else f"-alpha{self.alpha:g}-beta{self.beta:g}"
+        return f"epochs{self.epochs}-batch{self.batch_size}-lr{self.lr:g}{shares}"
+
+
+def read_table() -> dict:
+    """recipes/tables/glue.toml."""
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: train and score what is missing, pick, write the result and the table."""
+    args, flags = parse(sys.argv[1:] if arguments is None else arguments)
+    with reporting("glue"):
+        if not args.table:
+            run(args, flags)
+        text = markdown(read_table(), read_results(args.results / "glue"))
+        with replacing(args.results / "glue.md") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        print(text)
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
+    """Our own options, and flags for fairseq-train."""
+    tasks = read_table()["tasks"]
+    parser = argparse.ArgumentParser(
+        prog="glue.sh",
+        usage="glue.sh TASK ARCH [options] [fairseq-train flags]\n       glue.sh --table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", nargs="?", choices=tasks, metavar="TASK", help=", ".join(tasks))
+    parser.add_argument("arch", nargs="?", metavar="ARCH", help="ea_roberta_base, ea_roberta_large, roberta_base, ...")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="start from this model.pt (default: scratch)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: data/glue/TASK)")
+    parser.add_argument("--name", metavar="NAME", help="of the runs and of the result (default: ARCH)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
+    parser.add_argument("--epochs", type=positive, nargs="+", metavar="N")
+    parser.add_argument("--batch-size", type=positive, nargs="+", metavar="N")
+    parser.add_argument("--lr", type=float, nargs="+", metavar="LR")
+    parser.add_argument("--alpha", type=float, nargs="+", metavar="A", help="of architectures that begin with ea_")
+    parser.add_argument("--beta", type=float, nargs="+", metavar="B", help="of architectures that begin with ea_")
+    parser.add_argument("--search", action="store_true", help="the papers' whole space, where nothing is said")
+    parser.add_argument("--runs", type=Path, default=REPO / "runs" / "glue", metavar="DIR", help="where runs go")
+    parser.add_argument("--results", type=Path, default=REPO / "results", metavar="DIR", help="where results go")
+    parser.add_argument("--table", action="store_true", help="only write the table from the results that there are")
+    parser.add_argument("--dry-run", action="store_true", help="print the training commands and run nothing")
+    args, rest = parser.parse_known_args(arguments)
+    if not args.table and None in (args.task, args.arch):
+        parser.error("TASK and ARCH are wanted")
+    try:
+        flags = recipes.parse_flags(rest)
+    except UserError as error:
+        parser.error(str(error))
+    for name in ("save-dir", "restore-file", "finetune-from-model", "max-epoch", "seed", "ea-alpha", "ea-beta"):
+        if name in flags:
+            parser.error(f"--{name} is not to be given here, see --help")
+    args.name = args.name or args.arch
+    args.command = shlex.join(["scripts/glue.sh", *arguments])
+    return args, flags
+
+
+def settings(args: argparse.Namespace, table: dict) -> list[Setting]:
+    """All that are to be trained: what the command line says, else the papers' choice or space."""
+    chosen = table["tasks"][args.task]["settings"]
+
+    def values(name: str) -> list:
+        given = getattr(args, name.replace("-", "_"))
+        return given or (table["search"][name] if args.search else [chosen[name]])
+
+    shares = [values("alpha"), values("beta")] if args.arch.startswith("ea_") else [[None], [None]]
+    if not args.arch.startswith("ea_") and (args.alpha or args.beta):
+        raise UserError(f"--alpha and --beta are for architectures that begin with ea_, and not for {args.arch}")
+    return [Setting(*each) for each in itertools.product(values("epochs"), values("batch-size"), values("lr"), *shares)]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, flags: dict) -> None:
+    """Train and score every setting with every seed, and write results/glue/TASK-NAME.json."""
+    table = read_table()
+    wanted = settings(args, table)
+    data = args.data or REPO / "data" / "glue" / args.task
+    prep = read_prep(data, args.task)
+    if args.checkpoint:
+        check_checkpoint(args.checkpoint, data)
+    metrics = table["tasks"][args.task]["metrics"]
+    scores: dict[Setting, dict[int, dict]] = {}
+    for setting, seed in itertools.product(wanted, args.seeds):
+        folder = args.runs / args.task / args.name / f"{setting}-seed{seed}"
+        command = training_command(args, flags, setting, seed, folder, data, prep, metrics)
+        if args.dry_run:
+            print(shlex.join(command))
+            continue
+        scores.setdefault(setting, {})[seed] = trained_and_scored(folder, command, data, prep, metrics)
+    if args.dry_run:
+        raise SystemExit(0)
+    result = {
+        "task": args.task,
+        "name": args.name,
+        "arch": args.arch,
+        "checkpoint": args.checkpoint.name if args.checkpoint else None,
+        "flags": recipes.spell_flags(flags),
+        **pick(scores, metrics),
+        "command": args.command.replace(f"{REPO}/", ""),
+        **provenance(on_cpu="cpu" in flags),
+    }
+    with replacing(args.results / "glue" / f"{args.task}-{args.name}.json") as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def read_prep(data: Path, task: str) -> dict:
+    """DATA/PREP.json, which data-prep/glue.sh writes last."""
+    path = data / "PREP.json"
+    try:
+        prep = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; make {data} with data-prep/glue.sh {task}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if prep.get("task") != task:
+        raise UserError(f"{data}: holds {prep.get('task', 'no task of GLUE')}, and not {task}")
+    return prep
+
+
+def check_checkpoint(path: Path, data: Path) -> None:
+    """Refuse a checkpoint whose embeddings are not those of the data's dictionary.
+
+    fairseq would find no file at --restore-file and train from nothing without a word.
+    """
+    weights = checkpoints.load(path)["model"]
+    embeddings = [value for name, value in weights.items() if name.endswith("embed_tokens.weight")]
+    words = data / "input0" / "dict.txt"
+    here = len(words.read_text(encoding="utf-8").splitlines()) + 5  # <s>, <pad>, </s>, <unk> and <mask>
+    if not embeddings:
+        raise UserError(f"{path}: has no embeddings; is it a RoBERTa or a BART?")
+    if len(embeddings[0]) != here:
+        raise UserError(
+            f"{path}: was trained with {len(embeddings[0]):,} subwords, and {words} makes {here:,} with fairseq's own "
+            "five; prepare the data with the model's own: data-prep/glue.sh --gpt2 DIR"
+        )
+    beside = path.with_name("dict.txt")
+    if beside.is_file() and beside.read_bytes() != words.read_bytes():
+        raise UserError(f"{words}: is not the dictionary beside the checkpoint, {beside}; prepare the data with that")
+
+
+def training_command(
+    args: argparse.Namespace,
+    flags: dict,
+    setting: Setting,
+    seed: int,
+    folder: Path,
+    data: Path,
+    prep: dict,
+    metrics: list[str],
+) -> list[str]:
+    """The words of one training run."""
+    import torch
+
+    updates = setting.epochs * math.ceil(prep["splits"]["train"]["rows"] / setting.batch_size)
+    numbers = prep["labels"] is None
+    chosen: dict[str, Any] = {
+        "task": "sentence_prediction",
+        "criterion": "sentence_prediction",
+        "arch": args.arch,
+        "num-classes": 1 if numbers else len(prep["labels"]),
+        "regression-target": numbers,
+        "init-token": 0,
+        "separator-token": 2,
+        "add-prev-output-tokens": "bart" in args.arch,
+        "shorten-method": "truncate",
+        "batch-size": setting.batch_size,
+        "required-batch-size-multiple": 1,
+        "max-epoch": setting.epochs,
+        "lr": setting.lr,
+        "total-num-update": updates,
+        "warmup-updates": max(1, round(WARMUP * updates)),
+        **FLAGS,
+        **BEST[metrics[0]],
+        "maximize-best-checkpoint-metric": True,
+        "no-epoch-checkpoints": True,
+        "distributed-world-size": 1,
+        "cpu": not torch.cuda.is_available(),
+        "seed": seed,
+        "log-format": "simple",
+        "log-interval": 100,
+        "save-dir": folder,
+    }
+    if setting.alpha is not None:
+        chosen |= {"ea-alpha": setting.alpha, "ea-beta": setting.beta}
+    if args.checkpoint:
+        chosen["finetune-from-model"] = args.checkpoint
+    train = REPO / "scripts" / "ea_tools" / "fairseq_train.py"
+    words = recipes.spell_flags(chosen | flags)
+    return [sys.executable, "-u", "-P", str(train), str(data), "--user-dir", str(REPO / "ea_fairseq"), *words]
+
+
+def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict, metrics: list[str]) -> dict:
+    """One run's scores by split and metric, from folder/glue.json or made now."""
+    record = folder / "glue.json"
+    if record.exists():
+        before = json.loads(record.read_text(encoding="utf-8"))
+        if before["command"] != command:
+            raise UserError(f"{folder}: was made by another command; delete it, or choose another --name")
+        return before["scores"]
+    folder.mkdir(parents=True, exist_ok=True)
+    print("+ " + shlex.join(command), file=sys.stderr, flush=True)
+    if subprocess.run(command, env=os.environ, check=False).returncode:
+        raise UserError(f"{folder}: training failed, see above; the same command goes on")
+    best = folder / "checkpoint_best.pt"
+    scores = {}
+    for split in prep["splits"]:
+        if split != "train":
+            predicted, expected = predict(best, data, split)
+            scores[split] = {name: 100 * METRICS[name](expected, predicted) for name in metrics}
+    with replacing(record) as temporary:
+        temporary.write_text(json.dumps({"command": command, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+    return scores
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
+    """What a model predicts for each row of a split, class or number, and what is right, in the same order."""
+    import ea_fairseq  # noqa: F401  (registers the models; first, for fairseq is less talkative then)
+
+    # isort: split
+    import torch
+    from fairseq import checkpoint_utils, utils
+
+    (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], arg_overrides={"data": str(data)}
+    )
+    model = model.eval().to("cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu")
+    task.load_dataset(split)
+    batches = task.get_batch_iterator(task.dataset(split), max_sentences=64).next_epoch_itr(shuffle=False)
+    predicted, expected = [], []
+    for sample in batches:
+        sample = utils.move_to_cuda(sample) if next(model.parameters()).is_cuda else sample
+        with torch.no_grad():
+            logits, _ = model(
+                **sample["net_input"],
+                features_only=True,
+                classification_head_name=cfg.task.classification_head_name,
+            )
+        answers = logits.view(-1) if cfg.task.regression_target else logits.argmax(dim=1)
+        predicted += answers.tolist()
+        expected += sample["target"].view(-1).tolist()
+    return predicted, expected
+
+
+def _matthews(expected: list, predicted: list) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(expected, predicted))
+
+
+def _accuracy(expected: list, predicted: list) -> float:
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(expected, predicted))
+
+
+def _f1(expected: list, predicted: list) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(expected, predicted))
+
+
+def _correlation(name: str, expected: list, predicted: list) -> float:
+    """0 where one side is constant, which has no correlation."""
+    from scipy import stats
+
+    if len(set(expected)) == 1 or len(set(predicted)) == 1:
+        return 0.0
+    return float(getattr(stats, name)(expected, predicted).statistic)
+
+
+#: (expected, predicted) -> the metric, at most 1
+METRICS = {
+    "matthews": _matthews,
+    "accuracy": _accuracy,
+    "f1": _f1,
+    "pearson": lambda expected, predicted: _correlation("pearsonr", expected, predicted),
+    "spearman": lambda expected, predicted: _correlation("spearmanr", expected, predicted),
+}
+
+
+def pick(scores: dict[Setting, dict[int, dict]], metrics: list[str]) -> dict:
+    """The setting with the best mean over seeds, metrics and splits, and what it and all others reached."""
+
+    def mean(setting: Setting) -> float:
+        return statistics.mean(
+            value for splits in scores[setting].values() for named in splits.values() for value in named.values()
+        )
+
+    best = max(scores, key=mean)
+    summary = {}
+    for split, name in itertools.product(next(iter(scores[best].values())), metrics):
+        values = [splits[split][name] for splits in scores[best].values()]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        summary[f"{split}/{name}"] = {"mean": statistics.mean(values), "deviation": deviation, "seeds": len(values)}
+    return {
+        "setting": asdict(best),
+        "scores": summary,
+        "all": [{"setting": asdict(setting), "scores": seeds} for setting, seeds in scores.items()],
+    }
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def read_results(folder: Path) -> list[dict]:
+    """What results/glue/ holds."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def markdown(table: dict, results: list[dict]) -> str:
+    """The papers' rows and ours, and where ours come from."""
+    tasks = table["tasks"]
+    lines = [f"# {table['title']}", "", _row(["Model", *tasks]), _row(["---"] + ["---:"] * len(tasks))]
+    for label, paper in table["paper"].items():
+        lines.append(_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
+    names = list(dict.fromkeys(result["name"] for result in results))
+    names += [row["arch"] for row in table["paper"].values() if "arch" in row and row["arch"] not in names]
+    for name in names:
+        own = {result["task"]: result for result in results if result["name"] == name}
+        lines.append(_row([name, *(_cell(own.get(task)) for task in tasks)]))
+    metrics = ", ".join(f"{task}: {'/'.join(content['metrics'])}" for task, content in tasks.items())
+    lines += [
+        "",
+        f"{metrics}, all x 100; MNLI: matched/mismatched. Mean ± standard deviation over the seeds, where there are "
+        'several. "not run": nobody has run it. The epoch and the setting were chosen on the same development set.',
+        "",
+        "## Where the numbers come from",
+        "",
+    ]
+    for result in results:
+        lines.append(
+            f"- {result['name']}, {result['task']}: from {result['checkpoint'] or 'scratch'}; {result['device']}; "
+            f"commit {(result['commit'] or 'unknown')[:10]}; {result['date']}; `{result['command']}`"
+        )
+    return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(result: dict | None) -> str:
+    if result is None:
+        return "not run"
+    scores = result["scores"].values()
+    return (
+        " / ".join(
+            f"{score['mean']:.1f}" + ("" if score["deviation"] is None else f" ± {score['deviation']:.1f}")
+            for score in scores
+        )
+        + f" ({result_seeds(result)})"
+    )
+
+
+def result_seeds(result: dict) -> str:
+    """How many seeds a result has, in words."""
+    seeds = next(iter(result["scores"].values()))["seeds"]
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""ea_bart keeps the promises of an encoder with a decoder, and serves fairseq's tasks and hub interface."""
+
+import pytest
+import torch
+from conftest import amplify_, batch
+from helpers.other_models import BART, TRAINING, build, monolingual, parallel, run, whole_words
+from torch.testing import assert_close
+
+from ea_fairseq import EABARTModel
+
+FLAGS = ["--ea-alpha", 0.4, "--ea-beta", 0.5]
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("k", [1, 3, 5])
+@torch.no_grad()
+def test_step_by_step_equals_teacher_forcing_while_beams_move(k):
+    model = amplify_(build("ea_bart", *FLAGS, "--ea-kernel-size", k), 20)
+    beams = 2
+    model.set_beam_size(beams)
+    order = torch.arange(3).repeat_interleave(beams)
+    encoder_out = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4, 3])), order)
+    generator = torch.Generator().manual_seed(k)
+    tokens, state = torch.full((6, 1), 2), {}
+    for _ in range(6):
+        ours = model.decoder(tokens, encoder_out=encoder_out, incremental_state=state)[0][:, -1]
+        assert_close(ours, model.decoder(tokens, encoder_out=encoder_out)[0][:, -1], rtol=1e-5, atol=1e-5)
+        order = (torch.arange(3)[:, None] * beams + torch.randint(beams, (3, beams), generator=generator)).view(-1)
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
+        tokens = torch.cat([tokens[order], torch.randint(4, 24, (6, 1), generator=generator)], dim=1)
+
+
+@pytest.mark.usefixtures("each_way")
+@torch.no_grad()
+def test_a_later_token_changes_no_earlier_output_bit_for_bit():
+    model = amplify_(build("ea_bart", *FLAGS), 20)
+    source, tokens = batch([6, 4]), batch([5, 5], eos_first=True)
+    before = model(source, None, tokens)[0]
+    for position in range(1, 5):
+        changed = tokens.clone()
+        changed[:, position] = 4 + (changed[:, position] - 4 + 7) % 20
+        after = model(source, None, changed)[0]
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert not torch.equal(before[:, position], after[:, position])
+
+
+@pytest.mark.usefixtures("each_way")
+@torch.no_grad()
+def test_alone_or_in_a_batch():
+    model = amplify_(build("ea_bart", *FLAGS), 20)
+    source, tokens = batch([2, 9, 5]), batch([8, 1, 4], eos_first=True)
+    together = model(source, None, tokens)[0]
+    for row in range(3):
+        real_source, real = source[row].ne(1), tokens[row].ne(1)
+        alone = model(source[row][real_source][None], None, tokens[row][real][None])[0][0]
+        assert_close(together[row][real], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["bart_base", "mbart_base"])
+def test_without_evolution_it_is_fairseqs(arch):
+    stock = amplify_(build(arch), 20)
+    ours = build(f"ea_{arch}", "--ea-alpha", 0, "--ea-beta", 0)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    ours.load_state_dict(stock.state_dict())
+    source, tokens = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
+    real = tokens.ne(1)
+    assert_close(ours(source, None, tokens)[0][real], stock(source, None, tokens)[0][real], rtol=1e-5, atol=1e-5)
+
+
+def test_only_convolutions_are_new():
+    ours, stock = build("ea_bart"), build("bart_base")
+    new = {f"encoder.layers.{i}.self_attn.evolution.conv.{part}" for i in range(3) for part in ("weight", "bias")}
+    new |= {
+        f"decoder.layers.{i}.{kind}.evolution.conv.{part}"
+        for i in range(2)
+        for kind in ("self_attn", "encoder_attn")
+        for part in ("weight", "bias")
+    }
+    assert set(ours.state_dict()) - set(stock.state_dict()) == new
+
+
+def test_classification_reads_the_last_token_of_the_decoder():
+    model = build("ea_bart")
+    model.register_classification_head("entailment", num_classes=3)
+    tokens = batch([6, 3])
+    assert model(tokens, None, tokens.roll(1, 1), classification_head_name="entailment")[0].shape == (2, 3)
+
+
+ALL = ["--required-batch-size-multiple", 1]
+POSITIONS = ["--max-source-positions", 40, "--max-target-positions", 40]
+
+
+def denoise(data, folder, arch, *flags):
+    """A moment of pre-training."""
+    run(
+        *("train", data, "--task", "denoising", "--criterion", "cross_entropy", "--arch", arch, *BART, *TRAINING),
+        *(*POSITIONS, "--tokens-per-sample", 32, "--sample-break-mode", "complete", "--mask", 0.3),
+        *("--mask-length", "span-poisson", "--replace-length", 1, "--poisson-lambda", 2, "--save-dir", folder, *flags),
+    )
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """ea_bart, trained on denoising for a moment; its data."""
+    folder = tmp_path_factory.mktemp("bart")
+    data = monolingual(folder)
+    denoise(data, folder / "run", "ea_bart")
+    return folder
+
+
+def translation_data(pretrained, folder):
+    return parallel(folder, pretrained / "bin/dict.txt")
+
+
+def test_fine_tunes_on_translation_and_translates(pretrained, tmp_path):
+    """The dictionary of translation has no <mask>, whose row fairseq takes off the embeddings."""
+    data = translation_data(pretrained, tmp_path)
+    log = run(
+        *("train", data, "--task", "translation", "--arch", "ea_bart", *BART, *TRAINING, *POSITIONS),
+        *("--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1, "--save-dir", tmp_path / "run"),
+        *("--finetune-from-model", pretrained / "run/checkpoint_last.pt"),
+    )
+    assert "Loaded checkpoint" in log and "start fresh" not in log
+    generated = run(
+        *("generate", data, "--path", tmp_path / "run/checkpoint_last.pt", "--gen-subset", "valid"),
+        *("--beam", 3, "--max-len-b", 8, "--batch-size", 4, *ALL),
+    )
+    assert generated.count("\nH-") == 20
+
+
+def test_from_a_plain_bart_to_translation(pretrained, tmp_path):
+    denoise(pretrained / "bin", tmp_path / "plain", "bart_base")
+    log = run(
+        *("train", translation_data(pretrained, tmp_path), "--task", "translation", "--arch", "ea_bart", *BART),
+        *(*TRAINING, *POSITIONS, "--criterion", "cross_entropy", "--save-dir", tmp_path / "run"),
+        *("--restore-file", tmp_path / "plain/checkpoint_last.pt"),
+        *("--reset-optimizer", "--reset-dataloader", "--reset-meters"),
+    )
+    assert "decoder.layers.1.encoder_attn.evolution.conv.weight" in log
+
+
+def test_translation_from_pretrained_bart(pretrained, tmp_path):
+    """The task of mBART adds a symbol for each language, here to data whose model starts from nothing."""
+    data = translation_data(pretrained, tmp_path)
+    flags = ["--langs", "de,en", "--source-lang", "de", "--target-lang", "en"]
+    log = run(
+        *("train", data, "--task", "translation_from_pretrained_bart", "--arch", "ea_mbart_base", *BART, *TRAINING),
+        *(*POSITIONS, *flags, "--criterion", "cross_entropy", "--save-dir", tmp_path / "run"),
+    )
+    assert "done training" in log
+    generated = run(
+        *("generate", data, "--task", "translation_from_pretrained_bart", *flags, "--gen-subset", "valid"),
+        *("--path", tmp_path / "run/checkpoint_last.pt", "--beam", 2, "--max-len-b", 8, "--batch-size", 4, *ALL),
+    )
+    assert generated.count("\nH-") == 20
+
+
+def test_hub_interface_fills_masks_and_samples(pretrained, tmp_path):
+    options = {"bpe": "subword_nmt", "bpe_codes": str(whole_words(tmp_path / "codes"))}
+    hub = EABARTModel.from_pretrained(
+        str(pretrained / "run"), "checkpoint_last.pt", str(pretrained / "bin"), **options
+    ).eval()
+    (filled,) = hub.fill_mask(["w3 w4 <mask> w6"], topk=2, beam=3, match_source_len=False, max_len_b=9)
+    assert len(filled) == 2 and all(isinstance(text, str) for text, _ in filled)
+    assert isinstance(hub.sample(["w3 w4 w5"], beam=2, max_len_b=9)[0], str)
+    assert hub.extract_features(torch.tensor([0, 5, 6, 2])).shape == (1, 4, 16)
