@@ -30,6 +30,7 @@ from .call import Call, Result
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_INCLUDED = Path(__file__).with_name("cpu_vectors.h")
 _FLAGS = "-O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared".split()
 _COMPILING_TAKES_AT_MOST = 300  # seconds
 
@@ -353,7 +354,7 @@ def _fingerprint(compiler: list[str]) -> str:
     version = subprocess.run(
         [*compiler, "--version"], check=True, capture_output=True, text=True, timeout=_COMPILING_TAKES_AT_MOST
     ).stdout
-    parts = [_SOURCE.read_text(), *compiler, version, *_FLAGS, "".join(_c_library()), platform.machine(), processor]
+    parts = [_SOURCE.read_text(), _INCLUDED.read_text(), *compiler, version, *_FLAGS, "".join(_c_library()), platform.machine(), processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -6,38 +6,18 @@
        A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
        context = dropout(softmax(mask(A_logit))) v
 
-   One sentence at a time stays in the cache: its K maps are a few tens of kilobytes at translation's lengths, while a
-   batch's are megabytes, and passes over those, not arithmetic, are what the plain composition spends its time on.
-   Nothing of a map is kept for the backward pass, which computes them again. evolution.py has the mathematics; cpu.py
-   calls this, and has its oracle's test in tests/test_cpu.py.
+   A sentence's rows are worked on in chunks, which threads share, and a chunk's in bands, whose maps stay in the cache:
+   passes over maps that do not, not arithmetic, are what the plain composition spends its time on. Every band does all
+   from the logits to the context, or to the gradients, with whole rows of all heads. The convolution makes rows depend
+   on their neighbours: a band keeps the last k - 1 rows of the one before it, and a chunk begins and ends k - 1 rows
+   outside of its own rows. Nothing of a map is kept for the backward pass, which computes it again.
 
-   Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size.
-   Rows of maps are padded with zeros to whole vectors; maps that are convolved also have the zeros around them. */
+   How rows are shared out depends on shapes alone, and every sum has one order: so bits do not depend on the number of
+   threads. evolution.py has the mathematics; cpu.py calls this.
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+   Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 
-/* Floats in a vector: as many as the machine's own vectors hold. GCC splits longer ones by way of memory, which made
-   products twenty times slower. */
-#ifdef __AVX512F__
-enum { V = 16 };
-#else
-enum { V = 8 };
-#endif
-typedef float vf __attribute__((vector_size(V * sizeof(float))));
-typedef float vhalf __attribute__((vector_size(V / 2 * sizeof(float))));
-typedef int32_t vi __attribute__((vector_size(V * sizeof(int32_t))));
-typedef uint32_t vu __attribute__((vector_size(V * sizeof(uint32_t))));
-typedef uint64_t vlong __attribute__((vector_size(V * sizeof(uint64_t))));
-#ifdef __AVX512F__
-static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
-static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
+#include "cpu_vectors.h"
 
 /* Strides are in elements. A head's vectors are contiguous: element d of token t is at b * sb + h * sh + t * st + d. */
 typedef struct {
@@ -82,208 +62,129 @@ typedef struct {
     double *d_shares;            /* B x 5, of a, b, c, d, e, likewise; NULL: not wanted */
 } Problem;
 
-/* A sentence's maps. X: what is mixed, with zeros around; G: gradient of the convolution's result, with zeros around. */
+/* How a call is worked on: all that follows from the problem's shapes. */
 typedef struct {
-    int64_t Sp, Dp;        /* S and D, rounded up to whole vectors */
-    int64_t wide, tall;    /* of X and G */
-    float *X, *G;          /* K x tall x wide */
-    float *P, *R;          /* K x T x Sp: what is carried, then A_logit, then the weights; the ReLU's result */
-    float *L;              /* K x T x Sp: the logits, where shares want gradients */
-    float *noise;          /* T x Sp: one head's dropout, 0 or what kept weights are multiplied with */
-    float *rows;           /* max(T, S) x Dp: one head's vectors */
-    float *transposed;     /* D x Sp: one head's keys or values */
-    float *out;            /* max(T, S) x Dp, a product */
-    float *dmap;           /* K x T x Sp */
-    int32_t *seen, *shown; /* T x Sp: all bits where attention, where the convolution may see */
-    int32_t *inside;       /* Sp: all bits in the S columns that there are */
-    float *taps, *turned;  /* the kernel in the order of the loops, and turned round for the backward pass */
+    Problem p;              /* its kernel 1 x 1 where nothing is convolved */
+    int backward;
+    int skips;              /* whether what is masked and hidden on the right may be left out: nobody asks for maps */
+    int logits;             /* whether the logits themselves are needed after they were mixed */
+    int64_t down, gap;      /* how far the kernel reaches down; zeros between rows, for what it reads beside the map */
+    int64_t Sp, Dp, pitch;  /* S and D, rounded up to whole vectors; floats from row to row */
+    int64_t chunk, chunks;  /* rows in one, how many there are */
+    int64_t band, tall;     /* rows in one at most, and with those kept of the band before */
+    int64_t packed;         /* floats of one head's packed matrices */
+} Plan;
+
+/* One thread's maps of a band, K x tall x pitch if nothing else is said. Row i of X, L and shown lies at row
+   i - from + k - 1, row i of G and A `down` rows below that, and row i of P and seen k - 1 rows above that. */
+typedef struct {
+    float *X, *L;           /* what is mixed, with zeros around; the logits */
+    float *P;               /* A_logit, then the weights, K x band x pitch */
+    float *G, *A;           /* gradients of the convolution's result, with zeros around, and of A_logit */
+    float *dropped, *noise; /* one head's weights after dropout, band x pitch; what they were multiplied with, band x Sp */
+    int32_t *seen, *shown;  /* all bits where attention, band x pitch, and where the convolution may see, tall x pitch */
+    int32_t *inside;        /* Sp: all bits in the S columns that there are */
+    float *few, *out;       /* one head's vectors of a band, packed; their product, band x Dp */
+    float *d_key, *d_v;     /* K x S x Dp: the chunk's part */
+    float *taps, *turned;   /* the kernel in the order of the loops, and turned round for the backward pass */
+    float *d_taps, *d_bias; /* the chunk's part of their gradients, whole vectors that are still to be summed */
+    double d_shares[5];
+    float *packs;           /* the sentence's packed matrices, where it has one chunk */
 } Scratch;
 
-INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
-INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE vf spread(float x) { return x - (vf){0}; }
-INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
-INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
-INLINE vhalf load_half(const float *p) { vhalf v; memcpy(&v, p, sizeof v); return v; }
-INLINE vhalf halves(vf x) {
-    vhalf two[2];
-    memcpy(two, &x, sizeof two);
-    return two[0] + two[1];
-}
-INLINE float sum_half(vhalf x) {
-    float total = 0;
-    for (int i = 0; i < V / 2; i++) total += x[i];
-    return total;
-}
-INLINE float sum(vf x) { return sum_half(halves(x)); }
-INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; }
+/* Rows that are worked on at a time: logits of n rows from row `from`, and what follows for the rows before them. */
+typedef struct {
+    int64_t b;
+    int64_t own, past;      /* the chunk's own rows */
+    int64_t from, n;
+    int64_t end;            /* columns that are worked on, whole vectors; on its right all is masked and hidden */
+} Band;
 
-/* e^x to float32's precision for x <= 0; 0 below -87. */
-INLINE vf exponential(vf x) {
-    vi tiny = x < -87.0f;
-    vf y = choose(tiny, spread(0), x);
-    vi n = __builtin_convertvector(y * 1.44269504f - 0.5f, vi);
-    vf m = __builtin_convertvector(n, vf);
-    vf r = y - m * 0.693359375f + m * 2.12194440e-4f; /* ln 2 in two parts */
-    vf p = spread(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return keep(p * (vf)((n + 127) << 23), ~tiny);
+/* The matrices of one head that are packed once for all its rows. */
+typedef struct { float *keys_across, *values_across, *keys, *values; } Packs;
+
+INLINE Packs packs_of(const Plan *w, float *packed) {
+    int64_t across = w->p.D * w->Sp;
+    if (!w->backward) return (Packs){packed, NULL, NULL, packed + across};
+    return (Packs){packed, packed + across, packed + 2 * across, NULL};
 }
 
-/* ---- small matrix products: C = A B, A read element by element, B and C rows of whole vectors ---- */
-
-INLINE void product_block(const int rows, const int vectors, int64_t depth, const float *A, int64_t rs, int64_t cs,
-                          const float *B, int64_t ldb, float *C, int64_t ldc) {
-    vf acc[4][2];
-    for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) acc[i][j] = spread(0);
-    for (int64_t d = 0; d < depth; d++) {
-        vf b[2];
-        for (int j = 0; j < vectors; j++) b[j] = load(B + d * ldb + j * V);
-        for (int i = 0; i < rows; i++) {
-            float a = A[i * rs + d * cs];
-            for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
-        }
-    }
-    for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) store(C + i * ldc + j * V, acc[i][j]);
+static void pack_head(const Plan *w, int64_t b, int64_t h, float *packed) {
+    const Problem *p = &w->p;
+    Packs to = packs_of(w, packed);
+    const float *values = p->v.data + b * p->v.sb + h * p->v.sh;
+    if (to.values) pack_rows(values, p->v.st, p->S, p->D, w->Dp, to.values);
+    else pack_columns(values, p->v.st, p->S, p->D, w->Sp, to.values_across);
+    if (p->given) return;
+    const float *keys = p->key.data + b * p->key.sb + h * p->key.sh;
+    pack_columns(keys, p->key.st, p->S, p->D, w->Sp, to.keys_across);
+    if (to.keys) pack_rows(keys, p->key.st, p->S, p->D, w->Dp, to.keys);
 }
 
-static void product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t rs, int64_t cs,
-                    const float *B, int64_t ldb, float *C, int64_t ldc) {
-    for (int64_t j = 0; j < columns; j += 2 * V) {
-        int64_t i = 0;
-        if (columns - j > V) {
-            for (; i + 4 <= rows; i += 4)
-                product_block(4, 2, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
-            for (; i < rows; i++) product_block(1, 2, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
-        } else {
-            for (; i + 4 <= rows; i += 4)
-                product_block(4, 1, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
-            for (; i < rows; i++) product_block(1, 1, depth, A + i * rs, rs, cs, B + j, ldb, C + i * ldc + j, ldc);
-        }
-    }
-}
-
-/* One row of q k^T, for step-by-step decoding: turning the keys, for so few rows, would cost more than it gives. */
-static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
-    for (int64_t s = 0; s < S; s++, keys += stride) {
-        vf acc = spread(0);
-        int64_t d = 0;
-        for (; d + V <= D; d += V) acc += load(q + d) * load(keys + d);
-        vhalf rest = halves(acc);
-        if (d + V / 2 <= D) {
-            rest += load_half(q + d) * load_half(keys + d);
-            d += V / 2;
-        }
-        float x = sum_half(rest);
-        for (; d < D; d++) x += q[d] * keys[d];
-        to[s] = x;
-    }
-}
-
-/* One row of P v, likewise from where the values lie. */
-static void row_of_context(const float *P, const float *values, int64_t stride, int64_t S, int64_t D, float *to) {
-    int64_t d = 0;
-    for (; d + V <= D; d += V) {
-        vf acc = spread(0);
-        for (int64_t s = 0; s < S; s++) acc += P[s] * load(values + s * stride + d);
-        store(to + d, acc);
-    }
-    if (d + V / 2 <= D) {
-        vhalf acc = (vhalf){0};
-        for (int64_t s = 0; s < S; s++) acc += P[s] * load_half(values + s * stride + d);
-        memcpy(to + d, &acc, sizeof acc);
-        d += V / 2;
-    }
-    for (; d < D; d++) {
-        float x = 0;
-        for (int64_t s = 0; s < S; s++) x += P[s] * values[s * stride + d];
-        to[d] = x;
-    }
-}
-
-/* One head's vectors of one sentence, count x Dp; the last vector's surplus is zero. */
-static void gather(const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D, int64_t Dp, float *to) {
-    for (int64_t t = 0; t < count; t++) {
-        memcpy(to + t * Dp, x->data + b * x->sb + h * x->sh + t * x->st, D * sizeof(float));
-        memset(to + t * Dp + D, 0, (Dp - D) * sizeof(float));
-    }
-}
-
-static void scatter(const float *from, int64_t Dp, const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D) {
-    for (int64_t t = 0; t < count; t++)
-        memcpy(x->data + b * x->sb + h * x->sh + t * x->st, from + t * Dp, D * sizeof(float));
-}
-
-/* One head's vectors of one sentence, turned: D x Sp; the surplus is zero. */
-static void turn(const Vectors *x, int64_t b, int64_t h, int64_t count, int64_t D, int64_t Sp, float *to) {
-    const float *from = x->data + b * x->sb + h * x->sh;
-    int64_t s = 0;
-    for (; s + 8 <= count; s += 8) /* a few columns at a time: what is read and written stays in the cache */
-        for (int64_t d = 0; d < D; d++) {
-            float eight[8];
-            for (int i = 0; i < 8; i++) eight[i] = from[(s + i) * x->st + d];
-            memcpy(to + d * Sp + s, eight, sizeof eight);
-        }
-    for (int64_t d = 0; d < D; d++)
-        for (int64_t i = s; i < Sp; i++) to[d * Sp + i] = i < count ? from[i * x->st + d] : 0;
-}
-
-/* All bits where a mask is not set; none past the end of a row. */
-static void bits(const Mask *mask, int64_t b, int64_t T, int64_t S, int64_t Sp, int32_t *to) {
-    for (int64_t t = 0; t < T; t++) {
-        int32_t *out = to + t * Sp;
-        if (!mask->data) {
-            for (int64_t s = 0; s < S; s++) out[s] = -1;
-        } else {
-            const uint8_t *row = mask->data + b * mask->sb + t * mask->st;
-            if (mask->ss == 1) for (int64_t s = 0; s < S; s++) out[s] = (int32_t)row[s] - 1;
-            else for (int64_t s = 0; s < S; s++) out[s] = (int32_t)row[s * mask->ss] - 1;
-        }
-        for (int64_t s = S; s < Sp; s++) out[s] = 0;
-    }
-}
-
-/* Vector s of row r of an array of maps, which is not padded; zeros past the row's end. */
-INLINE vf row_load(const Problem *p, const Scratch *m, const float *maps, int64_t r, int64_t s) {
-    const float *from = maps + r * p->S + s;
-    if (from + V <= maps + p->B * p->K * p->T * p->S) return keep(load(from), loadi(m->inside + s));
+/* Element s of row r of an array of maps, which is not padded, and what follows; zeros past the row's end. */
+INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r, int64_t s) {
+    const float *from = maps + r * w->p.S + s;
+    if (from + V <= maps + w->p.B * w->p.K * w->p.T * w->p.S) return keep(load(from), loadi(m->inside + s));
     vf v = spread(0); /* the end of the array */
-    memcpy(&v, from, (p->S - s < V ? p->S - s : V) * sizeof(float));
+    memcpy(&v, from, least(V, w->p.S - s) * sizeof(float));
     return v;
 }
 
-/* A vector to column s of a row that is not padded. */
-INLINE void store_row(const Problem *p, float *row, int64_t s, vf x) {
-    if (s + V <= p->S) store(row + s, x);
-    else if (s < p->S) memcpy(row + s, &x, (p->S - s) * sizeof(float));
+/* A row to B x K x T x S; zeros from column `end` on. */
+static void write_row(const Problem *p, const float *from, int64_t end, float *maps, int64_t r) {
+    int64_t filled = least(end, p->S);
+    memcpy(maps + r * p->S, from, filled * sizeof(float));
+    memset(maps + r * p->S + filled, 0, (p->S - filled) * sizeof(float));
 }
 
-/* ---- the parts of the forward pass, on one sentence ---- */
+INLINE int64_t row_number(const Plan *w, int64_t b, int64_t h, int64_t i) { return (b * w->p.K + h) * w->p.T + i; }
 
-/* The logits of head h, T x Sp. */
-static void logits_of(const Problem *p, int64_t b, int64_t h, Scratch *m, float *to) {
-    if (p->given) {
-        for (int64_t t = 0; t < p->T; t++)
-            for (int64_t s = 0; s < m->Sp; s += V)
-                store(to + t * m->Sp + s, row_load(p, m, p->given, (b * p->K + h) * p->T + t, s));
-        return;
-    }
-    const float *q = p->q.data + b * p->q.sb + h * p->q.sh, *keys = p->key.data + b * p->key.sb + h * p->key.sh;
-    if (p->T == 1) {
-        row_of_products(q, keys, p->key.st, p->S, p->D, to);
-        memset(to + p->S, 0, (m->Sp - p->S) * sizeof(float));
+static void zero(float *row, int64_t floats) { memset(row, 0, floats * sizeof(float)); }
+
+/* ---- masks ---- */
+
+/* All bits where a row's mask is not set, up to column `end`; none past the end of the row. */
+static void bits(const Mask *mask, int64_t b, int64_t i, int64_t S, int64_t end, int32_t *to) {
+    int64_t filled = least(S, end);
+    if (!mask->data) {
+        for (int64_t s = 0; s < filled; s++) to[s] = -1;
     } else {
-        turn(&p->key, b, h, p->S, p->D, m->Sp, m->transposed);
-        product(p->T, m->Sp, p->D, q, p->q.st, 1, m->transposed, m->Sp, to, m->Sp);
+        const uint8_t *row = mask->data + b * mask->sb + i * mask->st;
+        if (mask->ss == 1) for (int64_t s = 0; s < filled; s++) to[s] = (int32_t)row[s] - 1;
+        else for (int64_t s = 0; s < filled; s++) to[s] = (int32_t)row[s * mask->ss] - 1;
     }
-    for (int64_t i = 0; i < p->T * m->Sp; i += V) store(to + i, p->scale * load(to + i));
+    for (int64_t s = filled; s < end; s++) to[s] = 0;
 }
+
+/* Columns of a row up to the last one that is not masked. */
+static int64_t last_seen(const Mask *mask, int64_t b, int64_t i, int64_t S) {
+    if (!mask->data) return S;
+    const uint8_t *row = mask->data + b * mask->sb + i * mask->st;
+    const uint64_t eight_masked = 0x0101010101010101u;
+    int64_t s = S;
+    for (uint64_t eight; mask->ss == 1 && s >= 8; s -= 8) {
+        memcpy(&eight, row + s - 8, 8);
+        if (eight != eight_masked) break;
+    }
+    while (s > 0 && row[(s - 1) * mask->ss]) s--;
+    return s;
+}
+
+/* Columns that must be worked on for the rows of a band, as whole vectors, and at least `before`. */
+static int64_t end_of(const Plan *w, const Band *band, int64_t before) {
+    const Problem *p = &w->p;
+    if (!w->skips) return w->Sp;
+    int64_t end = most(before, 1);
+    for (int64_t i = band->from; i < least(band->from + band->n, p->T) && end < p->S; i++) {
+        int64_t seen = last_seen(&p->masked, band->b, i, p->S);
+        if (seen == 0) seen = p->S; /* a row that is all masked gets equal weights */
+        int64_t shown = p->kernel ? last_seen(&p->hidden, band->b, i, p->S) : 0;
+        end = most(end, most(seen, shown));
+    }
+    return whole(end);
+}
+
+/* ---- the parts of the forward pass, on one band ---- */
 
 /* of_previous * previous + of_logits * logits; what has no share is not read, so that infinities there do no harm. */
 INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
@@ -292,40 +193,57 @@ INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
     return of_previous * previous + of_logits * logits;
 }
 
-/* X = what is mixed of all heads, with what is around it; P = what is carried, where that is something else. */
-static void mix(const Problem *p, int64_t b, Scratch *m) {
+/* The logits of head h, rows i to past, before they are scaled. */
+static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past,
+                      const Packs *packs, float *to) {
+    const Problem *p = &w->p;
+    const float *q = p->q.data + band->b * p->q.sb + h * p->q.sh;
+    if (p->given) {
+        for (; i < past; i++, to += w->pitch)
+            for (int64_t s = 0; s < band->end; s += V)
+                store(to + s, row_load(w, m, p->given, row_number(w, band->b, h, i), s));
+    } else if (p->T == 1 && !w->backward) {
+        row_of_products(q, p->key.data + band->b * p->key.sb + h * p->key.sh, p->key.st, least(p->S, band->end), p->D, to);
+        zero(to + p->S, w->Sp - p->S);
+    } else {
+        product(past - i, w->Sp, band->end, p->D, p->D, q + i * p->q.st, p->q.st, 1, packs->keys_across, to, w->pitch, 0);
+    }
+}
+
+/* X, and L where it is needed: rows from `from` on, and zeros outside of the map. */
+static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
+    const Problem *p = &w->p;
+    int64_t past = band->from + band->n, filled = least(past, p->T);
+    float scale = p->given ? 1 : p->scale;
+    for (int64_t i = band->from; i < filled; i++)
+        bits(&p->hidden, band->b, i, p->S, band->end, m->shown + (i - band->from + p->k - 1) * w->pitch);
     for (int64_t h = 0; h < p->K; h++) {
-        float *X = m->X + h * m->tall * m->wide, *P = m->P + h * p->T * m->Sp;
-        if (p->above)
-            for (int64_t t = 0; t < p->top; t++)
-                memcpy(X + t * m->wide + p->left, p->above + ((b * p->K + h) * p->top + t) * p->before,
-                       p->before * sizeof(float));
-        X += p->top * m->wide + p->left;
-        logits_of(p, b, h, m, P);
-        if (m->L) memcpy(m->L + h * p->T * m->Sp, P, p->T * m->Sp * sizeof(float));
-        for (int64_t t = 0; t < p->T; t++) {
-            int64_t r = (b * p->K + h) * p->T + t;
-            for (int64_t s = 0; s < m->Sp; s += V) {
-                vf logits = load(P + t * m->Sp + s), previous = spread(0);
-                if (p->previous) previous = row_load(p, m, p->previous, r, s);
-                if (p->kernel) {
-                    vf mixed = weighted(p->a, previous, p->b, logits);
-                    store(X + t * m->wide + s, keep(mixed, loadi(m->shown + t * m->Sp + s)));
-                }
-                if (!p->same) store(P + t * m->Sp + s, weighted(p->d, previous, p->e, logits));
+        int64_t first = (h * w->tall + p->k - 1) * w->pitch;
+        float *X = m->X + first, *L = w->logits ? m->L + first : X;
+        Packs packs = packs_of(w, packed + h * w->packed);
+        if (band->from < filled) logits_of(w, m, band, h, band->from, filled, &packs, L);
+        for (int64_t i = band->from; i < filled; i++, X += w->pitch, L += w->pitch) {
+            const int32_t *shown = m->shown + (i - band->from + p->k - 1) * w->pitch;
+            for (int64_t s = 0; s < band->end; s += V) {
+                vf logits = scale * load(L + s), previous = spread(0);
+                if (w->logits) store(L + s, logits);
+                if (!p->kernel) continue;
+                if (p->previous) previous = row_load(w, m, p->previous, row_number(w, band->b, h, i), s);
+                store(X + s, keep(weighted(p->a, previous, p->b, logits), loadi(shown + s)));
             }
+            if (!p->kernel) continue;
+            zero(X + band->end, w->gap);
+            if (p->kept && i >= p->T - p->top)
+                write_row(p, X, band->end, p->kept, (band->b * p->K + h) * p->top + i - (p->T - p->top));
         }
-        if (p->kept)
-            for (int64_t t = 0; t < p->top; t++)
-                memcpy(p->kept + ((b * p->K + h) * p->top + t) * p->S, X + (p->T - p->top + t) * m->wide,
-                       p->S * sizeof(float));
+        if (p->kernel)
+            for (int64_t i = filled; i < past; i++, X += w->pitch) zero(X, band->end + w->gap);
     }
 }
 
 /* The kernel's taps for output heads o, o + 1, ... side by side: ((o / 4, c, a, b), o % 4), zero where there are none. */
-static void order_taps(const Problem *p, Scratch *m) {
+static void order_taps(const Problem *p, float *to) {
     int64_t K = p->K, k = p->k;
-    float *to = m->taps;
     for (int64_t first = 0; first < K; first += 4)
         for (int64_t c = 0; c < K; c++)
             for (int64_t a = 0; a < k; a++)
@@ -335,9 +253,8 @@ static void order_taps(const Problem *p, Scratch *m) {
 }
 
 /* The same for the gradient of the input: heads c side by side, the kernel turned round. */
-static void order_taps_turned(const Problem *p, Scratch *m) {
+static void order_taps_turned(const Problem *p, float *to) {
     int64_t K = p->K, k = p->k;
-    float *to = m->turned;
     for (int64_t first = 0; first < K; first += 4)
         for (int64_t o = 0; o < K; o++)
             for (int64_t a = k - 1; a >= 0; a--)
@@ -346,13 +263,12 @@ static void order_taps_turned(const Problem *p, Scratch *m) {
                         *to++ = c < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
 }
 
-/* Four heads' convolution at `vectors` places in a row: acc[o][j] += taps * maps, whose padding is in front. */
-INLINE void convolve_block(const int vectors, const Problem *p, const Scratch *m, const float *maps, const float *taps,
-                           int64_t t, int64_t s, vf acc[4][2]) {
-    for (int64_t c = 0; c < p->K; c++)
-        for (int64_t a = 0; a < p->k; a++) {
-            const float *row = maps + (c * m->tall + t + a) * m->wide + s;
-            for (int64_t b = 0; b < p->k; b++, taps += 4)
+/* Four heads' convolution at `vectors` places: acc[o][j] += taps * maps, whose first row and column are given. */
+INLINE void convolve_at(const int vectors, const Plan *w, const float *maps, const float *taps, vf acc[4][3]) {
+    for (int64_t c = 0; c < w->p.K; c++)
+        for (int64_t a = 0; a < w->p.k; a++) {
+            const float *row = maps + (c * w->tall + a) * w->pitch;
+            for (int64_t b = 0; b < w->p.k; b++, taps += 4)
                 for (int j = 0; j < vectors; j++) {
                     vf x = load(row + b + j * V);
                     for (int o = 0; o < 4; o++) acc[o][j] += taps[o] * x;
@@ -360,372 +276,590 @@ INLINE void convolve_block(const int vectors, const Problem *p, const Scratch *m
         }
 }
 
-static void convolve_at(const Problem *p, const Scratch *m, const float *maps, const float *taps, int64_t first,
-                        int64_t t, int64_t s, int vectors, vf acc[4][2]) {
-    taps += first * p->K * p->k * p->k;
-    if (vectors == 2) convolve_block(2, p, m, maps, taps, t, s, acc);
-    else convolve_block(1, p, m, maps, taps, t, s, acc);
+INLINE void convolve(int vectors, const Plan *w, const float *maps, const float *taps, int64_t first, vf acc[4][3]) {
+    taps += first * w->p.K * w->p.k * w->p.k;
+    if (vectors == 2) convolve_at(2, w, maps, taps, acc);
+    else if (vectors == 3) convolve_at(3, w, maps, taps, acc);
+    else convolve_at(1, w, maps, taps, acc);
 }
 
-/* What is carried of head h, row t, from column s on, while P still holds it or need not. */
-INLINE vf carried(const Problem *p, const Scratch *m, int64_t h, int64_t t, int64_t s) {
-    if (p->same) return load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s);
-    return load(m->P + (h * p->T + t) * m->Sp + s);
+/* What is carried at head h, row i, from column s on. */
+INLINE vf carried(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s) {
+    const Problem *p = &w->p;
+    int64_t place = (h * w->tall + i - band->from + p->k - 1) * w->pitch + s;
+    if (p->same) return load(m->X + place);
+    vf previous = p->d ? row_load(w, m, p->previous, row_number(w, band->b, h, i), s) : spread(0);
+    return weighted(p->d, previous, p->e, load(m->L + place));
 }
 
-/* P = A_logit, R = ReLU(Conv(X)) */
-static void evolve(const Problem *p, Scratch *m) {
-    for (int64_t first = 0; first < p->K; first += 4)
-        for (int64_t t = 0; t < p->T; t++)
-            for (int64_t s = 0; s < m->Sp; s += 2 * V) {
-                int vectors = m->Sp - s > V ? 2 : 1;
-                vf acc[4][2];
-                for (int o = 0; o < 4; o++)
-                    for (int j = 0; j < vectors; j++)
-                        acc[o][j] = spread(first + o < p->K ? p->bias[first + o] : 0);
-                convolve_at(p, m, m->X, m->taps, first, t, s, vectors, acc);
-                for (int64_t o = 0; o < 4 && first + o < p->K; o++)
-                    for (int j = 0; j < vectors; j++) {
-                        int64_t h = first + o, place = (h * p->T + t) * m->Sp + s + j * V;
-                        vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
-                        store(m->R + place, r);
-                        store(m->P + place, p->c * r + (1 - p->c) * carried(p, m, h, t, s + j * V));
-                    }
-            }
-}
-
-/* P = softmax(mask(P)); a row that is all masked gets equal weights, as everywhere. */
-static void softmax(const Problem *p, Scratch *m) {
-    for (int64_t h = 0; h < p->K; h++)
-        for (int64_t t = 0; t < p->T; t++) {
-            float *row = m->P + (h * p->T + t) * m->Sp;
-            const int32_t *seen = m->seen + t * m->Sp;
-            vf top = spread(-INFINITY);
-            for (int64_t s = 0; s < m->Sp; s += V) {
-                vf x = choose(loadi(seen + s), load(row + s), spread(-__FLT_MAX__));
-                x = choose(loadi(m->inside + s), x, spread(-INFINITY));
-                store(row + s, x);
-                top = choose(x > top, x, top);
-            }
-            float highest = top[0];
-            for (int i = 1; i < V; i++) highest = top[i] > highest ? top[i] : highest;
-            vf total = spread(0);
-            for (int64_t s = 0; s < m->Sp; s += V) {
-                vf x = exponential(load(row + s) - highest);
-                store(row + s, x);
-                total += x;
-            }
-            vf scale = spread(1.0f / sum(total));
-            for (int64_t s = 0; s < m->Sp; s += V) store(row + s, load(row + s) * scale);
-        }
-}
-
-/* Copy T padded rows of head h to B x K x T x S. */
-static void write_map(const Problem *p, int64_t b, int64_t h, const Scratch *m, const float *from, float *to) {
-    for (int64_t t = 0; t < p->T; t++)
-        memcpy(to + ((b * p->K + h) * p->T + t) * p->S, from + t * m->Sp, p->S * sizeof(float));
-}
-
-/* The same for all heads. */
-static void write_maps(const Problem *p, int64_t b, const Scratch *m, const float *from, float *to) {
-    for (int64_t h = 0; h < p->K; h++) write_map(p, b, h, m, from + h * p->T * m->Sp, to);
-}
-
-static void maps_of_sentence(const Problem *p, int64_t b, Scratch *m) {
-    bits(&p->masked, b, p->T, p->S, m->Sp, m->seen);
-    bits(&p->hidden, b, p->T, p->S, m->Sp, m->shown);
-    mix(p, b, m);
-    if (p->kernel) evolve(p, m);
-    if (p->a_logit) write_maps(p, b, m, m->P, p->a_logit);
-    softmax(p, m);
-}
-
-/* ---- dropout ---- */
-
-/* One round of Philox 4x32 for a vector of counters (Salmon et al. 2011). */
-INLINE void philox_round(vu x[4], uint32_t key0, uint32_t key1) {
-    vlong first = __builtin_convertvector(x[0], vlong) * 0xD2511F53u;
-    vlong second = __builtin_convertvector(x[2], vlong) * 0xCD9E8D57u;
-    x[0] = __builtin_convertvector(second >> 32, vu) ^ x[1] ^ key0;
-    x[1] = __builtin_convertvector(second & 0xFFFFFFFFu, vu);
-    x[2] = __builtin_convertvector(first >> 32, vu) ^ x[3] ^ key1;
-    x[3] = __builtin_convertvector(first & 0xFFFFFFFFu, vu);
-}
-
-/* Seven rounds are the fewest that pass every test of randomness (Salmon et al. 2011, table 2). */
-INLINE void philox(vu x[4], uint64_t seed) {
-    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 7; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) philox_round(x, key0, key1);
-}
-
-/* Dropout's noise for head h, 0 or what kept weights are multiplied with: a function of the seed and the place alone.
-   One draw of 4 x 32 bits for each of V lanes serves 8 vectors of 16 places, 16 bits each. */
-static void draw_noise(const Problem *p, int64_t b, int64_t h, const Scratch *m) {
-    vf factor = spread(p->threshold < 65536 ? 1 / p->kept_share : 0);
-    int64_t places = p->T * m->Sp;
-    for (int64_t block = 0; block * 8 * V < places; block++) {
-        vu x[4] = {(uint32_t)(block * V) + lanes, (uint32_t)h + (vu){0}, (uint32_t)b + (vu){0}, (vu){0}};
-        philox(x, p->seed);
-        for (int i = 0; i < 8 && (block * 8 + i) * V < places; i++) {
-            vi bits16 = (vi)(i % 2 ? x[i / 2] >> 16 : x[i / 2] & 0xFFFF);
-            store(m->noise + (block * 8 + i) * V, keep(factor, bits16 >= (int32_t)p->threshold));
+/* P = A_logit of one row; in the backward pass G = ReLU(Conv(X)). */
+static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
+    const Problem *p = &w->p;
+    int64_t row = i - (band->from - w->down);
+    for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
+        vectors = vectors_at(s, band->end);
+        for (int64_t first = 0; first < p->K; first += 4) {
+            vf acc[4][3];
+            for (int o = 0; o < 4; o++)
+                for (int j = 0; j < 3; j++) acc[o][j] = spread(first + o < p->K ? p->bias[first + o] : 0);
+            convolve((int)vectors, w, m->X + row * w->pitch + s - p->left, m->taps, first, acc);
+            for (int64_t o = 0; o < 4 && first + o < p->K; o++)
+                for (int j = 0; j < vectors; j++) {
+                    int64_t h = first + o, at = s + j * V;
+                    vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
+                    if (w->backward) store(m->G + (h * w->tall + row + p->k - 1) * w->pitch + at, r);
+                    vf x = p->c * r + (1 - p->c) * carried(w, m, band, h, i, at);
+                    store(m->P + (h * w->band + row) * w->pitch + at, x);
+                }
         }
     }
 }
 
-/* The weights that values are multiplied with: P, after dropout; `room` holds them where they are not P itself. */
-static const float *dropped(const Problem *p, int64_t b, int64_t h, const Scratch *m, float *room) {
-    const float *P = m->P + h * p->T * m->Sp;
-    if (!p->threshold) return P;
-    draw_noise(p, b, h, m);
-    for (int64_t i = 0; i < p->T * m->Sp; i += V) store(room + i, load(P + i) * load(m->noise + i));
-    return room;
+/* The same where nothing is convolved. */
+static void carry_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
+    for (int64_t h = 0; h < w->p.K; h++)
+        for (int64_t s = 0; s < band->end; s += V)
+            store(m->P + (h * w->band + i - band->from) * w->pitch + s, carried(w, m, band, h, i, s));
+}
+
+/* A row of weights from one of A_logit; a row that is all masked gets equal weights, as everywhere. */
+static void softmax_row(const Scratch *m, int64_t end, const int32_t *seen, float *row) {
+    vf top = spread(-INFINITY);
+    for (int64_t s = 0; s < end; s += V) {
+        vf x = choose(loadi(seen + s), load(row + s), spread(-__FLT_MAX__));
+        x = choose(loadi(m->inside + s), x, spread(-INFINITY));
+        store(row + s, x);
+        top = choose(x > top, x, top);
+    }
+    float highest = top[0];
+    for (int i = 1; i < V; i++) highest = top[i] > highest ? top[i] : highest;
+    vf total = spread(0);
+    for (int64_t s = 0; s < end; s += V) {
+        vf x = exponential(load(row + s) - highest);
+        store(row + s, x);
+        total += x;
+    }
+    vf scale = spread(1.0f / sum(total));
+    for (int64_t s = 0; s < end; s += V) store(row + s, load(row + s) * scale);
+}
+
+/* P = the weights of rows i to past, of all heads; results that are maps are written for the chunk's own rows. */
+static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    for (; i < past; i++) {
+        int64_t row = i - (band->from - w->down);
+        int32_t *seen = m->seen + row * w->pitch;
+        bits(&p->masked, band->b, i, p->S, band->end, seen);
+        if (p->kernel) evolve_row(w, m, band, i);
+        else carry_row(w, m, band, i);
+        for (int64_t h = 0; h < p->K; h++) {
+            float *P = m->P + (h * w->band + row) * w->pitch;
+            if (p->a_logit) write_row(p, P, band->end, p->a_logit, row_number(w, band->b, h, i));
+            softmax_row(m, band->end, seen, P);
+            if (p->weights) write_row(p, P, band->end, p->weights, row_number(w, band->b, h, i));
+        }
+    }
+}
+
+/* Dropout's noise for vectors `vector` to `past` of a sentence's map of T x Sp, 0 or what kept weights are multiplied
+   with: a function of the seed and the place alone. One draw of 4 x 32 bits for each of V lanes serves 8 vectors. */
+static void draw_noise(const Problem *p, int64_t b, int64_t h, int64_t vector, int64_t past, float *to) {
+    vf factor = spread(p->threshold < 65536 ? 1 / p->kept_share : 0);
+    for (int64_t block = vector / 8; block * 8 < past; block++) {
+        vu x[4] = {(uint32_t)(block * V) + lanes, (uint32_t)h + (vu){0}, (uint32_t)b + (vu){0}, (vu){0}};
+        philox(x, p->seed);
+        for (int i = 0; i < 8; i++) {
+            int64_t at = block * 8 + i - vector;
+            vi bits16 = (vi)(i % 2 ? x[i / 2] >> 16 : x[i / 2] & 0xFFFF);
+            if (at >= 0 && at < past - vector) store(to + at * V, keep(factor, bits16 >= (int32_t)p->threshold));
+        }
+    }
+}
+
+/* The weights of head h, rows i to past, that values are multiplied with; m->noise is what dropout multiplied by. */
+static const float *dropped(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past) {
+    const float *P = m->P + (h * w->band + i - (band->from - w->down)) * w->pitch;
+    if (!w->p.threshold) return P;
+    int64_t long_row = w->Sp / V;
+    if (band->end == w->Sp) { /* short rows share draws */
+        draw_noise(&w->p, band->b, h, i * long_row, past * long_row, m->noise);
+    } else {
+        for (int64_t r = i; r < past; r++)
+            draw_noise(&w->p, band->b, h, r * long_row, r * long_row + band->end / V, m->noise + (r - i) * w->Sp);
+    }
+    for (int64_t r = 0; r < past - i; r++)
+        for (int64_t s = 0; s < band->end; s += V)
+            store(m->dropped + r * w->pitch + s, load(P + r * w->pitch + s) * load(m->noise + r * w->Sp + s));
+    return m->dropped;
+}
+
+static void scatter(const float *from, int64_t Dp, const Vectors *x, int64_t b, int64_t h, int64_t i, int64_t past,
+                    int64_t D) {
+    for (; i < past; i++, from += Dp) memcpy(x->data + b * x->sb + h * x->sh + i * x->st, from, D * sizeof(float));
+}
+
+/* The context of rows i to past. */
+static void look(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    int64_t columns = least(p->S, band->end);
+    for (int64_t h = 0; h < p->K; h++) {
+        const float *P = dropped(w, m, band, h, i, past);
+        if (p->T == 1) {
+            row_of_context(P, p->v.data + band->b * p->v.sb + h * p->v.sh, p->v.st, columns, p->D, m->out);
+        } else {
+            Packs packs = packs_of(w, packed + h * w->packed);
+            product(past - i, w->Dp, w->Dp, columns, p->S, P, w->pitch, 1, packs.values, m->out, w->Dp, 0);
+        }
+        scatter(m->out, w->Dp, &p->context, band->b, h, i, past, p->D);
+    }
 }
 
 /* ---- the parts of the backward pass ---- */
 
-/* dmap = gradient of A_logit of head h; its dropout's noise has been drawn */
-static void softmax_backward(const Problem *p, int64_t b, int64_t h, Scratch *m) {
-    for (int64_t t = 0; t < p->T; t++) {
-        int64_t r = (b * p->K + h) * p->T + t;
-        float *row = m->dmap + (h * p->T + t) * m->Sp;
-        const float *P = m->P + (h * p->T + t) * m->Sp;
-        vf total = spread(0);
-        for (int64_t s = 0; s < m->Sp; s += V) {
-            vf x = load(row + s);
-            if (p->threshold && p->d_context.data) x *= load(m->noise + t * m->Sp + s);
-            if (p->d_weights) x += row_load(p, m, p->d_weights, r, s);
-            store(row + s, x);
-            total += x * load(P + s);
+/* Of one row: A, a gradient of the dropped weights or zero, is turned into that of A_logit. */
+static void softmax_backward(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, const float *P,
+                             const float *noise, float *A) {
+    const Problem *p = &w->p;
+    const int32_t *seen = m->seen + (i - (band->from - w->down)) * w->pitch;
+    int64_t r = row_number(w, band->b, h, i);
+    vf total = spread(0);
+    for (int64_t s = 0; s < band->end; s += V) {
+        vf x = load(A + s);
+        if (noise) x *= load(noise + s);
+        if (p->d_weights) x += row_load(w, m, p->d_weights, r, s);
+        store(A + s, x);
+        total += x * load(P + s);
+    }
+    float mean = sum(total);
+    for (int64_t s = 0; s < band->end; s += V) {
+        vf x = keep(load(P + s) * (load(A + s) - mean), loadi(seen + s));
+        if (p->d_a_logit) x += row_load(w, m, p->d_a_logit, r, s);
+        store(A + s, x);
+    }
+}
+
+/* A = gradient of A_logit of rows i to past; the chunk's own rows add to the gradient of the values. */
+static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    int64_t row = i - (band->from - w->down), own = most(i, band->own), own_past = least(past, band->past);
+    for (int64_t h = 0; h < p->K; h++) {
+        const float *P = m->P + (h * w->band + row) * w->pitch, *d_context = p->d_context.data;
+        float *A = m->A + (h * w->tall + row + p->k - 1) * w->pitch;
+        const float *noise = p->threshold && d_context ? m->noise : NULL;
+        if (d_context) {
+            d_context += band->b * p->d_context.sb + h * p->d_context.sh;
+            Packs packs = packs_of(w, packed + h * w->packed);
+            product(past - i, w->Sp, band->end, p->D, p->D, d_context + i * p->d_context.st, p->d_context.st, 1,
+                    packs.values_across, A, w->pitch, 0);
+            const float *kept = dropped(w, m, band, h, i, past) + (own - i) * w->pitch;
+            if (own < own_past) {
+                pack_rows(d_context + own * p->d_context.st, p->d_context.st, own_past - own, p->D, w->Dp, m->few);
+                product(least(p->S, band->end), w->Dp, w->Dp, own_past - own, own_past - own, kept, 1, w->pitch, m->few,
+                        m->d_v + h * p->S * w->Dp, w->Dp, 1);
+            }
         }
-        float mean = sum(total);
-        for (int64_t s = 0; s < m->Sp; s += V) {
-            vf x = keep(load(P + s) * (load(row + s) - mean), loadi(m->seen + t * m->Sp + s));
-            if (p->d_a_logit) x += row_load(p, m, p->d_a_logit, r, s);
-            store(row + s, x);
+        for (int64_t r = i; r < past; r++, A += w->pitch, P += w->pitch) {
+            if (!d_context) zero(A, band->end);
+            softmax_backward(w, m, band, h, r, P, noise, A);
+            if (noise) noise += w->Sp;
         }
     }
 }
 
-/* Gradient of the taps of some output heads: sums of products of G with X, moved by the tap's place. */
-INLINE void taps_backward(const int heads, const Problem *p, int64_t b, const Scratch *m, int64_t first) {
-    int64_t K = p->K, k = p->k;
-    const float *G = m->G + (first * m->tall + k - 1 - p->top) * m->wide + k - 1 - p->left;
-    float *to = p->d_kernel + b * K * K * k * k;
-    for (int64_t c = 0; c < K; c++)
-        for (int64_t a = 0; a < k; a++)
-            for (int64_t e = 0; e < k; e++) {
-                const float *X = m->X + (c * m->tall + a) * m->wide + e;
-                vf acc[4] = {spread(0), spread(0), spread(0), spread(0)};
-                if (!(p->lower && e > a))
-                    for (int64_t t = 0; t < p->T; t++)
-                        for (int64_t s = 0; s < m->Sp; s += V) {
-                            vf x = load(X + t * m->wide + s);
-                            for (int o = 0; o < heads; o++) acc[o] += x * load(G + (o * m->tall + t) * m->wide + s);
-                        }
-                for (int o = 0; o < heads; o++) to[(((first + o) * K + c) * k + a) * k + e] = sum(acc[o]);
+/* G, the ReLU's results, is turned into the gradient of the convolution's; zeros where there are no rows. The chunk's
+   own rows add to the gradients of the bias and of c. */
+static void relu_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    for (int64_t h = 0; h < p->K; h++)
+        for (int64_t r = band->from - w->down; r < band->from - w->down + band->n; r++) {
+            int64_t place = (h * w->tall + r - band->from + w->down + p->k - 1) * w->pitch;
+            float *G = m->G + place, *A = m->A + place;
+            if (r < i || r >= past) {
+                zero(G, band->end + w->gap);
+                continue;
             }
-}
-
-/* G = gradient of the convolution's result; the sentence's part of the gradients of kernel and bias */
-static void kernel_backward(const Problem *p, int64_t b, Scratch *m) {
-    int64_t K = p->K, k = p->k, up = k - 1 - p->top, before = k - 1 - p->left;
-    for (int64_t h = 0; h < K; h++) {
-        vf total = spread(0);
-        for (int64_t t = 0; t < p->T; t++)
-            for (int64_t s = 0; s < m->Sp; s += V) {
-                int64_t place = (h * p->T + t) * m->Sp + s;
-                vf g = keep(p->c * load(m->dmap + place), load(m->R + place) > 0.0f);
-                store(m->G + (h * m->tall + up + t) * m->wide + before + s, g);
+            vf total = spread(0), convolved = spread(0);
+            for (int64_t s = 0; s < band->end; s += V) {
+                vf relu = load(G + s), d = load(A + s), g = keep(p->c * d, relu > 0.0f);
+                if (p->d_shares) convolved += d * (relu - carried(w, m, band, h, r, s));
+                store(G + s, g);
                 total += g;
             }
-        p->d_bias[b * K + h] = sum(total);
-    }
-    for (int64_t first = 0; first < K; first += 4)
-        switch (K - first) {
-        case 1: taps_backward(1, p, b, m, first); break;
-        case 2: taps_backward(2, p, b, m, first); break;
-        case 3: taps_backward(3, p, b, m, first); break;
-        default: taps_backward(4, p, b, m, first);
+            zero(G + band->end, w->gap);
+            if (r < band->own || r >= band->past) continue;
+            store(m->d_bias + h * V, load(m->d_bias + h * V) + total);
+            m->d_shares[2] += sum(convolved);
         }
 }
 
-/* Sums over a sentence that make the gradients of a, b, c, d and e. */
-typedef struct { vf previous_mixed, logits_mixed, previous_carried, logits_carried, convolved; } Shares;
+/* Gradients of `count` neighbouring taps of some output heads: sums of products of G with X, moved by the tap's place.
+   X and G begin at the first of `rows` rows. */
+INLINE void taps_at(const int heads, const int count, const Plan *w, int64_t rows, int64_t end, const float *X,
+                    const float *G, float *to) {
+    vf acc[3][4];
+    for (int e = 0; e < count; e++) for (int o = 0; o < heads; o++) acc[e][o] = load(to + (e * 4 + o) * V);
+    for (int64_t t = 0; t < rows; t++, X += w->pitch, G += w->pitch)
+        for (int64_t s = 0; s < end; s += V) {
+            vf x[3];
+            for (int e = 0; e < count; e++) x[e] = load(X + s + e);
+            for (int o = 0; o < heads; o++) {
+                vf g = load(G + o * w->tall * w->pitch + s);
+                for (int e = 0; e < count; e++) acc[e][o] += g * x[e];
+            }
+        }
+    for (int e = 0; e < count; e++) for (int o = 0; o < heads; o++) store(to + (e * 4 + o) * V, acc[e][o]);
+}
 
-/* At head h, row t, from column s on: the gradient of what is mixed and of what is carried are turned into those of
-   the logits, which take the place of A_logit's in dmap, and of the previous map. */
-INLINE void split_gradient(const Problem *p, int64_t b, int64_t h, int64_t t, int64_t s, vf d_mixed, const Scratch *m,
+INLINE void taps_of(const int heads, const Plan *w, int64_t rows, int64_t end, const float *X, const float *G, float *to) {
+    int64_t k = w->p.k;
+    for (int64_t c = 0; c < w->p.K; c++, X += w->tall * w->pitch)
+        for (int64_t a = 0; a < k; a++, to += k * 4 * V) {
+            int64_t e = 0, taps = w->p.lower ? a + 1 : k;
+            for (; e + 3 <= taps; e += 3) taps_at(heads, 3, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
+            if (e + 2 == taps) taps_at(heads, 2, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
+            else if (e + 1 == taps) taps_at(heads, 1, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
+        }
+}
+
+/* The gradient of the kernel, of rows i to past; a few at a time, so that G's of four heads stay in the first cache. */
+static void kernel_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    int64_t few = most(1, 1024 / band->end);
+    for (; i < past; i += few) {
+        int64_t rows = least(few, past - i), row = i - (band->from - w->down);
+        const float *X = m->X + row * w->pitch - p->left;
+        for (int64_t first = 0; first < p->K; first += 4) {
+            const float *G = m->G + (first * w->tall + row + p->k - 1) * w->pitch;
+            float *to = m->d_taps + first * p->K * p->k * p->k * V;
+            switch (p->K - first) {
+            case 1: taps_of(1, w, rows, band->end, X, G, to); break;
+            case 2: taps_of(2, w, rows, band->end, X, G, to); break;
+            case 3: taps_of(3, w, rows, band->end, X, G, to); break;
+            default: taps_of(4, w, rows, band->end, X, G, to);
+            }
+        }
+    }
+}
+
+/* Sums that make the gradients of a, b, d and e. */
+typedef struct { vf previous_mixed, logits_mixed, previous_carried, logits_carried; } Shares;
+
+/* At head h, row i, from column s on: the gradients of what is mixed, without what comes by way of what is carried, and
+   of A_logit are turned into those of the logits, which take the place of A_logit's, and of the previous map. */
+INLINE void split_gradient(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s, vf d_mixed,
                            Shares *shares) {
-    float *row = m->dmap + (h * p->T + t) * m->Sp + s, c = p->kernel ? p->c : 0;
-    int64_t r = (b * p->K + h) * p->T + t;
-    vf d_carried = (1 - c) * load(row);
+    const Problem *p = &w->p;
+    int64_t row = i - band->from + p->k - 1, r = row_number(w, band->b, h, i);
+    float *A = m->A + (h * w->tall + row + w->down) * w->pitch + s;
+    vf d_carried = (p->kernel ? 1 - p->c : 1) * load(A);
     if (p->same) {
         d_mixed += d_carried;
         d_carried = spread(0);
     }
-    if (p->kernel) d_mixed = keep(d_mixed, loadi(m->shown + t * m->Sp + s));
+    if (p->kernel) d_mixed = keep(d_mixed, loadi(m->shown + row * w->pitch + s));
     if (shares) {
-        vf logits = load(m->L + (h * p->T + t) * m->Sp + s), previous = spread(0);
-        if (p->previous) previous = row_load(p, m, p->previous, r, s);
+        vf logits = load(m->L + (h * w->tall + row) * w->pitch + s), previous = spread(0);
+        if (p->previous) previous = row_load(w, m, p->previous, r, s);
         shares->previous_mixed += d_mixed * previous;
         shares->logits_mixed += d_mixed * logits;
         shares->previous_carried += d_carried * previous;
         shares->logits_carried += d_carried * logits;
-        if (p->kernel) {
-            vf x = weighted(p->d, previous, p->e, logits);
-            if (p->same) x = load(m->X + (h * m->tall + p->top + t) * m->wide + p->left + s);
-            shares->convolved += load(row) * (load(m->R + (h * p->T + t) * m->Sp + s) - x);
-        }
     }
-    store(row, p->b * d_mixed + p->e * d_carried);
-    vf d_previous = p->a * d_mixed + p->d * d_carried;
-    if (p->d_previous) store_row(p, p->d_previous + r * p->S, s, d_previous);
+    store(A, (p->given ? 1 : p->scale) * (p->b * d_mixed + p->e * d_carried));
+    if (p->d_previous) {
+        vf d_previous = p->a * d_mixed + p->d * d_carried;
+        memcpy(p->d_previous + r * p->S + s, &d_previous, least(V, p->S - s) * sizeof(float));
+    }
 }
 
-/* dmap = gradient of the logits, from that of A_logit; that of the previous map, and of the shares */
-static void mix_backward(const Problem *p, int64_t b, Scratch *m) {
-    double *d_shares = p->d_shares ? p->d_shares + 5 * b : NULL;
-    if (d_shares) memset(d_shares, 0, 5 * sizeof(double));
-    for (int64_t first = 0; first < p->K; first += 4)
-        for (int64_t t = 0; t < p->T; t++) {
-            Shares shares = {0};
-            for (int64_t s = 0; s < m->Sp; s += 2 * V) {
-                int vectors = m->Sp - s > V ? 2 : 1;
-                vf acc[4][2];
-                for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
-                if (p->kernel) convolve_at(p, m, m->G, m->turned, first, t, s, vectors, acc);
+/* A = gradient of the logits, times their scale, of rows i to past; that of the previous map, and of the shares. */
+static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    for (; i < past; i++) {
+        Shares shares = {0};
+        const float *G = m->G + (i - band->from + p->k - 1) * w->pitch - (p->k - 1 - p->left);
+        for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
+            vectors = vectors_at(s, band->end);
+            for (int64_t first = 0; first < p->K; first += 4) {
+                vf acc[4][3];
+                for (int o = 0; o < 4; o++) for (int j = 0; j < 3; j++) acc[o][j] = spread(0);
+                if (p->kernel) convolve((int)vectors, w, G + s, m->turned, first, acc);
                 for (int64_t o = 0; o < 4 && first + o < p->K; o++)
                     for (int j = 0; j < vectors; j++)
-                        split_gradient(p, b, first + o, t, s + j * V, acc[o][j], m, d_shares ? &shares : NULL);
+                        split_gradient(w, m, band, first + o, i, s + j * V, acc[o][j], p->d_shares ? &shares : NULL);
             }
-            if (!d_shares) continue;
-            d_shares[0] += sum(shares.previous_mixed);
-            d_shares[1] += sum(shares.logits_mixed);
-            d_shares[2] += sum(shares.convolved);
-            d_shares[3] += sum(shares.previous_carried);
-            d_shares[4] += sum(shares.logits_carried);
         }
+        m->d_shares[0] += sum(shares.previous_mixed);
+        m->d_shares[1] += sum(shares.logits_mixed);
+        m->d_shares[3] += sum(shares.previous_carried);
+        m->d_shares[4] += sum(shares.logits_carried);
+        for (int64_t h = 0; p->d_given && h < p->K; h++)
+            write_row(p, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
+                      row_number(w, band->b, h, i));
+        for (int64_t h = 0; p->d_previous && band->end < p->S && h < p->K; h++)
+            zero(p->d_previous + row_number(w, band->b, h, i) * p->S + band->end, p->S - band->end);
+    }
 }
 
-/* ---- the two passes ---- */
+/* Gradients of the queries of rows i to past; they add to those of the keys. */
+static void look_backward(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    int64_t columns = least(p->S, band->end), rows = past - i;
+    for (int64_t h = 0; h < p->K; h++) {
+        const float *A = m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch;
+        const float *q = p->q.data + band->b * p->q.sb + h * p->q.sh;
+        Packs packs = packs_of(w, packed + h * w->packed);
+        product(rows, w->Dp, w->Dp, columns, p->S, A, w->pitch, 1, packs.keys, m->out, w->Dp, 0);
+        scatter(m->out, w->Dp, &p->d_q, band->b, h, i, past, p->D);
+        pack_rows(q + i * p->q.st, p->q.st, rows, p->D, w->Dp, m->few);
+        product(columns, w->Dp, w->Dp, rows, rows, A, 1, w->pitch, m->few, m->d_key + h * p->S * w->Dp, w->Dp, 1);
+    }
+}
 
+/* ---- a band, a chunk, a pass ---- */
+
+/* Keep the last k - 1 rows of the band before, which had `n` rows and ended at column `end`; zeros from there on. */
+static void roll(const Plan *w, Scratch *m, int64_t n, int64_t old_end, int64_t end) {
+    float *maps[] = {w->p.kernel ? m->X : NULL, w->logits ? m->L : NULL, w->backward ? m->G : NULL,
+                     w->backward ? m->A : NULL, (float *)m->shown};
+    for (int number = 0; number < 5; number++)
+        for (int64_t h = 0; maps[number] && h < (number == 4 ? 1 : w->p.K); h++)
+            for (int64_t t = 0; t < w->p.k - 1; t++) {
+                float *to = maps[number] + (h * w->tall + t) * w->pitch;
+                memmove(to, to + n * w->pitch, old_end * sizeof(float));
+                zero(to + old_end, end + w->gap - old_end);
+            }
+}
+
+/* The rows above a chunk: outside of the map, but for those that are given. */
+static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
+    const Problem *p = &w->p;
+    for (int64_t h = 0; p->kernel && h < p->K; h++) {
+        for (int64_t t = 0; t < p->k - 1; t++) {
+            zero(m->X + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
+            if (w->backward) zero(m->G + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
+        }
+        for (int64_t t = 0; p->above && from == 0 && t < p->top; t++) {
+            float *row = m->X + (h * w->tall + p->k - 1 - p->top + t) * w->pitch;
+            memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
+            if (p->kept && t >= p->T) write_row(p, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
+        }
+        for (int64_t t = p->T; !p->above && p->kept && t < p->top; t++)
+            zero(p->kept + ((b * p->K + h) * p->top + t - p->T) * p->S, p->S);
+    }
+    if (!w->backward) return;
+    zero(m->d_key, p->K * p->S * w->Dp);
+    zero(m->d_v, p->K * p->S * w->Dp);
+    zero(m->d_taps, p->kernel ? (p->K + 3) / 4 * 4 * p->K * p->k * p->k * V : 0);
+    zero(m->d_bias, p->K * V);
+    memset(m->d_shares, 0, sizeof m->d_shares);
+}
+
+static void work_on_band(const Plan *w, Scratch *m, const Band *band, float *packed) {
+    const Problem *p = &w->p;
+    int64_t before = w->backward ? w->down : 0, after = w->backward ? p->top : 0;
+    /* the rows whose A_logit is known now, and those whose logits' gradient is */
+    int64_t i = most(most(band->from - w->down, band->own - before), 0);
+    int64_t past = least(least(band->from - w->down + band->n, band->past + after), p->T);
+    int64_t first = most(band->from - (p->k - 1), band->own), last = least(band->from + band->n - (p->k - 1), band->past);
+    mix(w, m, band, packed);
+    if (i < past) weigh(w, m, band, i, past);
+    if (!w->backward) {
+        if (i < past) look(w, m, band, packed, i, past);
+        return;
+    }
+    if (i < past) weigh_backward(w, m, band, packed, i, past);
+    if (p->kernel) {
+        relu_backward(w, m, band, i, past);
+        kernel_backward(w, m, band, most(i, band->own), least(past, band->past));
+    }
+    if (first >= last) return;
+    mix_backward(w, m, band, first, last);
+    if (p->d_q.data) look_backward(w, m, band, packed, first, last);
+}
+
+/* Returns the last column that was worked on, in whole vectors. */
+static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk, float *packed) {
+    const Problem *p = &w->p;
+    Band band = {.b = b, .own = chunk * w->chunk, .past = least((chunk + 1) * w->chunk, p->T)};
+    int64_t from = most(band.own - (w->backward ? p->k - 1 : p->top), 0);
+    int64_t past = band.past + (w->backward ? p->k - 1 : w->down);
+    int64_t bands = (past - from + w->band - 1) / w->band, rows = (past - from + bands - 1) / bands;
+    begin(w, m, b, from);
+    for (band.from = from; band.from < past; band.from += rows) {
+        int64_t old_end = band.end, n = band.n;
+        band.n = least(rows, past - band.from);
+        band.end = end_of(w, &band, old_end);
+        if (band.from > from) roll(w, m, n, old_end, band.end);
+        work_on_band(w, m, &band, packed);
+    }
+    return band.end;
+}
+
+/* The chunk's parts of sums over a sentence's rows; the first chunk begins them. */
+static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int begins) {
+    const Problem *p = &w->p;
+    int64_t K = p->K, k = p->k;
+    for (int64_t h = 0; h < K; h++) {
+        const Vectors *to[] = {&p->d_v, &p->d_key};
+        const float *parts[] = {m->d_v, m->d_key};
+        for (int number = 0; number < (p->d_key.data ? 2 : 1); number++)
+            for (int64_t s = 0; s < (begins ? p->S : least(p->S, end)); s++) {
+                float *row = to[number]->data + b * to[number]->sb + h * to[number]->sh + s * to[number]->st;
+                const float *part = parts[number] + (h * p->S + s) * w->Dp;
+                if (begins) memcpy(row, part, p->D * sizeof(float));
+                else for (int64_t d = 0; d < p->D; d++) row[d] += part[d];
+            }
+        if (!p->kernel) continue;
+        p->d_bias[b * K + h] = (begins ? 0 : p->d_bias[b * K + h]) + sum(load(m->d_bias + h * V));
+        for (int64_t tap = 0; tap < K * k * k; tap++) {
+            float *total = p->d_kernel + (b * K + h) * K * k * k + tap;
+            float part = sum(load(m->d_taps + ((h / 4 * K * k * k + tap) * 4 + h % 4) * V));
+            *total = begins ? part : *total + part;
+        }
+    }
+    for (int i = 0; p->d_shares && i < 5; i++)
+        p->d_shares[5 * b + i] = (begins ? 0 : p->d_shares[5 * b + i]) + m->d_shares[i];
+}
+
+/* Take part of a thread's memory, with a vector more on both sides: loads may reach past the ends. */
 static float *take(char **next, int64_t floats) {
-    float *taken = (float *)*next;
-    *next += whole(floats + V) * sizeof(float); /* a vector more: loads may reach past the end */
+    float *taken = (float *)*next + V;
+    *next += (whole(floats) + 2 * V) * sizeof(float);
     return taken;
 }
 
 /* Lay the scratch out in `memory`, or only measure it where that is NULL: the bytes needed. */
-static int64_t lay_out(const Problem *p, int backward, char *memory, Scratch *m) {
-    int64_t longer = p->T > p->S ? p->T : p->S;
+static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
+    const Problem *p = &w->p;
+    int64_t map = p->K * w->tall * w->pitch + w->gap, K4 = (p->K + 3) / 4 * 4, taps = p->kernel ? K4 * p->K * p->k * p->k : 0;
+    int backward = w->backward;
     char *next = memory;
-    m->Sp = whole(p->S);
-    m->Dp = whole(p->D);
-    m->wide = whole(m->Sp + p->k - 1);
-    m->tall = p->T + p->k - 1;
-    m->X = take(&next, p->K * m->tall * m->wide);
-    m->G = backward ? take(&next, p->K * m->tall * m->wide) : NULL;
+    m->X = take(&next, p->kernel ? map : 0) + w->gap;
+    m->G = take(&next, backward && p->kernel ? map : 0) + w->gap;
     int64_t zeroed = next - memory;
-    m->P = take(&next, p->K * p->T * m->Sp);
-    m->R = take(&next, p->kernel ? p->K * p->T * m->Sp : 0);
-    m->L = backward && p->d_shares ? take(&next, p->K * p->T * m->Sp) : NULL;
-    m->noise = take(&next, p->threshold ? p->T * m->Sp : 0);
-    m->dmap = take(&next, (backward ? p->K : 1) * p->T * m->Sp);
-    m->rows = take(&next, longer * m->Dp);
-    m->transposed = take(&next, p->D * m->Sp);
-    m->out = take(&next, longer * m->Dp);
-    m->seen = (int32_t *)take(&next, p->T * m->Sp);
-    m->shown = (int32_t *)take(&next, p->T * m->Sp);
-    m->inside = (int32_t *)take(&next, m->Sp);
-    m->taps = take(&next, whole(p->K) * p->K * p->k * p->k);
-    m->turned = take(&next, whole(p->K) * p->K * p->k * p->k);
-    if (memory) {
-        memset(memory, 0, zeroed); /* the zeros around X and G, once: what is inside is written each time */
-        for (int64_t s = 0; s < m->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
-        if (p->kernel) order_taps(p, m);
-        if (p->kernel && backward) order_taps_turned(p, m);
-    }
+    m->L = take(&next, w->logits ? map : 0);
+    m->A = take(&next, backward ? map : 0);
+    m->P = take(&next, p->K * w->band * w->pitch);
+    m->dropped = take(&next, p->threshold ? w->band * w->pitch : 0);
+    m->noise = take(&next, p->threshold ? w->band * w->Sp : 0);
+    m->seen = (int32_t *)take(&next, w->band * w->pitch);
+    m->shown = (int32_t *)take(&next, w->tall * w->pitch);
+    m->inside = (int32_t *)take(&next, w->Sp);
+    m->few = take(&next, w->band * w->Dp);
+    m->out = take(&next, w->band * w->Dp);
+    m->d_key = take(&next, backward ? p->K * p->S * w->Dp : 0);
+    m->d_v = take(&next, backward ? p->K * p->S * w->Dp : 0);
+    m->taps = take(&next, taps);
+    m->turned = take(&next, backward ? taps : 0);
+    m->d_taps = take(&next, backward ? taps * V : 0);
+    m->d_bias = take(&next, p->K * V);
+    m->packs = take(&next, w->chunks == 1 ? p->K * w->packed : 0);
+    if (!memory) return next - memory;
+    memset(memory, 0, zeroed); /* the zeros between the rows of X and G, once: what is inside is written each time */
+    for (int64_t s = 0; s < w->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
+    if (p->kernel) order_taps(p, m->taps);
+    if (p->kernel && backward) order_taps_turned(p, m->turned);
     return next - memory;
 }
 
-static void forward_sentence(const Problem *p, int64_t b, Scratch *m) {
-    maps_of_sentence(p, b, m);
-    if (p->weights) write_maps(p, b, m, m->P, p->weights);
-    for (int64_t h = 0; h < p->K; h++) {
-        const float *P = dropped(p, b, h, m, m->dmap);
-        if (p->T == 1) {
-            row_of_context(P, p->v.data + b * p->v.sb + h * p->v.sh, p->v.st, p->S, p->D, m->out);
-        } else {
-            gather(&p->v, b, h, p->S, p->D, m->Dp, m->rows);
-            product(p->T, m->Dp, p->S, P, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
-        }
-        scatter(m->out, m->Dp, &p->context, b, h, p->T, p->D);
-    }
-}
+/* Rows in a band: what is read and written of its maps, four in the backward pass, stays in the second cache, but not
+   so few that products and the rows at a band's edges cost too much. */
+enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 16, MOST_ROWS = 64 };
 
-static void backward_sentence(const Problem *p, int64_t b, Scratch *m) {
-    maps_of_sentence(p, b, m);
-    for (int64_t h = 0; h < p->K; h++) {
-        float *dmap = m->dmap + h * p->T * m->Sp;
-        if (p->d_context.data) {
-            gather(&p->d_context, b, h, p->T, p->D, m->Dp, m->rows);
-            const float *P = dropped(p, b, h, m, dmap);
-            product(p->S, m->Dp, p->T, P, 1, m->Sp, m->rows, m->Dp, m->out, m->Dp);
-            scatter(m->out, m->Dp, &p->d_v, b, h, p->S, p->D);
-            turn(&p->v, b, h, p->S, p->D, m->Sp, m->transposed);
-            product(p->T, m->Sp, p->D, m->rows, m->Dp, 1, m->transposed, m->Sp, dmap, m->Sp);
-        } else {
-            memset(dmap, 0, p->T * m->Sp * sizeof(float));
-        }
-        softmax_backward(p, b, h, m);
+static Plan plan(const Problem *p, int backward) {
+    Plan w = {.p = *p, .backward = backward};
+    if (!p->kernel) {
+        w.p.k = 1;
+        w.p.left = w.p.top = w.p.same = 0;
     }
-    if (p->kernel) kernel_backward(p, b, m);
-    mix_backward(p, b, m);
-    for (int64_t h = 0; h < p->K; h++) {
-        float *dmap = m->dmap + h * p->T * m->Sp;
-        if (p->d_given) write_map(p, b, h, m, dmap, p->d_given);
-        if (!p->d_q.data) continue;
-        for (int64_t i = 0; i < p->T * m->Sp; i += V) store(dmap + i, p->scale * load(dmap + i));
-        gather(&p->key, b, h, p->S, p->D, m->Dp, m->rows);
-        product(p->T, m->Dp, p->S, dmap, m->Sp, 1, m->rows, m->Dp, m->out, m->Dp);
-        scatter(m->out, m->Dp, &p->d_q, b, h, p->T, p->D);
-        gather(&p->q, b, h, p->T, p->D, m->Dp, m->rows);
-        product(p->S, m->Dp, p->T, dmap, 1, m->Sp, m->rows, m->Dp, m->out, m->Dp);
-        scatter(m->out, m->Dp, &p->d_key, b, h, p->S, p->D);
-    }
+    w.skips = p->masked.data && !p->a_logit && !p->d_a_logit && (!p->kernel || p->hidden.data);
+    w.logits = !p->kernel || !w.p.same || (backward && p->d_shares);
+    w.down = w.p.k - 1 - w.p.top;
+    w.gap = whole(w.p.k - 1);
+    w.Sp = whole(p->S);
+    w.Dp = whole(p->D);
+    w.pitch = w.Sp + w.gap;
+    if (w.pitch % 256 == 0) w.pitch += V; /* else rows would push one another out of the first cache */
+    w.chunk = p->T <= 64 ? p->T : p->B < 4 ? 64 : 128;
+    w.chunks = (p->T + w.chunk - 1) / w.chunk;
+    w.chunk = (p->T + w.chunks - 1) / w.chunks;
+    int64_t fitting = BAND_BYTES / (p->K * w.pitch * (int64_t)sizeof(float) * (backward ? 4 : 2));
+    w.band = least(most(FEWEST_ROWS, least(fitting, MOST_ROWS)), w.chunk + 2 * (w.p.k - 1));
+    w.tall = w.band + w.p.k - 1;
+    if (p->T > 1 || backward) w.packed = whole((backward ? 2 : 1) * p->D * w.Sp + p->S * w.Dp + V);
+    return w;
 }
 
 /* Threads that have enough to do: waking one takes as long as about a million operations. */
-static int worthwhile(const Problem *p, int threads) {
+static int worthwhile(const Plan *w, int threads) {
+    const Problem *p = &w->p;
     double operations = (double)p->B * p->K * p->T * p->S * (4 * p->D + (p->kernel ? 2 * p->K * p->k * p->k : 0));
-    double most = 1 + operations / 1e6;
-    return most < threads ? (int)most : threads;
+    double useful = 1 + operations / 1e6;
+    if (useful > p->B * w->chunks) useful = p->B * w->chunks;
+    return useful < threads ? (int)useful : threads;
 }
+
+/* All sentences, one at a time: a thread packs its own. */
+static void share_sentences(const Plan *w, Scratch *m) {
+#pragma omp for schedule(dynamic)
+    for (int64_t b = 0; b < w->p.B; b++) {
+        if (!m->packs) continue; /* there was no memory */
+        for (int64_t h = 0; w->packed && h < w->p.K; h++) pack_head(w, b, h, m->packs + h * w->packed);
+        int64_t end = work_on_chunk(w, m, b, 0, m->packs);
+        if (w->backward) add_up(w, m, b, end, 1);
+    }
+}
+
+/* Sentences b to past, by chunks: threads share what is packed. Later chunks add to sums after earlier ones. */
+static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, float *packs) {
+    int64_t K = w->p.K, tasks = (past - b) * w->chunks;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < (past - b) * K; i++) pack_head(w, b + i / K, i % K, packs + i * w->packed);
+    if (!w->backward) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = tasks - 1; i >= 0; i--) /* those with the most columns first */
+            if (m->packs) work_on_chunk(w, m, b + i / w->chunks, i % w->chunks, packs + i / w->chunks * K * w->packed);
+        return;
+    }
+#pragma omp for schedule(dynamic, 1) ordered
+    for (int64_t i = 0; i < tasks; i++) {
+        int64_t end = 0;
+        if (m->packs) end = work_on_chunk(w, m, b + i / w->chunks, i % w->chunks, packs + i / w->chunks * K * w->packed);
+#pragma omp ordered
+        if (m->packs) add_up(w, m, b + i / w->chunks, end, i % w->chunks == 0);
+    }
+}
+
+/* Memory for packed matrices that threads share at a time, if one sentence does not take more. */
+enum { PACKED_BYTES = 24 << 20 };
 
 /* Run one pass on at most `threads` threads; 0, or 1 where there is not enough memory. */
 static int run(const Problem *p, int backward, int threads) {
+    Plan w = plan(p, backward);
     Scratch measured;
-    size_t bytes = (lay_out(p, backward, NULL, &measured) + 63) / 64 * 64;
-    int failed = 0;
-    threads = worthwhile(p, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1 && p->B > 1)
+    size_t bytes = lay_out(&w, NULL, &measured), sentence = p->K * w.packed * sizeof(float);
+    int64_t group = w.chunks == 1 ? p->B : least(p->B, most(1, PACKED_BYTES / (int64_t)most(sentence, 1)));
+    float *packs = w.chunks == 1 ? NULL : (float *)take_arena(1, group * sentence);
+    int failed = w.chunks > 1 && !packs;
+    threads = worthwhile(&w, threads);
+    if (failed) return failed;
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Scratch m;
-        char *memory = aligned_alloc(64, bytes);
+        char *memory = take_arena(0, bytes);
         if (memory) {
-            lay_out(p, backward, memory, &m);
-#pragma omp for schedule(static)
-            for (int64_t b = 0; b < p->B; b++) {
-                if (backward) backward_sentence(p, b, &m);
-                else forward_sentence(p, b, &m);
-            }
-            free(memory);
+            lay_out(&w, memory, &m);
         } else {
+            m.packs = NULL;
 #pragma omp atomic write
             failed = 1;
         }
+        if (w.chunks == 1) share_sentences(&w, &m);
+        else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
+        leave_arena(0);
     }
+    leave_arena(1);
     return failed;
 }
 

@@ -1,0 +1,239 @@
+/* What cpu_kernel.c is built of: vectors of floats, e^x, random bits, products of small matrices, memory of a thread. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Floats in a vector: as many as the machine's own vectors hold. GCC splits longer ones by way of memory, which made
+   products twenty times slower. */
+#ifdef __AVX512F__
+enum { V = 16 };
+#else
+enum { V = 8 };
+#endif
+typedef float vf __attribute__((vector_size(V * sizeof(float))));
+typedef int32_t vi __attribute__((vector_size(V * sizeof(int32_t))));
+typedef uint32_t vu __attribute__((vector_size(V * sizeof(uint32_t))));
+typedef uint64_t vlong __attribute__((vector_size(V * sizeof(uint64_t))));
+#ifdef __AVX512F__
+static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf spread(float x) { return x - (vf){0}; }
+INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
+INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
+INLINE float sum(vf x) {
+    for (int width = V / 2; width; width /= 2) for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; } /* up to whole vectors */
+
+/* How many vectors to work on at column s of a row that ends at `end`, a whole number of vectors: two, but first three
+   where their number is odd. Three or two times four sums keep a processor busy, one does not. */
+INLINE int vectors_at(int64_t s, int64_t end) {
+    int64_t left = (end - s) / V;
+    return left % 2 == 0 ? 2 : left == 1 ? 1 : 3;
+}
+
+/* e^x to float32's precision for x <= 0; 0 below -87. */
+INLINE vf exponential(vf x) {
+    vi tiny = x < -87.0f;
+    vf y = choose(tiny, spread(0), x);
+    vi n = __builtin_convertvector(y * 1.44269504f - 0.5f, vi);
+    vf m = __builtin_convertvector(n, vf);
+    vf r = y - m * 0.693359375f + m * 2.12194440e-4f; /* ln 2 in two parts */
+    vf p = spread(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return keep(p * (vf)((n + 127) << 23), ~tiny);
+}
+
+/* ---- random bits ---- */
+
+/* One round of Philox 4x32 for a vector of counters (Salmon et al. 2011). */
+INLINE void philox_round(vu x[4], uint32_t key0, uint32_t key1) {
+    vlong first = __builtin_convertvector(x[0], vlong) * 0xD2511F53u;
+    vlong second = __builtin_convertvector(x[2], vlong) * 0xCD9E8D57u;
+    x[0] = __builtin_convertvector(second >> 32, vu) ^ x[1] ^ key0;
+    x[1] = __builtin_convertvector(second & 0xFFFFFFFFu, vu);
+    x[2] = __builtin_convertvector(first >> 32, vu) ^ x[3] ^ key1;
+    x[3] = __builtin_convertvector(first & 0xFFFFFFFFu, vu);
+}
+
+/* Seven rounds are the fewest that pass every test of randomness (Salmon et al. 2011, table 2). */
+INLINE void philox(vu x[4], uint64_t seed) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 7; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) philox_round(x, key0, key1);
+}
+
+/* ---- products of matrices: C = A B, or C += A B ----
+
+   A is read element by element, at A[row * rs + depth * cs]. B is packed in panels of a few vectors of columns: the
+   panel that begins at column s begins at B + s * depth, and its rows follow one another. */
+
+INLINE void product_tile(const int rows, const int vectors, const int width, int64_t depth, const float *A, int64_t rs,
+                         int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+    vf acc[6][3];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) acc[i][j] = add ? load(C + i * ldc + j * V) : spread(0);
+    for (int64_t d = 0; d < depth; d++, B += width * V) {
+        vf b[3];
+        for (int j = 0; j < vectors; j++) b[j] = load(B + j * V);
+        for (int i = 0; i < rows; i++) {
+            float a = A[i * rs + d * cs];
+            for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
+        }
+    }
+    for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) store(C + i * ldc + j * V, acc[i][j]);
+}
+
+/* All rows by one panel, `width` vectors wide, of whose columns the first `vectors` are wanted. */
+INLINE void product_panel(const int most_rows, const int vectors, const int width, int64_t rows, int64_t depth,
+                          const float *A, int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+    int64_t i = 0;
+    for (; i + most_rows <= rows; i += most_rows)
+        product_tile(most_rows, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
+    if (most_rows > 4 && i + 4 <= rows) {
+        product_tile(4, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
+        i += 4;
+    }
+    if (i + 2 <= rows) {
+        product_tile(2, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
+        i += 2;
+    }
+    for (; i < rows; i++)
+        product_tile(1, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
+}
+
+/* The first `end` columns; B has `columns`, and rows of `depth` or more, of which `panel_depth` lie in each panel. */
+static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, int64_t panel_depth, const float *A,
+                    int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+    for (int64_t s = 0; s < end;) {
+        int width = vectors_at(s, columns), vectors = (int)least(width, (end - s) / V);
+        const float *panel = B + s * panel_depth;
+        switch (4 * width + vectors) {
+        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, C + s, ldc, add);
+        }
+        s += width * V;
+    }
+}
+
+/* Pack count x D vectors, `stride` apart, as the matrix B that has them as its rows: count x Dp, zeros from D on. */
+static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Dp, float *to) {
+    for (int64_t d = 0; d < Dp;) {
+        int64_t width = vectors_at(d, Dp) * V, filled = least(width, D - d);
+        for (int64_t t = 0; t < count; t++, to += width) {
+            memcpy(to, from + t * stride + d, filled * sizeof(float));
+            for (int64_t i = filled; i < width; i++) to[i] = 0;
+        }
+        d += width;
+    }
+}
+
+/* Pack them as the matrix B that has them as its columns: D x Sp, zeros from `count` on. */
+static void pack_columns(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Sp, float *to) {
+    for (int64_t s = 0; s < Sp;) {
+        int64_t width = vectors_at(s, Sp) * V, filled = least(width, count - s);
+        for (int64_t d = 0; d < D; d++) {
+            for (int64_t i = 0; i < filled; i++) to[d * width + i] = from[(s + i) * stride + d];
+            for (int64_t i = filled; i < width; i++) to[d * width + i] = 0;
+        }
+        to += D * width;
+        s += width;
+    }
+}
+
+/* ---- products with one row, for step-by-step decoding: packing, for so few rows, would cost more than it gives ---- */
+
+/* q k^T, keys where they lie */
+static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
+    for (int64_t s = 0; s < S; s++, keys += stride) {
+        vf acc = spread(0);
+        int64_t d = 0;
+        for (; d + V <= D; d += V) acc += load(q + d) * load(keys + d);
+        float x = sum(acc);
+        for (; d < D; d++) x += q[d] * keys[d];
+        to[s] = x;
+    }
+}
+
+/* P v, likewise */
+static void row_of_context(const float *P, const float *values, int64_t stride, int64_t S, int64_t D, float *to) {
+    int64_t d = 0;
+    for (; d + V <= D; d += V) {
+        vf acc = spread(0);
+        for (int64_t s = 0; s < S; s++) acc += P[s] * load(values + s * stride + d);
+        store(to + d, acc);
+    }
+    for (; d < D; d++) {
+        float x = 0;
+        for (int64_t s = 0; s < S; s++) x += P[s] * values[s * stride + d];
+        to[d] = x;
+    }
+}
+
+/* ---- memory that a thread keeps from call to call ----
+
+   Memory that is given back after every call is mapped and cleared anew at the next, which took longer than all
+   arithmetic. A thread's memory only grows, is given back when the thread ends, and not kept where it is very much. */
+
+enum { MOST_KEPT = 64 << 20 }; /* bytes */
+typedef struct {
+    char *memory;
+    size_t bytes;
+} Arena;
+
+static __thread Arena arenas[2]; /* of what a thread has for itself, and of what it shares during a call */
+static pthread_key_t arenas_key;
+static pthread_once_t arenas_once = PTHREAD_ONCE_INIT;
+
+static void give_back(void *of_thread) {
+    Arena *all = of_thread;
+    for (int i = 0; i < 2; i++) {
+        free(all[i].memory);
+        all[i] = (Arena){0};
+    }
+}
+
+static void make_key(void) { pthread_key_create(&arenas_key, give_back); }
+
+/* At least so many bytes, of any content; NULL where there are not so many. */
+static char *take_arena(int which, size_t bytes) {
+    Arena *arena = &arenas[which];
+    if (arena->bytes >= bytes) return arena->memory;
+    pthread_once(&arenas_once, make_key);
+    pthread_setspecific(arenas_key, arenas); /* so that give_back is called when the thread ends */
+    free(arena->memory);
+    bytes = (bytes + 4095) / 4096 * 4096;
+    arena->memory = aligned_alloc(64, bytes);
+    arena->bytes = arena->memory ? bytes : 0;
+    return arena->memory;
+}
+
+/* After a call. */
+static void leave_arena(int which) {
+    Arena *arena = &arenas[which];
+    if (arena->bytes <= MOST_KEPT) return;
+    free(arena->memory);
+    *arena = (Arena){0};
+}
