@@ -263,24 +263,29 @@ static void order_taps_turned(const Problem *p, float *to) {
                         *to++ = c < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
 }
 
-/* Four heads' convolution at `vectors` places: acc[o][j] += taps * maps, whose first row and column are given. */
-INLINE void convolve_at(const int vectors, const Plan *w, const float *maps, const float *taps, vf acc[4][3]) {
+/* Four heads' convolution, with a kernel of `size`, at `vectors` places: acc[o][j] += taps * maps, whose first row and
+   column are given. */
+INLINE void convolve_at(const int vectors, int64_t size, const Plan *w, const float *maps, const float *taps,
+                        vf acc[4][3]) {
     for (int64_t c = 0; c < w->p.K; c++)
-        for (int64_t a = 0; a < w->p.k; a++) {
+        for (int64_t a = 0; a < size; a++) {
             const float *row = maps + (c * w->tall + a) * w->pitch;
-            for (int64_t b = 0; b < w->p.k; b++, taps += 4)
+            for (int64_t b = 0; b < size; b++, taps += 4)
                 for (int j = 0; j < vectors; j++) {
                     vf x = load(row + b + j * V);
+                    hold(&x);
                     for (int o = 0; o < 4; o++) acc[o][j] += taps[o] * x;
                 }
         }
 }
 
 INLINE void convolve(int vectors, const Plan *w, const float *maps, const float *taps, int64_t first, vf acc[4][3]) {
-    taps += first * w->p.K * w->p.k * w->p.k;
-    if (vectors == 2) convolve_at(2, w, maps, taps, acc);
-    else if (vectors == 3) convolve_at(3, w, maps, taps, acc);
-    else convolve_at(1, w, maps, taps, acc);
+    int64_t size = w->p.k;
+    taps += first * w->p.K * size * size;
+    if (vectors == 2 && size == 3) convolve_at(2, 3, w, maps, taps, acc);
+    else if (vectors == 2) convolve_at(2, size, w, maps, taps, acc);
+    else if (vectors == 3) convolve_at(3, size, w, maps, taps, acc);
+    else convolve_at(1, size, w, maps, taps, acc);
 }
 
 /* What is carried at head h, row i, from column s on. */
@@ -438,7 +443,33 @@ static void softmax_backward(const Plan *w, const Scratch *m, const Band *band, 
     }
 }
 
-/* A = gradient of A_logit of rows i to past; the chunk's own rows add to the gradient of the values. */
+/* G of head h, the ReLU's results, is turned into the gradient of the convolution's; zeros where there are no rows. The
+   chunk's own rows add to the gradients of the bias and of c. */
+static void relu_backward(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past) {
+    const Problem *p = &w->p;
+    for (int64_t r = band->from - w->down; r < band->from - w->down + band->n; r++) {
+        int64_t place = (h * w->tall + r - band->from + w->down + p->k - 1) * w->pitch;
+        float *G = m->G + place, *A = m->A + place;
+        if (r < i || r >= past) {
+            zero(G, band->end + w->gap);
+            continue;
+        }
+        vf total = spread(0), convolved = spread(0);
+        for (int64_t s = 0; s < band->end; s += V) {
+            vf relu = load(G + s), d = load(A + s), g = keep(p->c * d, relu > 0.0f);
+            if (p->d_shares) convolved += d * (relu - carried(w, m, band, h, r, s));
+            store(G + s, g);
+            total += g;
+        }
+        zero(G + band->end, w->gap);
+        if (r < band->own || r >= band->past) continue;
+        store(m->d_bias + h * V, load(m->d_bias + h * V) + total);
+        m->d_shares[2] += sum(convolved);
+    }
+}
+
+/* A and G = gradients of A_logit and of the convolution's result of rows i to past; the chunk's own rows add to the
+   gradient of the values. */
 static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
     const Problem *p = &w->p;
     int64_t row = i - (band->from - w->down), own = most(i, band->own), own_past = least(past, band->past);
@@ -446,7 +477,7 @@ static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *p
         const float *P = m->P + (h * w->band + row) * w->pitch, *d_context = p->d_context.data;
         float *A = m->A + (h * w->tall + row + p->k - 1) * w->pitch;
         const float *noise = p->threshold && d_context ? m->noise : NULL;
-        if (d_context) {
+        if (d_context && i < past) {
             d_context += band->b * p->d_context.sb + h * p->d_context.sh;
             Packs packs = packs_of(w, packed + h * w->packed);
             product(past - i, w->Sp, band->end, p->D, p->D, d_context + i * p->d_context.st, p->d_context.st, 1,
@@ -463,33 +494,8 @@ static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *p
             softmax_backward(w, m, band, h, r, P, noise, A);
             if (noise) noise += w->Sp;
         }
+        if (p->kernel) relu_backward(w, m, band, h, i, past);
     }
-}
-
-/* G, the ReLU's results, is turned into the gradient of the convolution's; zeros where there are no rows. The chunk's
-   own rows add to the gradients of the bias and of c. */
-static void relu_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
-    const Problem *p = &w->p;
-    for (int64_t h = 0; h < p->K; h++)
-        for (int64_t r = band->from - w->down; r < band->from - w->down + band->n; r++) {
-            int64_t place = (h * w->tall + r - band->from + w->down + p->k - 1) * w->pitch;
-            float *G = m->G + place, *A = m->A + place;
-            if (r < i || r >= past) {
-                zero(G, band->end + w->gap);
-                continue;
-            }
-            vf total = spread(0), convolved = spread(0);
-            for (int64_t s = 0; s < band->end; s += V) {
-                vf relu = load(G + s), d = load(A + s), g = keep(p->c * d, relu > 0.0f);
-                if (p->d_shares) convolved += d * (relu - carried(w, m, band, h, r, s));
-                store(G + s, g);
-                total += g;
-            }
-            zero(G + band->end, w->gap);
-            if (r < band->own || r >= band->past) continue;
-            store(m->d_bias + h * V, load(m->d_bias + h * V) + total);
-            m->d_shares[2] += sum(convolved);
-        }
 }
 
 /* Gradients of `count` neighbouring taps of some output heads: sums of products of G with X, moved by the tap's place.
@@ -568,7 +574,9 @@ INLINE void split_gradient(const Plan *w, Scratch *m, const Band *band, int64_t 
     store(A, (p->given ? 1 : p->scale) * (p->b * d_mixed + p->e * d_carried));
     if (p->d_previous) {
         vf d_previous = p->a * d_mixed + p->d * d_carried;
-        memcpy(p->d_previous + r * p->S + s, &d_previous, least(V, p->S - s) * sizeof(float));
+        float *to = p->d_previous + r * p->S + s;
+        if (s + V <= p->S) store(to, d_previous);
+        else memcpy(to, &d_previous, (p->S - s) * sizeof(float));
     }
 }
 
@@ -668,11 +676,8 @@ static void work_on_band(const Plan *w, Scratch *m, const Band *band, float *pac
         if (i < past) look(w, m, band, packed, i, past);
         return;
     }
-    if (i < past) weigh_backward(w, m, band, packed, i, past);
-    if (p->kernel) {
-        relu_backward(w, m, band, i, past);
-        kernel_backward(w, m, band, most(i, band->own), least(past, band->past));
-    }
+    weigh_backward(w, m, band, packed, i, past);
+    if (p->kernel) kernel_backward(w, m, band, most(i, band->own), least(past, band->past));
     if (first >= last) return;
     mix_backward(w, m, band, first, last);
     if (p->d_q.data) look_backward(w, m, band, packed, first, last);
@@ -765,7 +770,7 @@ static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
 
 /* Rows in a band: what is read and written of its maps, four in the backward pass, stays in the second cache, but not
    so few that products and the rows at a band's edges cost too much. */
-enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 16, MOST_ROWS = 64 };
+enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 32, MOST_ROWS = 64 };
 
 static Plan plan(const Problem *p, int backward) {
     Plan w = {.p = *p, .backward = backward};

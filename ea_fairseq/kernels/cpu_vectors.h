@@ -35,6 +35,16 @@ INLINE float sum(vf x) {
     for (int width = V / 2; width; width /= 2) for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
 }
+/* Have a vector in a register: GCC would load it anew for each of its uses, which takes longer than the products. */
+INLINE void hold(vf *x) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(*x));
+#elif defined(__AVX__)
+    __asm__("" : "+x"(*x));
+#else
+    (void)x;
+#endif
+}
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; } /* up to whole vectors */
@@ -120,12 +130,17 @@ INLINE void product_panel(const int most_rows, const int vectors, const int widt
         product_tile(1, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
 }
 
-/* The first `end` columns; B has `columns`, and rows of `depth` or more, of which `panel_depth` lie in each panel. */
-static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, int64_t panel_depth, const float *A,
-                    int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
-    for (int64_t s = 0; s < end;) {
-        int width = vectors_at(s, columns), vectors = (int)least(width, (end - s) / V);
-        const float *panel = B + s * panel_depth;
+/* So many rows of B at a time, and of A where it has more, stay near the processor until all is done with them. */
+enum { DEPTH_AT_ONCE = 256, ROWS_AT_ONCE = 96 };
+
+/* Some rows of A by `depth` rows of B, after the `above` first. */
+static void product_block(int64_t rows, int64_t columns, int64_t end, int64_t above, int64_t depth,
+                          int64_t panel_depth, const float *A, int64_t rs, int64_t cs, const float *B, float *C,
+                          int64_t ldc, int add) {
+    for (int64_t s = 0, width; s < end; s += width * V) {
+        width = vectors_at(s, columns);
+        int vectors = (int)least(width, (end - s) / V);
+        const float *panel = B + s * panel_depth + above * width * V;
         switch (4 * width + vectors) {
         case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
         case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
@@ -134,8 +149,16 @@ static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, i
         case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
         default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, C + s, ldc, add);
         }
-        s += width * V;
     }
+}
+
+/* The first `end` columns; B has `columns`, and the first `depth` of its `panel_depth` rows are wanted. */
+static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, int64_t panel_depth, const float *A,
+                    int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+    for (int64_t i = 0; i < rows; i += ROWS_AT_ONCE)
+        for (int64_t d = 0; d < depth; d += DEPTH_AT_ONCE)
+            product_block(least(rows - i, ROWS_AT_ONCE), columns, end, d, least(depth - d, DEPTH_AT_ONCE), panel_depth,
+                          A + i * rs + d * cs, rs, cs, B, C + i * ldc, ldc, add || d > 0);
 }
 
 /* Pack count x D vectors, `stride` apart, as the matrix B that has them as its rows: count x Dp, zeros from D on. */
