@@ -297,12 +297,20 @@ INLINE vf carried(const Plan *w, const Scratch *m, const Band *band, int64_t h, 
     return weighted(p->d, previous, p->e, load(m->L + place));
 }
 
+/* Ask for what is needed of all heads at the columns to come: so many rows at once are more than processors foresee. */
+INLINE void foresee(const Plan *w, const float *maps, int64_t tall) {
+    for (int64_t h = 0; h < w->p.K; h++) __builtin_prefetch(maps + h * tall * w->pitch + 4 * V);
+}
+
 /* P = A_logit of one row; in the backward pass G = ReLU(Conv(X)). */
 static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
     const Problem *p = &w->p;
     int64_t row = i - (band->from - w->down);
     for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
         vectors = vectors_at(s, band->end);
+        foresee(w, m->X + (row + p->k - 1) * w->pitch + s, w->tall);
+        foresee(w, m->P + row * w->pitch + s, w->band);
+        if (w->backward) foresee(w, m->G + (row + p->k - 1) * w->pitch + s, w->tall);
         for (int64_t first = 0; first < p->K; first += 4) {
             vf acc[4][3];
             for (int o = 0; o < 4; o++)
@@ -588,6 +596,8 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
         const float *G = m->G + (i - band->from + p->k - 1) * w->pitch - (p->k - 1 - p->left);
         for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
             vectors = vectors_at(s, band->end);
+            if (p->kernel) foresee(w, G + (p->k - 1) * w->pitch + s, w->tall);
+            foresee(w, m->A + (i - band->from + w->down + p->k - 1) * w->pitch + s, w->tall);
             for (int64_t first = 0; first < p->K; first += 4) {
                 vf acc[4][3];
                 for (int o = 0; o < 4; o++) for (int j = 0; j < 3; j++) acc[o][j] = spread(0);
