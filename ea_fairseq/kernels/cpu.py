@@ -354,7 +354,16 @@ def _fingerprint(compiler: list[str]) -> str:
     version = subprocess.run(
         [*compiler, "--version"], check=True, capture_output=True, text=True, timeout=_COMPILING_TAKES_AT_MOST
     ).stdout
-    parts = [_SOURCE.read_text(), _INCLUDED.read_text(), *compiler, version, *_FLAGS, "".join(_c_library()), platform.machine(), processor]
+    parts = [
+        _SOURCE.read_text(),
+        _INCLUDED.read_text(),
+        *compiler,
+        version,
+        *_FLAGS,
+        "".join(_c_library()),
+        platform.machine(),
+        processor,
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
