@@ -51,7 +51,7 @@ class Pipeline:
 
     def __init__(
         self, recipe: Recipe, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
-    ):
+    ) -> None:
         self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
         self.strict = strict
         self.codes = subwords.given_codes(recipe.codes) if recipe.codes else None

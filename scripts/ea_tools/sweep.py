@@ -26,7 +26,8 @@ from fairseq import options
 
 from ea_tools import recipes, reproduce, table_report, train
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
-from ea_tools.figures.curves import COLOURS, STYLES
+from ea_tools.figures.style import COLOURS
+from ea_tools.figures.style import LINES as STYLES
 from ea_tools.scores import LABELS
 from ea_tools.tables import Column, Row, Table
 from ea_tools.text import read_prep

@@ -85,9 +85,9 @@ def test_fonts_are_found_or_missed():
 def test_labels_fit(length):
     """No label covers another label of its axis, or a title, or leaves the picture."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
-    style = plot_attention._style(there)
+    sizes = plot_attention._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     figure.draw_without_rendering()
     canvas = figure.bbox
     panels = [axes for axes in figure.axes if axes.images]
@@ -108,7 +108,7 @@ def test_labels_fit(length):
             assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
     assert _apart(titles)
     assert _apart([axes.get_window_extent() for axes in figure.axes])
-    assert style.font >= 6
+    assert sizes.font >= 6
 
 
 def _labels(axes):
@@ -125,9 +125,9 @@ def _apart(boxes):
 
 def test_one_colour_scale_per_row_and_the_right_maps():
     there = look()
-    style = plot_attention._style(there)
+    sizes = plot_attention._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     images = [axes.images[0] for axes in figure.axes if axes.images]
     for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
         maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]

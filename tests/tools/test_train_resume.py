@@ -95,15 +95,23 @@ def test_never_silently_from_nothing(tmp_path, capsys):
             train.mend(tmp_path)
 
 
-def test_foreign_checkpoints_are_not_gone_on_from(tmp_path, capsys):
-    trace = tmp_path / "trace"
-    torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
-    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")  # weights alone
+def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
     checkpoint(tmp_path / "checkpoint4.pt", 40)
     assert train.updates(train.mend(tmp_path)) == 40
-    warning = capsys.readouterr().err
-    assert "refused" in warning
-    assert "checkpoint5.pt: has no optimizer state" in warning
+    assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
+    """It may be a good one of another version: it is refused, runs nothing, and stays where it is."""
+    trace = tmp_path / "trace"
+    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
+    content = (tmp_path / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused, and nothing of it was run: it asks for "):
+        train.mend(tmp_path)
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
+    assert not list(tmp_path.glob("*.damaged"))
     assert not trace.exists()
 
 
@@ -128,7 +136,7 @@ def test_every_start_is_recorded(tmp_path):
 
     def start(lr, done):
         train.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
-        train.record_start(tmp_path, ["train", "--user-dir", "ea_fairseq", "--lr", lr, "--save-dir", "x"], launch, done)
+        train.record_start(tmp_path, {"user-dir": ["ea_fairseq"], "lr": [lr], "save-dir": ["x"]}, launch, done)
         return json.loads((tmp_path / "run.json").read_text())["starts"]
 
     start("0.1", 0)
