@@ -80,16 +80,14 @@ class Pipeline:
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
-        self._check_expected({split: found["pairs"] for split, found in summary["splits"].items()})
+        self._check_expected({split: facts["pairs"] for split, facts in summary["splits"].items()})
         return summary
 
     def _check_expected(self, pairs: dict[str, int]) -> None:
         wrong = {split: pairs[split] for split, number in self.recipe.expected.items() if pairs[split] != number}
         if wrong and self.strict:
-            found = ", ".join(
-                f"{split} {n:,} pairs (not {self.recipe.expected[split]:,})" for split, n in wrong.items()
-            )
-            raise PrepError(f"--strict: {found}")
+            numbers = (f"{split} {n:,} pairs (not {self.recipe.expected[split]:,})" for split, n in wrong.items())
+            raise PrepError(f"--strict: {', '.join(numbers)}")
 
     def _stages(self) -> list[Stage]:
         rules = self.recipe.rules
@@ -130,10 +128,6 @@ class Pipeline:
             return sum(not line.startswith(b"#version") for line in self.codes.splitlines())
         return self.recipe.rules.merges
 
-    def report(self, stage: str) -> dict:
-        """What a finished stage had to report."""
-        return next(done.report() for done in self.chain if done.name == stage)
-
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
         """See parallel.ordered_map; shows progress."""
         return ordered_map(function, chunks(paths, what, count_lines(paths[0])), self.workers)
@@ -170,8 +164,9 @@ class Pipeline:
                         checked = lower_case_lines(checked, str(side))
                     counts.append(_write(file, checked))
             if counts[0] != counts[1]:
-                found = "\n".join(f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True))
-                raise PrepError(f"{split}: the two sides do not have the same number of lines:\n{found}")
+                lengths = [f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True)]
+                message = f"{split}: the two sides do not have the same number of lines:"
+                raise PrepError("\n".join([message, *lengths]))
             total += counts[0]
         if not total:
             raise PrepError(f"{split}: no lines in {' and '.join(map(str, sides))}")
@@ -320,8 +315,8 @@ class Pipeline:
         say(f"  the same as: {self._equivalent()}")
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
         counts = Counter()
-        for _, found in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
-            counts.update(found)
+        for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
+            counts.update(of_chunk)
         words = binary.dictionary(counts)
         for lang in self.languages:
             lines = "".join(f"{word} {count}\n" for word, count in words)
@@ -337,7 +332,16 @@ class Pipeline:
                 self._rewrite(subwords.join, "filter", folder / "raw", split)
         else:
             shutil.copytree(text / "raw", folder / "raw")
-        summary = report.summarise(self, folder, unknown, len(words) + len(binary.SPECIAL), versions())
+        summary = report.summarise(
+            self.recipe,
+            folder,
+            stages={stage.name: stage.report() for stage in self.chain[:-1]},
+            merges=self.merges,
+            unknown=unknown,
+            types=len(words) + len(binary.SPECIAL),
+            command=self.command,
+            versions=versions(),
+        )
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)
         return {}
@@ -359,10 +363,10 @@ class Pipeline:
         with ExitStack() as stack:
             files = list(zip(_create(stack, data), _create(stack, sizes), strict=True))
             for _, sides in self._read(encode, self.text("filter", split), f"binarise {split}"):
-                for side, (found, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
-                    numbers.write(found[0])
-                    lengths.write(found[1])
-                    unknown[side] += found[2]
+                for side, (encoded, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
+                    numbers.write(encoded[0])
+                    lengths.write(encoded[1])
+                    unknown[side] += encoded[2]
         for name, lengths in zip(names, sizes, strict=True):
             binary.write_index(Path(f"{name}.idx"), lengths, encode.type)
             lengths.unlink()
@@ -392,5 +396,4 @@ def _link(paths: list[Path], folder: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Of everything that decides what the data looks like."""
-    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"python": platform.python_version()} | found
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}

@@ -146,16 +146,16 @@ class Launch:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Launch:
         """What the command line says, else SLURM's variables, else what this machine has."""
-        there, capability = (0, None) if args.gpus == 0 else _gpus()
-        gpus = there if args.gpus is None else args.gpus
-        if gpus > there and not args.dry_run:
-            raise UserError(f"--gpus {gpus}: this machine has {there}")
-        if gpus < 0:
-            raise UserError(f"--gpus {gpus}: cannot be negative")
+        there, capability = (0, None) if args.gpus == 0 else gpus()
+        wanted = there if args.gpus is None else args.gpus
+        if wanted > there and not args.dry_run:
+            raise UserError(f"--gpus {wanted}: this machine has {there}")
+        if wanted < 0:
+            raise UserError(f"--gpus {wanted}: cannot be negative")
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:
-            return cls(gpus, capability)
+            return cls(wanted, capability)
         rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
         master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
         if rank is None or master is None:
@@ -163,7 +163,7 @@ class Launch:
         if not 0 <= int(rank) < nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
-        return cls(gpus, capability, nodes, int(rank), host, int(port or 29500))
+        return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
 
     @property
     def processes(self) -> int:
@@ -179,7 +179,7 @@ class Launch:
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-def _gpus() -> tuple[int, tuple[int, int] | None]:
+def gpus() -> tuple[int, tuple[int, int] | None]:
     """How many GPUs there are, and the least compute capability among them.
 
     PyTorch is only asked where there is a driver, for its import takes seconds.
@@ -280,7 +280,7 @@ def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, s
     # SLURM's node list would make fairseq look for the other processes by itself.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
     flags = {"distributed-world-size": launch.processes}
-    if launch.gpus and launch.gpus < _gpus()[0]:
+    if launch.gpus and launch.gpus < gpus()[0]:
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: launch.gpus])
     if not launch.gpus:

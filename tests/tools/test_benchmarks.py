@@ -5,7 +5,6 @@ import json
 import numpy
 import pytest
 import torch
-from helpers.toy import data, run  # noqa: F401  (fixtures)
 from tqdm import tqdm
 
 from ea_tools.bench import attention as benchmark_attention
@@ -194,7 +193,7 @@ def test_decoding(tmp_path, small):
 
 
 @pytest.mark.slow
-def test_decoding_of_trained_runs(tmp_path, data, run):  # noqa: F811
+def test_decoding_of_trained_runs(tmp_path, data, run):
     flags = ["--run-pair", run, run, "--data", data, "--beam", 1, "--batch", "full"]
     (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *SMALL, *flags)["results"]
     assert result["architectures"] == {"ours": "ea_transformer_base", "stock": "ea_transformer_base"}

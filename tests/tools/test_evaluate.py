@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.toy import data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import script
 
 from ea_tools import evaluate
 from ea_tools import scores as scoring
@@ -158,7 +158,7 @@ def test_prep_is_checked(tmp_path):
 
 
 @pytest.mark.slow
-def test_end_to_end(data, run, tmp_path):  # noqa: F811
+def test_end_to_end(data, run, tmp_path):
     result = script("evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())
@@ -177,7 +177,7 @@ def test_end_to_end(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_ensemble_best_and_paired(data, run, tmp_path):  # noqa: F811
+def test_ensemble_best_and_paired(data, run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     for name in ("checkpoint1.pt", "checkpoint_best.pt"):
@@ -194,7 +194,7 @@ def test_ensemble_best_and_paired(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
+def test_mistakes_are_told_apart(data, run, tmp_path):
     def error(*flags, of=data):
         result = script("evaluate.sh", "--data", of, "--run", run, *flags)
         assert result.returncode not in (0, None)

@@ -10,8 +10,8 @@ import numpy
 import pytest
 from conftest import amplify_, build
 from helpers import browser
-from helpers.toy import data, script  # noqa: F401  (a fixture)
-from test_attention_maps import checkpoints, inputs, maps_of  # noqa: F401  (a fixture)
+from helpers.toy import script
+from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import families, visual
@@ -211,7 +211,7 @@ def arguments(checkpoint, tmp_path, *more):
     ]
 
 
-def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):  # noqa: F811
+def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     files = [tmp_path / "new" / f"a{suffix}" for suffix in plot_attention.SUFFIXES]
     main(
         [
@@ -228,7 +228,7 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys): 
     assert '"start": {"kind": "encoder", "layer": 1, "head": 0}' in files[2].read_text()
 
 
-def test_without_a_target_the_model_translates(checkpoints, tmp_path):  # noqa: F811
+def test_without_a_target_the_model_translates(checkpoints, tmp_path):
     main([*arguments(checkpoints.mixed, tmp_path)[:-1], str(tmp_path / "own.npz")])
     loaded = attention_maps.load_model(checkpoints.mixed)
     expected = loaded.translate(loaded.source("Hund, Katze."), 5)
@@ -255,7 +255,7 @@ def test_without_a_target_the_model_translates(checkpoints, tmp_path):  # noqa: 
         ("none", [], r"none\.pt: no such checkpoint"),
     ],
 )
-def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):  # noqa: F811
+def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):
     checkpoint = getattr(checkpoints, model, tmp_path / "none.pt")
     with pytest.raises(SystemExit) as end:
         main(arguments(checkpoint, tmp_path, *more))
@@ -280,7 +280,7 @@ def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, mes
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):  # noqa: F811
+def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):
     words = iter([["a"], ["b"]])
     monkeypatch.setattr(plot_attention, "_words", lambda loaded: next(words))
     with pytest.raises(SystemExit, match="its dictionaries are others than those of"):
@@ -296,7 +296,7 @@ def test_a_baseline_with_fewer_heads_is_named():
         chosen(mixed, args)
 
 
-def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):  # noqa: F811
+def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):
     """The second of two files fails: neither appears."""
 
     def full(look, start):
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):  # noqa
 
 
 @pytest.mark.slow
-def test_from_any_folder(checkpoints, tmp_path):  # noqa: F811
+def test_from_any_folder(checkpoints, tmp_path):
     result = script(
         "plot_attention.sh", "--checkpoint", checkpoints.evolving, "--source", "Hund.", "--layer", 1, cwd=tmp_path
     )

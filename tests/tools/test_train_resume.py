@@ -11,8 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers.toy import ENVIRONMENT, TINY, data, script, tool  # noqa: F401  (fixtures)
-from test_average_checkpoints import Payload
+from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
 from ea_tools import train
 from ea_tools.checkpoints import load
@@ -21,7 +20,7 @@ from ea_tools.common import UserError
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
 
 
-def command(data, run, *flags):  # noqa: F811
+def command(data, run, *flags):
     return ["sample", "ea_transformer_lite", "--data", data, "--run", run, *FLAGS, *flags]
 
 
@@ -173,7 +172,7 @@ def test_two_at_once(tmp_path):
     train.take(tmp_path)
 
 
-def test_data_of_other_languages_are_refused(data, tmp_path):  # noqa: F811
+def test_data_of_other_languages_are_refused(data, tmp_path):
     flags = ["--data", data, "--run", tmp_path / "run", "--gpus", "0"]
     result = script("train", "multi30k-en-fr", "transformer_lite", *flags)
     assert result.returncode == 1
@@ -203,7 +202,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
-def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
+def test_ten_kills_change_nothing(data, tmp_path):
     # Wide enough that writing a checkpoint takes a moment in which one can be killed.
     size = ["--max-epoch", 8, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
     size += ["--decoder-embed-dim", 256, "--num-workers", 0]
@@ -243,7 +242,7 @@ def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
+def test_the_count_of_patience_survives_a_resume(data, tmp_path):
     """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
     still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
     assert script("train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
@@ -264,7 +263,7 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
+def test_bleu_decides_which_is_best(data, tmp_path):
     result = script("train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
     assert result.returncode == 0, result.stderr[-2000:]
     state = load(tmp_path / "checkpoint_best.pt")
@@ -274,7 +273,7 @@ def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_full_disk(data, tmp_path):  # noqa: F811
+def test_a_full_disk(data, tmp_path):
     """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
