@@ -26,7 +26,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from . import binary, download, report, stages, subwords
-from .corpus import Recipe
+from .corpus import Corpus
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
 from .sources import Side
@@ -44,30 +44,30 @@ def say(text: str) -> None:
 
 
 class Pipeline:
-    """One preparation: `recipe` applied to the text below `raw`, finished as the folder `out`.
+    """One preparation: `corpus` made of the text below `raw`, finished as the folder `out`.
 
-    `command` is for the record. With `strict`, numbers of pairs other than the recipe's expected ones are an error.
+    `command` is for the record. With `strict`, numbers of pairs other than those that the corpus expects are an error.
     """
 
     def __init__(
-        self, recipe: Recipe, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
+        self, corpus: Corpus, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
     ) -> None:
-        self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
+        self.corpus, self.raw, self.out, self.workers, self.command = corpus, raw, out, workers, command
         self.strict = strict
-        self.codes = subwords.given_codes(recipe.codes) if recipe.codes else None
-        self.languages = (recipe.source_lang, recipe.target_lang)
+        self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
+        self.languages = (corpus.source_lang, corpus.target_lang)
         self.sides = {
             split: [
                 [Side(part, lang, role, raw) for lang, role in zip(self.languages, ROLES, strict=True)]
                 for part in parts
             ]
-            for split, parts in recipe.splits().items()
+            for split, parts in corpus.splits().items()
         }  # split -> part -> side
         self.work = out.with_name(out.name + ".work")
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
         self.folder = folder | {"binarise": out}
         # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
-        self.filtered = ["train", "valid"] if recipe.rules.valid_every else ["train"]
+        self.filtered = ["train", "valid"] if corpus.rules.valid_every else ["train"]
         self.chain = self._stages()
 
     def run(self, force: str | None = None) -> dict:
@@ -84,13 +84,13 @@ class Pipeline:
         return summary
 
     def _check_expected(self, pairs: dict[str, int]) -> None:
-        wrong = {split: pairs[split] for split, number in self.recipe.expected.items() if pairs[split] != number}
+        wrong = {split: pairs[split] for split, number in self.corpus.expected.items() if pairs[split] != number}
         if wrong and self.strict:
-            numbers = (f"{split} {n:,} pairs (not {self.recipe.expected[split]:,})" for split, n in wrong.items())
+            numbers = (f"{split} {n:,} pairs (not {self.corpus.expected[split]:,})" for split, n in wrong.items())
             raise PrepError(f"--strict: {', '.join(numbers)}")
 
     def _stages(self) -> list[Stage]:
-        rules = self.recipe.rules
+        rules = self.corpus.rules
         tokens = [rules.lowercase, rules.split_dashes, rules.valid_every, *["given"] * rules.tokenised]
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
         options = {
@@ -100,7 +100,7 @@ class Pipeline:
             "learn": self.codes.hex() if self.codes else [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
-            "binarise": self.recipe.name,
+            "binarise": self.corpus.name,
         }
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
 
@@ -119,14 +119,14 @@ class Pipeline:
 
     def splits(self) -> list[str]:
         """The splits of the finished data, training first."""
-        return ["train", "valid", *self.recipe.test_names()]
+        return ["train", "valid", *self.corpus.test_names()]
 
     @property
     def merges(self) -> int:
         """How many merges the subwords are made of, or how many pieces of sentencepiece."""
         if self.codes:
             return sum(not line.startswith(b"#version") for line in self.codes.splitlines())
-        return self.recipe.rules.merges
+        return self.corpus.rules.merges
 
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
         """See parallel.ordered_map; shows progress."""
@@ -156,11 +156,11 @@ class Pipeline:
         for sides in self.sides[split]:
             counts = []
             for lang, side in zip(self.languages, sides, strict=True):
-                keep_nul = split == "train" and self.recipe.rules.normalise  # which removes it
+                keep_nul = split == "train" and self.corpus.rules.normalise  # which removes it
                 with (folder / f"{split}.{lang}").open("ab", buffering=1 << 20) as file:
                     lines = tqdm(side.lines(), f"  {side.path.name}", unit=" lines", unit_scale=True, **tqdm_options())
                     checked = checked_lines(lines, str(side), keep_nul)
-                    if self.codes and self.recipe.rules.lowercase:
+                    if self.codes and self.corpus.rules.lowercase:
                         checked = lower_case_lines(checked, str(side))
                     counts.append(_write(file, checked))
             if counts[0] != counts[1]:
@@ -175,10 +175,10 @@ class Pipeline:
     # --- clean ------------------------------------------------------------------------------------------------------
 
     def clean(self, folder: Path) -> dict:
-        for split in self.recipe.splits():
-            if split == "train" and self.recipe.rules.normalise:
+        for split in self.corpus.splits():
+            if split == "train" and self.corpus.rules.normalise:
                 self._rewrite(Normalise(self.languages), "extract", folder, split)
-            elif split.startswith("test") and self.recipe.rules.plain_apostrophes:
+            elif split.startswith("test") and self.corpus.rules.plain_apostrophes:
                 self._rewrite(plain_apostrophes, "extract", folder, split)
             else:
                 _link(self.text("extract", split), folder)
@@ -188,15 +188,15 @@ class Pipeline:
 
     def tokenise(self, folder: Path) -> dict:
         (folder / "raw").mkdir()
-        for split in self.recipe.splits():
+        for split in self.corpus.splits():
             if split != "train":
-                self._rewrite(Tokenise(self.languages, self.recipe.rules), "clean", folder, split)
+                self._rewrite(Tokenise(self.languages, self.corpus.rules), "clean", folder, split)
                 _link(self.text("extract", split), folder / "raw")
         return self._tokenise_train(folder)
 
     def _tokenise_train(self, folder: Path) -> dict:
         """Tokens of the training text, its length filter in words, and the validation split if it comes from there."""
-        rules = self.recipe.rules
+        rules = self.corpus.rules
         every = rules.valid_every or sys.maxsize
         work = TokeniseChecked(self.languages, rules)
         names = [f"train.{lang}" for lang in self.languages]
@@ -223,7 +223,7 @@ class Pipeline:
     # --- learn ------------------------------------------------------------------------------------------------------
 
     def learn(self, folder: Path) -> dict:
-        rules, train = self.recipe.rules, self.text("tokenise", "train")
+        rules, train = self.corpus.rules, self.text("tokenise", "train")
         words = (Counter(), Counter())
         count_words = subwords.count_given_words if self.codes else subwords.count_words
         for _, counts in self._read(count_words, train, "count words"):
@@ -243,7 +243,7 @@ class Pipeline:
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
 
     def _codes(self, folder: Path) -> Path:
-        return folder / subwords.CODES[self.recipe.rules.bpe]
+        return folder / subwords.CODES[self.corpus.rules.bpe]
 
     # --- apply ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Pipeline:
                 _link(self.text("tokenise", split), folder)
             return {}
         learnt, vocabularies = self.folder["learn"], [None, None]
-        if self.recipe.rules.vocabulary_threshold:
+        if self.corpus.rules.vocabulary_threshold:
             files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
             vocabularies = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
         work = subwords.Apply(self._codes(learnt), vocabularies)
@@ -273,8 +273,8 @@ class Pipeline:
         if different:
             message = f"{different:,} of {lines:,} lines of the validation text are not in the subwords of these codes"
             if different > lines / 10:
-                raise PrepError(f"{self.recipe.codes}: {message}: are they of other text?")
-            say(f"warning: {self.recipe.codes}: {message}")
+                raise PrepError(f"{self.corpus.codes}: {message}: are they of other text?")
+            say(f"warning: {self.corpus.codes}: {message}")
 
     # --- filter -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Pipeline:
         result = {}
         for split in self.splits():
             raw = [] if split == "train" else self.text("tokenise", split, raw=True)
-            if self.recipe.rules.filter_on == "subwords" and split in self.filtered:
+            if self.corpus.rules.filter_on == "subwords" and split in self.filtered:
                 result[split] = self._filter(folder, split, raw)
             else:
                 _link(self.text("apply", split), folder)
@@ -295,7 +295,7 @@ class Pipeline:
         outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
         with ExitStack() as stack:
             files = _create(stack, outputs)
-            work = Faults(self.recipe.rules)
+            work = Faults(self.corpus.rules)
             for chunk, wrong in self._read(work, inputs + raw, f"filter {split}"):
                 read += len(wrong)
                 for fault, *row in zip(wrong, *chunk, strict=True):
@@ -333,7 +333,7 @@ class Pipeline:
         else:
             shutil.copytree(text / "raw", folder / "raw")
         summary = report.summarise(
-            self.recipe,
+            self.corpus,
             folder,
             stages={stage.name: stage.report() for stage in self.chain[:-1]},
             merges=self.merges,
@@ -351,8 +351,8 @@ class Pipeline:
         text, (source, target) = self.folder["filter"], self.languages
         command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
         command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
-        if self.recipe.tests:
-            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.recipe.test_names())
+        if self.corpus.tests:
+            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.corpus.test_names())
         return command
 
     def _binarise(self, folder: Path, split: str, encode: binary.Encode) -> list[int]:

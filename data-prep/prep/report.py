@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from .binary import count_lengths
-from .corpus import Recipe
+from .corpus import Corpus
 
 POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
 RED, PLAIN = "\033[31m", "\033[0m"
 
 
 def summarise(
-    recipe: Recipe,
+    corpus: Corpus,
     folder: Path,
     *,
     stages: Mapping[str, dict],
@@ -36,7 +36,7 @@ def summarise(
         types: the size of the dictionary.
         command: what was called.
     """
-    rules = recipe.rules
+    rules = corpus.rules
     filters = [
         {"on": rules.filter_on, "split": split} | counts
         for stage in ("tokenise", "filter")
@@ -47,15 +47,15 @@ def summarise(
         for reason, number in counts["dropped"].items():
             dropped[reason] = dropped.get(reason, 0) + number
     return {
-        "name": recipe.name,
-        "source_lang": recipe.source_lang,
-        "target_lang": recipe.target_lang,
+        "name": corpus.name,
+        "source_lang": corpus.source_lang,
+        "target_lang": corpus.target_lang,
         "tokenizer": "given" if rules.tokenised else "moses",
         "lowercase": rules.lowercase,
         "bpe": rules.bpe,
         "bpe_merges": merges,
         "rules": dataclasses.asdict(rules),
-        "splits": {split: _split(recipe, folder, split, by_side) for split, by_side in unknown.items()},
+        "splits": {split: _split(corpus, folder, split, by_side) for split, by_side in unknown.items()},
         "dictionary": types,
         "train_words": stages["learn"],
         "filters": filters,
@@ -65,14 +65,14 @@ def summarise(
     }
 
 
-def _split(recipe: Recipe, folder: Path, split: str, unknown: list[int]) -> dict:
+def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict:
     """What there is to say about one split; `unknown` are its unknown subwords by side."""
-    languages = (recipe.source_lang, recipe.target_lang)
-    parts = recipe.splits().get(split, recipe.train)
+    languages = (corpus.source_lang, corpus.target_lang)
+    parts = corpus.splits().get(split, corpus.train)
     facts = {
         "pairs": 0,
-        "expected": recipe.expected.get(split),
-        "name": recipe.test_names().get(split, split),
+        "expected": corpus.expected.get(split),
+        "name": corpus.test_names().get(split, split),
         "source": [part.url or part.member for part in parts],
         "subwords": {},
         "longest": {},

@@ -12,7 +12,7 @@ NON_PRINTING = regex.compile(r"\p{C}")
 
 
 class Normalise:
-    """Chunk -> the same lines with normalised punctuation and without non-printing characters, as WMT recipes do."""
+    """Chunk -> the same lines with normalised punctuation and no non-printing characters, as WMT has them."""
 
     def __init__(self, languages: tuple[str, ...]) -> None:
         self._normalizers = [Normalizer(lang) for lang in languages]
