@@ -271,7 +271,7 @@ def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, messa
         (["--layer", "0"], "--layer: invalid number or all value: '0'"),
         (["--head", "x"], "--head: invalid number or all or mean value: 'x'"),
         (["--kind", "both"], "invalid choice: 'both'"),
-        (["--beam", "0"], "--beam must be at least 1"),
+        (["--beam", "0"], "--beam: must be at least 1"),
     ],
 )
 def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, message):
