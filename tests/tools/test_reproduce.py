@@ -11,10 +11,9 @@ import sys
 import time
 
 import pytest
-import torch
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import cells, recipes, records, reproduce, tables, text
+from ea_tools import cells, recipes, records, reproduce, tables, text, train
 from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -251,7 +250,7 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     """As many at once as asked for, each on one thread and with the priority that was asked for."""
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
     monkeypatch.setattr(
-        reproduce, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
+        cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
     )
     reproduce.main(
         [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
@@ -259,14 +258,14 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     assert (toy / "said").read_text() == "7 1 []\n" * 2
     assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
     parsed = [reproduce.parse([str(toy / "tiny.toml"), *words]) for words in (["--gpus", "0"], ["--at-once", "3"])]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train, "gpus", lambda: (1, (9, 0)))
     assert cells.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
     assert cells.cpu_runs(*parsed[1]) == 0
 
 
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
-    code = "from ea_tools import reproduce\n"
+    code = "from ea_tools import cells, reproduce\n"
     code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
