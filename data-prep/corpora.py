@@ -1,15 +1,16 @@
-"""The recipes: each states where its text comes from, its rules and its expected counts, and nothing else."""
+"""The corpora: each states where its text comes from, its rules and its expected counts, and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from prep.corpus import Part, Recipe, Rules
+from prep.corpus import Corpus, Part, Rules
 
 
-def sample() -> Recipe:
+def sample() -> Corpus:
     """The corpus that sample.py makes."""
-    return Recipe(
+    return Corpus(
         name="sample",
         source_lang="de",
         target_lang="en",
@@ -20,14 +21,14 @@ def sample() -> Recipe:
     )
 
 
-def multi30k(source: str, target: str) -> Recipe:
+def multi30k(source: str, target: str) -> Corpus:
     """Multi30k, task 1: image captions in German, English and French."""
 
     def part(split: str) -> tuple[Part, ...]:
         url = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
         return (Part(split + ".{lang}", url=url + split + ".{lang}.gz"),)
 
-    return Recipe(
+    return Corpus(
         name=f"multi30k-{source}-{target}",
         source_lang=source,
         target_lang=target,
@@ -40,7 +41,7 @@ def multi30k(source: str, target: str) -> Recipe:
     )
 
 
-def iwslt14_de_en() -> Recipe:
+def iwslt14_de_en() -> Corpus:
     """IWSLT'14 German-English, TED talks, as in the papers: lower-cased, 10k joint BPE merges.
 
     Validation is every 23rd training pair. 72 of the test pairs are known to be misaligned; they stay, for
@@ -48,7 +49,7 @@ def iwslt14_de_en() -> Recipe:
     """
     archive = "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
     tests = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
-    return Recipe(
+    return Corpus(
         name="iwslt14-de-en",
         source_lang="de",
         target_lang="en",
@@ -67,9 +68,9 @@ def iwslt14_de_en() -> Recipe:
     )  # fmt: skip
 
 
-def _wmt14(name: str, source: str, target: str, train: tuple[Part, ...], test: str, valid_every: int) -> Recipe:
+def _wmt14(name: str, source: str, target: str, train: tuple[Part, ...], test: str, valid_every: int) -> Corpus:
     archive = "https://www.statmt.org/wmt14/test-full.tgz"
-    return Recipe(
+    return Corpus(
         name=name,
         source_lang=source,
         target_lang=target,
@@ -103,7 +104,7 @@ UN = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
 GIGA = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
 
 
-def wmt14_en_de() -> Recipe:
+def wmt14_en_de() -> Corpus:
     """WMT'14 English-German, about 4.5 million pairs: cased, 40k joint BPE merges.
 
     Europarl v7, Common Crawl, News Commentary v9. Validation is every 100th training line; test is newstest2014.
@@ -116,7 +117,7 @@ def wmt14_en_de() -> Recipe:
     return _wmt14("wmt14-en-de", "en", "de", train, "newstest2014-deen", 100)
 
 
-def wmt14_en_fr() -> Recipe:
+def wmt14_en_fr() -> Corpus:
     """WMT'14 English-French, about 41 million pairs before filtering: cased, 40k joint BPE merges.
 
     Europarl v7, Common Crawl, UN, News Commentary v9, Giga. Validation is every 1333rd training line; test is
@@ -132,7 +133,16 @@ def wmt14_en_fr() -> Recipe:
     return _wmt14("wmt14-en-fr", "en", "fr", train, "newstest2014-fren", 1333)
 
 
-def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Recipe:
+#: The public ones: the name of the command, what makes the corpus, and the pairs of languages to choose from, if any.
+PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
+    "multi30k": (multi30k, ("de-en", "en-de", "en-fr")),
+    "iwslt14-de-en": (iwslt14_de_en, ()),
+    "wmt14-en-de": (wmt14_en_de, ()),
+    "wmt14-en-fr": (wmt14_en_fr, ()),
+}
+
+
+def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Corpus:
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
@@ -142,7 +152,7 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
     def part(prefix: str) -> tuple[Part, ...]:
         return (Part(str(Path(prefix).absolute()).replace("{", "{{").replace("}", "}}") + ".{lang}"),)
 
-    return Recipe(
+    return Corpus(
         name=name,
         source_lang=source,
         target_lang=target,

@@ -28,7 +28,7 @@ from pathlib import Path
 from sacremoses import MosesDetokenizer
 
 from prep import binary, moses, rules, subwords
-from prep.corpus import Part, Recipe, Rules
+from prep.corpus import Corpus, Part, Rules
 from prep.parallel import chunks, ordered_map
 from prep.pipeline import Pipeline
 from prep.stages import NAMES, STAMP
@@ -120,7 +120,7 @@ def run_binarise(folder: Path) -> None:
     part = (Part("x.{lang}"),)
     for side in "ab":
         (folder / f"x.{side}").touch()
-    pipeline = Pipeline(Recipe("x", "a", "b", part, Rules(), part), folder, folder / "out")
+    pipeline = Pipeline(Corpus("x", "a", "b", part, Rules(), part), folder, folder / "out")
     pipeline.folder["filter"] = folder
     counts = sum(
         (found for _, found in ordered_map(binary.count_subwords, chunks(pipeline.text("filter", "train"), "", 0), 1)),
@@ -157,12 +157,12 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
         for path, lang in zip((source, target), languages, strict=True):
             repeat(path, size, raw / f"train.{lang}")
         part = (Part("train.{lang}"),)
-        recipe = Recipe("scale", *languages, part, Rules(
+        corpus = Corpus("scale", *languages, part, Rules(
             split_dashes=True, normalise=True, filter_on="subwords", max_ratio=1.5, max_length=250, valid_every=1000,
             merges=MERGES,
         ))  # fmt: skip
         for processes in workers:
-            pipeline = Pipeline(recipe, raw, folder / f"out{size}-{processes}", processes)
+            pipeline = Pipeline(corpus, raw, folder / f"out{size}-{processes}", processes)
             child = os.fork()  # so that peak memory is this run's alone
             if not child:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -1,4 +1,4 @@
-"""The command behind the recipes in this folder. Run those instead, for example data-prep/multi30k.sh --help."""
+"""The command behind the corpora in this folder. Run those instead, for example data-prep/multi30k.sh --help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import corpora
 import sample
-from prep.corpus import Recipe, Rules
+from prep.corpus import Corpus, Rules
 from prep.stages import NAMES
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -43,7 +43,7 @@ def language(text: str) -> str:
 
 def common_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    add = parser.add_argument_group("options of every recipe").add_argument
+    add = parser.add_argument_group("options of every corpus").add_argument
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
     add("--bpe", choices=["subword_nmt", "sentencepiece"], help="kind of subwords (default: subword_nmt)")
     add(
@@ -61,13 +61,13 @@ def common_options() -> argparse.ArgumentParser:
     return parser
 
 
-def parse() -> tuple[argparse.Namespace, Recipe]:
-    """The arguments, and the recipe they amount to."""
+def parse() -> tuple[argparse.Namespace, Corpus]:
+    """The arguments, and the corpus they amount to."""
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__)
     common = common_options()
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, make: Callable[[argparse.Namespace], Recipe], description: str) -> Callable:
+    def command(name: str, make: Callable[[argparse.Namespace], Corpus], description: str) -> Callable:
         child = commands.add_parser(
             name, prog=f"{name}.sh", parents=[common], description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,20 +75,15 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
         child.set_defaults(make=make)
         return child.add_argument
 
-    def public(name: str, make: Callable[[argparse.Namespace], Recipe], function: Callable) -> Callable:
-        add = command(name, make, function.__doc__.replace("\n    ", "\n"))
-        add("--raw", type=Path, metavar="DIR", help="folder with the archives or files (default: they are downloaded)")
-        return add
-
     add = command("sample", lambda args: corpora.sample(), sample.__doc__)
     add("--train", type=positive, default=12_000, metavar="N", help="training pairs (default: 12000)")
     add("--seed", type=int, default=1, metavar="N", help="(default: 1)")
 
-    add = public("multi30k", lambda args: corpora.multi30k(*args.pair.split("-")), corpora.multi30k)
-    add("pair", choices=["de-en", "en-de", "en-fr"], help="source and target language")
-    public("iwslt14-de-en", lambda args: corpora.iwslt14_de_en(), corpora.iwslt14_de_en)
-    public("wmt14-en-de", lambda args: corpora.wmt14_en_de(), corpora.wmt14_en_de)
-    public("wmt14-en-fr", lambda args: corpora.wmt14_en_fr(), corpora.wmt14_en_fr)
+    for name, (make, pairs) in corpora.PUBLIC.items():
+        add = command(name, public, make.__doc__.replace("\n    ", "\n"))
+        add("--raw", type=Path, metavar="DIR", help="folder with the archives or files (default: they are downloaded)")
+        if pairs:
+            add("pair", choices=pairs, help="source and target language")
 
     add = command("custom", custom, corpora.custom.__doc__)
     add("--source-lang", type=language, required=True, metavar="XX")
@@ -102,8 +97,8 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
     add("--bpe-given", type=Path, metavar="CODE",
         help="with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)")  # fmt: skip
     add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
-    add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as WMT recipes have it")
-    add("--normalise", action="store_true", help="normalise punctuation of training text, as WMT recipes do")
+    add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as the WMT corpora have it")
+    add("--normalise", action="store_true", help="normalise punctuation of training text, as the WMT corpora do")
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
     add("--max-ratio", type=ratio, metavar="R", help="drop training pairs with one side more than R times the other")
 
@@ -116,9 +111,9 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
         parser.error(error)
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
         parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
-    recipe = args.make(args)
+    corpus = args.make(args)
     changes = {key: getattr(args, key) for key in ("bpe", "merges", "vocabulary_threshold") if getattr(args, key)}
-    return args, dataclasses.replace(recipe, rules=dataclasses.replace(recipe.rules, **changes))
+    return args, dataclasses.replace(corpus, rules=dataclasses.replace(corpus.rules, **changes))
 
 
 def given_text_error(args: argparse.Namespace) -> str | None:
@@ -133,17 +128,23 @@ def given_text_error(args: argparse.Namespace) -> str | None:
     return None
 
 
-def custom(args: argparse.Namespace) -> Recipe:
+def public(args: argparse.Namespace) -> Corpus:
+    """One of corpora.PUBLIC, in the languages that were asked for."""
+    make, pairs = corpora.PUBLIC[args.command]
+    return make(*args.pair.split("-")) if pairs else make()
+
+
+def custom(args: argparse.Namespace) -> Corpus:
     rules = Rules(
         tokenised=args.tokenised, lowercase=args.lowercase, split_dashes=args.split_dashes, normalise=args.normalise,
         filter_on="subwords", max_length=args.max_length, max_ratio=args.max_ratio, valid_every=args.valid_every,
     )  # fmt: skip
     name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
-    recipe = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
-    return dataclasses.replace(recipe, codes=args.bpe_given)
+    corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
+    return dataclasses.replace(corpus, codes=args.bpe_given)
 
 
-def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:
+def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
     """The folder with the raw text; it is made or downloaded now if need be."""
     if args.command == "custom":
         return Path.cwd()
@@ -159,8 +160,8 @@ def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:
         return args.raw.resolve()
     from prep import download
 
-    folder = DATA / "downloads" / recipe.downloads
-    for url, part in recipe.files().items():
+    folder = DATA / "downloads" / corpus.downloads
+    for url, part in corpus.files().items():
         path = folder / Path(url).name
         if not path.exists():
             download.fetch(url, path, part.size)
@@ -168,16 +169,16 @@ def raw_folder(args: argparse.Namespace, recipe: Recipe, out: Path) -> Path:
 
 
 def main() -> None:
-    args, recipe = parse()
-    out = (args.out or DATA / recipe.name).resolve()
+    args, corpus = parse()
+    out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from prep.pipeline import Pipeline
     from prep.text import PrepError
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     try:
-        raw = raw_folder(args, recipe, out)
-        Pipeline(recipe, raw, out, args.workers, command, args.strict).run(args.force)
+        raw = raw_folder(args, corpus, out)
+        Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
     except OSError as error:
         hint = "\nRun it again when there is room: it goes on from here." if error.errno == errno.ENOSPC else ""
         sys.exit(f"{args.command}.sh: {error}{hint}")

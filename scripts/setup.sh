@@ -17,6 +17,7 @@ esac
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
+cd "$repo"   # Python imports what lies in the folder that one is in
 stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it has been installed
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; }

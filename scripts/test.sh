@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Lint, then the whole test suite; sets up .venv first if needed.
+# Lint, then the test suite, on all cores; sets up .venv first if needed.
 #
-#   scripts/test.sh [pytest arguments]     for example: scripts/test.sh -m "not slow" -x
+#   scripts/test.sh                        everything
+#   scripts/test.sh --quick                what takes no more than two minutes: no slow test, the first parameters of others
+#   scripts/test.sh tests/model -x         one room; any arguments of pytest
+#
+# The tests of the attention page need Chromium and chromedriver; without them they are skipped, and the last lines say so.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -11,4 +15,7 @@ require_setup
 cd "$repo"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-"$python" -m pytest "$@"
+# A process for each core, and a thread for each process: threads that wait for each other are slower. A file's tests stay
+# together, for they share what is expensive to make.
+export OMP_NUM_THREADS=1
+exec "$python" -m pytest --numprocesses "$(nproc)" --dist loadfile "$@"

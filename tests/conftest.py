@@ -12,17 +12,38 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
+from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once for all the tests of a process)
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_fairseq import evolution, kernels
 
-REPO = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+REPO = TESTS.parent
 # What pyproject.toml makes importable here, for the processes that tests start.
 os.environ["PYTHONPATH"] = os.pathsep.join(str(REPO / name) for name in ("", "scripts", "data-prep", "tests"))
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
     "--decoder-attention-heads 4 --decoder-layers 2 --dropout 0"
 ).split()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick", action="store_true", help="no slow test, and every other one with its first parameters only"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """The files that take longest come first, so that processes that share the tests end at about the same time."""
+    slowest = {name: place for place, name in enumerate((TESTS / "slowest.txt").read_text().split())}
+    items.sort(key=lambda item: slowest.get(item.path.relative_to(TESTS).as_posix(), len(slowest)))
+    if config.getoption("--quick"):
+        first = {}
+        for item in items:
+            if not item.get_closest_marker("slow"):
+                first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+        items[:] = first.values()
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +145,6 @@ def corpus(tmp_path_factory):
                 print(*words, file=source)
                 print(*reversed(words), file=target)
     prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", folder / split)]
-    data = folder / "bin"
-    fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", data, "--joined-dictionary", "--workers", 1)
-    return data
+    binary = folder / "bin"
+    fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", binary, "--joined-dictionary", "--workers", 1)
+    return binary

@@ -1,1 +1,1 @@
-"""From raw parallel text to fairseq's binary data: one pipeline, which every recipe in data-prep/ runs."""
+"""From raw parallel text to fairseq's binary data: one pipeline, which every corpus in data-prep/ goes through."""

@@ -44,7 +44,7 @@ def dictionary(counts: Counter) -> list[tuple[str, int]]:
 class Encode:
     """Chunk -> for each side: its numbers and its sentences' lengths, as bytes, and how many subwords are unknown."""
 
-    def __init__(self, words: Iterable[str]):
+    def __init__(self, words: Iterable[str]) -> None:
         self._numbers = {word: number for number, word in enumerate([*SPECIAL, *words])}
         self.type = np.uint16 if len(self._numbers) < 65_500 else np.uint32
 

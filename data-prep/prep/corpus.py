@@ -1,4 +1,4 @@
-"""What a recipe is made of: parts, rules and expected counts. The recipes themselves are in ../corpora.py."""
+"""What a corpus is made of: parts, rules and expected counts. The corpora themselves are in ../corpora.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one recipe."""
+    """The rules of one corpus."""
 
     tokenised: bool = False  # the text comes in tokens, and stays as it is
     lowercase: bool = False  # text that comes in subwords must be lower-case already, and is refused where it is not
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Corpus:
     """Parallel text and what to do with it."""
 
     name: str

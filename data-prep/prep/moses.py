@@ -16,7 +16,7 @@ class Tokenizer(MosesTokenizer):
     the standard recipes made is like that.
     """
 
-    def __init__(self, lang: str):
+    def __init__(self, lang: str) -> None:
         super().__init__(lang)
         self._lower, self._alpha = frozenset(self.IsLower), frozenset(self.IsAlpha)
         self.NONBREAKING_PREFIXES = frozenset(self.NONBREAKING_PREFIXES)
@@ -41,7 +41,7 @@ class Normalizer(MosesPunctNormalizer):
     A substitution is tried only on text that holds what it cannot match without.
     """
 
-    def __init__(self, lang: str):
+    def __init__(self, lang: str) -> None:
         super().__init__(lang, perl_parity=True)
         self._steps = [(_needed(pattern), re.compile(pattern).sub, text) for pattern, text in self.substitutions]
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from . import binary, download, report, stages, subwords
-from .corpus import Recipe
+from .corpus import Corpus
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
 from .sources import Side
@@ -44,30 +44,30 @@ def say(text: str) -> None:
 
 
 class Pipeline:
-    """One preparation: `recipe` applied to the text below `raw`, finished as the folder `out`.
+    """One preparation: `corpus` made of the text below `raw`, finished as the folder `out`.
 
-    `command` is for the record. With `strict`, numbers of pairs other than the recipe's expected ones are an error.
+    `command` is for the record. With `strict`, numbers of pairs other than those that the corpus expects are an error.
     """
 
     def __init__(
-        self, recipe: Recipe, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
-    ):
-        self.recipe, self.raw, self.out, self.workers, self.command = recipe, raw, out, workers, command
+        self, corpus: Corpus, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
+    ) -> None:
+        self.corpus, self.raw, self.out, self.workers, self.command = corpus, raw, out, workers, command
         self.strict = strict
-        self.codes = subwords.given_codes(recipe.codes) if recipe.codes else None
-        self.languages = (recipe.source_lang, recipe.target_lang)
+        self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
+        self.languages = (corpus.source_lang, corpus.target_lang)
         self.sides = {
             split: [
                 [Side(part, lang, role, raw) for lang, role in zip(self.languages, ROLES, strict=True)]
                 for part in parts
             ]
-            for split, parts in recipe.splits().items()
+            for split, parts in corpus.splits().items()
         }  # split -> part -> side
         self.work = out.with_name(out.name + ".work")
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
         self.folder = folder | {"binarise": out}
         # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
-        self.filtered = ["train", "valid"] if recipe.rules.valid_every else ["train"]
+        self.filtered = ["train", "valid"] if corpus.rules.valid_every else ["train"]
         self.chain = self._stages()
 
     def run(self, force: str | None = None) -> dict:
@@ -80,19 +80,17 @@ class Pipeline:
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
-        self._check_expected({split: found["pairs"] for split, found in summary["splits"].items()})
+        self._check_expected({split: facts["pairs"] for split, facts in summary["splits"].items()})
         return summary
 
     def _check_expected(self, pairs: dict[str, int]) -> None:
-        wrong = {split: pairs[split] for split, number in self.recipe.expected.items() if pairs[split] != number}
+        wrong = {split: pairs[split] for split, number in self.corpus.expected.items() if pairs[split] != number}
         if wrong and self.strict:
-            found = ", ".join(
-                f"{split} {n:,} pairs (not {self.recipe.expected[split]:,})" for split, n in wrong.items()
-            )
-            raise PrepError(f"--strict: {found}")
+            numbers = (f"{split} {n:,} pairs (not {self.corpus.expected[split]:,})" for split, n in wrong.items())
+            raise PrepError(f"--strict: {', '.join(numbers)}")
 
     def _stages(self) -> list[Stage]:
-        rules = self.recipe.rules
+        rules = self.corpus.rules
         tokens = [rules.lowercase, rules.split_dashes, rules.valid_every, *["given"] * rules.tokenised]
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
         options = {
@@ -102,7 +100,7 @@ class Pipeline:
             "learn": self.codes.hex() if self.codes else [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
-            "binarise": self.recipe.name,
+            "binarise": self.corpus.name,
         }
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
 
@@ -121,18 +119,14 @@ class Pipeline:
 
     def splits(self) -> list[str]:
         """The splits of the finished data, training first."""
-        return ["train", "valid", *self.recipe.test_names()]
+        return ["train", "valid", *self.corpus.test_names()]
 
     @property
     def merges(self) -> int:
         """How many merges the subwords are made of, or how many pieces of sentencepiece."""
         if self.codes:
             return sum(not line.startswith(b"#version") for line in self.codes.splitlines())
-        return self.recipe.rules.merges
-
-    def report(self, stage: str) -> dict:
-        """What a finished stage had to report."""
-        return next(done.report() for done in self.chain if done.name == stage)
+        return self.corpus.rules.merges
 
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
         """See parallel.ordered_map; shows progress."""
@@ -162,16 +156,17 @@ class Pipeline:
         for sides in self.sides[split]:
             counts = []
             for lang, side in zip(self.languages, sides, strict=True):
-                keep_nul = split == "train" and self.recipe.rules.normalise  # which removes it
+                keep_nul = split == "train" and self.corpus.rules.normalise  # which removes it
                 with (folder / f"{split}.{lang}").open("ab", buffering=1 << 20) as file:
                     lines = tqdm(side.lines(), f"  {side.path.name}", unit=" lines", unit_scale=True, **tqdm_options())
                     checked = checked_lines(lines, str(side), keep_nul)
-                    if self.codes and self.recipe.rules.lowercase:
+                    if self.codes and self.corpus.rules.lowercase:
                         checked = lower_case_lines(checked, str(side))
                     counts.append(_write(file, checked))
             if counts[0] != counts[1]:
-                found = "\n".join(f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True))
-                raise PrepError(f"{split}: the two sides do not have the same number of lines:\n{found}")
+                lengths = [f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True)]
+                message = f"{split}: the two sides do not have the same number of lines:"
+                raise PrepError("\n".join([message, *lengths]))
             total += counts[0]
         if not total:
             raise PrepError(f"{split}: no lines in {' and '.join(map(str, sides))}")
@@ -180,10 +175,10 @@ class Pipeline:
     # --- clean ------------------------------------------------------------------------------------------------------
 
     def clean(self, folder: Path) -> dict:
-        for split in self.recipe.splits():
-            if split == "train" and self.recipe.rules.normalise:
+        for split in self.corpus.splits():
+            if split == "train" and self.corpus.rules.normalise:
                 self._rewrite(Normalise(self.languages), "extract", folder, split)
-            elif split.startswith("test") and self.recipe.rules.plain_apostrophes:
+            elif split.startswith("test") and self.corpus.rules.plain_apostrophes:
                 self._rewrite(plain_apostrophes, "extract", folder, split)
             else:
                 _link(self.text("extract", split), folder)
@@ -193,15 +188,15 @@ class Pipeline:
 
     def tokenise(self, folder: Path) -> dict:
         (folder / "raw").mkdir()
-        for split in self.recipe.splits():
+        for split in self.corpus.splits():
             if split != "train":
-                self._rewrite(Tokenise(self.languages, self.recipe.rules), "clean", folder, split)
+                self._rewrite(Tokenise(self.languages, self.corpus.rules), "clean", folder, split)
                 _link(self.text("extract", split), folder / "raw")
         return self._tokenise_train(folder)
 
     def _tokenise_train(self, folder: Path) -> dict:
         """Tokens of the training text, its length filter in words, and the validation split if it comes from there."""
-        rules = self.recipe.rules
+        rules = self.corpus.rules
         every = rules.valid_every or sys.maxsize
         work = TokeniseChecked(self.languages, rules)
         names = [f"train.{lang}" for lang in self.languages]
@@ -228,7 +223,7 @@ class Pipeline:
     # --- learn ------------------------------------------------------------------------------------------------------
 
     def learn(self, folder: Path) -> dict:
-        rules, train = self.recipe.rules, self.text("tokenise", "train")
+        rules, train = self.corpus.rules, self.text("tokenise", "train")
         words = (Counter(), Counter())
         count_words = subwords.count_given_words if self.codes else subwords.count_words
         for _, counts in self._read(count_words, train, "count words"):
@@ -248,7 +243,7 @@ class Pipeline:
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
 
     def _codes(self, folder: Path) -> Path:
-        return folder / subwords.CODES[self.recipe.rules.bpe]
+        return folder / subwords.CODES[self.corpus.rules.bpe]
 
     # --- apply ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class Pipeline:
                 _link(self.text("tokenise", split), folder)
             return {}
         learnt, vocabularies = self.folder["learn"], [None, None]
-        if self.recipe.rules.vocabulary_threshold:
+        if self.corpus.rules.vocabulary_threshold:
             files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
             vocabularies = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
         work = subwords.Apply(self._codes(learnt), vocabularies)
@@ -278,8 +273,8 @@ class Pipeline:
         if different:
             message = f"{different:,} of {lines:,} lines of the validation text are not in the subwords of these codes"
             if different > lines / 10:
-                raise PrepError(f"{self.recipe.codes}: {message}: are they of other text?")
-            say(f"warning: {self.recipe.codes}: {message}")
+                raise PrepError(f"{self.corpus.codes}: {message}: are they of other text?")
+            say(f"warning: {self.corpus.codes}: {message}")
 
     # --- filter -----------------------------------------------------------------------------------------------------
 
@@ -288,7 +283,7 @@ class Pipeline:
         result = {}
         for split in self.splits():
             raw = [] if split == "train" else self.text("tokenise", split, raw=True)
-            if self.recipe.rules.filter_on == "subwords" and split in self.filtered:
+            if self.corpus.rules.filter_on == "subwords" and split in self.filtered:
                 result[split] = self._filter(folder, split, raw)
             else:
                 _link(self.text("apply", split), folder)
@@ -300,7 +295,7 @@ class Pipeline:
         outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
         with ExitStack() as stack:
             files = _create(stack, outputs)
-            work = Faults(self.recipe.rules)
+            work = Faults(self.corpus.rules)
             for chunk, wrong in self._read(work, inputs + raw, f"filter {split}"):
                 read += len(wrong)
                 for fault, *row in zip(wrong, *chunk, strict=True):
@@ -320,8 +315,8 @@ class Pipeline:
         say(f"  the same as: {self._equivalent()}")
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
         counts = Counter()
-        for _, found in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
-            counts.update(found)
+        for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
+            counts.update(of_chunk)
         words = binary.dictionary(counts)
         for lang in self.languages:
             lines = "".join(f"{word} {count}\n" for word, count in words)
@@ -337,7 +332,16 @@ class Pipeline:
                 self._rewrite(subwords.join, "filter", folder / "raw", split)
         else:
             shutil.copytree(text / "raw", folder / "raw")
-        summary = report.summarise(self, folder, unknown, len(words) + len(binary.SPECIAL), versions())
+        summary = report.summarise(
+            self.corpus,
+            folder,
+            stages={stage.name: stage.report() for stage in self.chain[:-1]},
+            merges=self.merges,
+            unknown=unknown,
+            types=len(words) + len(binary.SPECIAL),
+            command=self.command,
+            versions=versions(),
+        )
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)
         return {}
@@ -347,8 +351,8 @@ class Pipeline:
         text, (source, target) = self.folder["filter"], self.languages
         command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
         command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
-        if self.recipe.tests:
-            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.recipe.test_names())
+        if self.corpus.tests:
+            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.corpus.test_names())
         return command
 
     def _binarise(self, folder: Path, split: str, encode: binary.Encode) -> list[int]:
@@ -359,10 +363,10 @@ class Pipeline:
         with ExitStack() as stack:
             files = list(zip(_create(stack, data), _create(stack, sizes), strict=True))
             for _, sides in self._read(encode, self.text("filter", split), f"binarise {split}"):
-                for side, (found, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
-                    numbers.write(found[0])
-                    lengths.write(found[1])
-                    unknown[side] += found[2]
+                for side, (encoded, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
+                    numbers.write(encoded[0])
+                    lengths.write(encoded[1])
+                    unknown[side] += encoded[2]
         for name, lengths in zip(names, sizes, strict=True):
             binary.write_index(Path(f"{name}.idx"), lengths, encode.type)
             lengths.unlink()
@@ -392,5 +396,4 @@ def _link(paths: list[Path], folder: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Of everything that decides what the data looks like."""
-    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"python": platform.python_version()} | found
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}

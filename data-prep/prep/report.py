@@ -4,75 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .binary import count_lengths
-
-if TYPE_CHECKING:
-    from .pipeline import Pipeline
+from .corpus import Corpus
 
 POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
 RED, PLAIN = "\033[31m", "\033[0m"
 
 
 def summarise(
-    pipeline: Pipeline, folder: Path, unknown: dict[str, list[int]], types: int, versions: dict[str, str]
+    corpus: Corpus,
+    folder: Path,
+    *,
+    stages: Mapping[str, dict],
+    merges: int,
+    unknown: Mapping[str, list[int]],
+    types: int,
+    command: Sequence[str],
+    versions: dict[str, str],
 ) -> dict:
     """The contents of PREP.json for the binary data in `folder`.
 
-    `unknown` counts each split's unknown subwords by side; `types` is the size of the dictionary.
+    Args:
+        stages: what each stage had to report, by its name.
+        merges: how many merges the subwords are made of, or how many pieces of sentencepiece.
+        unknown: each split's unknown subwords, by side; its splits are those of the data, in their order.
+        types: the size of the dictionary.
+        command: what was called.
     """
-    recipe, rules = pipeline.recipe, pipeline.recipe.rules
+    rules = corpus.rules
     filters = [
         {"on": rules.filter_on, "split": split} | counts
         for stage in ("tokenise", "filter")
-        for split, counts in pipeline.report(stage).items()
+        for split, counts in stages[stage].items()
     ]
     dropped: dict[str, int] = {}
     for counts in filters:
         for reason, number in counts["dropped"].items():
             dropped[reason] = dropped.get(reason, 0) + number
     return {
-        "name": recipe.name,
-        "source_lang": recipe.source_lang,
-        "target_lang": recipe.target_lang,
+        "name": corpus.name,
+        "source_lang": corpus.source_lang,
+        "target_lang": corpus.target_lang,
         "tokenizer": "given" if rules.tokenised else "moses",
         "lowercase": rules.lowercase,
         "bpe": rules.bpe,
-        "bpe_merges": pipeline.merges,
+        "bpe_merges": merges,
         "rules": dataclasses.asdict(rules),
-        "splits": {split: _split(pipeline, folder, split, unknown[split]) for split in pipeline.splits()},
+        "splits": {split: _split(corpus, folder, split, by_side) for split, by_side in unknown.items()},
         "dictionary": types,
-        "train_words": pipeline.report("learn"),
+        "train_words": stages["learn"],
         "filters": filters,
         "dropped": dropped,
-        "command": shlex.join(pipeline.command),
+        "command": shlex.join(command),
         "versions": versions,
     }
 
 
-def _split(pipeline: Pipeline, folder: Path, split: str, unknown: list[int]) -> dict:
-    recipe = pipeline.recipe
-    parts = recipe.splits().get(split, recipe.train)
-    found = {
+def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict:
+    """What there is to say about one split; `unknown` are its unknown subwords by side."""
+    languages = (corpus.source_lang, corpus.target_lang)
+    parts = corpus.splits().get(split, corpus.train)
+    facts = {
         "pairs": 0,
-        "expected": recipe.expected.get(split),
-        "name": recipe.test_names().get(split, split),
+        "expected": corpus.expected.get(split),
+        "name": corpus.test_names().get(split, split),
         "source": [part.url or part.member for part in parts],
         "subwords": {},
         "longest": {},
         "unknown_percent": {},
     }
-    for lang, number in zip(pipeline.languages, unknown, strict=True):
-        counts = count_lengths(folder / f"{split}.{recipe.source_lang}-{recipe.target_lang}.{lang}.idx")
-        found["pairs"] = int(counts.sum())
-        found["subwords"][lang] = int(counts @ np.arange(len(counts)))
-        found["longest"][lang] = len(counts) - 1
-        found["unknown_percent"][lang] = round(100 * number / max(1, found["subwords"][lang]), 4)
-    return found
+    for lang, number in zip(languages, unknown, strict=True):
+        counts = count_lengths(folder / f"{split}.{'-'.join(languages)}.{lang}.idx")
+        facts["pairs"] = int(counts.sum())
+        facts["subwords"][lang] = int(counts @ np.arange(len(counts)))
+        facts["longest"][lang] = len(counts) - 1
+        facts["unknown_percent"][lang] = round(100 * number / max(1, facts["subwords"][lang]), 4)
+    return facts
 
 
 def table(summary: dict, colour: bool) -> str:
@@ -80,13 +92,13 @@ def table(summary: dict, colour: bool) -> str:
     languages = (summary["source_lang"], summary["target_lang"])
     heads = ["split", "pairs", "expected", *(f"{what} {lang}" for what in ("subwords", "unk %") for lang in languages)]
     lines = [f"\n{heads[0]:<28}" + "".join(f"{head:>14}" for head in heads[1:])]
-    for split, found in summary["splits"].items():
-        name = split if found["name"] == split else f"{split} ({found['name'][:20]})"
-        cells = [f"{found['pairs']:,}", f"{found['expected']:,}" if found["expected"] else "-"]
-        cells += [f"{found['subwords'][lang]:,}" for lang in languages]
-        cells += [f"{found['unknown_percent'][lang]:.2f}" for lang in languages]
+    for split, facts in summary["splits"].items():
+        name = split if facts["name"] == split else f"{split} ({facts['name'][:20]})"
+        cells = [f"{facts['pairs']:,}", f"{facts['expected']:,}" if facts["expected"] else "-"]
+        cells += [f"{facts['subwords'][lang]:,}" for lang in languages]
+        cells += [f"{facts['unknown_percent'][lang]:.2f}" for lang in languages]
         line = f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells)
-        if found["expected"] and found["pairs"] != found["expected"]:
+        if facts["expected"] and facts["pairs"] != facts["expected"]:
             line = f"{RED}{line}{PLAIN}" if colour else line
             line += "  <- not as expected"
         lines.append(line)
@@ -109,8 +121,8 @@ def warnings(summary: dict) -> list[str]:
         f"warning: {split}: its longest {lang} sentence has {longest:,} subwords, more than the {POSITIONS:,} that "
         f"fairseq's models take;\n  fairseq leaves it out of training, but stops at it elsewhere unless told "
         f"--skip-invalid-size-inputs-valid-test"
-        for split, found in summary["splits"].items()
-        for lang, longest in found["longest"].items()
+        for split, facts in summary["splits"].items()
+        for lang, longest in facts["longest"].items()
         if longest + 1 > POSITIONS
     ]
 

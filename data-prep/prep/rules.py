@@ -12,9 +12,9 @@ NON_PRINTING = regex.compile(r"\p{C}")
 
 
 class Normalise:
-    """Chunk -> the same lines with normalised punctuation and without non-printing characters, as WMT recipes do."""
+    """Chunk -> the same lines with normalised punctuation and no non-printing characters, as WMT has them."""
 
-    def __init__(self, languages: tuple[str, ...]):
+    def __init__(self, languages: tuple[str, ...]) -> None:
         self._normalizers = [Normalizer(lang) for lang in languages]
 
     def __call__(self, chunk: Chunk) -> Chunk:
@@ -36,7 +36,7 @@ def plain_apostrophes(chunk: Chunk) -> Chunk:
 class Tokenise:
     """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case."""
 
-    def __init__(self, languages: tuple[str, str], rules: Rules):
+    def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
         self._tokenizers = [Tokenizer(lang) for lang in languages]
         self._rules = rules
 
@@ -57,7 +57,7 @@ class Tokenise:
 class Faults:
     """Chunk of space-separated tokens -> what the length rules say about each pair, None where they say nothing."""
 
-    def __init__(self, rules: Rules):
+    def __init__(self, rules: Rules) -> None:
         self._rules = rules
 
     def __call__(self, chunk: Chunk) -> list[str | None]:
@@ -68,7 +68,7 @@ class Faults:
 class TokeniseChecked(Tokenise):
     """Chunk -> (its tokenised lines, what the length rules say about each pair)."""
 
-    def __init__(self, languages: tuple[str, str], rules: Rules):
+    def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
         super().__init__(languages, rules)
         self._faults = Faults(rules) if rules.filter_on == "words" else lambda sides: [None] * len(sides[0])
 

@@ -31,7 +31,7 @@ class Side:
     Raises PrepError if there is none.
     """
 
-    def __init__(self, part: Part, lang: str, role: str, raw: Path):
+    def __init__(self, part: Part, lang: str, role: str, raw: Path) -> None:
         self.member = part.member.format(lang=lang, role=role)
         self.form = part.form
         self.url = part.url.format(lang=lang)

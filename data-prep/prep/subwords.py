@@ -87,7 +87,7 @@ class Apply:
     `vocabularies` gives each side's allowed subwords, or None for all; for subword-nmt only.
     """
 
-    def __init__(self, codes: Path, vocabularies: Sequence[list[str] | None] = (None, None)):
+    def __init__(self, codes: Path, vocabularies: Sequence[list[str] | None] = (None, None)) -> None:
         if codes.name == CODES["sentencepiece"]:
             self.sides = [_Pieces(codes)] * len(vocabularies)
         else:
@@ -103,7 +103,7 @@ class Apply:
 class Otherwise:
     """Chunk of subwords -> how many of its lines these codes would split otherwise."""
 
-    def __init__(self, codes: Path):
+    def __init__(self, codes: Path) -> None:
         self._apply = Apply(codes)
 
     def __call__(self, chunk: Chunk) -> int:
@@ -114,7 +114,7 @@ class Otherwise:
 class _Words(dict):
     """Word -> its subwords, both as bytes; a missing word is looked up in subword-nmt."""
 
-    def __init__(self, bpe: apply_bpe.BPE):
+    def __init__(self, bpe: apply_bpe.BPE) -> None:
         super().__init__()
         self._bpe = bpe
 
@@ -135,7 +135,7 @@ class _Words(dict):
 
 
 class _Pieces:
-    def __init__(self, model: Path):
+    def __init__(self, model: Path) -> None:
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(model))
 
     def line(self, line: bytes) -> bytes:

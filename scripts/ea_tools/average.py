@@ -1,29 +1,29 @@
 """Average the weights of the last checkpoints of a run, as the papers do before they translate."""
 
+from __future__ import annotations
+
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, structure
 from ea_tools.common import UserError, positive, replacing, reporting
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: choose the checkpoints, average them, write one that fairseq-generate loads."""
     args = parse(arguments)
     with reporting("average_checkpoints"):
         paths = select(
             args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
         )
-        state = average(paths)
-        with replacing(args.output) as temporary:
-            torch.save(state, temporary)
+        save(average(paths), args.output)
     print(f"wrote {args.output}, the average of {len(paths)} checkpoints")
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags of fairseq's own script of this name."""
     parser = argparse.ArgumentParser(prog="average_checkpoints.sh", description=__doc__)
     parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="a run folder, or checkpoint files")
@@ -41,7 +41,12 @@ def parse(arguments):
     return args
 
 
-def select(inputs, num_epochs=None, num_updates=None, upper_bound=None):
+def select(
+    inputs: Iterable[Path | str],
+    num_epochs: int | None = None,
+    num_updates: int | None = None,
+    upper_bound: int | None = None,
+) -> list[Path]:
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
     files = []
     for path in map(Path, inputs):
@@ -57,22 +62,25 @@ def select(inputs, num_epochs=None, num_updates=None, upper_bound=None):
             )
         return files
     pattern, wanted, kind = (EPOCH, num_epochs, "epoch") if num_epochs else (UPDATE, num_updates, "update")
-    found = [(number, path) for number, path in numbered(files, pattern) if number <= (upper_bound or number)]
-    if len(found) < wanted:
+    candidates = [(number, path) for number, path in numbered(files, pattern) if number <= (upper_bound or number)]
+    if len(candidates) < wanted:
         bound = f" up to {kind} {upper_bound}" if upper_bound else ""
         raise UserError(
-            f"{' '.join(map(str, inputs))}: {wanted} {kind} checkpoints are wanted and there are {len(found)}{bound}"
+            f"{' '.join(map(str, inputs))}: {wanted} {kind} checkpoints are wanted "
+            f"and there are {len(candidates)}{bound}"
         )
-    return [path for _, path in found[-wanted:]]
+    return [path for _, path in candidates[-wanted:]]
 
 
-def average(paths):
+def average(paths: Sequence[Path]) -> dict[str, Any]:
     """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
 
     Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
     The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. What is not floating
     point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
     """
+    import torch
+
     sums, reference = {}, None
     for number, path in enumerate(paths, 1):
         print(f"  {number}/{len(paths)} {path}", file=sys.stderr)
@@ -100,13 +108,21 @@ def average(paths):
     return state
 
 
-def _skeleton(state):
+def save(state: dict[str, Any], path: Path | str) -> None:
+    """Write a checkpoint; the file appears under its name only when it is complete."""
+    import torch
+
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
+
+
+def _skeleton(state: dict) -> dict[str, dict]:
     """What averaged checkpoints must share: settings, and each key's shape and type."""
     tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
     return {"settings": structure(state), "tensors": tensors}
 
 
-def _require_same(one, one_path, other, other_path):
+def _require_same(one: dict, one_path: Path, other: dict, other_path: Path) -> None:
     """Refuse two checkpoints that are not of one model, naming both files and the first difference."""
     for kind in ("settings", "tensors"):
         for name in sorted(one[kind].keys() | other[kind].keys()):

@@ -1,25 +1,18 @@
 """Read, find and describe fairseq checkpoints, safely: a checkpoint is weights and settings, never code."""
 
+from __future__ import annotations
+
 import argparse
+import importlib.util
 import pickle
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import numpy
-import torch
-
-from ea_tools.common import UserError
-
-# What fairseq's checkpoints hold beside tensors and plain values: settings, and --eval-bleu's counts.
-_PLAIN = [
-    argparse.Namespace,
-    numpy.ndarray,
-    numpy.dtype,
-    numpy.dtypes.Int64DType,
-    numpy.dtypes.Float64DType,
-    numpy._core.multiarray._reconstruct,
-    numpy._core.multiarray.scalar,
-]
+from ea_tools.common import REPO, UserError
+from ea_tools.text import read_lines
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
 EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -41,54 +34,113 @@ _STRUCTURE = {
 }
 
 
-def load(path):
-    """Read a checkpoint onto the CPU with weights_only: whatever is not plain data is refused and never executed."""
+class DamagedError(UserError):
+    """A file that is torn, empty or no checkpoint, as a kill or a full disk leaves it."""
+
+
+def load(path: Path | str) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. What is neither weights nor settings is refused, and nothing of it is run.
+
+    Raises:
+        DamagedError: what is there is not a whole checkpoint.
+        UserError: there is no such file, or it asks for something that no checkpoint needs.
+    """
+    import torch
+
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint file")
     if path.stat().st_size == 0:
-        raise UserError(f"{path}: the file is empty")
+        raise DamagedError(f"{path}: the file is empty")
     try:
         # Only what is missing: on its way out the context forbids all that it was given, allowed before or not.
-        with torch.serialization.safe_globals(list(set(_PLAIN) - set(torch.serialization.get_safe_globals()))):
+        missing = set(_safe_globals()) - set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals(list(missing)):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if not found:
-            raise UserError(f"{path}: torn or damaged, or not a checkpoint") from None
-        reason = f"it asks for {found[1]}, which is neither weights nor settings"
+        asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
+        if not asked:
+            raise DamagedError(f"{path}: torn or damaged, or not a checkpoint") from None
+        reason = f"it asks for {asked[1]}, which is neither weights nor settings"
         raise UserError(f"{path}: refused, and nothing of it was run: {reason}") from None
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
+        raise DamagedError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path}: not a fairseq checkpoint: it has no model weights")
+        raise DamagedError(f"{path}: not a fairseq checkpoint: it has no model weights")
     return state
 
 
-def numbered(paths, pattern):
+def _safe_globals() -> list:
+    """The list in ea_fairseq/loading.py. That file is read alone, for the package around it imports fairseq."""
+    spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SAFE_GLOBALS
+
+
+def numbered(paths: Iterable[Path], pattern: re.Pattern) -> list[tuple[int, Path]]:
     """The (number, path) pairs among `paths` whose names match EPOCH or UPDATE, lowest number first."""
     matches = ((pattern.fullmatch(Path(path).name), Path(path)) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def settings(state):
+def settings(state: dict) -> dict[str, Any]:
     """Every model setting of a checkpoint as one flat dict, whichever way fairseq stored it."""
     stored = state.get("args") or (state.get("cfg") or {}).get("model") or {}
     return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
 
 
-def section(state, name):
+def section(state: dict, name: str) -> dict[str, Any]:
     """One section of a checkpoint's configuration ("common", "task", ...); {} where there is none."""
     stored = (state.get("cfg") or {}).get(name) or {}
     return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
 
 
-def structure(state):
+def structure(state: dict) -> dict[str, Any]:
     """The settings in which two checkpoints must agree for their weights to mean the same thing."""
     return {
         name: value
         for name, value in settings(state).items()
         if name in _STRUCTURE or (name.startswith(_STRUCTURE_PREFIXES) and not name.endswith("layerdrop"))
     }
+
+
+def choose(run: Path) -> Path:
+    """A run's averaged checkpoint if there is one (the newest), else its best, else its last."""
+    averaged = sorted(run.glob("average*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*averaged, run / "checkpoint_best.pt", run / "checkpoint_last.pt"]:
+        if path.exists():
+            return path
+    raise UserError(f"--run {run}: has no checkpoint")
+
+
+def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict) -> None:
+    """Refuse a checkpoint whose embeddings are not of this folder's dictionaries; say so where only words differ.
+
+    The number of entries is in the checkpoint. Their words are not: they are those of the folder that it was trained
+    on, where that is still there. That is worth no more than a warning, for since then the folder may have been made
+    again, or its path is relative to another place.
+    """
+    trained_on = Path(section(state, "task").get("data") or "")
+    for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
+        path, weight = data / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
+        words = _words(path)
+        entries = len(words) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
+        if weight is not None and len(weight) != entries:
+            raise UserError(
+                f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
+            )
+        original = trained_on / path.name
+        if original.is_file() and _words(original) != words:
+            print(
+                f"warning: {checkpoint} says that it was trained on {trained_on}, and {original} holds other words "
+                f"than {path}: if these are not the ones that it was trained with, what comes out means nothing",
+                file=sys.stderr,
+            )
+
+
+def _words(dictionary: Path) -> list[str]:
+    """The words of a dict.XX.txt, without their counts."""
+    return [line.rpartition(" ")[0] for line in read_lines(dictionary)]

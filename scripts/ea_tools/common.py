@@ -3,8 +3,9 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
@@ -49,3 +50,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def portable(command: Iterable[str]) -> str:
+    """A command as it can be run from the repository's folder on any machine."""
+    return shlex.join(command).replace(f"{REPO}/", "")

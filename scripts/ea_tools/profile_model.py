@@ -5,25 +5,27 @@ multiply-adds of one forward pass, a sentence or a pair of sentences at a time, 
 fairseq-train may follow: --ea-kernel-size 5
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import hashlib
 import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+from ea_tools.common import REPO, replacing
 
-# isort: split
-import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoderModel, FairseqLanguageModel, build_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
+    from torch import nn
 
 WORDS = 1000  # of the vocabulary: any number, neither count depends on it
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: print the counts of one architecture."""
     args, flags = parse(arguments)
     counts = profile(args.arch, flags, args.src_len, args.tgt_len)
@@ -37,7 +39,7 @@ def main(arguments=None):
         print(f"    {name:<9} {count:>14,}")
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the rest for the model."""
     parser = argparse.ArgumentParser(
         prog="profile_model.sh",
@@ -50,17 +52,22 @@ def parse(arguments):
     parser.add_argument("--tgt-len", type=int, default=30, metavar="N", help="target tokens (default: 30)")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     args, flags = parser.parse_known_args(arguments)
+    for name in ("src_len", "tgt_len"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+    # isort: split
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
     if args.arch not in ARCH_MODEL_REGISTRY:
         known = ("ea_", "transformer", "roberta", "bart")
         ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith(known))
         parser.error(f"there is no --arch {args.arch}; some that there are: {', '.join(ours)}")
-    for name in ("src_len", "tgt_len"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return args, flags
 
 
-def profile(arch, flags=(), src_len=30, tgt_len=30):
+def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: int = 30) -> dict[str, Any]:
     """{"arch", "parameters", "flops", "flops_by_part", ...} of an architecture with these model flags."""
     model = build(arch, flags)
     flops = count_flops(model, src_len, tgt_len)
@@ -75,8 +82,38 @@ def profile(arch, flags=(), src_len=30, tgt_len=30):
     }
 
 
-def build(arch, flags=()):
+def sizes(models: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    """What `profile` says of each (architecture, flags). It is counted once, and then read from the user's cache.
+
+    The cache is one file for each state of ea_fairseq and of the pinned requirements, so that it cannot be out of date.
+    """
+    state = hashlib.sha256()
+    for path in [REPO / "requirements.txt", *sorted((REPO / "ea_fairseq").rglob("*.py"))]:
+        state.update(path.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_fairseq"
+    cache = folder / f"sizes-{state.hexdigest()[:16]}.json"
+    known = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(cache.read_text(encoding="utf-8"))
+    keys = [" ".join([arch, *flags]) for arch, flags in models]
+    missing = {key: model for key, model in zip(keys, models, strict=True) if key not in known}
+    if missing:
+        known |= {key: profile(*model) for key, model in missing.items()}
+        with contextlib.suppress(OSError), replacing(cache) as temporary:  # without a cache it is only slower
+            temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return [known[key] for key in keys]
+
+
+def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
     """The model as fairseq-train would build it, on a vocabulary of WORDS words."""
+    import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+    # isort: split
+    from fairseq import options
+    from fairseq.data import Dictionary
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoderModel, FairseqLanguageModel, build_model
+
     model_class = ARCH_MODEL_REGISTRY[arch]
     task_name = "translation"
     if issubclass(model_class, FairseqLanguageModel):
@@ -93,14 +130,19 @@ def build(arch, flags=()):
     return build_model(convert_namespace_to_omegaconf(args).model, task)
 
 
-def count_parameters(model):
+def count_parameters(model: nn.Module) -> int:
     """Without embeddings and what makes words again of the last layer's output, which depend on the vocabulary."""
     left_out = ("embed_tokens.", "embed_positions.", "output_projection.", "adaptive_softmax.", "lm_head.")
     return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
 
 
-def count_flops(model, src_len, tgt_len):
+def count_flops(model: nn.Module, src_len: int, tgt_len: int) -> dict[str, int]:
     """{"encoder": ..., "decoder": ...}, whichever the model has, of a forward pass over one sentence or pair."""
+    import torch
+    from fairseq.models import FairseqEncoderModel, FairseqLanguageModel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
     # In training mode, for fairseq's encoder leaves for one fused kernel in evaluation; and with PyTorch's plain
     # attention, for the counter sees neither that kernel nor the fused attention on the CPU.
     model.train()

@@ -8,8 +8,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from ea_tools.common import REPO
 
 PACKAGES = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
@@ -42,6 +40,8 @@ def git_commit() -> str | None:
 
 def device(on_cpu: bool = False) -> str:
     """The name of the GPU, or the CPU's with its cores and the threads that PyTorch takes."""
+    import torch
+
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,8 +1,12 @@
 """Recipes: the hyper-parameters of recipes/*.toml as flags of fairseq-train."""
 
+from __future__ import annotations
+
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ea_tools.common import REPO, UserError
 
@@ -18,10 +22,11 @@ class Batch:
     accumulation: int
 
     @property
-    def total(self):
+    def total(self) -> int:
+        """Tokens of one update, at most."""
         return self.tokens * self.gpus * self.accumulation
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.gpus} GPU x {self.accumulation} accumulation x {self.tokens:,} tokens"
 
 
@@ -34,21 +39,21 @@ class Recipe:
     source_lang: str
     target_lang: str
     batch: Batch
-    flags: dict
-    architectures: dict
+    flags: dict[str, Any]
+    architectures: dict[str, dict[str, Any]]
 
-    def flags_for(self, arch):
+    def flags_for(self, arch: str) -> dict[str, Any]:
         """The flags with the architecture's own in the place of the common ones; false leaves one out."""
         flags = {**self.flags, **self.architectures.get(arch, {})}
         return {name: value for name, value in flags.items() if value is not False}
 
 
-def names():
+def names() -> list[str]:
     """The recipes that name a data set; the others are there to be inherited."""
     return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _read(path))
 
 
-def read(name):
+def read(name: str) -> Recipe:
     """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file() or (path.parent == FOLDER and path.stem not in names()):
@@ -68,25 +73,25 @@ def read(name):
         raise UserError(f"{path}: {error}") from None
 
 
-def _read(path):
+def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _inherited(path):
+def _inherited(path: Path) -> dict[str, Any]:
     own = _read(path)
     return _merge(_inherited(FOLDER / f"{own['inherit']}.toml"), own) if "inherit" in own else own
 
 
-def _merge(base, own):
+def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """`own` over `base`, table by table."""
-    both = {key: _merge(base[key], own[key]) for key in base.keys() & own.keys() if isinstance(base[key], dict)}
-    return {**base, **own, **both}
+    tables = {key: _merge(base[key], own[key]) for key in base.keys() & own.keys() if isinstance(base[key], dict)}
+    return {**base, **own, **tables}
 
 
-def parse_flags(words):
+def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
     """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line."""
     flags, name = {}, None
     for word in words:
@@ -102,12 +107,15 @@ def parse_flags(words):
     return flags
 
 
-def spell_flags(flags):
+def spell_flags(flags: Mapping[str, Any]) -> list[str]:
     """{"lr": 0.1, "fp16": True, "share": False} -> ["--lr", "0.1", "--fp16"], in order."""
-    words = []
-    for name, value in flags.items():
-        if value is False:
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, values)]
-    return words
+    return [word for name, values in flag_values(flags).items() for word in (f"--{name}", *values)]
+
+
+def flag_values(flags: Mapping[str, Any]) -> dict[str, list[str]]:
+    """{"lr": 0.1, "fp16": True, "share": False} -> {"lr": ["0.1"], "fp16": []}: as `parse_flags` gives them."""
+    given = {name: value for name, value in flags.items() if value is not False}
+    return {
+        name: [] if value is True else [str(word) for word in (value if isinstance(value, list) else [value])]
+        for name, value in given.items()
+    }

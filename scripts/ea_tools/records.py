@@ -16,9 +16,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools import recipes, train
+from ea_tools import logs, recipes, train
 from ea_tools.common import UserError, replacing
-from ea_tools.figures import curves
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 
@@ -89,7 +88,9 @@ def test_against(
         return kept
     if references is None or len(references) != len(texts[0]) or len(references) != len(texts[1]):
         return None
-    kept = {"translations": digests, **compare(*texts, references, lowercase, ["sacrebleu"])["sacrebleu"]}
+    system, other = texts
+    tests = compare(system=system, baseline=other, references=references, lowercase=lowercase, kinds=["sacrebleu"])
+    kept = {"translations": digests, **tests["sacrebleu"]}
     _write(record / "eval" / f"{subset}.json", {**found, "paired": {**found.get("paired", {}), name: kept}})
     return kept
 
@@ -151,7 +152,7 @@ def _device(start: dict) -> str:
 def _hours(record: Path) -> float | None:
     """Wall-clock time of training by the speeds in the log."""
     try:
-        _, hours = curves.read(record).clock
+        _, hours = logs.read(record).clock
     except UserError:
         return None
     return float(hours[-1]) if len(hours) else None

@@ -6,46 +6,47 @@ test set. What is finished is not done again, what was interrupted goes on, and 
 of fairseq-train go to every run: --max-update 1500
 """
 
+from __future__ import annotations
+
 import argparse
-import contextlib
-import io
 import itertools
 import math
-import shlex
 import statistics
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-import numpy as np
-from fairseq import options
-
-from ea_tools import recipes, reproduce, table_report, train
-from ea_tools.common import REPO, UserError, positive, replacing, reporting
-from ea_tools.figures.curves import COLOURS, STYLES
+from ea_tools import cells, fairseq_flags, recipes, table_report, train
+from ea_tools.common import UserError, portable, positive, replacing, reporting
+from ea_tools.figures import style
 from ea_tools.scores import LABELS
-from ea_tools.tables import Column, Row, Table
+from ea_tools.tables import Cell, Column, Row, Table
 from ea_tools.text import read_prep
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def main(arguments=None):
+Values = tuple[str, ...]  # one value of each flag of the grid: the place of a cell in it
+Scores = dict[Values, dict[int, float]]  # the score of each cell with each seed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the grid, confirm the best cells, write the report."""
-    args, extra = parse(arguments)
+    args, flags = parse(arguments)
     with reporting("sweep"):
-        sweep = Sweep.of(args, extra)
-        failed = [] if args.collect else run(sweep, args, extra)
+        sweep = Sweep.of(args, flags)
+        failed = [] if args.collect else run(sweep, args)
         if args.dry_run:
             return
-        write(sweep, args, extra)
+        write(sweep, args)
     if failed:
         sys.exit("sweep: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and flags for every training run."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
@@ -65,27 +66,27 @@ def parse(arguments):
     parser.add_argument("--confirm", type=positive, default=2, metavar="N", help="cells to confirm (default: 2)")
     parser.add_argument("--score", choices=LABELS, default="sacrebleu", help="what decides (default: sacrebleu)")
     parser.add_argument("--name", help="results/sweep-NAME (default: recipe, architecture and flags)")
-    reproduce.add_run_options(parser, "sweep")
+    cells.add_run_options(parser, "sweep")
     if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
     if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
         parser.error("RECIPE and ARCH come first")
-    args, extra = parser.parse_known_args(arguments)
-    args.command = shlex.join(["scripts/sweep.sh", *arguments]).replace(f"{REPO}/", "")
+    args, flags = parser.parse_known_args(arguments)
+    args.command = portable(["scripts/sweep.sh", *arguments])
     try:
-        check(args, recipes.parse_flags(extra))
+        check(args.grid, args.seeds, recipes.parse_flags(flags))
     except UserError as error:
         parser.error(str(error))
-    return args, extra
+    return args, flags
 
 
-def check(args, extra):
+def check(grid: Sequence[Sequence[str]], seeds: Sequence[int], flags: Mapping[str, list[str]]) -> None:
     """Refuse a grid that contradicts itself or the rest of the command line."""
-    names = [name for name, *_ in args.grid]
-    for name, *values in args.grid:
+    names = [name for name, *_ in grid]
+    for name, *values in grid:
         if name.startswith("-") or not values:
             raise UserError(f"--grid {name}: the flag's name without dashes is wanted, then its values")
-        if name in extra:
+        if name in flags:
             raise UserError(f"--{name}: is in the grid; it cannot be given to every run as well")
         if names.count(name) > 1:
             raise UserError(f"--grid {name}: given twice")
@@ -96,10 +97,10 @@ def check(args, extra):
         "run": "use --runs",
         "data": "name it in a recipe of your own",
     }.items():
-        if name in extra:
+        if name in flags:
             raise UserError(f"--{name}: {instead}")
-    if len(set(args.seeds)) < len(args.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: given twice")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {' '.join(map(str, seeds))}: given twice")
 
 
 # --- the grid ---------------------------------------------------------------------------------------------------------
@@ -110,138 +111,149 @@ class Sweep:
     """A table of one column, whose rows are the combinations of the grid's values."""
 
     name: str
-    grid: dict  # flag -> its values, as they were given
-    rows: dict  # a value of each flag -> its row
-    default: tuple | None  # the values that a run has without the grid's flags, where the grid holds them
+    recipe: str
+    grid: dict[str, list[str]]  # flag -> its values, as they were given
+    rows: dict[Values, Row]
+    default: Values | None  # the values that a run has without the grid's flags, where the grid holds them
+    seeds: Sequence[int]  # the first one's runs choose, the others' confirm
+    confirm: int  # how many of the best cells are run with the other seeds
+    score: str  # what decides, a key of LABELS
+    runs: Path  # the runs' folders are below it
+    flags: list[str]  # of train.sh, for every run
     table: Table
 
     @classmethod
-    def of(cls, args, extra):
+    def of(cls, args: argparse.Namespace, flags: list[str]) -> Sweep:
+        """The sweep that the command line describes, or an error before anything is trained."""
         grid = {name: values for name, *values in args.grid}
         recipe = recipes.read(args.recipe)
-        rows = {
-            values: _row(args.arch, dict(zip(grid, values, strict=True)))
-            for values in itertools.product(*grid.values())
-        }
+        combinations = itertools.product(*grid.values())
+        rows = {values: _row(args.arch, dict(zip(grid, values, strict=True))) for values in combinations}
         column = Column(args.recipe, recipe.name, args.score, "valid")
         title = f"{args.arch} on {recipe.name}: {' x '.join(grid)}"
         table = Table("", title, [column], list(rows.values()))
-        meanings = {values: meaning(recipe, args.arch, grid, [*row.flags, *extra]) for values, row in rows.items()}
-        stock = meaning(recipe, args.arch, grid, extra)
-        default = next((values for values, found in meanings.items() if found == stock), None)
+        lines = [training_flags(recipe, args.arch, [*row.flags, *flags]) for row in rows.values()]
+        *of_rows, stock = fairseq_flags.values(list(grid), [*lines, training_flags(recipe, args.arch, flags)])
+        meanings = dict(zip(rows, of_rows, strict=True))
+        default = next((values for values, meaning in meanings.items() if meaning == stock), None)
         folders = {
-            values: table.cell(row, args.recipe, args.seeds[0], args.runs, extra).folder for values, row in rows.items()
+            values: table.cell(row, args.recipe, args.seeds[0], args.runs, flags).folder for values, row in rows.items()
         }
-        for other in (meanings, folders):
-            if same := _same(other):
+        for what in (meanings, folders):
+            if same := _same(what):
                 raise UserError(
                     f"these cells of the grid are the same: {'; '.join(rows[values].label for values in same)}"
                 )
-        name = args.name or "-".join([recipe.name, args.arch, *grid])
-        return cls(f"sweep-{name}", grid, rows, default, table)
+        name = f"sweep-{args.name or '-'.join([recipe.name, args.arch, *grid])}"
+        return cls(
+            name, args.recipe, grid, rows, default, args.seeds, args.confirm, args.score, args.runs, flags, table
+        )
 
-    def cells(self, keys, seeds, args, extra):
+    def cells(self, keys: Iterable[Values], seeds: Sequence[int]) -> list[Cell]:
         """Those rows with each seed, a whole seed before the next one."""
-        return [self.table.cell(self.rows[key], args.recipe, seed, args.runs, extra) for seed in seeds for key in keys]
+        rows = [self.rows[key] for key in keys]
+        return [self.table.cell(row, self.recipe, seed, self.runs, self.flags) for seed in seeds for row in rows]
+
+    def label(self, key: Values) -> str:
+        """What a cell is called in the report."""
+        return self.rows[key].label + (" (default)" if key == self.default else "")
 
 
-def _row(arch, chosen):
+def _row(arch: str, chosen: dict[str, str]) -> Row:
     label = ", ".join(f"{name} {value}" for name, value in chosen.items())
     return Row(label, arch, recipes.spell_flags(chosen))
 
 
-def _same(mapping):
+def _same(mapping: Mapping[Values, Any]) -> tuple[Values, Values] | None:
     """Two keys with the same value, or None."""
     return next(((a, b) for a, b in itertools.combinations(mapping, 2) if mapping[a] == mapping[b]), None)
 
 
-def meaning(recipe, arch, names, words):
-    """What fairseq-train takes these flags for: the values of `names`; or an error before anything is trained."""
-    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])  # the words for train.sh itself are left out
-    known = recipes.spell_flags({**recipe.flags_for(arch), **flags})
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            args = options.parse_args_and_arch(options.get_training_parser(), ["data", "--arch", arch, *known])
-    except SystemExit:
-        raise UserError(said.getvalue().strip().rpartition("\n")[2]) from None
-    return [getattr(args, name.replace("-", "_"), None) for name in names]
+def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> list[str]:
+    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out."""
+    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
+    return ["data", "--arch", arch, *recipes.spell_flags({**recipe.flags_for(arch), **flags})]
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run(sweep, args, extra):
+def run(sweep: Sweep, args: argparse.Namespace) -> list[str]:
     """Run what is missing of the grid, then of its best cells with the other seeds; the cells that failed, as text."""
     if not args.dry_run:
-        read_prep(recipes.read(args.recipe).data)
-    first, *others = args.seeds
-    failed = reproduce.run_missing(sweep.table, sweep.cells(sweep.rows, [first], args, extra), args, extra)
-    scores = scores_of(sweep, table_report.gather(sweep.table, args.runs, args.seeds, extra))
-    if args.dry_run and others and any(first not in found for found in scores.values()):
-        reproduce.say(
-            f"and then the best {args.confirm} of them, and the default one, with --seeds {_list(others, ' ')}"
-        )
+        read_prep(recipes.read(sweep.recipe).data)
+    first, *others = sweep.seeds
+    failed = cells.run_missing(sweep.table, sweep.cells(sweep.rows, [first]), args, sweep.flags)
+    scores = scores_of(sweep, gather(sweep))
+    if args.dry_run and others and any(first not in of_cell for of_cell in scores.values()):
+        cells.say(f"and then the best {sweep.confirm} of them, and the default one, with --seeds {_list(others, ' ')}")
         return failed
-    confirming = sweep.cells(candidates(sweep, scores, args), others, args, extra)
-    return failed + reproduce.run_missing(sweep.table, confirming, args, extra)
+    confirming = sweep.cells(candidates(sweep, scores), others)
+    return failed + cells.run_missing(sweep.table, confirming, args, sweep.flags)
 
 
-def scores_of(sweep, found):
-    """{values: {seed: score}} of what has been run."""
+def gather(sweep: Sweep) -> dict[tuple[str, str], dict]:
+    """What the runs of all cells have come to."""
+    return table_report.gather(sweep.table, sweep.runs, sweep.seeds, sweep.flags)
+
+
+def scores_of(sweep: Sweep, summaries: dict[tuple[str, str], dict]) -> Scores:
+    """What has been run."""
     column = sweep.table.columns[0]
     return {
         key: {
-            seed: one["scores"][column.score]["score"]
-            for seed, one in found[row.label, column.label]["results"].items()
+            seed: record["scores"][column.score]["score"]
+            for seed, record in summaries[row.label, column.label]["results"].items()
         }
         for key, row in sweep.rows.items()
     }
 
 
-def candidates(sweep, scores, args):
-    """The cells to confirm: the best --confirm by the first seed, best first, and the default one."""
-    first = args.seeds[0]
+def candidates(sweep: Sweep, scores: Scores) -> list[Values]:
+    """The cells to confirm: the best `sweep.confirm` by the first seed, best first, and the default one."""
+    first = sweep.seeds[0]
     ranked = sorted((key for key in scores if first in scores[key]), key=lambda key: -scores[key][first])
-    best = ranked[: args.confirm]
+    best = ranked[: sweep.confirm]
     return best + [sweep.default] * (sweep.default in ranked and sweep.default not in best)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def write(sweep, args, extra):
+def write(sweep: Sweep, args: argparse.Namespace) -> None:
     """results/sweep-NAME.md and, where there is anything to show, .png."""
-    found = table_report.gather(sweep.table, args.runs, args.seeds, extra)
-    scores = scores_of(sweep, found)
+    folder, summaries = args.results, gather(sweep)
+    scores = scores_of(sweep, summaries)
     picture = any(scores.values())
-    text = "\n".join(report(sweep, found, scores, args, extra, picture)) + "\n"
-    with replacing(args.results / f"{sweep.name}.md") as temporary:
+    text = "\n".join(report(sweep, summaries, scores, args.command, picture)) + "\n"
+    with replacing(folder / f"{sweep.name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     if picture:
-        with replacing(args.results / f"{sweep.name}.png") as temporary:
-            draw(sweep, scores, args, temporary)
+        with replacing(folder / f"{sweep.name}.png") as temporary:
+            draw(sweep, scores, temporary)
     print(text)
-    print(f"written: {args.results / sweep.name}.md" + (", .png" if picture else ""))
+    print(f"written: {folder / sweep.name}.md" + (", .png" if picture else ""))
 
 
-def report(sweep, found, scores, args, extra, picture):
+def report(
+    sweep: Sweep, summaries: dict[tuple[str, str], dict], scores: Scores, command: str, picture: bool
+) -> list[str]:
     """The lines of the report: the grid, the confirmation, what follows, where the numbers come from."""
-    first = args.seeds[0]
-    lines = [f"# {sweep.table.title}", "", f"{LABELS[args.score]} on the validation set, seed {first}:", ""]
-    lines += [*grid_table(sweep, scores, first), "", *confirmation(sweep, scores, args), ""]
-    if mixed := unlike(found):
+    lines = [f"# {sweep.table.title}", "", f"{LABELS[sweep.score]} on the validation set, seed {sweep.seeds[0]}:", ""]
+    lines += [*grid_table(sweep, scores), "", *confirmation(sweep, scores), ""]
+    if mixed := unlike(summaries):
         lines += [f"Beware: {mixed}", ""]
     if picture:
         lines += [f"![{sweep.table.title}]({sweep.name}.png)", ""]
-    return [*lines, f"Made by `{args.command}`.", "", *table_report.provenance(sweep.table, found, extra)]
+    return [*lines, f"Made by `{command}`.", "", *table_report.provenance(sweep.table, summaries, sweep.flags)]
 
 
-def grid_table(sweep, scores, seed):
-    """The scores of one seed: two flags as rows and columns, else a cell a line. The highest is bold."""
-    highest = max((found[seed] for found in scores.values() if seed in found), default=None)
+def grid_table(sweep: Sweep, scores: Scores) -> list[str]:
+    """The scores of the first seed: two flags as rows and columns, else a cell a line. The highest is bold."""
+    seed = sweep.seeds[0]
+    highest = max((of_cell[seed] for of_cell in scores.values() if seed in of_cell), default=None)
 
-    def cell(key):
+    def cell(key: Values) -> str:
         if seed not in scores[key]:
             return "not run"
         text = f"{scores[key][seed]:.2f}" + (" (default)" if key == sweep.default else "")
@@ -258,123 +270,118 @@ def grid_table(sweep, scores, seed):
     return [table_report.markdown_row(row) for row in [head, ["---:"] * len(head), *body]]
 
 
-def confirmation(sweep, scores, args):
+def confirmation(sweep: Sweep, scores: Scores) -> list[str]:
     """What the other seeds say about the cells that looked best: a table, and the conclusion in words."""
-    keys, seeds = candidates(sweep, scores, args), args.seeds
+    keys, seeds = candidates(sweep, scores), sweep.seeds
     if not keys:
         return ["Nothing has been run yet."]
-    labels = {key: sweep.rows[key].label + (" (default)" if key == sweep.default else "") for key in keys}
-    missing = sum(seeds[0] not in found for found in scores.values())
-    lines = (
-        [f"{missing} of {len(scores)} cells have not been run; what follows is about the others.", ""]
-        if missing
-        else []
-    )
+    lines = []
+    if missing := sum(seeds[0] not in of_cell for of_cell in scores.values()):
+        lines = [f"{missing} of {len(scores)} cells have not been run; what follows is about the others.", ""]
     if len(seeds) == 1:
-        return [
-            *lines,
-            f"{labels[keys[0]]} is highest with one seed, which does not make it the best: --seeds gives more.",
-        ]
+        best = sweep.label(keys[0])
+        return [*lines, f"{best} is highest with one seed, which does not make it the best: --seeds gives more."]
     head = ["", *(f"seed {seed}" for seed in seeds), "mean ± deviation"]
     lines += [table_report.markdown_row(head), table_report.markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for key in keys:
-        found = [f"{scores[key][seed]:.2f}" if seed in scores[key] else "not run" for seed in seeds]
-        lines.append(table_report.markdown_row([labels[key], *found, _mean(scores[key].values())]))
-    unfinished = [labels[key] for key in keys if any(seed not in scores[key] for seed in seeds)]
+        columns = [f"{scores[key][seed]:.2f}" if seed in scores[key] else "not run" for seed in seeds]
+        lines.append(table_report.markdown_row([sweep.label(key), *columns, _mean(scores[key].values())]))
+    unfinished = [sweep.label(key) for key in keys if any(seed not in scores[key] for seed in seeds)]
     if unfinished:
         return [*lines, "", f"None is called the best yet: not run with every seed: {'; '.join(unfinished)}."]
-    return [*lines, "", *verdict({key: [scores[key][seed] for seed in seeds] for key in keys}, labels, seeds)]
+    return [*lines, "", *verdict(sweep, {key: [scores[key][seed] for seed in seeds] for key in keys})]
 
 
-def _mean(values):
+def _mean(values: Iterable[float]) -> str:
     values = list(values)
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def verdict(scores, labels, seeds):
+def verdict(sweep: Sweep, scores: dict[Values, list[float]]) -> list[str]:
     """Sentences: which cell has the highest mean, and from which of the others the seeds tell it apart."""
-    means = {key: statistics.mean(found) for key, found in scores.items()}
+    means = {key: statistics.mean(of_cell) for key, of_cell in scores.items()}
     best = max(means, key=means.get)
-    lines = [f"**{labels[best]}** has the highest mean, {_mean(scores[best])} over seeds {_list(seeds)}."]
+    lines = [f"**{sweep.label(best)}** has the highest mean, {_mean(scores[best])} over seeds {_list(sweep.seeds)}."]
     for key in (key for key in scores if key != best):
-        difference = f"{means[best] - means[key]:.2f} above {labels[key]}: "
+        difference = f"{means[best] - means[key]:.2f} above {sweep.label(key)}: "
         if min(scores[best]) > max(scores[key]):
             lines.append(
                 f"{difference}more than the spread between seeds, each of its seeds is above all of the other's."
             )
         else:
             lines.append(f"{difference}within the spread between seeds, which do not tell the two apart.")
-    fresh = "; ".join(f"{labels[key]} {statistics.mean(found[1:]):.2f}" for key, found in scores.items())
+    fresh = "; ".join(f"{sweep.label(key)} {statistics.mean(of_cell[1:]):.2f}" for key, of_cell in scores.items())
     lines.append(
-        f"Seed {seeds[0]} chose among the cells, which flatters some. Means over the other seeds alone: {fresh}."
+        f"Seed {sweep.seeds[0]} chose among the cells, which flatters some. Means over the other seeds alone: {fresh}."
     )
     lines.append("The test set had no part in the choice: score the chosen model on it once, with scripts/evaluate.sh.")
     return lines
 
 
-def unlike(found):
+def unlike(summaries: dict[tuple[str, str], dict]) -> str:
     """In what the results are not comparable with each other, or ""."""
-    results = [one for cell in found.values() for one in cell["results"].values()]
+    records = [record for summary in summaries.values() for record in summary["results"].values()]
     of = {
-        "numbers of averaged checkpoints": {len(one["averaged"]) for one in results},
-        "beams": {one.get("beam") for one in results},
-        "length penalties": {one.get("lenpen") for one in results},
-        "reference texts": {one.get("references") for one in results},
+        "numbers of averaged checkpoints": {len(record["averaged"]) for record in records},
+        "beams": {record.get("beam") for record in records},
+        "length penalties": {record.get("lenpen") for record in records},
+        "reference texts": {record.get("references") for record in records},
     }
     different = [f"{name} ({_list(sorted(values, key=str))})" for name, values in of.items() if len(values) > 1]
     return f"the cells were scored with different {' and '.join(different)}." if different else ""
 
 
-def _list(words, between=", "):
+def _list(words: Iterable, between: str = ", ") -> str:
     return between.join(map(str, words))
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(sweep, scores, args, path):
+def draw(sweep: Sweep, scores: Scores, path: Path) -> None:
     """A heat-map where the grid has two flags, and for each flag the score against its values."""
     names, heat = list(sweep.grid), len(sweep.grid) == 2
     widths = [1.3] * heat + [1] * len(names)
-    size = (1 + 4.2 * sum(widths), 4.6)
-    figure, panels = plt.subplots(
-        1, len(widths), figsize=size, squeeze=False, layout="constrained", width_ratios=widths
-    )
+    figure, panels = style.panels(1, len(widths), (1 + 4.2 * sum(widths), 4.6), width_ratios=widths)
     panels = list(panels[0])
     if heat:
-        _heat_map(figure, panels.pop(0), sweep, scores, args.seeds)
+        _heat_map(figure, panels.pop(0), sweep, scores)
     for panel, name in zip(panels, names, strict=True):
-        _curves(panel, sweep, scores, args.seeds[0], name)
+        _curves(panel, sweep, scores, name)
         if panel is not panels[0]:
             panel.sharey(panels[0])
             panel.tick_params(labelleft=False)
-    panels[0].set_ylabel(f"validation {LABELS[args.score]}")
-    confirmed = any(len(found) > 1 for found in scores.values())
+    panels[0].set_ylabel(f"validation {LABELS[sweep.score]}")
+    confirmed = any(len(of_cell) > 1 for of_cell in scores.values())
     bars = "; bars: lowest to highest of its seeds" if confirmed else ""
     figure.suptitle(
-        f"{sweep.table.title}: validation {LABELS[args.score]}, seed {args.seeds[0]}{bars}", fontsize="medium"
+        f"{sweep.table.title}: validation {LABELS[sweep.score]}, seed {sweep.seeds[0]}{bars}", fontsize="medium"
     )
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    style.save(figure, path, "png")
 
 
-def _heat_map(figure, panel, sweep, scores, seeds):
+def _heat_map(figure: Figure, panel: Axes, sweep: Sweep, scores: Scores) -> None:
     """First flag downwards, second to the right; the colour is the first seed's score, a frame is round the highest."""
+    import matplotlib
+    import numpy as np
+
+    seed = sweep.seeds[0]
     (down, rows), (right, columns) = sweep.grid.items()
-    grid = np.array([[scores[row, column].get(seeds[0], math.nan) for column in columns] for row in rows])
-    colours = plt.get_cmap("cividis").with_extremes(bad="0.9")
+    grid = np.array([[scores[row, column].get(seed, math.nan) for column in columns] for row in rows])
+    colours = matplotlib.colormaps[style.GRID_COLOURS].with_extremes(bad="0.9")
     image = panel.imshow(grid, cmap=colours, aspect="auto")
     for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
-        found = scores[row, column]
-        lines = [f"{grid[i, j]:.2f}" if seeds[0] in found else "not run"]
-        if len(found) > 1:
-            lines += [_mean(found.values()), f"{len(found)} seeds"]
+        of_cell = scores[row, column]
+        lines = [f"{grid[i, j]:.2f}" if seed in of_cell else "not run"]
+        if len(of_cell) > 1:
+            lines += [_mean(of_cell.values()), f"{len(of_cell)} seeds"]
         lines += ["default"] * ((row, column) == sweep.default)
-        dark = seeds[0] in found and image.norm(grid[i, j]) < 0.5
+        dark = seed in of_cell and image.norm(grid[i, j]) < 0.5
         panel.text(j, i, "\n".join(lines), ha="center", va="center", color="white" if dark else "black")
     if not np.isnan(grid).all():
         i, j = np.unravel_index(np.nanargmax(grid), grid.shape)
-        panel.add_patch(plt.Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, color=COLOURS[1], linewidth=3))
+        frame = {"fill": False, "color": style.COLOURS[1], "linewidth": 3}
+        panel.add_patch(matplotlib.patches.Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, **frame))
     panel.set_xticks(range(len(columns)), columns)
     panel.set_yticks(range(len(rows)), rows)
     panel.set_xlabel(right)
@@ -382,26 +389,27 @@ def _heat_map(figure, panel, sweep, scores, seeds):
     figure.colorbar(image, ax=panel)
 
 
-def _curves(panel, sweep, scores, seed, name):
+def _curves(panel: Axes, sweep: Sweep, scores: Scores, name: str) -> None:
     """Score against the values of one flag: a line for each value of the other; of several, through the highest."""
-    place = list(sweep.grid).index(name)
+    seed = sweep.seeds[0]
+    position = list(sweep.grid).index(name)
     highest = max((key for key in scores if seed in scores[key]), key=lambda key: scores[key][seed], default=None)
-    others = dict.fromkeys(key[:place] + key[place + 1 :] for key in sweep.rows)
+    others = dict.fromkeys(key[:position] + key[position + 1 :] for key in sweep.rows)
     if len(sweep.grid) > 2:
-        others = [highest[:place] + highest[place + 1 :]] if highest else []
+        others = [highest[:position] + highest[position + 1 :]] if highest else []
     for number, fixed in enumerate(others):
-        keys = [(*fixed[:place], value, *fixed[place:]) for value in sweep.grid[name]]
-        found = [scores[key].get(seed, math.nan) for key in keys]
-        colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
+        keys = [(*fixed[:position], value, *fixed[position:]) for value in sweep.grid[name]]
+        heights = [scores[key].get(seed, math.nan) for key in keys]
+        colour, dashes = style.COLOURS[number % len(style.COLOURS)], style.LINES[number % len(style.LINES)]
         names = [other for other in sweep.grid if other != name]
         label = ", ".join(f"{other} {value}" for other, value in zip(names, fixed, strict=True))
-        places = np.arange(len(keys)) + 0.02 * (number - (len(others) - 1) / 2)  # beside each other, not over
-        panel.plot(places, found, style, marker="o", color=colour, label=label)
+        aside = 0.02 * (number - (len(others) - 1) / 2)  # lines stand beside each other, not over
+        places = [place + aside for place in range(len(keys))]
+        panel.plot(places, heights, dashes, marker="o", color=colour, label=label)
         for x, key in zip(places, keys, strict=True):
             if len(scores[key]) > 1:
-                panel.vlines(
-                    x, min(scores[key].values()), max(scores[key].values()), color=colour, linewidth=4, alpha=0.4
-                )
+                lowest, highest_of_cell = min(scores[key].values()), max(scores[key].values())
+                panel.vlines(x, lowest, highest_of_cell, color=colour, linewidth=4, alpha=0.4)
     panel.set_xticks(range(len(sweep.grid[name])), sweep.grid[name])
     panel.set_xlabel(name)
     panel.grid(alpha=0.3)

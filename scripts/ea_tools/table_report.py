@@ -1,27 +1,18 @@
 """What a table of results says: its scores, what follows from them, and where each of them comes from."""
 
 import contextlib
-import logging
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
 from ea_tools import recipes, records
 from ea_tools.common import UserError, replacing
-from ea_tools.profile_model import profile
+from ea_tools.figures import style
+from ea_tools.profile_model import sizes
 from ea_tools.scores import LABELS
 from ea_tools.tables import Column, Row, Table
 from ea_tools.text import read_prep, references
-
-for library in ("matplotlib", "sacrebleu"):  # fairseq has everybody tell all that they do
-    logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
@@ -111,7 +102,7 @@ def show_in(page: Path, table: Table, found: dict) -> bool:
 def markdown(table: Table, found: dict, picture: str | None, extra: list[str]) -> str:
     """The table, what its numbers are and what follows from them, and where each came from."""
     scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
-    lines = [f"# {table.title}", "", *score_rows(table, found, sizes=True), ""]
+    lines = [f"# {table.title}", "", *score_rows(table, found, with_sizes=True), ""]
     lines += [
         f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
         'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": nobody '
@@ -125,12 +116,12 @@ def markdown(table: Table, found: dict, picture: str | None, extra: list[str]) -
     return "\n".join([*lines, *provenance(table, found, extra)]) + "\n"
 
 
-def score_rows(table: Table, found: dict, sizes: bool = False) -> list[str]:
-    """The table itself, a line for each row, with parameters and FLOPs where `sizes` are wanted."""
-    head = ["Model", *["Parameters", "FLOPs"] * sizes, *(column.label for column in table.columns)]
+def score_rows(table: Table, found: dict, with_sizes: bool = False) -> list[str]:
+    """The table itself, a line for each row, with parameters and FLOPs if they are wanted."""
+    head = ["Model", *["Parameters", "FLOPs"] * with_sizes, *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
-        counts = _size(table, row) if sizes else []
+        counts = _size(table, row) if with_sizes else []
         lines.append(
             markdown_row([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)])
         )
@@ -141,7 +132,7 @@ def _size(table: Table, row: Row) -> list[str]:
     """Parameters and FLOPs of a row's model, whose sizes may be in the recipe."""
     flags = recipes.read(table.columns[0].recipe).flags_for(row.arch)
     model = {name: value for name, value in flags.items() if name.startswith(("ea-", "encoder-", "decoder-"))}
-    size = profile(row.arch, [*recipes.spell_flags(model), *row.flags])
+    (size,) = sizes([(row.arch, [*recipes.spell_flags(model), *row.flags])])
     return [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
 
 
@@ -345,18 +336,18 @@ def _signatures(runs: list[Made]) -> list[str]:
     return [f"- {name}: {', '.join(f'`{signature}`' for signature in kinds[name])}" for name in kinds]
 
 
-def draw(table, found, path):
+def draw(table: Table, found: dict, path: Path) -> None:
     """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
     count, labels = len(table.columns), [row.label for row in table.rows]
     size = (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels))
-    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    figure, panels = style.panels(1, count, size, sharey=True)
     for panel, column in zip(panels[0], table.columns, strict=True):
         for height, label in enumerate(labels):
             cell = found[label, column.label]
             if cell["mean"] is not None:
-                panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color="#4c78a8", capsize=3)
+                panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color=style.COLOURS[0], capsize=3)
             if cell["paper"] is not None:
-                panel.plot(cell["paper"], height, "D", color="#e45756", fillstyle="none")
+                panel.plot(cell["paper"], height, "D", color=style.COLOURS[1], fillstyle="none")
         if not panel.has_data():
             panel.text(0.5, 0.5, "not run", ha="center", va="center", color="grey", transform=panel.transAxes)
             panel.set_xticks([])
@@ -366,6 +357,4 @@ def draw(table, found, path):
         panel.set_title(column.label)
         panel.set_xlabel(LABELS[column.score])
     figure.suptitle("dot: measured here, diamond: the paper", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    style.save(figure, path, "png")

@@ -7,8 +7,11 @@ seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] whe
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
 
+from __future__ import annotations
+
 import re
 import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +24,8 @@ FOLDER = recipes.FOLDER / "tables"
 
 @dataclass(frozen=True)
 class Column:
+    """One score of one split of a recipe's data."""
+
     recipe: str
     label: str
     score: str
@@ -29,13 +34,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
+    """One model: an architecture with flags of fairseq-train."""
+
     label: str
     arch: str
-    flags: list = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
     baseline: str | None = None
-    paper: dict = field(default_factory=dict)
+    paper: dict[str, float] = field(default_factory=dict)
 
-    def published(self, column):
+    def published(self, column: Column) -> float | None:
         """The paper's number for this row and column, or None."""
         key = column.recipe if column.subset == "test" else f"{column.recipe}/{column.subset}"
         return self.paper.get(key)
@@ -50,26 +57,29 @@ class Cell:
     seed: int
     folder: Path
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.row.label}, {self.recipe}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Table:
+    """Rows and columns to fill."""
+
     name: str
     title: str
-    columns: list
-    rows: list
+    columns: list[Column]
+    rows: list[Row]
     seeds: list = field(default_factory=lambda: [1])
 
-    def row(self, label):
+    def row(self, label: str) -> Row:
+        """The row of this label."""
         return next(row for row in self.rows if row.label == label)
 
-    def subsets(self, recipe):
+    def subsets(self, recipe: str) -> list[str]:
         """The splits that this table scores of a recipe."""
         return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
 
-    def cell(self, row, recipe, seed, runs, extra=()):
+    def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
         name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
@@ -79,18 +89,18 @@ class Table:
 LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
 
 
-def _slug(*flags):
+def _slug(*flags: Iterable[str]) -> list[str]:
     """ "--ea-alpha 0 --lr 5e-3" -> "ea-alpha0", "lr5e-3"."""
     given = {name: values for words in flags for name, values in recipes.parse_flags(words).items()}
     given = {name: values for name, values in given.items() if name not in LAUNCH}
     return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in given.items()]
 
 
-def read(name):
+def read(name: str) -> Table:
     """A table by its name in recipes/tables, or by its path."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        there = ", ".join(sorted(found.stem for found in FOLDER.glob("*.toml")))
+        there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
         raise UserError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,17 +1,16 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-
-from sacremoses import MosesDetokenizer
-from sentencepiece import SentencePieceProcessor
-from subword_nmt.apply_bpe import BPE
+from typing import Any
 
 from ea_tools.common import UserError
-from prep.moses import Normalizer, Tokenizer
+
+# The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
 
 
-def read_prep(data):
+def read_prep(data: Path | str) -> dict[str, Any]:
     """The contents of DATA/PREP.json, which data-prep/ writes last, when everything else is in place."""
     path = Path(data) / "PREP.json"
     try:
@@ -28,7 +27,7 @@ def read_prep(data):
     return prep
 
 
-def read_lines(path):
+def read_lines(path: Path | str) -> list[str]:
     """The lines of a UTF-8 file without their ends; only a line feed ends a line (never U+2028 and its like)."""
     path = Path(path)
     try:
@@ -39,7 +38,7 @@ def read_lines(path):
     return [decode(line, path, number) for number, line in enumerate(lines, 1)]
 
 
-def decode(line, path, number):
+def decode(line: bytes, path: Path | str, number: int) -> str:
     """One line of bytes as text without its end, or an error that names the file and the line's number."""
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
@@ -50,22 +49,26 @@ def decode(line, path, number):
 class Moses:
     """Moses tokens of one language, with the options that the data were prepared with."""
 
-    def __init__(self, prep, language):
+    def __init__(self, prep: dict[str, Any], language: str) -> None:
+        from sacremoses import MosesDetokenizer
+
+        from prep.moses import Tokenizer
+
         self._tokenizer, self._detokenizer = Tokenizer(language), MosesDetokenizer(language)
         self._rules = prep.get("rules", {})
 
-    def tokenize(self, line):
+    def tokenize(self, line: str) -> str:
         """Raw text, as the held-out splits were tokenised, with spaces between the tokens."""
         if self._rules.get("plain_apostrophes"):
             line = line.replace("’", "'")
         return self._tokenizer.tokenize(line, self._rules.get("split_dashes", False), return_str=True)
 
-    def detokenize(self, line):
+    def detokenize(self, line: str) -> str:
         """Tokens with spaces between to raw text."""
         return self._detokenizer.detokenize(line.split())
 
 
-def references(path, prep):
+def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens.
 
     Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising.
@@ -79,15 +82,18 @@ def references(path, prep):
 class Source:
     """Raw source text to the subwords that a model reads."""
 
-    def __init__(self, data, prep):
+    def __init__(self, data: Path, prep: dict[str, Any]) -> None:
         language = prep["source_lang"]
         self._moses, self._lowercase = Moses(prep, language), prep["lowercase"]
         # Training text had its punctuation normalised: text that people type needs it as much.
-        normalise = prep.get("rules", {}).get("normalise")
-        self._normalizer = Normalizer(language) if normalise else None
+        self._normalizer = None
+        if prep.get("rules", {}).get("normalise"):
+            from prep.moses import Normalizer
+
+            self._normalizer = Normalizer(language)
         self._subwords = _subwords(Path(data), prep["bpe"], language)
 
-    def __call__(self, line):
+    def __call__(self, line: str) -> str:
         """One line of text; "" where there is nothing to translate."""
         if self._normalizer:
             line = self._normalizer.normalize(line)
@@ -95,14 +101,18 @@ class Source:
         return self._subwords(line.lower() if self._lowercase else line)
 
 
-def _subwords(data, kind, language):
+def _subwords(data: Path, kind: str, language: str) -> Callable[[str], str]:
     """The function from tokens to subwords that DATA's code or sentencepiece.bpe.model defines."""
     path = data / {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}[kind]
     if not path.is_file():
         raise UserError(f"{path}: no such file; the text cannot be split into subwords without it")
     if kind == "sentencepiece":
+        from sentencepiece import SentencePieceProcessor
+
         model = SentencePieceProcessor(model_file=str(path))
         return lambda line: " ".join(model.encode(line, out_type=str))
+    from subword_nmt.apply_bpe import BPE
+
     vocabulary = data / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = set(read_lines(vocabulary)) if vocabulary.is_file() else None
     with path.open(encoding="utf-8") as codes:

@@ -5,6 +5,8 @@ Run the same command again and it goes on, from the newest checkpoint that loads
 Any flag of fairseq-train may follow, and replaces the recipe's: --max-update 1000 --seed 2 --encoder-layers 4
 """
 
+from __future__ import annotations
+
 import argparse
 import fcntl
 import hashlib
@@ -14,14 +16,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ea_tools import recipes
-from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered
-from ea_tools.common import REPO, UserError, replacing, reporting
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
+from ea_tools.common import REPO, UserError, portable, replacing, reporting
 from ea_tools.provenance import provenance
-from ea_tools.recipes import parse_flags, spell_flags
+from ea_tools.recipes import Recipe, flag_values, parse_flags, spell_flags
+from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
 
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
@@ -29,39 +34,55 @@ IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-"
 LAST = "checkpoint_last.pt"
 
 
-def main(arguments=None):
+Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One start of a training: what is trained, with which flags, and the process that does it."""
+
+    recipe: Recipe
+    arch: str
+    data: Path
+    run: Path
+    launch: Launch
+    flags: Flags
+    command: list[str]
+    environment: dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
     args, flags = parse(sys.argv[1:] if arguments is None else arguments)
     with reporting("train"):
-        recipe = recipes.read(args.recipe)
-        launch = Launch.of(args)
-        command, environment = plan(recipe, args, flags, launch)
+        start = plan(recipes.read(args.recipe), args, flags, Launch.of(args))
         if args.dry_run:
-            print(shlex.join(command))
+            print(shlex.join(start.command))
             return
-        check_data(args.data, recipe)
-        if launch.rank == 0:
-            take(args.run)
-            claim(args.run, identity(recipe, args, command), args.command)
-            last = mend(args.run)
+        check_data(start.data, start.recipe)
+        if start.launch.rank == 0:
+            take(start.run)
+            claim(start.run, identity(start), args.command)
+            last = mend(start.run)
         else:
-            last = load(args.run / LAST) if (args.run / LAST).exists() else None
-        if reason := finished(last, parse_flags(command[command.index("--save-dir") :])):
-            say(f"{args.run}: this run is finished: {reason}")
+            last = load(start.run / LAST) if (start.run / LAST).exists() else None
+        if reason := finished(last, start.flags):
+            say(f"{start.run}: this run is finished: {reason}")
             return
-        if launch.rank == 0:
-            record_start(args.run, command, launch, updates(last) if last else 0)
+        if start.launch.rank == 0:
+            record_start(start.run, start.flags, start.launch, updates(last) if last else 0)
     if last:
-        say(f"{args.run}: goes on after {updates(last):,} updates")
-    say("+ " + shlex.join(command))
-    os.execve(command[0], command, environment)
+        say(f"{start.run}: goes on after {updates(last):,} updates")
+    say("+ " + shlex.join(start.command))
+    os.execve(start.command[0], start.command, start.environment)
 
 
-def say(text):
+def say(text: str) -> None:
+    """Print a line on standard error, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     """Our own options, and the flags for fairseq-train as {name: values}."""
     parser = argparse.ArgumentParser(
         prog="train.sh",
@@ -98,13 +119,13 @@ def parse(arguments):
     for name in ("save-dir", "arch", "restore-file"):
         if name in flags:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
-    args.command = shlex.join(["scripts/train.sh", *arguments]).replace(f"{REPO}/", "")
+    args.command = portable(["scripts/train.sh", *arguments])
     args.data = args.data or _default(lambda: recipes.read(args.recipe).data, parser)
     args.run = args.run or REPO / "runs" / f"{Path(args.recipe).stem}-{args.arch}"
     return args, flags
 
 
-def _default(make, parser):
+def _default(make: Callable[[], Path], parser: argparse.ArgumentParser) -> Path:
     try:
         return make()
     except UserError as error:
@@ -123,18 +144,18 @@ class Launch:
     port: int = 29500
 
     @classmethod
-    def of(cls, args):
+    def of(cls, args: argparse.Namespace) -> Launch:
         """What the command line says, else SLURM's variables, else what this machine has."""
-        found, capability = _gpus()
-        gpus = found if args.gpus is None else args.gpus
-        if gpus > found and not args.dry_run:
-            raise UserError(f"--gpus {gpus}: this machine has {found}")
-        if gpus < 0:
-            raise UserError(f"--gpus {gpus}: cannot be negative")
+        there, capability = (0, None) if args.gpus == 0 else gpus()
+        wanted = there if args.gpus is None else args.gpus
+        if wanted > there and not args.dry_run:
+            raise UserError(f"--gpus {wanted}: this machine has {there}")
+        if wanted < 0:
+            raise UserError(f"--gpus {wanted}: cannot be negative")
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:
-            return cls(gpus, capability)
+            return cls(wanted, capability)
         rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
         master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
         if rank is None or master is None:
@@ -142,33 +163,44 @@ class Launch:
         if not 0 <= int(rank) < nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
-        return cls(gpus, capability, nodes, int(rank), host, int(port or 29500))
+        return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
 
     @property
-    def processes(self):
+    def processes(self) -> int:
+        """How many processes train, on all machines together."""
         return max(self.gpus, 1) * self.nodes
 
-    def __str__(self):
+    def __str__(self) -> str:
         what = f"{self.gpus} GPU" if self.gpus else "CPU"
         return what if self.nodes == 1 else f"{self.nodes} machines x {what}"
 
 
-def _gpus():
+#: What a GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def gpus() -> tuple[int, tuple[int, int] | None]:
+    """How many GPUs there are, and the least compute capability among them.
+
+    PyTorch is only asked where there is a driver, for its import takes seconds.
+    """
+    if not any(Path(driver).exists() for driver in DRIVERS):
+        return 0, None
     import torch
 
     count = torch.cuda.device_count()
     return count, min((torch.cuda.get_device_capability(i) for i in range(count)), default=None)
 
 
-def _slurm_master(nodelist):
+def _slurm_master(nodelist: str | None) -> str | None:
     if not nodelist:
         return None
     hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
     return hosts.stdout.split()[0]
 
 
-def plan(recipe, args, flags, launch):
-    """The whole command, and its environment."""
+def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
+    """What the command line asks for. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
@@ -177,7 +209,7 @@ def plan(recipe, args, flags, launch):
     chosen |= precision_flags(args.precision, launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
-        chosen |= bleu_flags(args.data)
+        chosen |= validation_flags(read_prep(args.data)["bpe"])
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
@@ -188,18 +220,20 @@ def plan(recipe, args, flags, launch):
         say(f"note: --patience counts validations, and with --{often[0]} there may be several in an epoch")
 
     distributed, launcher, environment = distribution(launch)
-    command = [
-        *launcher,
-        str(REPO / "scripts" / "ea_tools" / "fairseq_train.py"),
-        str(args.data),
-        *("--user-dir", str(REPO / "ea_fairseq"), "--arch", args.arch),
-        *("--source-lang", recipe.source_lang, "--target-lang", recipe.target_lang, "--save-dir", str(args.run)),
-        *spell_flags(chosen | distributed),
-    ]
-    return command, environment
+    given = {
+        "user-dir": REPO / "ea_fairseq",
+        "arch": args.arch,
+        "source-lang": recipe.source_lang,
+        "target-lang": recipe.target_lang,
+        "save-dir": args.run,
+    }
+    everything = flag_values(given | chosen | distributed)
+    script = str(REPO / "scripts" / "ea_tools" / "fairseq_train.py")
+    command = [*launcher, script, str(args.data), *spell_flags(everything)]
+    return Plan(recipe, args.arch, args.data, args.run, launch, everything, command, environment)
 
 
-def batch_flags(recipe, launch, flags):
+def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     """--max-tokens and --update-freq that keep the recipe's effective batch; says how."""
     tokens = int(flags["max-tokens"][0]) if "max-tokens" in flags else recipe.batch.tokens
     per_step = launch.processes * tokens
@@ -228,7 +262,7 @@ def batch_flags(recipe, launch, flags):
     return {"max-tokens": tokens, "update-freq": accumulation, **smaller}
 
 
-def precision_flags(wanted, launch):
+def precision_flags(wanted: str, launch: Launch) -> dict[str, bool]:
     """bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32."""
     if wanted == "auto":
         capability = launch.capability if launch.gpus else None
@@ -236,20 +270,7 @@ def precision_flags(wanted, launch):
     return {} if wanted == "fp32" else {wanted: True}
 
 
-def bleu_flags(data):
-    """Beam-search BLEU on detokenised text at each validation, and best checkpoints by it."""
-    bpe = read_prep(data)["bpe"]
-    return {
-        "eval-bleu": True,
-        "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
-        "eval-bleu-detok": "moses",
-        "eval-bleu-remove-bpe": bpe,
-        "best-checkpoint-metric": "bleu",
-        "maximize-best-checkpoint-metric": True,
-    }
-
-
-def distribution(launch):
+def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """fairseq's distributed flags, the words that start Python, and the environment.
 
     One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
@@ -259,7 +280,7 @@ def distribution(launch):
     # SLURM's node list would make fairseq look for the other processes by itself.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
     flags = {"distributed-world-size": launch.processes}
-    if launch.gpus and launch.gpus < _gpus()[0]:
+    if launch.gpus and launch.gpus < gpus()[0]:
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: launch.gpus])
     if not launch.gpus:
@@ -283,24 +304,23 @@ def distribution(launch):
     return flags, python, environment
 
 
-def check_data(data, recipe):
+def check_data(data: Path, recipe: Recipe) -> None:
     """The data folder must be there, complete, and of the recipe's languages."""
     prep = read_prep(data)
-    found = (prep["source_lang"], prep["target_lang"])
-    if found != (recipe.source_lang, recipe.target_lang):
+    languages = (prep["source_lang"], prep["target_lang"])
+    if languages != (recipe.source_lang, recipe.target_lang):
         raise UserError(
-            f"{data} is {'-'.join(found)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
+            f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
         )
 
 
-def identity(recipe, args, command):
+def identity(start: Plan) -> dict[str, str]:
     """What must not change while a run goes on: recipe, architecture, data, and the flags that make the model."""
-    flags = parse_flags(command[command.index("--user-dir") :])
-    model = {name: " ".join(values) for name, values in flags.items() if name.startswith(IDENTITY)}
-    return {"recipe": recipe.name, "arch": args.arch, "data": fingerprint(args.data), **model}
+    model = {name: " ".join(values) for name, values in start.flags.items() if name.startswith(IDENTITY)}
+    return {"recipe": start.recipe.name, "arch": start.arch, "data": fingerprint(start.data), **model}
 
 
-def fingerprint(data):
+def fingerprint(data: Path) -> str:
     """A digest of the training data: the dictionaries, and the index of the binary text."""
     digest = hashlib.sha256()
     for path in sorted([*data.glob("dict.*.txt"), *data.glob("train.*.idx")]):
@@ -311,7 +331,7 @@ def fingerprint(data):
 _locks = []  # open as long as the process lives
 
 
-def take(run):
+def take(run: Path) -> None:
     """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive."""
     run.mkdir(parents=True, exist_ok=True)
     lock = (run / "lock").open("w")
@@ -324,31 +344,30 @@ def take(run):
     _locks.append(lock)
 
 
-def claim(run, mine, command=""):
+def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
     """Write down whose folder this is, or refuse one that is somebody else's."""
     record = run / "run.json"
     started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
     if record.exists() and started:
-        theirs = json.loads(record.read_text(encoding="utf-8"))["identity"]
-        changed = [name for name in sorted(theirs.keys() | mine.keys()) if theirs.get(name) != mine.get(name)]
+        owner = json.loads(record.read_text(encoding="utf-8"))["identity"]
+        changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
         if changed:
             raise UserError(
                 f"{run} belongs to another run; choose another --run\n"
-                + "\n".join(f"  {name}: there {theirs.get(name)}, now {mine.get(name)}" for name in changed)
+                + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
             )
     elif started:
         raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
     starts = json.loads(record.read_text(encoding="utf-8")).get("starts", []) if record.exists() and started else []
-    _write_record(run, {"identity": mine, "command": command, "starts": starts})
+    _write_record(run, {"identity": this, "command": command, "starts": starts})
 
 
-def record_start(run: Path, command: list[str], launch: Launch, done: int) -> None:
+def record_start(run: Path, flags: Flags, launch: Launch, done: int) -> None:
     """Add to run.json that training starts, or goes on after `done` updates: on which code, device and flags.
 
     A run that was stopped and went on after a change of the code or of a flag says so by this.
     """
     machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
-    flags = parse_flags(command[command.index("--user-dir") :])
     start = {
         "updates": done,
         **provenance(on_cpu=not launch.gpus),
@@ -359,26 +378,27 @@ def record_start(run: Path, command: list[str], launch: Launch, done: int) -> No
     _write_record(run, {**record, "starts": [*record["starts"], start]})
 
 
-def _write_record(run: Path, record: dict) -> None:
+def _write_record(run: Path, record: dict[str, Any]) -> None:
     with replacing(run / "run.json") as temporary:
         temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def mend(run):
+def mend(run: Path) -> dict[str, Any] | None:
     """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
 
-    Returns its contents, or None where a run starts.
+    Returns its contents, or None where a run starts. A checkpoint that is whole but not allowed, for it asks for more
+    than weights and settings, ends this with an error and stays where it is.
     """
     for path in run.glob("*.pt.tmp"):
         path.unlink()
     files = list(run.iterdir())
     families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
-    newest = [found for family in families if (found := _newest_that_loads(family))]
+    newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
     if not newest:
         if any(run.glob("*.damaged")):
             raise UserError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
         return None
-    path, state = max(newest, key=lambda found: updates(found[1]))  # the first of equals: checkpoint_last.pt
+    path, state = max(newest, key=lambda loaded: updates(loaded[1]))  # the first of equals: checkpoint_last.pt
     if path.name != LAST:
         extra = state["extra_state"]
         for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
@@ -388,31 +408,31 @@ def mend(run):
     return state
 
 
-def _newest_that_loads(family):
+def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
     """The last (path, contents) of [(number, path), ...] that loads; those that do not are set aside."""
-    for _, path in reversed(family):
+    for _, path in reversed(list(family)):
         try:
             state = load(path)
             _resumable(path, state)
             return path, state
-        except UserError as error:
+        except DamagedError as error:
             aside = path.with_name(path.name + ".damaged")
             path.replace(aside)
             say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
     return None
 
 
-def _resumable(path, state):
+def _resumable(path: Path, state: Mapping[str, Any]) -> None:
     if "optimizer_history" not in state or "last_optimizer_state" not in state:
-        raise UserError(f"{path}: has no optimizer state, training cannot go on from it")
+        raise DamagedError(f"{path}: has no optimizer state, training cannot go on from it")
 
 
-def updates(state):
+def updates(state: Mapping[str, Any]) -> int:
     """How many updates a checkpoint has seen."""
     return state["optimizer_history"][-1]["num_updates"]
 
 
-def finished(state, flags):
+def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
     """Why a run with this last checkpoint has nothing left to do, or None."""
     if state is None:
         return None

@@ -3,6 +3,8 @@
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
@@ -13,23 +15,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from tqdm import tqdm
 
-from ea_tools.checkpoints import load, section, settings
+from ea_tools.checkpoints import choose, load, section, settings
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.text import Moses, Source, decode, read_prep
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: raw text from --input or standard input, translations to --output or standard output."""
     args = parse(arguments)
     with reporting("translate"), _input(args.input) as lines, _output(args.output) as write:
         translate(args, lines, write)
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-interactive as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -59,7 +63,8 @@ def parse(arguments):
 
 
 @contextlib.contextmanager
-def _input(path):
+def _input(path: Path | None) -> Iterator[IO[bytes]]:
+    """The lines of a file, or of standard input, as bytes."""
     if path is None:
         yield sys.stdin.buffer
     else:
@@ -68,7 +73,7 @@ def _input(path):
 
 
 @contextlib.contextmanager
-def _output(path):
+def _output(path: Path | None) -> Iterator[Callable[[str], None]]:
     """A function that writes one line; a file appears under its name only when it is complete."""
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8")
@@ -78,7 +83,7 @@ def _output(path):
         yield lambda line: print(line, file=file)
 
 
-def translate(args, lines, write):
+def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[[str], None]) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order."""
     checkpoint = args.checkpoint or choose(args.run)
     state = load(checkpoint)
@@ -117,20 +122,23 @@ def translate(args, lines, write):
 class Feeder(threading.Thread):
     """Sends the lines that hold something to fairseq-interactive, while the main thread reads its answers."""
 
-    def __init__(self, lines, name, source, longest, stream):
+    def __init__(
+        self, lines: Iterable[bytes], name: Path | str, source: Source, longest: int, stream: IO[bytes]
+    ) -> None:
         super().__init__(daemon=True)
         self._lines, self._name, self._source, self._longest, self._stream = lines, name, source, longest, stream
         self._queue = queue.SimpleQueue()
         self.start()
 
-    def sent(self):
+    def sent(self) -> Iterator[bool]:
         """For each line whether it was sent (or is empty), as they come; raises what went wrong with a line."""
         for item in iter(self._queue.get, None):
             if isinstance(item, Exception):
                 raise item
             yield item
 
-    def run(self):
+    def run(self) -> None:
+        """What the thread does: prepare and send line after line, and report each of them to `sent`."""
         try:
             for number, line in enumerate(self._lines, 1):
                 subwords = self._subwords(line, number)
@@ -146,7 +154,7 @@ class Feeder(threading.Thread):
             self._stream.close()
         self._queue.put(None)
 
-    def _subwords(self, line, number):
+    def _subwords(self, line: bytes, number: int) -> list[str]:
         subwords = self._source(decode(line, self._name, number)).split()
         if len(subwords) > self._longest:
             print(
@@ -157,21 +165,12 @@ class Feeder(threading.Thread):
         return subwords[: self._longest]
 
 
-def longest(state):
+def longest(state: dict) -> int:
     """How many subwords a model reads: one position is for the end of the sentence."""
     return (settings(state).get("max_source_positions") or 1024) - 1
 
 
-def choose(run):
-    """A run's averaged checkpoint if there is one (the newest), else its best, else its last."""
-    averaged = sorted(run.glob("average*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [*averaged, run / "checkpoint_best.pt", run / "checkpoint_last.pt"]:
-        if path.exists():
-            return path
-    raise UserError(f"--run {run}: has no checkpoint")
-
-
-def interactive(args, prep, data, checkpoint, buffer):
+def interactive(args: argparse.Namespace, prep: dict[str, Any], data: Path, checkpoint: Path, buffer: int) -> list[str]:
     """The command of fairseq-interactive, which reads subwords from its standard input."""
     return [
         str(Path(sys.executable).with_name("fairseq-interactive")),
@@ -183,7 +182,7 @@ def interactive(args, prep, data, checkpoint, buffer):
     ]
 
 
-def hypotheses(output):
+def hypotheses(output: Iterable[bytes]) -> Iterator[str]:
     """The translations in fairseq-interactive's output, which come in the order of its input."""
     expected = 0
     for line in output:

@@ -9,7 +9,7 @@ PREP = Path(__file__).resolve().parents[2] / "data-prep"
 import corpora  # noqa: E402, F401
 import sample  # noqa: E402, F401
 from prep import stages  # noqa: E402
-from prep.corpus import Part, Recipe, Rules  # noqa: E402
+from prep.corpus import Corpus, Part, Rules  # noqa: E402
 from prep.pipeline import Pipeline  # noqa: E402
 
 # Words that meet the tokenizer's special cases: abbreviations, numbers, quotes, entities, other scripts, odd spaces.
@@ -57,7 +57,7 @@ def parallel(folder, prefix, number=40, seed=0):
 
 def recipe(**rules):
     """Training, validation and a test below the raw folder, as plain files."""
-    return Recipe(
+    return Corpus(
         name="toy",
         source_lang="de",
         target_lang="en",

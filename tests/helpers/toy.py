@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from subword_nmt.apply_bpe import BPE
@@ -104,3 +105,45 @@ def data(tmp_path_factory):
 def run(data, tmp_path_factory):
     """One run with three epochs' checkpoints; tests may add files to it and must not change those."""
     return train(data, tmp_path_factory.mktemp("runs") / "toy")
+
+
+class Payload:
+    """Unpickles, where nothing stops it, to a call that creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (Path(self.path),))
+
+
+def save_model(data, path, arch, *flags):
+    """A checkpoint as fairseq writes it, with random weights: made in a moment."""
+    import torch
+    from conftest import amplify_, model_args
+    from fairseq import tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
+    args.data = str(data)
+    cfg = convert_namespace_to_omegaconf(args)
+    task = tasks.setup_task(cfg.task)
+    torch.manual_seed(1)
+    model = amplify_(task.build_model(cfg.model))
+    state = {"cfg": OmegaConf.to_container(cfg), "args": None, "model": model.state_dict(), "extra_state": {}}
+    state["optimizer_history"] = [{"optimizer_name": "FairseqAdam", "num_updates": 1, "lr_scheduler_state": {}}]
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoints(data, tmp_path_factory):
+    """Three models of the same data, as files: evolving, stock, and one without encoder-decoder convolution."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    short = ("--max-source-positions", "12", "--max-target-positions", "12")
+    return SimpleNamespace(
+        evolving=save_model(data, folder / "evolving.pt", "ea_transformer_base", *short),
+        stock=save_model(data, folder / "stock.pt", "transformer", *short),
+        mixed=save_model(data, folder / "mixed.pt", "ea_transformer_base", *short, "--ea-cross-beta", "0"),
+    )

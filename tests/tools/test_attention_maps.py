@@ -1,15 +1,9 @@
 """scripts/attention_maps.py: the parts add up to the map in use, and looking changes nothing."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import amplify_, batch, build, model_args
-from fairseq import tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from conftest import amplify_, batch, build
 from fairseq.sequence_generator import SequenceGenerator
-from helpers.toy import TINY, data  # noqa: F401  (a fixture)
-from omegaconf import OmegaConf
 
 from ea_tools.common import UserError
 from ea_tools.maps.collect import Collected, collect, joined, load_model
@@ -267,32 +261,6 @@ def test_low_precision_is_collected_in_float32():
 # ---- a checkpoint and raw text
 
 
-def save_model(data, path, arch, *flags):  # noqa: F811
-    """A checkpoint as fairseq writes it, with random weights: made in a moment."""
-    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
-    args.data = str(data)
-    cfg = convert_namespace_to_omegaconf(args)
-    task = tasks.setup_task(cfg.task)
-    torch.manual_seed(1)
-    model = amplify_(task.build_model(cfg.model))
-    state = {"cfg": OmegaConf.to_container(cfg), "args": None, "model": model.state_dict(), "extra_state": {}}
-    state["optimizer_history"] = [{"optimizer_name": "FairseqAdam", "num_updates": 1, "lr_scheduler_state": {}}]
-    torch.save(state, path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def checkpoints(data, tmp_path_factory):  # noqa: F811
-    """Three models of the same data, as files: evolving, stock, and one without encoder-decoder convolution."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    short = ("--max-source-positions", "12", "--max-target-positions", "12")
-    return SimpleNamespace(
-        evolving=save_model(data, folder / "evolving.pt", "ea_transformer_base", *short),
-        stock=save_model(data, folder / "stock.pt", "transformer", *short),
-        mixed=save_model(data, folder / "mixed.pt", "ea_transformer_base", *short, "--ea-cross-beta", "0"),
-    )
-
-
 @pytest.mark.parametrize("name", ["evolving", "stock", "mixed"])
 def test_raw_text_is_translated_and_forced(checkpoints, name):
     loaded = load_model(getattr(checkpoints, name))
@@ -319,7 +287,7 @@ def test_a_word_that_the_model_does_not_know_is_marked(checkpoints):
     assert load_model(checkpoints.evolving).source("Hund 猫").labels[-2:] == ["⟨猫⟩", "</s>"]
 
 
-def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):  # noqa: F811
+def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(checkpoints.evolving.read_bytes())
     assert load_model(tmp_path).checkpoint == tmp_path / "checkpoint_last.pt"
     (tmp_path / "average3.pt").write_bytes(checkpoints.stock.read_bytes())
@@ -345,7 +313,7 @@ def test_what_cannot_be_used_is_named(checkpoints, tmp_path):
         loaded.target("dog. " * 8)
 
 
-def test_another_corpus_is_refused(checkpoints, data, tmp_path):  # noqa: F811
+def test_another_corpus_is_refused(checkpoints, data, tmp_path):
     import shutil
 
     other = shutil.copytree(data, tmp_path / "other")

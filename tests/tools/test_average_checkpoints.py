@@ -3,11 +3,10 @@
 import argparse
 import pickle
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.toy import tool
+from helpers.toy import Payload, tool
 
 from ea_tools import average as average_checkpoints
 from ea_tools.checkpoints import load
@@ -111,16 +110,6 @@ def test_refuses_weights_that_are_not_finite(tmp_path):
     path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
     with pytest.raises(UserError, match="w holds NaN"):
         average_checkpoints.average([path])
-
-
-class Payload:
-    """Unpickles, where nothing stops it, to a call that creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (Path(self.path),))
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -5,12 +5,12 @@ import json
 import numpy
 import pytest
 import torch
-from helpers.toy import data, run  # noqa: F401  (fixtures)
 from tqdm import tqdm
 
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
+from ea_tools.bench import options
 from ea_tools.bench import training as benchmark_training
 from ea_tools.common import UserError
 from ea_tools.figures import growth as plot_growth
@@ -63,7 +63,7 @@ def test_lengths_from_a_file(tmp_path):
 
 def corpus(*flags):
     """Task and data set as a benchmark makes them."""
-    args = benchmark_training.parse(["--max-tokens", "300", *map(str, flags)])
+    args = options.training(["--max-tokens", "300", *map(str, flags)])
     task = benchmark.make_task(args, benchmark.configuration("transformer"))
     return task, benchmark.corpus(args, task, "train")
 
@@ -137,7 +137,7 @@ def test_training(tmp_path, small):
 
 
 def test_training_trains_as_the_recipe_does():
-    args = benchmark_training.parse(["--max-tokens", "60"])
+    args = options.training(["--max-tokens", "60"])
     trainer = benchmark_training.trainer(args, "ea_transformer_lite", "cpu", "fp32")
     (batch,) = benchmark_training.choose(args, trainer.task, 16, 1)
     assert benchmark.describe(batch) == {"sentences": 3, "source": 16, "target": 16, "tokens": 48}
@@ -193,7 +193,7 @@ def test_decoding(tmp_path, small):
 
 
 @pytest.mark.slow
-def test_decoding_of_trained_runs(tmp_path, data, run):  # noqa: F811
+def test_decoding_of_trained_runs(tmp_path, data, run):
     flags = ["--run-pair", run, run, "--data", data, "--beam", 1, "--batch", "full"]
     (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *SMALL, *flags)["results"]
     assert result["architectures"] == {"ours": "ea_transformer_base", "stock": "ea_transformer_base"}
@@ -267,7 +267,7 @@ def test_peak_memory_is_counted():
         (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
         (plot_growth, ["/nowhere"], "/nowhere"),
         (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
-        (plot_growth, [__file__, "--out", "x.txt"], "should end in .png"),
+        (plot_growth, [__file__, "--out", "x.txt"], "must end in .png"),
     ],
 )
 def test_refused(module, flags, said, capsys, tmp_path):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.toy import data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import script
 
 from ea_tools import evaluate
 from ea_tools import scores as scoring
@@ -33,6 +33,13 @@ def tokens(lines):
     return [MOSES.tokenize(line) for line in lines]
 
 
+def score(tokenised, detokenised, references, tokenised_references, lowercase, **compounds):
+    return scoring.score(
+        tokenised=tokenised, detokenised=detokenised, references=references,
+        tokenised_references=tokenised_references, lowercase=lowercase, **compounds,
+    )  # fmt: skip
+
+
 def sacrebleu_cli(folder, hypotheses, references, *flags):
     """The score that sacreBLEU's own command line gives."""
     for name, lines in (("hyp", hypotheses), ("ref", references)):
@@ -43,7 +50,7 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_both_scores_equal_sacrebleus_command_line(tmp_path, lowercase):
-    scores = scoring.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
+    scores = score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
     case = ["-lc"] if lowercase else []
     raw = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, *case)
     tokenised = sacrebleu_cli(tmp_path, tokens(HYPOTHESES), tokens(REFERENCES), *case, "--tokenize", "none", "--force")
@@ -55,7 +62,7 @@ def test_both_scores_equal_sacrebleus_command_line(tmp_path, lowercase):
 
 
 def test_chrf_and_interval_equal_sacrebleus_command_line(tmp_path):
-    scores = scoring.score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), False)
+    scores = score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), False)
     chrf = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, "-m", "chrf")
     assert scores["chrf"]["score"] == pytest.approx(chrf["score"], abs=1e-6)
     assert scores["chrf"]["signature"] == chrf["signature"]
@@ -67,7 +74,7 @@ def test_chrf_and_interval_equal_sacrebleus_command_line(tmp_path):
 def test_the_paired_test_equals_sacrebleus_command_line(tmp_path):
     worse = [line.replace("the", "a") for line in HYPOTHESES]
     (tmp_path / "worse").write_text("".join(f"{line}\n" for line in worse))
-    found = scoring.compare(HYPOTHESES, worse, REFERENCES, False)
+    found = scoring.compare(system=HYPOTHESES, baseline=worse, references=REFERENCES, lowercase=False)
     # The systems come after -i in their order, the first being the baseline; hyp is the one that sacrebleu_cli writes.
     rows = sacrebleu_cli(tmp_path, HYPOTHESES, REFERENCES, "-i", tmp_path / "worse", tmp_path / "hyp", "--paired-bs")
     bleu = rows[1]["BLEU"]
@@ -81,10 +88,10 @@ def test_compounds_are_split_for_english_german_only():
     assert set(scoring.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
     hypothesis, reference = ["das Rinder-Filet ist gut ."], ["das Rinder-Steak ist gut ."]
     arguments = (hypothesis, ["x"], ["x"], reference, False)
-    found = scoring.score(*arguments, compounds=True)
-    by_hand = scoring.score(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
+    found = score(*arguments, compounds=True)
+    by_hand = score(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
     assert found["compound_split_bleu"] == by_hand["tokenised_bleu"]
-    assert "compound_split_bleu" not in scoring.score(*arguments)
+    assert "compound_split_bleu" not in score(*arguments)
 
 
 def test_order_is_restored_by_sentence_id():
@@ -114,26 +121,23 @@ def test_missing_and_doubled_hypotheses_are_errors(numbers, message):
 
 def test_unk_earns_nothing():
     references = ["<unk> <unk> <unk> <unk> <unk>", "a <unk> b c d"]
-    assert scoring.score(references, references, references, references, True)["sacrebleu"]["score"] < 50
+    assert score(references, references, references, references, True)["sacrebleu"]["score"] < 50
     only = references[:1]
-    scores = scoring.score(only, only, only, only, True)
+    scores = score(only, only, only, only, True)
     assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
 
 
 def test_raw_references_must_be_the_binary_datas_text(capsys):
-    class Args:
-        subset, data = "test", "data/x"
-
     lines = [f"sentence {n} ." for n in range(20)]
     output = [f"T-{n}\t{line}" for n, line in enumerate(lines)]
-    evaluate.check_references(output, [line.title() for line in lines], True, Args)
+    evaluate.check_references(output, [line.title() for line in lines], True, "x")
     assert capsys.readouterr().err == ""
-    evaluate.check_references(["T-0\t<<unk>> 0 ."], lines, True, Args)
+    evaluate.check_references(["T-0\t<<unk>> 0 ."], lines, True, "x")
     assert capsys.readouterr().err == ""
-    evaluate.check_references(output, ["Other .", *lines[1:]], True, Args)
+    evaluate.check_references(output, ["Other .", *lines[1:]], True, "x")
     assert "1 of 20 raw references" in capsys.readouterr().err
     with pytest.raises(UserError, match="first line 1"):
-        evaluate.check_references(output, lines[1:] + lines[:1], True, Args)
+        evaluate.check_references(output, lines[1:] + lines[:1], True, "x")
 
 
 def test_lines_end_only_at_line_feeds(tmp_path):
@@ -154,7 +158,7 @@ def test_prep_is_checked(tmp_path):
 
 
 @pytest.mark.slow
-def test_end_to_end(data, run, tmp_path):  # noqa: F811
+def test_end_to_end(data, run, tmp_path):
     result = script("evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())
@@ -173,7 +177,7 @@ def test_end_to_end(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_ensemble_best_and_paired(data, run, tmp_path):  # noqa: F811
+def test_ensemble_best_and_paired(data, run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     for name in ("checkpoint1.pt", "checkpoint_best.pt"):
@@ -190,7 +194,7 @@ def test_ensemble_best_and_paired(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_mistakes_are_told_apart(data, run, tmp_path):  # noqa: F811
+def test_mistakes_are_told_apart(data, run, tmp_path):
     def error(*flags, of=data):
         result = script("evaluate.sh", "--data", of, "--run", run, *flags)
         assert result.returncode not in (0, None)

@@ -10,8 +10,8 @@ import numpy
 import pytest
 from conftest import amplify_, build
 from helpers import browser
-from helpers.toy import data, script  # noqa: F401  (a fixture)
-from test_attention_maps import checkpoints, inputs, maps_of  # noqa: F401  (a fixture)
+from helpers.toy import script
+from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import families, visual
@@ -85,9 +85,9 @@ def test_fonts_are_found_or_missed():
 def test_labels_fit(length):
     """No label covers another label of its axis, or a title, or leaves the picture."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
-    style = plot_attention._style(there)
+    sizes = plot_attention._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     figure.draw_without_rendering()
     canvas = figure.bbox
     panels = [axes for axes in figure.axes if axes.images]
@@ -108,7 +108,7 @@ def test_labels_fit(length):
             assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
     assert _apart(titles)
     assert _apart([axes.get_window_extent() for axes in figure.axes])
-    assert style.font >= 6
+    assert sizes.font >= 6
 
 
 def _labels(axes):
@@ -125,9 +125,9 @@ def _apart(boxes):
 
 def test_one_colour_scale_per_row_and_the_right_maps():
     there = look()
-    style = plot_attention._style(there)
+    sizes = plot_attention._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, style) for row in ROWS], 4, style)
+    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     images = [axes.images[0] for axes in figure.axes if axes.images]
     for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
         maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]
@@ -211,7 +211,7 @@ def arguments(checkpoint, tmp_path, *more):
     ]
 
 
-def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):  # noqa: F811
+def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     files = [tmp_path / "new" / f"a{suffix}" for suffix in plot_attention.SUFFIXES]
     main(
         [
@@ -228,7 +228,7 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys): 
     assert '"start": {"kind": "encoder", "layer": 1, "head": 0}' in files[2].read_text()
 
 
-def test_without_a_target_the_model_translates(checkpoints, tmp_path):  # noqa: F811
+def test_without_a_target_the_model_translates(checkpoints, tmp_path):
     main([*arguments(checkpoints.mixed, tmp_path)[:-1], str(tmp_path / "own.npz")])
     loaded = attention_maps.load_model(checkpoints.mixed)
     expected = loaded.translate(loaded.source("Hund, Katze."), 5)
@@ -255,7 +255,7 @@ def test_without_a_target_the_model_translates(checkpoints, tmp_path):  # noqa: 
         ("none", [], r"none\.pt: no such checkpoint"),
     ],
 )
-def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):  # noqa: F811
+def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):
     checkpoint = getattr(checkpoints, model, tmp_path / "none.pt")
     with pytest.raises(SystemExit) as end:
         main(arguments(checkpoint, tmp_path, *more))
@@ -271,7 +271,7 @@ def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, messa
         (["--layer", "0"], "--layer: invalid number or all value: '0'"),
         (["--head", "x"], "--head: invalid number or all or mean value: 'x'"),
         (["--kind", "both"], "invalid choice: 'both'"),
-        (["--beam", "0"], "--beam must be at least 1"),
+        (["--beam", "0"], "--beam: must be at least 1"),
     ],
 )
 def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, message):
@@ -280,7 +280,7 @@ def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, mes
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):  # noqa: F811
+def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):
     words = iter([["a"], ["b"]])
     monkeypatch.setattr(plot_attention, "_words", lambda loaded: next(words))
     with pytest.raises(SystemExit, match="its dictionaries are others than those of"):
@@ -296,7 +296,7 @@ def test_a_baseline_with_fewer_heads_is_named():
         chosen(mixed, args)
 
 
-def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):  # noqa: F811
+def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):
     """The second of two files fails: neither appears."""
 
     def full(look, start):
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):  # noqa
 
 
 @pytest.mark.slow
-def test_from_any_folder(checkpoints, tmp_path):  # noqa: F811
+def test_from_any_folder(checkpoints, tmp_path):
     result = script(
         "plot_attention.sh", "--checkpoint", checkpoints.evolving, "--source", "Hund.", "--layer", 1, cwd=tmp_path
     )

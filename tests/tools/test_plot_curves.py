@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
-from ea_tools.figures.curves import join, parse_line
+from ea_tools.logs import join, parse_line
 
 # The same three log lines as fairseq 0.12.2 writes them with --log-format simple and json, on the screen.
 SIMPLE = [
@@ -265,7 +265,7 @@ def test_mistakes(tmp_path, capsys):
         ([foreign], "run.json: not what scripts/train.sh writes: 'identity'"),
         ([run, "--labels", "a", "b"], "--labels: 2 for 1 lines: ea_transformer_lite"),
         ([run, run.parent / "silent" / ".." / "run"], f"given twice: {run}"),
-        ([run, "--out", tmp_path / "curves.gif"], "curves.gif: its name should end in .png, .svg, .pdf"),
+        ([run, "--out", tmp_path / "curves.gif"], "curves.gif: the name must end in .png, .svg, .pdf"),
         ([run, "--x", "days"], "invalid choice: 'days'"),
     ]:
         with pytest.raises(SystemExit) as refusal:

@@ -11,10 +11,9 @@ import sys
 import time
 
 import pytest
-import torch
-from helpers.toy import ENVIRONMENT, TINY, data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import recipes, records, reproduce, tables, text
+from ea_tools import cells, recipes, records, reproduce, tables, text, train
 from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -82,7 +81,7 @@ def test_tables_share_their_runs():
 
 
 @pytest.fixture
-def toy(data, tmp_path):  # noqa: F811
+def toy(data, tmp_path):
     """A table with one column and three rows over the toy corpus, none of which has been run."""
     (tmp_path / "toy.toml").write_text(
         f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
@@ -240,18 +239,18 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert reproduce.slots(None, 0) == [{}]
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in reproduce.slots(1, 0)] == ["a", "c", "d", "e"]
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in reproduce.slots(2, 0)] == ["a,c", "d,e"]
+    assert cells.slots(None, 0) == [{}]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["a", "c", "d", "e"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
     with pytest.raises(UserError, match="4 GPUs are free"):
-        reproduce.slots(5, 0)
+        cells.slots(5, 0)
 
 
 def test_runs_on_the_cpu(toy, monkeypatch):
     """As many at once as asked for, each on one thread and with the priority that was asked for."""
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
     monkeypatch.setattr(
-        reproduce, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
+        cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
     )
     reproduce.main(
         [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
@@ -259,15 +258,15 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     assert (toy / "said").read_text() == "7 1 []\n" * 2
     assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
     parsed = [reproduce.parse([str(toy / "tiny.toml"), *words]) for words in (["--gpus", "0"], ["--at-once", "3"])]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert reproduce.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
-    assert reproduce.cpu_runs(*parsed[1]) == 0
+    monkeypatch.setattr(train, "gpus", lambda: (1, (9, 0)))
+    assert cells.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
+    assert cells.cpu_runs(*parsed[1]) == 0
 
 
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
-    code = "from ea_tools import reproduce\n"
-    code += f"reproduce.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
+    code = "from ea_tools import cells, reproduce\n"
+    code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     pids = toy / "pids"
@@ -300,7 +299,7 @@ def test_mistakes(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_missing_cells_are_run_once(toy, run):  # noqa: F811
+def test_missing_cells_are_run_once(toy, run):
     table = tables.read(str(toy / "tiny.toml"))
     made = table.cell(table.row("Evolving"), table.columns[0].recipe, 1, toy / "runs").folder
     shutil.copytree(run, made, ignore=lambda folder, names: [n for n in names if n.startswith("average")])

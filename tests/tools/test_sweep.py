@@ -1,14 +1,17 @@
 """scripts/sweep.sh: every cell once, chosen on the validation set, and no best without other seeds."""
 
+import contextlib
+import io
 import itertools
 import json
 import re
 
 import pytest
-from helpers.toy import TINY, data, script  # noqa: F401  (fixtures)
+from helpers.toy import TINY, script
 from matplotlib.figure import Figure
 
-from ea_tools import reproduce, sweep
+from ea_tools import cells, fairseq_flags, sweep
+from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
 
 ALPHA, BETA = ["--grid", "ea-alpha", "0", "0.1", "0.5"], ["--grid", "ea-beta", "0", "0.1"]
@@ -24,7 +27,7 @@ class Trainings:
         self.calls, self.fail, self.scores = [], set(), dict(SCORES)
 
     def __call__(self, table, cell, args, extra, slot, quiet):
-        train, evaluate = reproduce.commands(table, cell, args, extra)
+        train, evaluate = cells.commands(table, cell, args, extra)
         flags = dict(itertools.pairwise(train))
         key, seed = (flags.get("--ea-alpha"), flags.get("--ea-beta")), flags["--seed"]
         self.calls.append((*key, seed))
@@ -40,7 +43,7 @@ class Trainings:
 
 
 @pytest.fixture
-def toy(data, tmp_path):  # noqa: F811
+def toy(data, tmp_path):
     path = tmp_path / "toy.toml"
     path.write_text(
         f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
@@ -49,11 +52,22 @@ def toy(data, tmp_path):  # noqa: F811
     return path
 
 
+def in_this_process(names, commands):
+    """fairseq_flags.values without a process of its own: fairseq is here already."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return fairseq_flags.parsed(names, commands)
+    except SystemExit:
+        raise UserError(said.getvalue().strip().rpartition("\n")[2]) from None
+
+
 @pytest.fixture
 def trainings(monkeypatch):
     stub = Trainings()
-    monkeypatch.setattr(reproduce, "run_cell", stub)
-    monkeypatch.setattr(reproduce, "cpu_runs", lambda args, extra: 1)  # one after another, in their order
+    monkeypatch.setattr(cells, "run_cell", stub)
+    monkeypatch.setattr(cells, "cpu_runs", lambda args, extra: 1)  # one after another, in their order
+    monkeypatch.setattr(fairseq_flags, "values", in_this_process)
     return stub
 
 
@@ -108,7 +122,7 @@ def test_a_difference_that_is_more_than_the_spread_between_seeds(toy, trainings,
         trainings.scores[("0.5", "0.1")] = original[("0.5", "0.1")] - 5 * (cell.seed > 1)
         return trainings(table, cell, args, extra, slot, quiet)
 
-    monkeypatch.setattr(reproduce, "run_cell", unlucky)
+    monkeypatch.setattr(cells, "run_cell", unlucky)
     call(toy)
     assert {cell[:2] for cell in trainings.calls[6:]} == {("0.5", "0.1"), ("0.5", "0"), ("0.1", "0.1")}
     text = report(toy)
@@ -238,7 +252,7 @@ def test_a_real_sweep(toy, monkeypatch, capsys):
     assert "DEBUG" not in result.stderr
     assert len(re.findall(r"^\| 0(?:\.1)? \| \**\d+\.\d\d", report(toy, "real"), re.M)) == 2
 
-    monkeypatch.setattr(reproduce, "run_cell", None)  # nothing is left to run
+    monkeypatch.setattr(cells, "run_cell", None)  # nothing is left to run
     call(toy, "--name", "real", "--seeds", 1, *flags, grid=BETA)
     assert capsys.readouterr().err.count("done already") == 2
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from helpers.toy import ENVIRONMENT, TINY, data, script, tool  # noqa: F401  (fixtures)
+from helpers.toy import ENVIRONMENT, TINY, script, tool
 
 from ea_tools.checkpoints import load
 
@@ -30,7 +30,7 @@ wait $!
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):  # noqa: F811
+def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):
     namespaces = ["unshare", "-rnm", "sh", "-c"]
     if subprocess.run([*namespaces, "mount -t tmpfs tmpfs /run && ip netns add two"], check=False).returncode:
         pytest.skip("needs unshare and ip netns")

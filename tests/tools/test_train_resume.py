@@ -11,8 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers.toy import ENVIRONMENT, TINY, data, script, tool  # noqa: F401  (fixtures)
-from test_average_checkpoints import Payload
+from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
 from ea_tools import train
 from ea_tools.checkpoints import load
@@ -21,7 +20,7 @@ from ea_tools.common import UserError
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
 
 
-def command(data, run, *flags):  # noqa: F811
+def command(data, run, *flags):
     return ["sample", "ea_transformer_lite", "--data", data, "--run", run, *FLAGS, *flags]
 
 
@@ -95,15 +94,23 @@ def test_never_silently_from_nothing(tmp_path, capsys):
             train.mend(tmp_path)
 
 
-def test_foreign_checkpoints_are_not_gone_on_from(tmp_path, capsys):
-    trace = tmp_path / "trace"
-    torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
-    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")  # weights alone
+def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
     checkpoint(tmp_path / "checkpoint4.pt", 40)
     assert train.updates(train.mend(tmp_path)) == 40
-    warning = capsys.readouterr().err
-    assert "refused" in warning
-    assert "checkpoint5.pt: has no optimizer state" in warning
+    assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
+    """It may be a good one of another version: it is refused, runs nothing, and stays where it is."""
+    trace = tmp_path / "trace"
+    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
+    content = (tmp_path / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused, and nothing of it was run: it asks for "):
+        train.mend(tmp_path)
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
+    assert not list(tmp_path.glob("*.damaged"))
     assert not trace.exists()
 
 
@@ -128,7 +135,7 @@ def test_every_start_is_recorded(tmp_path):
 
     def start(lr, done):
         train.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
-        train.record_start(tmp_path, ["train", "--user-dir", "ea_fairseq", "--lr", lr, "--save-dir", "x"], launch, done)
+        train.record_start(tmp_path, {"user-dir": ["ea_fairseq"], "lr": [lr], "save-dir": ["x"]}, launch, done)
         return json.loads((tmp_path / "run.json").read_text())["starts"]
 
     start("0.1", 0)
@@ -165,7 +172,7 @@ def test_two_at_once(tmp_path):
     train.take(tmp_path)
 
 
-def test_data_of_other_languages_are_refused(data, tmp_path):  # noqa: F811
+def test_data_of_other_languages_are_refused(data, tmp_path):
     flags = ["--data", data, "--run", tmp_path / "run", "--gpus", "0"]
     result = script("train", "multi30k-en-fr", "transformer_lite", *flags)
     assert result.returncode == 1
@@ -195,7 +202,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
-def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
+def test_ten_kills_change_nothing(data, tmp_path):
     # Wide enough that writing a checkpoint takes a moment in which one can be killed.
     size = ["--max-epoch", 8, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
     size += ["--decoder-embed-dim", 256, "--num-workers", 0]
@@ -235,7 +242,7 @@ def test_ten_kills_change_nothing(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
+def test_the_count_of_patience_survives_a_resume(data, tmp_path):
     """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
     still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
     assert script("train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
@@ -256,7 +263,7 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
+def test_bleu_decides_which_is_best(data, tmp_path):
     result = script("train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
     assert result.returncode == 0, result.stderr[-2000:]
     state = load(tmp_path / "checkpoint_best.pt")
@@ -266,7 +273,7 @@ def test_bleu_decides_which_is_best(data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_full_disk(data, tmp_path):  # noqa: F811
+def test_a_full_disk(data, tmp_path):
     """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()

@@ -4,20 +4,19 @@ import json
 import shutil
 
 import pytest
-from helpers.toy import data, run, script  # noqa: F401  (fixtures)
-from test_average_checkpoints import Payload
+from helpers.toy import Payload, script
 
 from ea_tools.common import UserError
 from ea_tools.text import Moses, Source, decode, read_prep
 
 
-def test_source_text_becomes_what_the_model_was_trained_on(data):  # noqa: F811
+def test_source_text_becomes_what_the_model_was_trained_on(data):
     source = Source(data, read_prep(data))
     assert source("Hund, Katze.").replace("@@ ", "") == "hund , katze ."
     assert source("  ") == source("") == ""
 
 
-def test_rules_of_the_data_are_followed(data):  # noqa: F811
+def test_rules_of_the_data_are_followed(data):
     prep = {**read_prep(data), "lowercase": False}
     moses = Moses({"rules": {"split_dashes": True, "plain_apostrophes": True}}, "en")
     assert moses.tokenize("state-of-the-art, isn’t it?") == "state @-@ of @-@ the @-@ art , isn &apos;t it ?"
@@ -36,7 +35,7 @@ def test_bad_bytes_are_named():
 
 
 @pytest.mark.slow
-def test_lines_stay_in_step(data, run, tmp_path):  # noqa: F811
+def test_lines_stay_in_step(data, run, tmp_path):
     """Order, empty lines and doubles are kept; the buffer changes nothing; a file is a pipe."""
     lines = ["Hund, Katze, Haus, Baum, Buch.", "", "Haus.", "   ", "Garten, Vogel.\r", "Haus.", "x\u2028y", ""]
     text = "".join(f"{line}\n" for line in lines)
@@ -59,7 +58,7 @@ def test_lines_stay_in_step(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_mistakes(data, run, tmp_path):  # noqa: F811
+def test_mistakes(data, run, tmp_path):
     (tmp_path / "in").write_bytes(b"Hund.\nKa\xfftze.\n")
     flags = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
     result = script("translate.sh", "--run", run, *flags)
@@ -84,7 +83,7 @@ def test_mistakes(data, run, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_line_longer_than_the_model_takes(data, run, tmp_path):  # noqa: F811
+def test_a_line_longer_than_the_model_takes(data, run, tmp_path):
     copy = shutil.copytree(data, tmp_path / "data")
     prep = json.loads((copy / "PREP.json").read_text())
     (copy / "PREP.json").write_text(json.dumps(prep))

@@ -1,0 +1,1 @@
+"""Benchmarks of attention, training and decoding, ours beside fairseq's own."""

@@ -1,21 +1,13 @@
-"""The operation alone: from projected queries, keys and values to the context, in time, memory and share of the floor.
+"""Time the operation alone, in time, memory and share of the floor; options.attention says what is compared."""
 
-  ours      what the model's attention does between its projections, whichever path it takes here
-  plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax
-  compiled  torch.compile of it
-  sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing
+from __future__ import annotations
 
-The floor is what no implementation can go below: every input read and every output written once, every product counted
-once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N sentences of N
-tokens, of which half end in padding. Forward is measured without gradients, as in decoding.
-
-    scripts/benchmark_attention.sh --threads 2 --longest 256
-    scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
-"""
-
+import argparse
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
-from ea_fairseq.evolution import Geometry
-from ea_tools.bench.common import DTYPES, calls, interleave, parser, prepare, quiet, record, spread, synchronize, write
-from ea_tools.common import positive, reporting
+from ea_fairseq.evolution import Evolution, Geometry
+from ea_tools.bench import options
+from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize, write
+from ea_tools.common import reporting
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
 KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}
-HEAD_DIM = {4: 40, 8: 64}  # lite, base
-LENGTHS = [16, 32, 64, 128, 256, 512, 1024]
+Results = tuple[Tensor, ...]
+Path = Callable[[], Results]  # one way to compute the attention of a problem
 SHORTEST_TIMING = 0.02  # seconds; shorter calls are repeated
 
 
@@ -47,18 +40,18 @@ class Problem:
     previous: Tensor | None  # B x K x N x N, in the encoder
     padding: Tensor  # B x N, True = masked
     future: Tensor | None  # N x N, True = masked, in the decoder's self-attention
-    gradients: list  # of the context, and in the encoder of the map that the next layer takes
+    gradients: list[Tensor]  # of the context, and in the encoder of the map that the next layer takes
 
     @property
-    def inputs(self):
+    def inputs(self) -> list[Tensor]:
         """What gradients are wanted of."""
-        found = [self.q, self.k, self.v, self.previous, *self.attention.evolution.parameters()]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [self.q, self.k, self.v, self.previous, *self.attention.evolution.parameters()]
+        return [tensor for tensor in tensors if tensor is not None]
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, print, and keep everything in --output."""
-    args = parse(arguments)
+    args = options.attention(arguments)
     results = []
     with reporting("benchmark_attention"):
         device = prepare(args)
@@ -67,30 +60,23 @@ def main(arguments=None):
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
             for kind in args.kind:
                 for heads in args.heads:
-                    for length in LENGTHS[: LENGTHS.index(args.longest) + 1]:
-                        found = measure(args, device, precision, kind, heads, length, peaks)
-                        results.append(found)
-                        report(found)
+                    for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1]:
+                        result = measure(args, device, precision, kind, heads, length, peaks)
+                        results.append(result)
+                        report(result)
                         write(args.output, record("attention", args, device, results))
     print(f"written: {args.output}")
 
 
-def parse(arguments):
-    found = parser(__doc__, "attention")
-    found.add_argument("--precision", nargs="+", choices=DTYPES, default=["fp32"], help="(default: fp32)")
-    found.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
-    found.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
-    found.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="of N = 16, 32, ... (default: 1024)")
-    found.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
-    found.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
-    found.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
-    args = found.parse_args(arguments)
-    if args.kernel_size % 2 == 0:
-        found.error(f"--kernel-size {args.kernel_size} is not odd")
-    return args
-
-
-def measure(args, device, precision, kind, heads, length, peaks):
+def measure(
+    args: argparse.Namespace,
+    device: str,
+    precision: str,
+    kind: str,
+    heads: int,
+    length: int,
+    peaks: Mapping[str, float],
+) -> dict[str, Any]:
     """Times, memory and floor of all paths on one problem."""
     batch = max(1, args.tokens // length)
     problem = make_problem(args.seed, device, DTYPES[precision], kind, heads, length, batch, args.kernel_size)
@@ -104,14 +90,14 @@ def measure(args, device, precision, kind, heads, length, peaks):
     for name in args.paths:
         try:
             run = PATHS[name](problem)
-            found = results_of(run, problem)
+            outcome = results_of(run, problem)
         except Exception as error:  # a compiler that is missing, memory that is too small: the other paths go on
             failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             continue
         paths[name] = partial(repeat, run, problem, loops)
         memory[name] = {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
         if name != "sdpa":
-            differences[name] = max(map(relative_difference, found, expected))
+            differences[name] = max(map(relative_difference, outcome, expected))
     label = f"{kind} K={heads} N={length} {precision}"
     with tqdm(
         total=calls(len(paths), 2, args.repetitions), desc=label, unit=" calls", mininterval=1, leave=False
@@ -138,12 +124,14 @@ def measure(args, device, precision, kind, heads, length, peaks):
     }
 
 
-def make_problem(seed, device, dtype, kind, heads, length, batch, kernel_size):
+def make_problem(
+    seed: int, device: str, dtype: torch.dtype, kind: str, heads: int, length: int, batch: int, kernel_size: int
+) -> Problem:
     """Random inputs; half of the sentences end in padding, up to a fifth of their length."""
     chance = torch.Generator().manual_seed(seed)
-    dim = heads * HEAD_DIM[heads]
+    dim = heads * options.HEAD_DIM[heads]
 
-    def random(*shape):
+    def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=chance).to(device, dtype)
 
     torch.manual_seed(seed)
@@ -173,22 +161,23 @@ def make_problem(seed, device, dtype, kind, heads, length, batch, kernel_size):
 class Given(nn.Module):
     """In the place of a projection: what it would have given."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self.tensor = tensor
 
-    def forward(self, _):
+    def forward(self, _: Tensor) -> Tensor:
+        """The tensor, whatever comes in."""
         return self.tensor
 
 
-def ours(problem):
+def ours(problem: Problem) -> Path:
     """The model's own attention, its projections taken out."""
     attention = problem.attention
     attention.q_proj, attention.k_proj, attention.v_proj = map(Given, (problem.q, problem.k, problem.v))
     attention.out_proj = nn.Identity()
     q, k = problem.q.detach(), problem.k.detach()  # what would be projected
 
-    def run():
+    def run() -> Results:
         call = AttentionCall(problem.padding, query_padding=problem.padding, previous=problem.previous)
         if problem.kind == "encoder":
             call.keep_map = True
@@ -200,12 +189,13 @@ def ours(problem):
     return run
 
 
-def plain(problem):
+def plain(problem: Problem) -> Path:
     """Section by section as the paper has it."""
     return partial(composition, problem, problem.attention.evolution)
 
 
-def composition(problem, evolution):
+def composition(problem: Problem, evolution: Evolution) -> Results:
+    """Context, and in the encoder the map, by PyTorch's operations one by one."""
     q, k, v = split_heads(problem)
     logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
     masked = combine(problem.padding, problem.future)
@@ -216,16 +206,16 @@ def composition(problem, evolution):
     return (context,) if problem.previous is None else (context, a_logit)
 
 
-def compiled(problem):
+def compiled(problem: Problem) -> Path:
     """torch.compile of `plain`, anew for each shape."""
     torch._dynamo.reset()
     return torch.compile(plain(problem), dynamic=False)
 
 
-def sdpa(problem):
+def sdpa(problem: Problem) -> Path:
     """Stock attention: nothing evolves, no maps go in or out."""
 
-    def run():
+    def run() -> Results:
         q, k, v = split_heads(problem)
         seen = ~combine(problem.padding, problem.future)
         return (merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen)),)
@@ -236,25 +226,25 @@ def sdpa(problem):
 PATHS = {"ours": ours, "plain": plain, "compiled": compiled, "sdpa": sdpa}
 
 
-def split_heads(problem):
+def split_heads(problem: Problem) -> Iterator[Tensor]:
     """q, k, v: N x B x C -> B x K x N x D"""
     return map(problem.attention.split_heads, (problem.q, problem.k, problem.v))
 
 
-def merge_heads(x):
+def merge_heads(x: Tensor) -> Tensor:
     """B x K x T x D -> T x B x C"""
     batch, heads, length, dim = x.shape
     return x.permute(2, 0, 1, 3).reshape(length, batch, heads * dim)
 
 
-def forward(run, problem):
+def forward(run: Path, problem: Problem) -> Results:
     """As in decoding."""
     problem.attention.eval()
     with torch.no_grad():
         return run()
 
 
-def forward_backward(run, problem):
+def forward_backward(run: Path, problem: Problem) -> Results:
     """As in training, without dropout; gives all gradients."""
     problem.attention.train()
     outputs = run()
@@ -264,36 +254,36 @@ def forward_backward(run, problem):
 PASSES = {"forward": forward, "forward + backward": forward_backward}
 
 
-def results_of(run, problem):
+def results_of(run: Path, problem: Problem) -> list[Tensor]:
     """Outputs and gradients of a path, to be compared."""
     return [*forward(run, problem), *forward_backward(run, problem)]
 
 
-def relative_difference(found, expected):
+def relative_difference(result: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((result - expected).abs().max() / expected.abs().max())
 
 
-def fastest(call, count, device):
+def fastest(call: Callable[[], Any], count: int, device: str) -> float:
     """Seconds of the fastest of `count` calls."""
-    found = []
+    seconds = []
     for _ in range(count):
         synchronize(device)
         start = time.perf_counter()
         call()
         synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
-def repeat(run, problem, loops, which):
+def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) -> int:
     """One timing; gives the number of target tokens."""
     for _ in range(loops[which]):
         PASSES[which](run, problem)
     return loops[which] * problem.q.size(0) * problem.q.size(1)
 
 
-def peak_memory(call, device):
+def peak_memory(call: Callable[[], Any], device: str) -> int:
     """Bytes at most during a call, beyond what was there; on the CPU what PyTorch's allocator gave out."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -301,9 +291,9 @@ def peak_memory(call, device):
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         call()
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -311,19 +301,21 @@ def peak_memory(call, device):
     return peak
 
 
-def least(problem, path, peaks):
+def least(problem: Problem, path: str, peaks: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """`floor` of a path, with the milliseconds that this machine needs for it at its best."""
     length, batch, _ = problem.q.shape
     heads, kernel_size = problem.attention.num_heads, problem.attention.evolution.kernel_size
     kernel_size, maps = (0, False) if path == "sdpa" else (kernel_size, problem.kind == "encoder")
-    counts = floor(batch, heads, length, HEAD_DIM[heads], kernel_size, problem.q.itemsize, maps, problem.kind)
+    counts = floor(batch, heads, length, options.HEAD_DIM[heads], kernel_size, problem.q.itemsize, maps, problem.kind)
     return {
-        which: {**found, "milliseconds": 1e3 * max(found[unit] / peaks[unit] for unit in peaks)}
-        for which, found in counts.items()
+        which: {**count, "milliseconds": 1e3 * max(count[unit] / peaks[unit] for unit in peaks)}
+        for which, count in counts.items()
     }
 
 
-def floor(batch, heads, length, head_dim, kernel_size, width, maps, kind):
+def floor(
+    batch: int, heads: int, length: int, head_dim: int, kernel_size: int, width: int, maps: bool, kind: str
+) -> dict[str, dict[str, int]]:
     """{pass: {"bytes", "flops"}} that no implementation goes below.
 
     Bytes and FLOPs are bounds each by itself: what saves the bytes of maps between the passes computes maps twice.
@@ -352,7 +344,7 @@ def floor(batch, heads, length, head_dim, kernel_size, width, maps, kind):
     }
 
 
-def machine(device, dtype):
+def machine(device: str, dtype: torch.dtype) -> dict[str, float]:
     """{"bytes", "flops"} a second that this machine reaches in a copy and in a matrix product; the best of ten."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
@@ -365,21 +357,16 @@ def machine(device, dtype):
     }
 
 
-def report(found):
+def report(result: Mapping[str, Any]) -> None:
     """Print one problem's results, a line for each path."""
-    print("\n{kind} attention, K = {heads}, N = {length}, B = {batch}, {precision}".format(**found))
+    print("\n{kind} attention, K = {heads}, N = {length}, B = {batch}, {precision}".format(**result))
     print(f"  {'':<9}" + "".join(f"{which + ' ms':>22} {'MiB':>8} {'floor':>6}" for which in PASSES))
-    for name, passes in found["paths"].items():
+    for name, passes in result["paths"].items():
         line = f"  {name:<9}"
         for taken in passes.values():
             milliseconds = taken["milliseconds"]["median"]
             share = taken["floor"]["milliseconds"] / milliseconds
             line += f"{milliseconds:22.2f} {taken['memory'] / 2**20:8.1f} {share:6.0%}"
         print(line)
-    for name, reason in found["cannot_run"].items():
+    for name, reason in result["cannot_run"].items():
         print(f"  {name:<9} cannot run: {reason}")
-
-
-if __name__ == "__main__":
-    quiet()
-    main()

@@ -4,6 +4,8 @@ Other work on a machine changes times from second to second. So the candidates t
 turn begins with another of them, and what is reported are medians of ratios between neighbours in time, with quartiles.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json
@@ -13,7 +15,12 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from tqdm import tqdm
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
@@ -26,14 +33,13 @@ from fairseq.data.data_utils import numpy_seed
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.translation import TranslationTask
 
-from ea_tools.common import REPO, UserError, positive, replacing
+from ea_tools.common import UserError, replacing
 from ea_tools.provenance import provenance
 
-#: ours and what it is compared with: the papers' two sizes
-PAIRS = {
-    "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
-    "base": {"ours": "ea_transformer_base", "stock": "transformer"},
-}
+Batch = dict[str, Any]  # as fairseq collates it
+Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did
+Times = dict[str, dict[str, list[list[float]]]]  # what was measured -> candidate -> repetition -> batch
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # IWSLT'14 De-En as subwords of its joint 10k code: mean and standard deviation of log length, German and English, and
@@ -47,7 +53,7 @@ SENTENCES = 160_239  # IWSLT'14's training text
 WORDS = 10_148  # of a joint dictionary of 10k merges, about
 
 
-def quiet():
+def quiet() -> None:
     """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
@@ -56,79 +62,49 @@ def quiet():
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 
 
-def parser(description, name):
-    """An argument parser with the options that all benchmarks have; `name` names the file of results."""
-    found = argparse.ArgumentParser(
-        prog=f"benchmark_{name}.sh",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
-    found.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
-    found.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
-    found.add_argument("--seed", type=int, default=1, help="(default: 1)")
-    found.add_argument(
-        "--output",
-        type=Path,
-        default=REPO / "results" / f"benchmark_{name}.json",
-        metavar="FILE",
-        help="JSON with every time (default: %(default)s)",
-    )
-    return found
-
-
-def add_corpus_options(found):
-    """Options that say which sentences; `corpus` and `pick` read them."""
-    which = found.add_mutually_exclusive_group()
-    which.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="FILE",
-        help="source and target length of one pair a line (default: generated, distributed as in IWSLT'14 De-En)",
-    )
-    which.add_argument("--data", type=Path, metavar="DIR", help="prepared data, data/NAME")
-    found.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")
-
-
-def prepare(args):
+def prepare(args: argparse.Namespace) -> str:
     """Set device and threads as asked; gives the device's name, "cpu" or "cuda"."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here")
     if getattr(args, "data", None) and not (args.data / "PREP.json").is_file():
         raise UserError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
+    if "fp16" in args.precision and (args.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("--precision fp16 needs a GPU")
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def generate_lengths(count, seed):
+def generate_lengths(count: int, seed: int) -> numpy.ndarray:
     """count x 2 integers: lengths of source and target as in IWSLT'14 De-En, in subwords, without end of sentence."""
     chance = numpy.random.default_rng(seed)
     covariance = numpy.outer(LOG_DEVIATION, LOG_DEVIATION) * ((1, CORRELATION), (CORRELATION, 1))
-    found = numpy.empty((0, 2), dtype=int)
-    while len(found) < count:
+    lengths = numpy.empty((0, 2), dtype=int)
+    while len(lengths) < count:
         drawn = numpy.exp(chance.multivariate_normal(LOG_MEAN, covariance, size=count)).round().astype(int)
         shorter, longer = drawn.min(axis=1), drawn.max(axis=1)
-        found = numpy.concatenate([found, drawn[(shorter >= 1) & (longer <= LONGEST) & (longer <= RATIO * shorter)]])
-    return found[:count]
+        fitting = (shorter >= 1) & (longer <= LONGEST) & (longer <= RATIO * shorter)
+        lengths = numpy.concatenate([lengths, drawn[fitting]])
+    return lengths[:count]
 
 
-def read_lengths(path):
+def read_lengths(path: Path) -> numpy.ndarray:
     """count x 2 integers from lines like "12 14"."""
-    found = []
+    lengths = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = line.split()
         if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
             raise UserError(f"{path}:{number}: two lengths are wanted, as in '12 14', not {line!r}")
-        found.append([int(word) for word in words])
-    if not found:
+        lengths.append([int(word) for word in words])
+    if not lengths:
         raise UserError(f"{path}: holds no lengths")
-    return numpy.array(found)
+    return numpy.array(lengths)
 
 
-def configuration(arch, *flags, data="data", device="cpu", precision="fp32"):
+def configuration(
+    arch: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
+) -> DictConfig:
     """What fairseq-train makes of these flags."""
     words = [str(data), "--arch", arch, "--distributed-world-size", "1", *map(str, flags)]
     words += ["--cpu"] if device == "cpu" else []
@@ -138,7 +114,7 @@ def configuration(arch, *flags, data="data", device="cpu", precision="fp32"):
     return convert_namespace_to_omegaconf(args)
 
 
-def make_task(args, config):
+def make_task(args: argparse.Namespace, config: DictConfig) -> TranslationTask:
     """The translation task of --data; without it, one whose dictionary has WORDS words and no file."""
     if args.data:
         return TranslationTask.setup_task(config.task)
@@ -148,7 +124,7 @@ def make_task(args, config):
     return TranslationTask(config.task, words, words)
 
 
-def corpus(args, task, split):
+def corpus(args: argparse.Namespace, task: TranslationTask, split: str) -> LanguagePairDataset:
     """The data set of --data, or random words in sentences of --lengths or of generated lengths."""
     if args.data:
         task.load_dataset(split)
@@ -157,7 +133,7 @@ def corpus(args, task, split):
     return random_sentences(task, lengths, args.seed)
 
 
-def random_sentences(task, lengths, seed):
+def random_sentences(task: TranslationTask, lengths: numpy.ndarray, seed: int) -> LanguagePairDataset:
     """A data set of random words; lengths, count x 2, as `generate_lengths` gives them."""
     words, chance = task.source_dictionary, torch.Generator().manual_seed(seed)
     sides = []
@@ -169,7 +145,7 @@ def random_sentences(task, lengths, seed):
     return LanguagePairDataset(*sides)
 
 
-def pick(dataset, count, seed, **limits):
+def pick(dataset: LanguagePairDataset, count: int, seed: int, **limits: int) -> list[Batch]:
     """`count` of an epoch's batches, made by fairseq's own rules, spread evenly over its lengths, in random order.
 
     Args:
@@ -187,19 +163,21 @@ def pick(dataset, count, seed, **limits):
     return [dataset.collater([dataset[index] for index in batches[place]]) for place in places]
 
 
-def describe(batch):
+def describe(batch: Batch) -> dict[str, int]:
     """Sentences, longest source and target, and target tokens of a batch."""
     sentences, source = batch["net_input"]["src_tokens"].shape
     return {"sentences": sentences, "source": source, "target": batch["target"].size(1), "tokens": batch["ntokens"]}
 
 
-def synchronize(device):
+def synchronize(device: str) -> None:
     """Wait for a GPU to finish what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def interleave(candidates, items, repetitions, device, progress):
+def interleave(
+    candidates: Mapping[str, Candidate], items: Sequence[Any], repetitions: int, device: str, progress: tqdm
+) -> Times:
     """Time all candidates on all items, in turns; each begins as often as the others.
 
     Args:
@@ -228,7 +206,7 @@ def interleave(candidates, items, repetitions, device, progress):
     return times
 
 
-def timed(candidate, item, device):
+def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
     """One call: {"seconds", "cpu_seconds", "tokens"}."""
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -241,18 +219,18 @@ def timed(candidate, item, device):
     }
 
 
-def calls(candidates, items, repetitions):
+def calls(candidates: int, items: int, repetitions: int) -> int:
     """How often `interleave` calls a candidate, for a progress bar."""
     return candidates * items * (1 + repetitions)
 
 
-def spread(values):
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = numpy.percentile(values, (25, 50, 75))
     return {"median": float(middle), "q1": float(low), "q3": float(high), "count": len(values)}
 
 
-def speeds(times):
+def speeds(times: Times) -> dict[str, Any]:
     """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives.
 
     A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch
@@ -274,20 +252,20 @@ def speeds(times):
     }
 
 
-def report_speeds(label, result, device):
+def report_speeds(label: str, result: Mapping[str, Any], device: str) -> None:
     """Print what `speeds` found, as people read it."""
     by_cpu = f", by CPU time {show(result['ratio_by_cpu_time'])}" if device == "cpu" else ""
     print(f"{label}: ours / stock {show(result['ratio'])}, by batch {show(result['ratio_per_batch'])}{by_cpu}")
-    for name, found in result["tokens_per_second"].items():
-        print(f"  {result['architectures'][name]:<20} {show(found, 0):>30} target tokens/s")
+    for name, speed in result["tokens_per_second"].items():
+        print(f"  {result['architectures'][name]:<20} {show(speed, 0):>30} target tokens/s")
 
 
-def show(found, digits=2):
+def show(quartiles: Mapping[str, float], digits: int = 2) -> str:
     """0.97 (0.95 .. 0.98)"""
-    return "{median:,.{0}f} ({q1:,.{0}f} .. {q3:,.{0}f})".format(digits, **found)
+    return "{median:,.{0}f} ({q1:,.{0}f} .. {q3:,.{0}f})".format(digits, **quartiles)
 
 
-def record(name, args, device, results):
+def record(name: str, args: argparse.Namespace, device: str, results: Sequence[Mapping]) -> dict[str, Any]:
     """What goes into the JSON file: where, with what and how the results were made, then the results."""
     return {
         "benchmark": name,
@@ -300,7 +278,7 @@ def record(name, args, device, results):
     }
 
 
-def write(path, content):
+def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON; a file appears under its name only when it is complete."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,49 +1,46 @@
-"""How fast decoding is, ours and fairseq's Transformer: what fairseq-generate does for each batch, start-up left out.
+"""Time decoding, ours and fairseq's Transformer in turns on the same batches; options.decoding says how."""
 
-Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts them:
-those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their sentences is
-decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two trained runs instead.
+from __future__ import annotations
 
-    scripts/benchmark_decoding.sh --size lite --threads 2
-    scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
-"""
-
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.checkpoint_utils import load_model_ensemble
+from fairseq.models import BaseFairseqModel as FairseqModel
+from fairseq.tasks.translation import TranslationTask
+from omegaconf import DictConfig
 from tqdm import tqdm
 
+from ea_tools.bench import options
 from ea_tools.bench.common import (
     DTYPES,
-    PAIRS,
-    add_corpus_options,
+    Batch,
+    Candidate,
     calls,
     configuration,
     corpus,
     describe,
     interleave,
     make_task,
-    parser,
     pick,
     prepare,
-    quiet,
     record,
     report_speeds,
     speeds,
     write,
 )
-from ea_tools.checkpoints import load, settings
-from ea_tools.common import positive, reporting
-from ea_tools.evaluate import check_dictionaries
+from ea_tools.checkpoints import check_dictionaries, choose, load, settings
+from ea_tools.common import reporting
 from ea_tools.text import read_prep
-from ea_tools.translate import choose
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, print, and keep everything in --output."""
-    args = parse(arguments)
+    args = options.decoding(arguments)
     results = []
     with reporting("benchmark_decoding"):
         device = prepare(args)
@@ -56,35 +53,15 @@ def main(arguments=None):
     print(f"written: {args.output}")
 
 
-def parse(arguments):
-    found = parser(__doc__, "decoding")
-    found.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
-    found.add_argument("--run-pair", nargs=2, type=Path, metavar=("OURS", "STOCK"), help="two trained runs instead")
-    found.add_argument("--precision", nargs="+", choices=DTYPES, default=["fp32"], help="(default: fp32)")
-    found.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
-    found.add_argument(
-        "--batch", nargs="+", choices=("1", "full"), default=["1", "full"], help="sentences at once (default: 1 full)"
-    )
-    found.add_argument(
-        "--max-tokens", type=positive, default=12000, metavar="N", help="of a full batch (default: fairseq's, 12000)"
-    )
-    found.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
-    add_corpus_options(found)
-    args = found.parse_args(arguments)
-    if args.run_pair and not args.data:
-        found.error("--run-pair needs the --data of its runs")
-    if "fp16" in args.precision and (args.device == "cpu" or not torch.cuda.is_available()):
-        found.error("--precision fp16 needs a GPU")
-    return args
-
-
-def measure(args, device, subject, precision, beam, batch):
+def measure(
+    args: argparse.Namespace, device: str, subject: str | Sequence[Path], precision: str, beam: int, batch: str
+) -> dict[str, Any]:
     """Speed of one pair of models; `subject`: a key of PAIRS, or two folders with trained runs."""
     config = configuration("transformer", data=args.data or "data", device=device)  # what differs, a model brings along
     config.generation.beam = beam
     task = make_task(args, config)
     if isinstance(subject, str):
-        archs, runs, label = PAIRS[subject], None, subject
+        archs, runs, label = options.PAIRS[subject], None, subject
         models = {name: random_model(args, task, arch) for name, arch in archs.items()}
     else:
         runs, label = dict(zip(("ours", "stock"), subject, strict=True)), "trained"
@@ -105,7 +82,7 @@ def measure(args, device, subject, precision, beam, batch):
         "precision": precision,
         "beam": beam,
         "batch": batch,
-        "batches": [describe(found) for found in batches],
+        "batches": [describe(picked) for picked in batches],
         **speeds(times),
         "times": times,
     }
@@ -113,7 +90,7 @@ def measure(args, device, subject, precision, beam, batch):
     return result
 
 
-def random_model(args, task, arch):
+def random_model(args: argparse.Namespace, task: TranslationTask, arch: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
     config = configuration(arch, "--share-all-embeddings", data=args.data or "data")
     torch.manual_seed(args.seed)
@@ -122,7 +99,9 @@ def random_model(args, task, arch):
     return model
 
 
-def trained(args, task, runs):
+def trained(
+    args: argparse.Namespace, task: TranslationTask, runs: Mapping[str, Path]
+) -> tuple[dict[str, str], dict[str, FairseqModel]]:
     """{name: architecture}, {name: model} of two trained runs, each the checkpoint that scripts/translate.sh takes."""
     archs, models = {}, {}
     for name, run in runs.items():
@@ -134,27 +113,22 @@ def trained(args, task, runs):
     return archs, models
 
 
-def ready(model, config, precision, device):
+def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) -> FairseqModel:
     """As fairseq-generate prepares a model."""
     model.to(device=device, dtype=DTYPES[precision])
     model.prepare_for_inference_(config)
     return model
 
 
-def decoder(task, model, config, device, fixed):
+def decoder(task: TranslationTask, model: FairseqModel, config: DictConfig, device: str, fixed: bool) -> Candidate:
     """A function that decodes a batch and gives the number of tokens; `fixed`: of as many steps as its targets have."""
     generator = task.build_generator([model], config.generation)
 
-    def decode(batch):
+    def decode(batch: Batch) -> int:
         if fixed:
             steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
             generator.min_len, generator.max_len_a, generator.max_len_b = steps, 0, steps
         sample = utils.move_to_cuda(batch) if device == "cuda" else batch
-        return sum(len(found[0]["tokens"]) for found in task.inference_step(generator, [model], sample))
+        return sum(len(hypotheses[0]["tokens"]) for hypotheses in task.inference_step(generator, [model], sample))
 
     return decode
-
-
-if __name__ == "__main__":
-    quiet()
-    main()

@@ -161,9 +161,9 @@ def training_flags(plan: Plan) -> list[str]:
 
 def time_training(plan: Plan, size: str, precision: str, _seconds: float) -> dict:
     """Updates on IWSLT'14's lengths, ours and fairseq's, turn by turn."""
-    from ea_tools.bench import common, training
+    from ea_tools.bench import common, options, training
 
-    args = training.parse(training_flags(plan))
+    args = options.training(training_flags(plan))
     return training.measure(args, [], common.prepare(args), size, precision)
 
 
@@ -182,9 +182,9 @@ def decoding_flags(plan: Plan) -> list[str]:
 
 def time_decoding(plan: Plan, size: str, precision: str, batch: str, _seconds: float) -> dict:
     """Beam search with five beams, ours and fairseq's, turn by turn."""
-    from ea_tools.bench import common, decoding
+    from ea_tools.bench import common, decoding, options
 
-    args = decoding.parse(decoding_flags(plan))
+    args = options.decoding(decoding_flags(plan))
     beam = 2 if plan.rehearsal else 5
     return decoding.measure(args, common.prepare(args), size, precision, beam, batch)
 
@@ -197,10 +197,10 @@ def memory_cells(plan: Plan) -> Iterator[tuple[str, Callable[[float], dict]]]:
 
 def weigh_training(plan: Plan, size: str, precision: str, _seconds: float) -> dict:
     """The most memory that PyTorch's allocator gives out while each model alone trains on batches of many lengths."""
-    from ea_tools.bench import common, training
+    from ea_tools.bench import common, options, training
 
     batches = "2" if plan.rehearsal else "20"
-    args = training.parse([*training_flags(plan), "--memory-batches", batches])
+    args = options.training([*training_flags(plan), "--memory-batches", batches])
     device = common.prepare(args)
     found = {}
     for name, arch in common.PAIRS[size].items():
@@ -243,9 +243,9 @@ def attention_flags(plan: Plan, paths: str) -> list[str]:
 
 def time_attention(plan: Plan, kind: str, heads: int, precision: str, length: int, paths: str, _seconds: float) -> dict:
     """Forward, and forward and backward, in time, memory and share of the floor."""
-    from ea_tools.bench import attention, common
+    from ea_tools.bench import attention, common, options
 
-    args = attention.parse(attention_flags(plan, paths))
+    args = options.attention(attention_flags(plan, paths))
     device = common.prepare(args)
     peaks = attention.machine(device, common.DTYPES[precision])
     return attention.measure(args, device, precision, kind, heads, length, peaks)

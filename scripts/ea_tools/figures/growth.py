@@ -4,60 +4,64 @@ scripts/benchmark_training.sh --growth --output growth.json
 scripts/plot_growth.sh growth.json --out growth.png
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-
-import matplotlib
+from typing import TYPE_CHECKING, Any
 
 from ea_tools.common import UserError, replacing, reporting
+from ea_tools.figures import style
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-import matplotlib.pyplot as plt
-import numpy
+LOOKS = {
+    name: (style.COLOURS[number], style.MARKERS[number], style.LINES[number])
+    for number, name in enumerate(("ours", "stock"))
+}
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; the markers tell them apart in print.
-STYLES = {"ours": ("#0072B2", "o", "-"), "stock": ("#D55E00", "s", "--")}
 
-
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: read the results of benchmark_training.sh --growth and draw them."""
     parser = argparse.ArgumentParser(
         prog="plot_growth.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, metavar="FILE", help="JSON of benchmark_training.sh --growth")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (default: FILE's name with .png)")
+    parser.add_argument(
+        "--out",
+        type=style.output(style.SUFFIXES),
+        metavar="FILE",
+        help=".png, .svg or .pdf (default: FILE's name with .png)",
+    )
     args = parser.parse_args(arguments)
     out = args.out or args.results.with_suffix(".png")
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--out {out}: its name should end in .png, .svg or .pdf")
     with reporting("plot_growth"):
-        found = read(args.results)
+        record = read(args.results)
         with replacing(out) as temporary:
-            draw(found, temporary, out.suffix[1:])
+            draw(record, temporary, out.suffix[1:])
     print(f"written: {out}")
 
 
-def read(path):
+def read(path: Path) -> dict[str, Any]:
     """What benchmark_training.sh --growth wrote."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["benchmark"] != "growth":
-            raise UserError(f"{path}: of the benchmark {found['benchmark']!r}, not of benchmark_training.sh --growth")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["benchmark"] != "growth":
+            raise UserError(f"{path}: of the benchmark {record['benchmark']!r}, not of benchmark_training.sh --growth")
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not a result of benchmark_training.sh --growth") from None
-    return found
+    return record
 
 
-def draw(found, path, form):
+def draw(record: dict[str, Any], path: Path, form: str) -> None:
     """A row for each pair of models and precision: time on the left, memory on the right."""
     pairs = {}
-    for result in found["results"]:
+    for result in record["results"]:
         pairs.setdefault((result["size"], result["precision"]), []).append(result)
-    figure, grid = plt.subplots(
-        len(pairs), 2, figsize=(11, 0.8 + 4.2 * len(pairs)), squeeze=False, layout="constrained"
-    )
+    figure, grid = style.panels(len(pairs), 2, (11, 0.8 + 4.2 * len(pairs)))
     for axes, ((_, precision), results) in zip(grid, pairs.items(), strict=True):
         draw_time(axes[0], results)
         finish(axes[0], results)
@@ -69,20 +73,21 @@ def draw(found, path, form):
         else:
             axes[1].set_axis_off()
             axes[1].text(0.5, 0.5, "memory: not measured", ha="center", transform=axes[1].transAxes)
-    tokens = found["results"][0]["batches"][0]
+    tokens = record["results"][0]["batches"][0]
     figure.suptitle(
         f"One training step against sentence length, about {tokens['sentences'] * tokens['target']:,} tokens a batch\n"
-        f"{found['device']}, {found['threads']} thread{'s' if found['threads'] > 1 else ''}",
+        f"{record['device']}, {record['threads']} thread{'s' if record['threads'] > 1 else ''}",
         fontsize=12,
     )
-    figure.savefig(path, dpi=150, format=form)
-    plt.close(figure)
+    style.save(figure, path, form)
 
 
-def draw_time(ax, results):
+def draw_time(ax: Axes, results: Sequence[dict]) -> None:
     """Median and quartiles of seconds; beside ours, its speed as a share of stock's."""
+    import numpy
+
     lengths = [result["length"] for result in results]
-    for name, (colour, marker, line) in STYLES.items():
+    for name, (colour, marker, line) in LOOKS.items():
         low, middle, high = 1e3 * numpy.percentile(
             [numpy.ravel(result["times"]["seconds"][name]) for result in results], (25, 50, 75), axis=1
         )
@@ -96,14 +101,16 @@ def draw_time(ax, results):
     ax.set_title("time, its quartiles shaded (figures: our speed / stock's)", fontsize=10)
 
 
-def draw_memory(ax, results):
+def draw_memory(ax: Axes, results: Sequence[dict]) -> None:
     """Peak memory beyond what the process held before the first step; beside ours, its multiple of stock's."""
+    import numpy
+
     lengths = [result["length"] for result in results]
     used = {
         name: numpy.array([result["memory"][name]["peak"] - result["memory"][name]["before"] for result in results])
-        for name in STYLES
+        for name in LOOKS
     }
-    for name, (colour, marker, line) in STYLES.items():
+    for name, (colour, marker, line) in LOOKS.items():
         ax.plot(lengths, used[name] / 2**20, color=colour, marker=marker, linestyle=line)
     for length, ours, stock in zip(lengths, used["ours"], used["stock"], strict=True):
         note(ax, length, ours / 2**20, f"{ours / stock:.2f}")
@@ -111,20 +118,24 @@ def draw_memory(ax, results):
     ax.set_title("peak memory of the step (figures: ours / stock's)", fontsize=10)
 
 
-def note(ax, x, y, text):
+def note(ax: Axes, x: float, y: float, text: str) -> None:
     """A small figure above a point."""
-    ax.annotate(text, (x, y), textcoords="offset points", xytext=(-2, 6), ha="right", fontsize=9, color="#0072B2")
+    above = {"textcoords": "offset points", "xytext": (-2, 6), "ha": "right"}
+    above = {"textcoords": "offset points", "xytext": (-2, 6), "ha": "right"}
+    ax.annotate(text, (x, y), **above, fontsize=9, color=style.COLOURS[0])
 
 
-def finish(ax, results):
+def finish(ax: Axes, results: Sequence[dict]) -> None:
     """Both axes in powers; the lengths that were measured as ticks."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     lengths = [result["length"] for result in results]
     ax.set_xticks(lengths, map(str, lengths))
     ax.minorticks_off()
-    ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.margins(x=0.08, y=0.12)
     ax.set_xlabel("source and target length, tokens")
     ax.grid(alpha=0.3)

@@ -4,13 +4,17 @@ A label is one token, so a few rules do: one direction per label, letters joined
 Browsers need none of this.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager, get_font
-from matplotlib.textpath import text_to_path
+if TYPE_CHECKING:  # imported where it is used: it takes half a second
+    from matplotlib.font_manager import FontEntry
 
 BASE = "DejaVu Sans"  # comes with matplotlib; has Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols
 _RIGHT_TO_LEFT = {"R", "AL"}
@@ -18,7 +22,7 @@ _CLASSES = {"L": "l", "EN": "l", "AN": "l", "CS": "s", "ES": "s"}  # letters and
 _MIRRORED = str.maketrans("()[]{}<>«»⟨⟩", ")(][}{><»«⟩⟨")
 
 
-def visual(label):
+def visual(label: str) -> str:
     """A label's characters in the form and order in which matplotlib must set them, from left to right."""
     if not any(unicodedata.bidirectional(character) in _RIGHT_TO_LEFT for character in label):
         return label
@@ -32,7 +36,7 @@ def visual(label):
     return "".join(turned).translate(_MIRRORED)
 
 
-def _letters(text):
+def _letters(text: str) -> list[str]:
     """The letters of a text, each with the marks that stand above or below it; lam with alef is one letter."""
     letters = []
     for character in text:
@@ -44,7 +48,7 @@ def _letters(text):
 
 
 @functools.cache
-def _forms():
+def _forms() -> dict[str, dict[str, str]]:
     """{letters: {"isolated" | "final" | "initial" | "medial": character}}, from Unicode's presentation forms."""
     forms = {}
     for block in (range(0xFE70, 0xFEFD), range(0xFB50, 0xFBB2), range(0xFBD3, 0xFC00)):
@@ -55,7 +59,7 @@ def _forms():
     return forms
 
 
-def _join(letters):
+def _join(letters: Sequence[str]) -> list[str]:
     """Arabic letters in the form that their neighbours ask for, in logical order; other characters as they are."""
     forms = _forms()
     bases = [letter if letter in forms else letter[0] for letter in letters]
@@ -69,12 +73,14 @@ def _join(letters):
     return out
 
 
-def families(text):
+def families(text: str) -> tuple[tuple[str, ...], set[str]]:
     """Font families that between them have every character of `text`, as far as the installed fonts do.
 
     Returns:
         the families, best first; the characters that no installed font has.
     """
+    from matplotlib.font_manager import fontManager
+
     names, missing = [BASE], _missing(fontManager.findfont(BASE), {letter for letter in text if letter.isprintable()})
     if missing:
         _notice_new_fonts()
@@ -89,25 +95,32 @@ def families(text):
     return tuple(names), missing
 
 
-def _notice_new_fonts():
+def _notice_new_fonts() -> None:
     """matplotlib keeps a list of the fonts there were when it first ran: add those that came since."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
     for path in sorted(set(findSystemFonts()) - {font.fname for font in fontManager.ttflist}):
         with contextlib.suppress(Exception):  # bitmap fonts, among them the coloured emoji, cannot be drawn
             fontManager.addfont(path)
 
 
-def _weight(font):
+def _weight(font: FontEntry) -> int:
     return font.weight if isinstance(font.weight, int) else 400
 
 
-def _missing(path, characters):
+def _missing(path: str, characters: Iterable[str]) -> set[str]:
     """Those of the characters that a font file does not have."""
+    from matplotlib.font_manager import get_font
+
     font = get_font(path)
     return {character for character in characters if not font.get_char_index(ord(character))}
 
 
 @functools.cache
-def width(text, names, size):
-    """How wide a text is in these font families (a tuple), in inches."""
+def width(text: str, names: tuple[str, ...], size: float) -> float:
+    """How wide a text is in these font families, in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
     properties = FontProperties(family=list(names), size=size)
     return text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0] / 72

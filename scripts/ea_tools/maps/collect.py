@@ -9,11 +9,14 @@ or around any call of any model, training or not: `with collect(model) as collec
 Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import logging
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,17 +26,16 @@ import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairse
 import torch
 import torch.nn.functional as F
 from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
 from ea_fairseq.evolution import Part
-from ea_tools.checkpoints import load, section
+from ea_tools.checkpoints import check_dictionaries, choose, load, section
 from ea_tools.common import UserError
-from ea_tools.evaluate import check_dictionaries
+from ea_tools.maps import KINDS
 from ea_tools.text import Source, read_prep
-from ea_tools.translate import choose
-
-KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "encoder-decoder attention"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Collected:
 
 
 @contextlib.contextmanager
-def collect(model: nn.Module):
+def collect(model: nn.Module) -> Iterator[Collected]:
     """Collect the maps of every attention of a model while this context lasts; the outputs do not change.
 
     All calls are kept: in a loop over batches, open a new context for each batch.
@@ -91,7 +93,7 @@ def collect(model: nn.Module):
         yield collected
 
 
-def attentions(model: nn.Module):
+def attentions(model: nn.Module) -> Iterator[tuple[str, int, nn.Module, nn.Module]]:
     """(kind, layer's number from 1, layer, attention) of each attention, in the order in which they run.
 
     A language model has no encoder, and a RoBERTa no decoder.
@@ -107,7 +109,7 @@ def attentions(model: nn.Module):
             yield "cross", number, layer, layer.encoder_attn
 
 
-def _observer(collected: Collected, kind: str, number: int, attention: EvolvingAttention):
+def _observer(collected: Collected, kind: str, number: int, attention: EvolvingAttention) -> Callable[[Maps], None]:
     """An observer that adds what it is shown to `collected`."""
     evolution = attention.evolution
 
@@ -131,7 +133,7 @@ def _observer(collected: Collected, kind: str, number: int, attention: EvolvingA
 class _StockHook:
     """Adds the maps of fairseq's own attention, which shows none: made again from its projections, beside its call."""
 
-    def __init__(self, collected: Collected, kind: str, number: int):
+    def __init__(self, collected: Collected, kind: str, number: int) -> None:
         self._collected, self._kind, self._number = collected, kind, number
         self._padded_rows = None  # B x T
 
@@ -140,7 +142,7 @@ class _StockHook:
         self._padded_rows = given.get("encoder_padding_mask" if self._kind == "encoder" else "self_attn_padding_mask")
 
     @torch.no_grad()
-    def __call__(self, attention: nn.Module, args: tuple, kwargs: dict, output) -> None:
+    def __call__(self, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         given = inspect.signature(attention.forward).bind(*args, **kwargs).arguments
         logits, masked = _stock_logits(attention, **given)
         lowest = torch.finfo(logits.dtype).min
@@ -162,13 +164,21 @@ class _StockHook:
         )
 
 
-def _stock_logits(attention, query, key, incremental_state=None, key_padding_mask=None, attn_mask=None, **_):
+def _stock_logits(
+    attention: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    incremental_state: dict | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor | None]:
     """Scaled dot products B x K x T x S and the softmax's mask (or None), from the arguments of fairseq's attention.
 
     The weights are read, not called: quantisation noise, if any, would be drawn a second time.
     """
 
-    def heads(x, projection):  # T x B x C -> B x K x T x D
+    def heads(x: Tensor, projection: nn.Linear) -> Tensor:  # T x B x C -> B x K x T x D
         x = F.linear(x, projection.weight, projection.bias)
         return x.view(*x.shape[:2], attention.num_heads, attention.head_dim).permute(1, 2, 0, 3)
 
@@ -214,7 +224,7 @@ def joined(layers: list[LayerMaps]) -> list[LayerMaps]:
 def _join(steps: list[LayerMaps]) -> LayerMaps:
     first, width = steps[0], steps[-1].weights.size(3)
 
-    def rows(maps, fill=0.0):
+    def rows(maps: Iterable[Tensor], fill: float = 0.0) -> Tensor:
         return torch.cat([F.pad(some, (0, width - some.size(3)), value=fill) for some in maps], dim=2)
 
     return LayerMaps(
@@ -240,7 +250,7 @@ class Sentence:
 class Loaded:
     """A trained translation model on the CPU, ready to be looked at."""
 
-    def __init__(self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task):
+    def __init__(self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task: FairseqTask) -> None:
         self.checkpoint, self.data, self.prep, self.model, self.task = checkpoint, data, prep, model, task
 
     def source(self, text: str) -> Sentence:
@@ -251,7 +261,7 @@ class Loaded:
         """Raw text in the target language."""
         return self._sentence(text, "target", self.task.target_dictionary)
 
-    def _sentence(self, text, side, dictionary):
+    def _sentence(self, text: str, side: str, dictionary: Dictionary) -> Sentence:
         # Source does what was done to the training text of PREP.json's source language: here, of either.
         words = Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})(text).split()
         if not words:
@@ -260,7 +270,7 @@ class Loaded:
         self._must_fit(ids, side)
         return Sentence(ids, _labels(words, ids, dictionary))
 
-    def _must_fit(self, ids, side):
+    def _must_fit(self, ids: Tensor, side: str) -> None:
         positions = self.model.max_positions()[("source", "target").index(side)]
         if len(ids) > positions:
             raise UserError(
@@ -290,7 +300,7 @@ class Loaded:
         return collected.layers
 
 
-def _labels(words, ids, dictionary):
+def _labels(words: Sequence[str], ids: Tensor, dictionary: Dictionary) -> list[str]:
     known = [word if number != dictionary.unk() else f"⟨{word}⟩" for word, number in zip(words, ids, strict=False)]
     return [*known, "</s>"]
 

@@ -6,28 +6,36 @@ alone would give, the map that the convolution alone would give and, with --comp
 place. One colour scale per row. The .html page and the .npz file hold all layers and heads.
 """
 
+from __future__ import annotations
+
 import argparse
 import base64
 import contextlib
 import io
 import json
-import logging
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-import matplotlib.font_manager  # here, before fairseq's start turns every library's debugging on
 import numpy
-import torch
-from matplotlib.figure import Figure
 
-from ea_tools.common import UserError, replacing, reporting
+from ea_tools.common import UserError, positive, replacing, reporting
+from ea_tools.figures import style
 from ea_tools.figures.labels import families, visual, width
-from ea_tools.maps.collect import KINDS, Loaded, Sentence, load_model
+from ea_tools.maps import KINDS
 
-COLOURS = "viridis"  # tells its values apart for colour-blind readers too, and in grey print
+if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from ea_tools.maps.collect import LayerMaps, Loaded, Sentence
+
+Maps = dict[tuple[str, int], "LayerMaps"]  # by kind of attention and layer, B = 1
+
 PARTS = {"map": "map in use", "own": "own query-key logits", "convolution": "convolution", "baseline": "baseline"}
 #: kind -> whose tokens the rows and columns are, and what these do
 AXES = {
@@ -39,10 +47,9 @@ DOTS, MOST_DOTS = 200, 30_000  # per inch; from top to bottom
 SUFFIXES = (".png", ".svg", ".html", ".npz")
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: load, collect, draw; a file appears under its name only when all of them are complete."""
     args = parse(arguments)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     with reporting("plot_attention"):
         look = examine(args)
         rows = chosen(look, args)
@@ -53,7 +60,7 @@ def main(arguments=None):
                 temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
         prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,23 +87,20 @@ def parse(arguments):
     parser.add_argument(
         "--part", nargs="+", choices=list(PARTS)[:3], help="columns of the picture (default: all that the model has)"
     )
-    parser.add_argument("--beam", type=int, default=5, help="where there is no --target (default: 5)")
+    parser.add_argument("--beam", type=positive, default=5, help="where there is no --target (default: 5)")
     parser.add_argument(
         "--out",
         nargs="+",
-        type=_output,
+        type=style.output(SUFFIXES),
         default=[Path("attention.png")],
         metavar="FILE",
         help=f"{', '.join(SUFFIXES)} (default: attention.png)",
     )
-    args = parser.parse_args(arguments)
-    if args.beam < 1:
-        parser.error("--beam must be at least 1")
-    return args
+    return parser.parse_args(arguments)
 
 
-def _number_or(*words):
-    def parse(text):
+def _number_or(*words: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
         if text in words:
             return text
         number = int(text)
@@ -108,12 +112,6 @@ def _number_or(*words):
     return parse
 
 
-def _output(text):
-    if Path(text).suffix.lower() not in SUFFIXES:
-        raise argparse.ArgumentTypeError(f"{text}: the name must end in {', '.join(SUFFIXES)}")
-    return Path(text)
-
-
 # ---- what there is to show
 
 
@@ -121,18 +119,19 @@ def _output(text):
 class Look:
     """Everything that is known about one pair of sentences."""
 
-    tokens: dict  # "source", "predicted", "read": labels
-    maps: dict  # (kind, layer) -> LayerMaps, B = 1
-    baseline: dict  # the same, or {}
+    tokens: dict[str, list[str]]  # "source", "predicted", "read": labels
+    maps: Maps
+    baseline: Maps  # {} without one
     name: str  # of the model's checkpoint
     baseline_name: str | None
 
     @property
-    def title(self):
+    def title(self) -> str:
+        """What the page is called."""
         return self.name + (f", compared with the baseline {self.baseline_name}" if self.baseline else "")
 
     @property
-    def parts(self):
+    def parts(self) -> list[str]:
         """What there is to see of this model: its own logits only where they are not all."""
         parts = ["map"]
         if any(len(maps.parts) > 1 for maps in self.maps.values()):
@@ -141,12 +140,15 @@ class Look:
             parts.append("convolution")
         return parts + ["baseline"] * bool(self.baseline)
 
-    def layers(self, kind):
-        return [layer for there, layer in self.maps if there == kind]
+    def layers(self, kind: str) -> list[int]:
+        """The layers that have this kind of attention."""
+        return [layer for of_kind, layer in self.maps if of_kind == kind]
 
 
-def examine(args) -> Look:
+def examine(args: argparse.Namespace) -> Look:
     """Load the model (and the one to compare with), translate if need be, and collect the maps."""
+    from ea_tools.maps.collect import load_model
+
     print("loading", file=sys.stderr)
     loaded = load_model(args.run or args.checkpoint, args.data)
     other = load_model(args.compare, args.data or loaded.data) if args.compare else None
@@ -164,16 +166,16 @@ def examine(args) -> Look:
     )
 
 
-def _words(loaded: Loaded):
+def _words(loaded: Loaded) -> tuple[list[str], list[str]]:
     return loaded.task.source_dictionary.symbols, loaded.task.target_dictionary.symbols
 
 
-def _name(checkpoint):
+def _name(checkpoint: Path) -> str:
     """RUN/checkpoint.pt, without the folders above."""
     return "/".join(checkpoint.parts[-2:])
 
 
-def _by_place(loaded: Loaded, source: Sentence, target: Sentence):
+def _by_place(loaded: Loaded, source: Sentence, target: Sentence) -> Maps:
     return {(maps.kind, maps.layer): maps for maps in loaded.force(source, target)}
 
 
@@ -185,12 +187,12 @@ class Row:
     layer: int
     head: int | str  # from 1, or "mean"
 
-    def __str__(self):
+    def __str__(self) -> str:
         head = "mean over heads" if self.head == "mean" else f"head {self.head}"
         return f"{KINDS[self.kind]}, layer {self.layer}, {head}"
 
 
-def chosen(look: Look, args) -> list[Row]:
+def chosen(look: Look, args: argparse.Namespace) -> list[Row]:
     """The rows of the picture.
 
     Raises:
@@ -214,8 +216,8 @@ def chosen(look: Look, args) -> list[Row]:
     return rows
 
 
-def _must_have(maps, name, kind, layer, head="mean"):
-    layers = [number for there, number in maps if there == kind]
+def _must_have(maps: Maps, name: str, kind: str, layer: int, head: int | str = "mean") -> None:
+    layers = [number for of_kind, number in maps if of_kind == kind]
     if layer not in layers:
         raise UserError(f"--layer {layer}: {name} has {len(layers)} layers with {KINDS[kind]}")
     heads = maps[kind, layer].weights.size(1)
@@ -223,12 +225,12 @@ def _must_have(maps, name, kind, layer, head="mean"):
         raise UserError(f"--head {head}: {name} has {heads} heads in {KINDS[kind]}")
 
 
-def _spread(wanted, there):
+def _spread(wanted: Sequence[int | str], there: Iterable[int]) -> list[int | str]:
     """What was asked for, once each, with all that is there in the place of "all"."""
     return list(dict.fromkeys(one for word in wanted for one in (there if word == "all" else [word])))
 
 
-def parts_of(look: Look, kind: str, layer: int) -> dict:
+def parts_of(look: Look, kind: str, layer: int) -> dict[str, numpy.ndarray]:
     """part -> map of all heads, K x T x S, NaN where a pixel is no part of it; without the parts that are not there."""
     maps, baseline = look.maps[kind, layer], look.baseline.get((kind, layer))
     parts = {"map": maps.weights, "own": maps.alone("logits")}
@@ -236,15 +238,15 @@ def parts_of(look: Look, kind: str, layer: int) -> dict:
         parts["convolution"] = maps.alone("convolution")
     if baseline:
         parts["baseline"] = baseline.weights
-    return {part: values.masked_fill(maps.masked, torch.nan)[0].numpy() for part, values in parts.items()}
+    return {part: values.masked_fill(maps.masked, numpy.nan)[0].numpy() for part, values in parts.items()}
 
 
-def one_head(values, head):
+def one_head(values: numpy.ndarray, head: int | str) -> numpy.ndarray:
     """The map of one head, or the mean over heads: K x T x S -> T x S."""
     return values.mean(axis=0) if head == "mean" else values[head - 1]
 
 
-def render(look: Look, rows: list[Row], parts: list | None, suffix: str) -> bytes:
+def render(look: Look, rows: list[Row], parts: list[str] | None, suffix: str) -> bytes:
     """The contents of a file of this kind."""
     if suffix == ".npz":
         return numbers(look)
@@ -278,7 +280,9 @@ def numbers(look: Look) -> bytes:
 
 def page(look: Look, start: Row) -> str:
     """One self-contained HTML page with the maps of all layers and heads."""
-    colours = matplotlib.colormaps[COLOURS](range(256), bytes=True)[:, :3]
+    import matplotlib
+
+    colours = matplotlib.colormaps[style.MAP_COLOURS](range(256), bytes=True)[:, :3]
     data = {
         "title": look.title,
         "parts": {part: PARTS[part] for part in look.parts},
@@ -292,7 +296,7 @@ def page(look: Look, start: Row) -> str:
     return Path(__file__).with_name("explorer.html").read_text(encoding="utf-8").replace("@DATA@", text)
 
 
-def _kind_for_page(look, kind):
+def _kind_for_page(look: Look, kind: str) -> dict[str, Any]:
     rows, columns, row_title, column_title = AXES[kind]
     layers = [
         {part: _packed(values) for part, values in parts_of(look, kind, layer).items()} for layer in look.layers(kind)
@@ -307,7 +311,7 @@ def _kind_for_page(look, kind):
     }
 
 
-def _packed(values) -> str:
+def _packed(values: numpy.ndarray) -> str:
     """Numbers from 0 to 1 as base64 of little-endian 16-bit integers: 65534 is 1, 65535 is NaN."""
     stored = numpy.where(numpy.isnan(values), 65535, numpy.rint(numpy.nan_to_num(values) * 65534))
     return base64.b64encode(stored.astype("<u2").tobytes()).decode()
@@ -317,55 +321,60 @@ def _packed(values) -> str:
 
 
 @dataclass(frozen=True)
-class Style:
+class Sizes:
     """Sizes in inches, but for the fonts' points, which follow from the number of tokens."""
 
     cell: float
     font: float
-    families: tuple
+    families: tuple[str, ...]
     heading: float
     gap: float = 0.22
 
     @property
-    def small(self):
+    def small(self) -> float:
+        """The font size of what is beside the maps."""
         return self.heading * 0.83
 
     @property
-    def line(self):
+    def line(self) -> float:
+        """The height of a line of text."""
         return self.heading * 1.5 / 72
 
 
-def picture(look: Look, rows: list[Row], parts: list, form: str) -> bytes:
+def picture(look: Look, rows: list[Row], parts: list[str], form: str) -> bytes:
     """PNG or SVG: a line of panels for each row.
 
     Raises:
         UserError: a PNG of more pixels than can be drawn.
     """
-    style = _style(look)
-    settings = {"font.family": style.families, "svg.hashsalt": "attention", "axes.linewidth": 0.6}
+    import matplotlib
+
+    sizes = _sizes(look)
+    settings = {"font.family": sizes.families, "axes.linewidth": 0.6}
     file = io.BytesIO()
     with matplotlib.rc_context(settings), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        lines = [_Line(look, row, parts, style) for row in rows]
+        lines = [_Line(look, row, parts, sizes) for row in rows]
         dots = round(sum(line.height for line in lines) * DOTS)
         if form == "png" and dots > MOST_DOTS:
             raise UserError(
                 f"the picture would be {dots:,} pixels high: choose fewer layers and heads, or .svg or .html"
             )
-        figure = _figure(lines, len(parts), style)
-        figure.savefig(file, format=form, dpi=DOTS, metadata={"Date": None} if form == "svg" else {})
+        style.save(_figure(lines, len(parts), sizes), file, form, dots=DOTS)
     for message in sorted({str(warning.message) for warning in said}):
-        if not message.startswith("Glyph"):  # _style has said so
+        if not message.startswith("Glyph"):  # _sizes has said so
             print(f"plot_attention: warning: {message} The .html page does.", file=sys.stderr)
     return file.getvalue()
 
 
-def _figure(lines: list, parts: int, style) -> Figure:
+def _figure(lines: list[_Line], parts: int, sizes: Sizes) -> Figure:
     """The lines of panels, one below the other; sizes in inches."""
-    left, right = max(line.left for line in lines), 0.1 + 4.5 * style.small / 72
+    from matplotlib.figure import Figure
+
+    left, right = max(line.left for line in lines), 0.1 + 4.5 * sizes.small / 72
     panel = max(line.panel for line in lines)
     height = sum(line.height for line in lines) + 0.1
-    figure = Figure(figsize=(left + parts * (panel + style.gap) + right, height))
+    figure = Figure(figsize=(left + parts * (panel + sizes.gap) + right, height))
     top = height - 0.05
     for line in lines:
         line.draw(figure, left, top, panel)
@@ -373,7 +382,7 @@ def _figure(lines: list, parts: int, style) -> Figure:
     return figure
 
 
-def _style(look: Look) -> Style:
+def _sizes(look: Look) -> Sizes:
     """Cells wide enough for a readable label each, and fonts to go with them."""
     longest = max(map(len, look.tokens.values()))
     cell = min(0.32, max(0.135, 2.4 / longest))
@@ -384,56 +393,56 @@ def _style(look: Look) -> Style:
             "example Noto Sans of that script, or use an .html page, for which browsers find fonts",
             file=sys.stderr,
         )
-    return Style(cell, min(8.5, cell * 72 * 0.68), names, heading=max(9.0, 1.6 * cell * longest))
+    return Sizes(cell, min(8.5, cell * 72 * 0.68), names, heading=max(9.0, 1.6 * cell * longest))
 
 
 class _Line:
     """One row of panels, and the room that it needs."""
 
-    def __init__(self, look: Look, row: Row, parts: list, style: Style):
-        self._row, self._style = row, style
-        found = parts_of(look, row.kind, row.layer)
-        self._maps = {part: one_head(found[part], row.head) if part in found else None for part in parts}
+    def __init__(self, look: Look, row: Row, parts: list[str], sizes: Sizes) -> None:
+        self._row, self._sizes = row, sizes
+        there = parts_of(look, row.kind, row.layer)
+        self._maps = {part: one_head(there[part], row.head) if part in there else None for part in parts}
         rows, columns, self._row_title, self._column_title = AXES[row.kind]
         self._down, self._across = ([visual(label) for label in look.tokens[side]] for side in (rows, columns))
-        self._below = max(width(label, style.families, style.font) for label in self._across) + 0.15
-        self.left = max(width(label, style.families, style.font) for label in self._down) + 0.15 + style.line
-        self.panel = max(len(self._across) * style.cell, 1.45)
-        self._map_height = len(self._down) * style.cell
-        self.height = 2 * style.line + 0.05 + self._map_height + self._below + style.line + 0.15
+        self._below = max(width(label, sizes.families, sizes.font) for label in self._across) + 0.15
+        self.left = max(width(label, sizes.families, sizes.font) for label in self._down) + 0.15 + sizes.line
+        self.panel = max(len(self._across) * sizes.cell, 1.45)
+        self._map_height = len(self._down) * sizes.cell
+        self.height = 2 * sizes.line + 0.05 + self._map_height + self._below + sizes.line + 0.15
 
-    def draw(self, figure: Figure, left: float, top: float, panel: float):
+    def draw(self, figure: Figure, left: float, top: float, panel: float) -> None:
         """Draw this row with its upper edge at `top`, its first panel at `left`, panels `panel` apart; in inches."""
         wide, high = figure.get_size_inches()
-        heading = {"fontsize": self._style.heading, "va": "top"}
+        heading = {"fontsize": self._sizes.heading, "va": "top"}
         figure.text(left / wide, top / high, str(self._row), fontweight="bold", **heading)
-        top -= 2 * self._style.line + 0.05
+        top -= 2 * self._sizes.line + 0.05
         most = max(numpy.nanmax(values) for values in self._maps.values() if values is not None)
         for number, (part, values) in enumerate(self._maps.items()):
-            x = left + number * (panel + self._style.gap)
-            figure.text(x / wide, (top + self._style.line) / high, PARTS[part], **heading)
+            x = left + number * (panel + self._sizes.gap)
+            figure.text(x / wide, (top + self._sizes.line) / high, PARTS[part], **heading)
             if values is None:
                 figure.text(x / wide, top / high, "none in this attention", color="0.4", **heading)
                 continue
-            size = (len(self._across) * self._style.cell, self._map_height)
+            size = (len(self._across) * self._sizes.cell, self._map_height)
             axes = figure.add_axes((x / wide, (top - size[1]) / high, size[0] / wide, size[1] / high))
             image = self._map(axes, values, most, labelled=number == 0)
-        x = left + len(self._maps) * (panel + self._style.gap)
+        x = left + len(self._maps) * (panel + self._sizes.gap)
         bar = figure.add_axes((x / wide, (top - self._map_height) / high, 0.1 / wide, self._map_height / high))
         figure.colorbar(image, cax=bar)
-        bar.tick_params(labelsize=self._style.small, length=2)
+        bar.tick_params(labelsize=self._sizes.small, length=2)
 
-    def _map(self, axes, values, most, labelled):
+    def _map(self, axes: Axes, values: numpy.ndarray, most: float, labelled: bool) -> AxesImage:
         """One panel; the tokens of the rows stand beside the first one only."""
         axes.set_facecolor("0.93")  # what is no part of the map
-        image = axes.imshow(values, cmap=COLOURS, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
-        font = {"fontsize": self._style.font}
+        image = axes.imshow(values, cmap=style.MAP_COLOURS, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
+        font = {"fontsize": self._sizes.font}
         axes.set_xticks(range(len(self._across)), self._across, rotation=90, **font)
         axes.set_yticks(range(len(self._down)), self._down if labelled else [], **font)
         axes.tick_params(length=0, pad=2)
-        axes.set_xlabel(self._column_title, fontsize=self._style.small, color="0.3", labelpad=4)
+        axes.set_xlabel(self._column_title, fontsize=self._sizes.small, color="0.3", labelpad=4)
         if labelled:
-            axes.set_ylabel(self._row_title, fontsize=self._style.small, color="0.3", labelpad=4)
+            axes.set_ylabel(self._row_title, fontsize=self._sizes.small, color="0.3", labelpad=4)
         return image
 
 

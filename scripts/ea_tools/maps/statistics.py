@@ -7,34 +7,39 @@ intervals over sentences; with --compare also the paired differences. docs/map-s
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import functools
 import io
 import json
-import logging
-import re
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.font_manager  # here, before fairseq's start turns every library's debugging on
 import numpy as np
-import torch
-from fairseq.data import Dictionary
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
-from ea_fairseq.mixes import learnt_mixes
-from ea_tools.checkpoints import load, section
-from ea_tools.common import UserError, replacing, reporting
-from ea_tools.evaluate import portable
-from ea_tools.maps.collect import KINDS, LayerMaps, Loaded, collect, load_model
+from ea_tools.common import UserError, portable, replacing, reporting
+from ea_tools.figures import style
+from ea_tools.maps import KINDS
+from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold, word_numbers
 from ea_tools.provenance import provenance
-from ea_tools.text import read_lines
+
+if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
+    from fairseq.data import LanguagePairDataset
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from ea_tools.maps.collect import LayerMaps, Loaded
+
+Place = tuple[str, str, int]  # statistic, kind of attention, layer
+Sums = np.ndarray  # 2 x sentences: for each sentence the sum over heads and rows, and how many were summed
 
 STATISTICS = {
     "entropy": "entropy (nats)",
@@ -49,20 +54,17 @@ STATISTICS = {
 #: the summands of the logits, by the names of LayerMaps: what the statistics call them
 PARTS = {"logits": "own", "previous": "skip", "convolution": "convolution"}
 DIFFERENCE = ": difference"
-OPTIONS = {"png": {"pil_kwargs": {"optimize": True}}, "svg": {"metadata": {"Date": None}}}
 SUFFIXES = (".md", ".png", ".svg", ".json")
 RESAMPLES = 1000
 BATCH_TOKENS = 1000  # of the longer side, padding included: the maps of all layers are in memory at once
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; markers tell them apart in print.
-LOOKS = {"encoder": ("#0072B2", "o"), "decoder": ("#D55E00", "s"), "cross": ("#009E73", "^")}
+LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
 STYLES = (("-", None), ("--", "white"))  # of the model, of the baseline: line, inside of the markers
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: load, go through the sentences, write; a file appears under its name only when all are complete."""
     args = parse(arguments)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="Support for mismatched key_padding_mask")  # fairseq's own attention
     with reporting("map_statistics"):
         report = examine(args)
@@ -72,7 +74,7 @@ def main(arguments=None):
     print(f"written: {', '.join(map(str, args.out))}")
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
@@ -94,7 +96,7 @@ def parse(arguments):
     parser.add_argument(
         "--out",
         nargs="+",
-        type=_output,
+        type=style.output(SUFFIXES),
         default=[Path("map-statistics.md")],
         metavar="FILE",
         help=f"{', '.join(SUFFIXES)} (default: map-statistics.md)",
@@ -106,33 +108,27 @@ def parse(arguments):
     return args
 
 
-def _output(text):
-    if Path(text).suffix.lower() not in SUFFIXES:
-        raise argparse.ArgumentTypeError(f"{text}: the name must end in {', '.join(SUFFIXES)}")
-    return Path(text)
-
-
 # ---- the statistics of maps: numpy arrays, B x K x T x S, in float64; visible, B x 1 x T x S, is the mask's opposite
 
 
-def entropy(weights, visible):
+def entropy(weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
     """-sum_j A_ij ln A_ij over the visible keys, in nats: B x K x T."""
     return -_times_log(np.where(visible, weights, 0.0)).sum(axis=3)
 
 
-def similarity(one, other, visible):
+def similarity(one: np.ndarray, other: np.ndarray, visible: np.ndarray) -> np.ndarray:
     """1 - the Jensen-Shannon divergence in bits of two maps' rows, from 0 (nothing shared) to 1 (equal): B x K x T."""
     one, other = np.where(visible, one, 0.0), np.where(visible, other, 0.0)
     divergence = (_times_log(one) + _times_log(other)).sum(axis=3) / 2 - _times_log((one + other) / 2).sum(axis=3)
     return 1 - divergence / np.log(2)
 
 
-def _times_log(p):
+def _times_log(p: np.ndarray) -> np.ndarray:
     """p ln p, 0 for p = 0."""
     return p * np.log(np.where(p > 0, p, 1.0))
 
 
-def shares(parts, visible):
+def shares(parts: Mapping[str, np.ndarray], visible: np.ndarray) -> dict[str, np.ndarray]:
     """Each part's share of the logits' variation along a row, part -> B x K x T; NaN in a row where nothing varies.
 
     The softmax does not see what is the same for all keys of a row. So a part's size is its standard deviation over the
@@ -144,14 +140,14 @@ def shares(parts, visible):
             for name, size in sizes.items()}  # fmt: skip
 
 
-def spread(part, visible):
+def spread(part: np.ndarray, visible: np.ndarray) -> np.ndarray:
     """Standard deviation over the visible keys of each row: B x K x T; 0 where there are none."""
     keys = np.maximum(visible.sum(axis=3), 1)
     mean = np.where(visible, part, 0.0).sum(axis=3) / keys
     return np.sqrt((np.where(visible, part - mean[..., None], 0.0) ** 2).sum(axis=3) / keys)
 
 
-def statistics_of(maps: LayerMaps, before: LayerMaps | None):
+def statistics_of(maps: LayerMaps, before: LayerMaps | None) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """(statistic, sums, counts) of one layer, two arrays over the sentences of the batch; their quotient is the mean.
 
     Over heads and rows. A row that sees fewer than two keys has nothing to divide its attention between, and is left
@@ -164,84 +160,21 @@ def statistics_of(maps: LayerMaps, before: LayerMaps | None):
     keys = visible.sum(axis=3)  # B x 1 x T
     rows = keys > 1
     own_entropy = entropy(weights, visible)
-    found = {"entropy": own_entropy, "normalised": own_entropy / np.log(np.maximum(keys, 2))}
+    statistics = {"entropy": own_entropy, "normalised": own_entropy / np.log(np.maximum(keys, 2))}
     if before is not None:
         earlier = _numpy(before.weights)
-        found["same_head"] = similarity(weights, earlier, visible)
-        found["head_mean"] = similarity(*(w.mean(axis=1, keepdims=True) for w in (weights, earlier)), visible)
+        statistics["same_head"] = similarity(weights, earlier, visible)
+        statistics["head_mean"] = similarity(*(w.mean(axis=1, keepdims=True) for w in (weights, earlier)), visible)
     if len(maps.parts) > 1:
-        found |= shares({PARTS[name]: part.share * _numpy(part.map) for name, part in maps.parts.items()}, visible)
-    for name, values in found.items():
+        parts = {PARTS[name]: part.share * _numpy(part.map) for name, part in maps.parts.items()}
+        statistics |= shares(parts, visible)
+    for name, values in statistics.items():
         counted = rows & ~np.isnan(values)
         yield name, np.where(counted, values, 0.0).sum(axis=(1, 2)), counted.sum(axis=(1, 2))
 
 
-def _numpy(x):
+def _numpy(x: Tensor) -> np.ndarray:
     return x.double().numpy()
-
-
-# ---- alignments
-
-
-def read_gold(path):
-    """[(sure, possible), ...] of a file in Pharaoh format: sets of (source word, target word); possible holds sure too.
-
-    Words count from 0; 1-2 is a sure link, 1?2 and 1p2 are possible ones.
-    """
-    return [_links(line, f"{path}:{number}") for number, line in enumerate(read_lines(path), 1)]
-
-
-def _links(line, place):
-    sure, possible = set(), set()
-    for word in line.split():
-        match = re.fullmatch(r"([0-9]+)([-?p])([0-9]+)", word)
-        if not match:
-            raise UserError(f"{place}: {word!r} is no link; a sure one is written 1-2, a possible one 1?2 or 1p2")
-        link = int(match[1]), int(match[3])
-        possible.add(link)
-        if match[2] == "-":
-            sure.add(link)
-    return sure, possible
-
-
-def check_range(gold, words, place):
-    """Refuse links to words that the sentence does not have; words: how many source and target words it has."""
-    for link in sorted(gold[1]):
-        for word, there, side in zip(link, words, ("source", "target"), strict=True):
-            if word >= there:
-                raise UserError(
-                    f"{place}: the link between words {link[0]} and {link[1]} is out of range: the {side} sentence has "
-                    f"{there} words, and they count from 0"
-                )
-
-
-def word_numbers(symbols, bpe):
-    """The number of the word, from 0, that each subword belongs to."""
-    if bpe == "sentencepiece":
-        starts = [number == 0 or symbol.startswith("▁") for number, symbol in enumerate(symbols)]
-    else:
-        starts = [number == 0 or not symbols[number - 1].endswith("@@") for number in range(len(symbols))]
-    return np.cumsum(starts, dtype=int) - 1
-
-
-def hard_alignment(weights, source_words, target_words):
-    """{(source word, target word)}: for each target word the source word that gets most of its subwords' attention.
-
-    Args:
-        weights: subwords of the target x subwords of the source, without the ends of sentences.
-        source_words, target_words: the word that each subword belongs to.
-    """
-    if not weights.size:
-        return set()
-    mass = np.zeros((target_words[-1] + 1, source_words[-1] + 1))
-    np.add.at(mass, (target_words[:, None], source_words[None, :]), weights)
-    return {(int(source), target) for target, source in enumerate(mass.argmax(axis=1))}
-
-
-def alignment_errors(found, sure, possible):
-    """(errors, links) of a sentence; over a corpus, AER = the sum of errors / the sum of links."""
-    links = len(found) + len(sure)
-    return links - len(found & sure) - len(found & possible), links
 
 
 # ---- a test set
@@ -252,14 +185,15 @@ class Pair:
     """A sentence pair of the test set."""
 
     number: int  # its line, from 0
-    words: tuple | None  # the word that each subword belongs to: source, target, without the ends of sentences
-    gold: tuple | None  # (sure, possible)
+    # The word that each subword of source and target belongs to, without the ends of sentences; None: not known.
+    words: tuple[np.ndarray, np.ndarray] | None
+    gold: Gold | None
 
 
 class Sample:
     """The first sentences of a prepared split, as fairseq's data set holds them, and their gold alignments."""
 
-    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Path | None):
+    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Path | None) -> None:
         self._dataset = _load(loaded, subset)
         alignments = read_gold(gold) if gold else None
         if gold and len(alignments) != len(self._dataset):
@@ -275,7 +209,7 @@ class Sample:
         ]
         self.aligned = sum(pair.gold is not None for pair in self.pairs)
 
-    def _pair(self, number, gold, path):
+    def _pair(self, number: int, gold: Gold | None, path: Path | None) -> Pair:
         pair, words = self._dataset[number], []
         for side, dictionary in zip(("source", "target"), self._dictionaries, strict=True):
             ids = pair[side][:-1].tolist()
@@ -286,7 +220,7 @@ class Sample:
             check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"{path}:{number + 1}")
         return Pair(number, tuple(words), gold)
 
-    def check(self, loaded: Loaded):
+    def check(self, loaded: Loaded) -> None:
         """Refuse sentences that this model cannot read."""
         for pair in self.pairs:
             for side, most in zip(("source", "target"), loaded.model.max_positions(), strict=True):
@@ -297,7 +231,7 @@ class Sample:
                         f"{most:,}; give fewer --sentences"
                     )
 
-    def batches(self, tokens=BATCH_TOKENS):
+    def batches(self, tokens: int = BATCH_TOKENS) -> Iterator[tuple[list[Pair], dict[str, Any]]]:
         """(pairs, fairseq's batch) with sentences of about the same length, the rows in the order of the pairs."""
         length = self._dataset.num_tokens
         batch = []
@@ -308,19 +242,19 @@ class Sample:
             batch.append(pair)
         yield self._collate(batch)
 
-    def _collate(self, pairs):
+    def _collate(self, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
         sample = self._dataset.collater([self._dataset[pair.number] for pair in pairs])
         by_number = {pair.number: pair for pair in pairs}  # fairseq puts the longest first
         return [by_number[int(number)] for number in sample["id"]], sample
 
 
-def _load(loaded: Loaded, subset: str):
+def _load(loaded: Loaded, subset: str) -> LanguagePairDataset:
     """A split as fairseq reads it."""
     source, target = loaded.prep["source_lang"], loaded.prep["target_lang"]
     stem = f"{source}-{target}.{source}.bin"
     path = loaded.data / f"{subset}.{stem}"
     if not path.is_file():
-        there = sorted(found.name.removesuffix(f".{stem}") for found in loaded.data.glob(f"*.{stem}"))
+        there = sorted(file.name.removesuffix(f".{stem}") for file in loaded.data.glob(f"*.{stem}"))
         raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     if not path.stat().st_size:
         raise UserError(f"--subset {subset}: {path} is empty")
@@ -331,46 +265,28 @@ def _load(loaded: Loaded, subset: str):
     return dataset
 
 
-def warn_of_other_words(loaded: Loaded):
-    """Say so if the dictionaries are as large as those that the model was trained with, but others.
+def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Place, Sums]:
+    """The statistics of every layer, sentence by sentence."""
+    import torch
 
-    No more than a warning: the path in the checkpoint may be relative to a folder that is not this one.
-    """
-    trained = Path(section(load(loaded.checkpoint), "task").get("data") or "")
-    for language, used in (
-        (loaded.prep["source_lang"], loaded.task.source_dictionary),
-        (loaded.prep["target_lang"], loaded.task.target_dictionary),
-    ):
-        path = trained / f"dict.{language}.txt"
-        if path.is_file() and Dictionary.load(str(path)).symbols != used.symbols:
-            print(
-                f"map_statistics: warning: {loaded.checkpoint} says that it was trained on {trained}, and {path} holds "
-                f"other words than that of {loaded.data}: if they are not the ones it was trained on, the numbers mean "
-                "nothing",
-                file=sys.stderr,
-            )
-            return
+    from ea_tools.maps.collect import collect
 
-
-@torch.no_grad()
-def tally(loaded: Loaded, sample: Sample, tokens=BATCH_TOKENS):
-    """{(statistic, kind, layer): (sums, counts)}, two arrays over the sentences."""
     sums = {}
     with tqdm(total=len(sample.pairs), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         for pairs, batch in sample.batches(tokens):
-            with collect(loaded.model) as collected:
+            with torch.no_grad(), collect(loaded.model) as collected:
                 loaded.model(**batch["net_input"])
             places = [pair.number for pair in pairs]
-            for place, *found in _of_batch(collected.layers, pairs, batch):
+            for place, *sums_and_counts in _of_batch(collected.layers, pairs):
                 if place not in sums:
                     sums[place] = np.zeros((2, len(sample.pairs)))
-                sums[place][:, places] = found
+                sums[place][:, places] = sums_and_counts
             progress.update(len(pairs))
     return sums
 
 
-def _of_batch(layers, pairs, batch):
-    """((statistic, kind, layer), sums, counts) of every layer."""
+def _of_batch(layers: Iterable[LayerMaps], pairs: Sequence[Pair]) -> Iterator[tuple[Place, np.ndarray, np.ndarray]]:
+    """(place, sums, counts) of every layer, over the sentences of a batch."""
     before = {}  # kind -> its map in the layer before
     for maps in layers:
         for name, sums, counts in statistics_of(maps, before.get(maps.kind)):
@@ -381,7 +297,7 @@ def _of_batch(layers, pairs, batch):
         before[maps.kind] = maps
 
 
-def _sentence_errors(maps, number, pair):
+def _sentence_errors(maps: LayerMaps, number: int, pair: Pair) -> tuple[int, int]:
     """(errors, links) of a sentence of the batch: the row that predicts a token is the row of that token."""
     if pair.gold is None:
         return 0, 0
@@ -389,8 +305,8 @@ def _sentence_errors(maps, number, pair):
     weights = maps.weights[number].mean(dim=0)[visible.any(dim=1)][:, visible.any(dim=0)]
     source, target = pair.words
     # The last row predicts the end of the sentence, the last column is it.
-    found = hard_alignment(weights[:-1, :-1].double().numpy(), source, target)
-    return alignment_errors(found, *pair.gold)
+    links = hard_alignment(weights[:-1, :-1].double().numpy(), source, target)
+    return alignment_errors(links, *pair.gold)
 
 
 # ---- means and intervals
@@ -405,23 +321,24 @@ class Estimate:
     high: float
 
     @property
-    def half(self):
+    def half(self) -> float:
+        """Half the width of the interval."""
         return (self.high - self.low) / 2
 
     @property
-    def clear(self):
+    def clear(self) -> bool:
         """As a difference: zero is not in the interval."""
         return self.low > 0 or self.high < 0
 
 
 @functools.cache
-def resamples(sentences):
+def resamples(sentences: int) -> np.ndarray:
     """How often a sentence is in each of RESAMPLES samples with replacement, RESAMPLES x sentences; always the same."""
     return np.random.default_rng(1).multinomial(sentences, np.full(sentences, 1 / sentences), size=RESAMPLES)
 
 
-def estimate(one, other=None):
-    """The Estimate of one (sums, counts), or of the difference to another's, both on the same samples of sentences."""
+def estimate(one: Sums, other: Sums | None = None) -> Estimate:
+    """The mean of one statistic, or its difference from another's on the same samples of sentences."""
     times = np.vstack([np.ones(len(one[0])), resamples(len(one[0]))])
     with np.errstate(invalid="ignore"):  # a sample may hold no sentence that counts
         mean, *values = _quotient(times, one) - (0 if other is None else _quotient(times, other))
@@ -429,8 +346,8 @@ def estimate(one, other=None):
     return Estimate(float(mean), float(low), float(high))
 
 
-def _quotient(times, found):
-    sums, counts = found
+def _quotient(times: np.ndarray, statistic: Sums) -> np.ndarray:
+    sums, counts = statistic
     return (times @ sums) / (times @ counts)
 
 
@@ -438,26 +355,32 @@ def _quotient(times, found):
 class Report:
     """Everything that is written down."""
 
-    facts: dict  # what the numbers are of
-    names: list  # of the model and, if there is one, of the baseline
-    estimates: list  # of each model: {(statistic, kind, layer): Estimate}
-    differences: dict  # model - baseline; {} without one
-    mixes: list  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; {} where none are learnt
+    facts: dict[str, Any]  # what the numbers are of
+    names: list[str]  # of the model and, if there is one, of the baseline
+    estimates: list[dict[Place, Estimate]]  # of each model
+    differences: dict[Place, Estimate]  # model - baseline; {} without one
+    mixes: list[dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
 
 
-def examine(args) -> Report:
+def examine(args: argparse.Namespace) -> Report:
     """Load the models, go through the sentences."""
+    from ea_fairseq.mixes import learnt_mixes
+    from ea_tools.maps.collect import load_model
+
     models = [load_model(args.run, args.data)]
     if args.compare:
         models.append(load_model(args.compare, models[0].data))
     sample = Sample(models[0], args.subset, args.sentences, args.gold)
     for loaded in models:
-        warn_of_other_words(loaded)
         sample.check(loaded)
     if args.gold and not sample.aligned:
         raise UserError(f"{args.gold}: every sentence has words that the dictionaries do not know")
-    found = [tally(loaded, sample) for loaded in models]
-    keep = [{place: both for place, both in one.items() if both[1].any()} for one in found]
+    tallies = [tally(loaded, sample) for loaded in models]
+    counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]
+    differences = {}
+    if args.compare:
+        model, baseline = counted
+        differences = {place: estimate(sums, baseline[place]) for place, sums in model.items() if place in baseline}
     facts = {
         "data": models[0].prep.get("name", models[0].data.name),
         "subset": args.subset,
@@ -471,15 +394,13 @@ def examine(args) -> Report:
     return Report(
         facts=facts,
         names=_names([loaded.checkpoint for loaded in models]),
-        estimates=[{place: estimate(both) for place, both in one.items()} for one in keep],
-        differences={place: estimate(both, keep[1][place]) for place, both in keep[0].items() if place in keep[1]}
-        if len(keep) > 1
-        else {},
+        estimates=[{place: estimate(sums) for place, sums in of_model.items()} for of_model in counted],
+        differences=differences,
         mixes=[learnt_mixes(loaded.model) for loaded in models],
     )
 
 
-def _names(checkpoints):
+def _names(checkpoints: Sequence[Path]) -> list[str]:
     """The runs' names without their common beginning, or with the checkpoints' where they are of one run."""
     names = [path.absolute().parent.name for path in checkpoints]
     if len(set(names)) < len(names):
@@ -502,19 +423,18 @@ def render(report: Report, suffix: str) -> bytes:
     return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
 
 
-def as_json(report: Report):
+def as_json(report: Report) -> dict[str, Any]:
     """{..., "statistics": {statistic: {kind: {layer: {"run": ..., "compare": ..., "difference": ...}}}}}"""
-    found = {}
-    for who, estimates in zip(("run", "compare", "difference"), [*report.estimates, report.differences], strict=False):
-        _insert(found, who, estimates)
-    if report.differences:
-        _insert(found, "difference", report.differences)
-    return {**report.facts, "names": report.names, "statistics": found, "learnt_mixes": report.mixes}
+    statistics = {}
+    for who, estimates in zip(("run", "compare"), report.estimates, strict=False):
+        _insert(statistics, who, estimates)
+    _insert(statistics, "difference", report.differences)
+    return {**report.facts, "names": report.names, "statistics": statistics, "learnt_mixes": report.mixes}
 
 
-def _insert(found, who, estimates):
+def _insert(statistics: dict[str, dict], who: str, estimates: Mapping[Place, Estimate]) -> None:
     for (statistic, kind, layer), one in estimates.items():
-        layers = found.setdefault(statistic, {}).setdefault(kind, {})
+        layers = statistics.setdefault(statistic, {}).setdefault(kind, {})
         layers.setdefault(str(layer), {})[who] = vars(one)
 
 
@@ -532,11 +452,11 @@ def table(report: Report) -> str:
         )
     for statistic, title in STATISTICS.items():
         if rows := _rows(report, statistic):
-            layers = sorted({layer for _, found in rows for layer in found})
+            layers = sorted({layer for _, by_layer in rows for layer in by_layer})
             lines += ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-            for name, found in rows:
+            for name, by_layer in rows:
                 sign = "+" if name.endswith(DIFFERENCE) else ""
-                lines.append(f"| {name} | {' | '.join(_cell(found.get(layer), sign) for layer in layers)} |")
+                lines.append(f"| {name} | {' | '.join(_cell(by_layer.get(layer), sign) for layer in layers)} |")
     for name, mixes in zip(report.names, report.mixes, strict=True):
         lines += _table_of_mixes(name, mixes)
     lines += ["", *(f"- {name}: `{path}`" for name, path in zip(report.names, facts["checkpoints"], strict=True))]
@@ -544,7 +464,7 @@ def table(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table_of_mixes(name, mixes):
+def _table_of_mixes(name: str, mixes: Mapping[str, float]) -> list[str]:
     """Lines of Markdown: a row for each kind's learnt alpha and beta, a column for each layer; none without any."""
     rows = {}
     for place, value in mixes.items():
@@ -560,26 +480,26 @@ def _table_of_mixes(name, mixes):
     return lines
 
 
-def _rows(report, statistic):
+def _rows(report: Report, statistic: str) -> list[tuple[str, dict[int, Estimate]]]:
     """[(name, {layer: Estimate}), ...]: for each kind the models, then their difference."""
     rows = []
     for kind in KINDS:
         for name, estimates in zip(report.names, report.estimates, strict=True):
             rows.append((f"{kind}: {name}", of_layers(estimates, statistic, kind)))
         rows.append((f"{kind}{DIFFERENCE}", of_layers(report.differences, statistic, kind)))
-    return [(name, found) for name, found in rows if found]
+    return [(name, by_layer) for name, by_layer in rows if by_layer]
 
 
-def of_layers(estimates, statistic, kind):
-    """{layer: Estimate}"""
+def of_layers(estimates: Mapping[Place, Estimate], statistic: str, kind: str) -> dict[int, Estimate]:
+    """{layer: Estimate}, the lowest layer first."""
     return {place[2]: one for place, one in sorted(estimates.items()) if place[:2] == (statistic, kind)}
 
 
-def _cell(found, sign):
-    if found is None:
+def _cell(one: Estimate | None, sign: str) -> str:
+    if one is None:
         return "-"
-    mean = f"{found.mean:{sign}.3f}"
-    return f"{f'**{mean}**' if sign and found.clear else mean} ± {found.half:.3f}"
+    mean = f"{one.mean:{sign}.3f}"
+    return f"{f'**{mean}**' if sign and one.clear else mean} ± {one.half:.3f}"
 
 
 def picture(report: Report, form: str) -> bytes:
@@ -587,37 +507,39 @@ def picture(report: Report, form: str) -> bytes:
     shown = [name for name in STATISTICS if name != "own" and _rows(report, name)]
     columns = 3 if len(shown) < 7 else 4
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(3.6 * columns, 0.9 + 2.9 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
-    for panel, statistic in zip(panels, [*shown, *[None] * (rows * columns - len(shown))], strict=True):
+    figure, panels = style.panels(rows, columns, (3.6 * columns, 0.9 + 2.9 * rows), sharex=True)
+    for panel, statistic in zip(panels.flat, [*shown, *[None] * (rows * columns - len(shown))], strict=True):
         _panel(panel, report, statistic) if statistic else panel.remove()
     figure.legend(handles=_legend(report), loc="outside lower center", ncols=len(LOOKS), fontsize=9, frameon=False)
     file = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "statistics"}):
-        figure.savefig(file, format=form, dpi=90, **OPTIONS[form])
+    style.save(figure, file, form)
     return file.getvalue()
 
 
-def _legend(report):
+def _legend(report: Report) -> list[Artist]:
     """Kinds of attention above, models below: matplotlib fills column after column."""
+    from matplotlib.lines import Line2D
+
     kinds = [Line2D([], [], color=colour, marker=marker, label=KINDS[kind]) for kind, (colour, marker) in LOOKS.items()]
     models = [
-        Line2D([], [], color="0.2", linestyle=style, marker="o", markerfacecolor=fill, label=name)
-        for name, (style, fill) in zip(report.names, STYLES, strict=False)
+        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=name)
+        for name, (dashes, fill) in zip(report.names, STYLES, strict=False)
     ]
     models += [Line2D([], [], linestyle="", label=" ") for _ in range(len(kinds) - len(models))]
     return [handle for column in zip(kinds, models, strict=True) for handle in column]
 
 
-def _panel(panel, report, statistic):
+def _panel(panel: Axes, report: Report, statistic: str) -> None:
     """Lines over layers: a colour for each kind of attention, a style for each model; the interval is shaded."""
-    for estimates, (style, fill) in zip(report.estimates, STYLES, strict=False):
+    from matplotlib.ticker import MaxNLocator
+
+    for estimates, (dashes, fill) in zip(report.estimates, STYLES, strict=False):
         for kind, (colour, marker) in LOOKS.items():
-            found = of_layers(estimates, statistic, kind)
-            means, low, high = ([getattr(one, name) for one in found.values()] for name in ("mean", "low", "high"))
+            by_layer = of_layers(estimates, statistic, kind)
+            means, low, high = ([getattr(one, name) for one in by_layer.values()] for name in ("mean", "low", "high"))
             face = {"markerfacecolor": fill or colour, "markersize": 5}
-            panel.plot(list(found), means, style, color=colour, marker=marker, **face)
-            panel.fill_between(list(found), low, high, color=colour, alpha=0.2, linewidth=0)
+            panel.plot(list(by_layer), means, dashes, color=colour, marker=marker, **face)
+            panel.fill_between(list(by_layer), low, high, color=colour, alpha=0.2, linewidth=0)
     panel.set_title(STATISTICS[statistic].replace(": ", ":\n"), fontsize=10)
     panel.set_xlabel("layer", fontsize=9)
     panel.tick_params(labelsize=9, labelbottom=True)

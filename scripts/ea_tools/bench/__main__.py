@@ -1,0 +1,18 @@
+"""`python -m ea_tools.bench NAME FLAGS...`, which scripts/benchmark_NAME.sh calls."""
+
+import importlib
+import sys
+
+from ea_tools.bench import options
+
+
+def main() -> None:
+    """Read the flags, which may be --help, before anything that takes seconds is imported; then run the benchmark."""
+    name, *arguments = sys.argv[1:]
+    getattr(options, name)(arguments)
+    importlib.import_module("ea_tools.bench.common").quiet()
+    importlib.import_module(f"ea_tools.bench.{name}").main(arguments)
+
+
+if __name__ == "__main__":
+    main()

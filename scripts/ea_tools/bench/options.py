@@ -1,0 +1,157 @@
+"""The flags of the benchmarks. They are read before PyTorch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+from ea_tools.common import REPO, positive
+from ea_tools.maps import KINDS
+
+#: Ours and what it is compared with: the papers' two sizes.
+PAIRS = {
+    "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
+    "base": {"ours": "ea_transformer_base", "stock": "transformer"},
+}
+PRECISIONS = ("fp32", "bf16", "fp16")
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+HEAD_DIM = {4: 40, 8: 64}  # by number of heads: lite, base
+PATHS = ("ours", "plain", "compiled", "sdpa")
+
+
+def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The operation alone, from projected queries, keys and values to the context: time, memory, share of the floor.
+
+      ours      what the model's attention does between its projections, whichever path it takes here
+      plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax
+      compiled  torch.compile of it
+      sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing
+
+    The floor is what no implementation can go below: every input read and every output written once, every product
+    counted once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N
+    sentences of N tokens, of which half end in padding. Forward is measured without gradients, as in decoding.
+
+        scripts/benchmark_attention.sh --threads 2 --longest 256
+        scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
+    """
+    parser = _parser("attention", attention.__doc__)
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
+    parser.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
+    parser.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="of N = 16, 32, ... (default: 1024)")
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
+    parser.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
+    args = parser.parse_args(arguments)
+    if args.kernel_size % 2 == 0:
+        parser.error(f"--kernel-size {args.kernel_size} is not odd")
+    return args
+
+
+def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """How fast decoding is, ours and fairseq's Transformer: what fairseq-generate does, without start-up.
+
+    Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts
+    them: those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their
+    sentences is decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two
+    trained runs instead.
+
+        scripts/benchmark_decoding.sh --size lite --threads 2
+        scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
+    """
+    parser = _parser("decoding", decoding.__doc__)
+    parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
+    parser.add_argument("--run-pair", nargs=2, type=Path, metavar=("OURS", "STOCK"), help="two trained runs instead")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
+    parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
+    parser.add_argument(
+        "--batch", nargs="+", choices=("1", "full"), default=["1", "full"], help="sentences at once (default: 1 full)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=12000, metavar="N", help="of a full batch (default: fairseq's, 12000)"
+    )
+    parser.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
+    _add_corpus(parser)
+    args = parser.parse_args(arguments)
+    if args.run_pair and not args.data:
+        parser.error("--run-pair needs the --data of its runs")
+    return args
+
+
+def training(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """How fast training is, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
+
+    Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is
+    measured in a process of its own for each model, over many batches of many shapes, as in a real epoch. With
+    --growth, batches of sentences of one length each, from 16 to 1024 tokens, take the place of the corpus;
+    scripts/plot_growth.sh draws them.
+
+        scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
+        scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16
+        scripts/benchmark_training.sh --growth --output growth.json
+    """
+    parser = _parser("training", training.__doc__)
+    parser.add_argument(
+        "--size", nargs="+", choices=PAIRS, default=["lite"], help="which pair of models (default: lite)"
+    )
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
+    parser.add_argument(
+        "--recipe", default="iwslt14-de-en", metavar="NAME", help="flags of training (default: iwslt14-de-en)"
+    )
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of a batch (default: the recipe's)")
+    _add_corpus(parser)
+    parser.add_argument(
+        "--memory-batches",
+        type=int,
+        default=60,
+        metavar="N",
+        help="to measure memory on; 0: do not (default: 60)",
+    )
+    parser.add_argument("--growth", action="store_true", help="one length after another, in the place of a corpus")
+    parser.add_argument(
+        "--longest", type=int, choices=LENGTHS, default=1024, help="where --growth ends, in tokens (default: 1024)"
+    )
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # the process that measures memory: model and precision
+    args = parser.parse_args(arguments)
+    if args.growth and args.output == parser.get_default("output"):
+        args.output = args.output.with_name("benchmark_growth.json")
+    if args.memory_batches < 0:
+        parser.error(f"--memory-batches {args.memory_batches}: a number of batches, or 0 for none, is wanted")
+    return args
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    """An argument parser with the options that all benchmarks have; `name` names the file of results."""
+    parser = argparse.ArgumentParser(
+        prog=f"benchmark_{name}.sh",
+        description=inspect.cleandoc(description),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=REPO / "results" / f"benchmark_{name}.json",
+        metavar="FILE",
+        help="JSON with every time (default: %(default)s)",
+    )
+    return parser
+
+
+def _add_corpus(parser: argparse.ArgumentParser) -> None:
+    """Options that say which sentences; `corpus` and `pick` read them."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="source and target length of one pair a line (default: generated, distributed as in IWSLT'14 De-En)",
+    )
+    which.add_argument("--data", type=Path, metavar="DIR", help="prepared data, data/NAME")
+    parser.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")

@@ -1,0 +1,178 @@
+"""What the logs of training runs hold: losses and validation BLEU, against updates, epochs and hours.
+
+A log is log.jsonl in a folder of scripts/train.sh, or a file that holds what fairseq-train wrote on its screen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ea_tools.common import UserError
+from ea_tools.recipes import parse_flags
+from ea_tools.tables import LAUNCH
+
+QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
+AXES = ("updates", "epochs", "hours")
+
+Numbers = dict[str, float]
+Entry = tuple[str, int, Numbers]  # tag, update, numbers
+Points = tuple[np.ndarray, np.ndarray]  # updates, values
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's curves."""
+
+    path: Path
+    settings: dict[str, str]  # recipe, arch and flags, without the seed; {} where nobody wrote them down
+    seed: str | None
+    points: dict[str, Points]  # by quantity
+    clock: Points  # updates and hours; empty where the log has no speeds
+    epoch: int | None  # updates in an epoch, None where no epoch was finished
+    last: int  # the last update in the log
+
+    def x(self, axis: str, updates: np.ndarray) -> np.ndarray:
+        """Updates on one of the AXES; NaN where the log does not tell."""
+        if axis == "updates":
+            return updates
+        if axis == "epochs":
+            return updates / (self.epoch or np.nan)
+        return np.interp(updates, *self.clock) if len(self.clock[0]) else np.full(len(updates), np.nan)
+
+
+def read(path: Path) -> Run:
+    """The Run of a folder or a log file."""
+    if not path.exists():
+        raise UserError(f"{path}: no such run folder or log file")
+    log = path / "log.jsonl" if path.is_dir() else path
+    if not log.exists():
+        raise UserError(
+            f"{path}: has no log.jsonl, so scripts/train.sh did not make this run; give the file that holds what "
+            "fairseq-train printed"
+        )
+    text = log.read_text(encoding="utf-8", errors="replace")
+    entries = join(filter(None, map(parse_line, text.splitlines())))
+    curves = {name: curve(entries, name) for name in QUANTITIES}
+    points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
+    if not points:
+        raise UserError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
+    settings, seed = identity(path / "run.json") if path.is_dir() else ({}, None)
+    human = path / "train.log"
+    if path.is_dir() and human.exists():
+        text = human.read_text(encoding="utf-8", errors="replace")
+    return Run(path, settings, seed, points, clock(entries), epoch_length(text, entries), entries[-1][1])
+
+
+def parse_line(line: str) -> Entry | None:
+    """(tag, update, {name: number}) of a line with numbers, else None. Tags: train_inner, train (an epoch's), valid.
+
+    Three forms: log.jsonl, and the simple and json formats of fairseq, with or without date and tag in front. A line
+    that a kill has torn is none, but for what the next process wrote behind it.
+    """
+    if (brace := line.rfind("{")) >= 0:
+        try:
+            content = json.loads(line[brace:])
+        except ValueError:
+            return None
+        tag = content.pop("tag", None) or next((t for t in ("train", "valid") if f"{t}_loss" in content), "train_inner")
+        numbers = {name.removeprefix(f"{tag}_"): value for name, value in content.items()}
+    elif match := re.search(r"\bepoch \d+(:\s+\d+ / \d+ | \| )(.*)", line):
+        inner, subset = match[1][0] == ":", re.search(r"valid on '(\S+)' subset", line)
+        tag = "train_inner" if inner else subset[1] if subset else "train"
+        numbers = dict(re.findall(r"(\w+)[= ]([-+.\w]+)", match[2]))
+    else:
+        return None
+    numbers = {name: number for name, value in numbers.items() if (number := _number(value)) is not None}
+    if "num_updates" not in numbers or "loss" not in numbers:
+        return None
+    return tag, int(numbers["num_updates"]), numbers
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def join(entries: Iterable[Entry]) -> list[Entry]:
+    """Entries in the order of updates: a process that goes back replaces what came after that update before."""
+    kept, seen = [], set()
+    for tag, update, numbers in entries:
+        if kept and (update < kept[-1][1] or (tag, update) in seen):
+            kept = [entry for entry in kept if entry[1] < update]
+            seen = {(tag, update) for tag, update, _ in kept}
+        kept.append((tag, update, numbers))
+        seen.add((tag, update))
+    return kept
+
+
+def training(entries: Sequence[Entry]) -> list[tuple[int, Numbers]]:
+    """[(update, numbers), ...] to read loss and speed from: every --log-interval, or every epoch if that is more."""
+    inner, epochs = (
+        [(update, numbers) for tag, update, numbers in entries if tag == t] for t in ("train_inner", "train")
+    )
+    return inner if len(inner) >= len(epochs) else epochs
+
+
+def curve(entries: Sequence[Entry], name: str) -> Points:
+    """(updates, values) of one of the QUANTITIES."""
+    if name == "train":
+        stretches = training(entries)
+        starts = [0, *(update for update, _ in stretches)]  # of the stretches that the losses are means of
+        middles = ((start + end) / 2 for start, (end, _) in zip(starts, stretches, strict=False))
+        points = [(middle, numbers["loss"]) for middle, (_, numbers) in zip(middles, stretches, strict=True)]
+    else:
+        key = "loss" if name == "valid" else name
+        points = [(update, numbers[key]) for tag, update, numbers in entries if tag == "valid" and key in numbers]
+    return np.array([update for update, _ in points], float), np.array([value for _, value in points], float)
+
+
+def clock(entries: Sequence[Entry]) -> Points:
+    """(updates, hours) from the speeds in the log: tokens an update over tokens a second, times updates.
+
+    Not from its field "wall": fairseq's stands still in a process that took up its work in the middle of an epoch.
+    """
+    updates, seconds = [0.0], [0.0]
+    for update, numbers in training(entries):
+        if not (numbers.get("wps", 0) > 0 and numbers.get("wpb", 0) > 0):
+            continue
+        pace = numbers["wpb"] / numbers["wps"]
+        seconds.append(seconds[-1] + (update - updates[-1]) * pace)
+        updates.append(float(update))
+    if len(updates) == 1:
+        return np.array([]), np.array([])
+    last = entries[-1][1]  # a validation behind the last training loss
+    if last > updates[-1]:
+        seconds.append(seconds[-1] + (last - updates[-1]) * pace)
+        updates.append(float(last))
+    return np.array(updates), np.array(seconds) / 3600
+
+
+def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
+    """Updates in an epoch: as fairseq counts them down ("100 / 129"), or up to the end of the first."""
+    if match := re.search(r"\bepoch \d+:\s+\d+ / (\d+) ", text):
+        return int(match[1])
+    return next((update for tag, update, _ in entries if tag == "train"), None)
+
+
+def identity(record: Path) -> tuple[dict[str, str], str | None]:
+    """(settings, seed) of run.json: what the run is, and what its command said beyond that."""
+    if not record.exists():
+        return {}, None
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        settings, words = dict(content["identity"]), shlex.split(content["command"])
+        given = {name: " ".join(values) for name, values in parse_flags(words[3:]).items()}
+    except (ValueError, KeyError, TypeError, UserError) as error:
+        raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
+    settings |= {name: value for name, value in given.items() if name not in LAUNCH | {"run", "data"}}
+    return settings, settings.pop("seed", None)
