@@ -143,6 +143,19 @@ def test_threads_may_share_a_model(system):
     in_threads(work, 4)
 
 
+@pytest.mark.parametrize("system", ["relative, additive", "two branches, predictive"])
+@torch.no_grad()
+def test_the_encoder_can_be_recorded(system):
+    from test_recorded import EncoderOutput
+
+    encoder, source = EncoderOutput(lively(system).encoder), batch([6, 3])
+    traced = torch.jit.trace(encoder, (source,), check_trace=False)
+    exported = torch.export.export(encoder, (source,), strict=False).module()
+    for other in (source, batch([6, 5], seed=2)):
+        assert_close(traced(other), encoder(other), rtol=1e-5, atol=1e-5)
+        assert_close(exported(other), encoder(other), rtol=1e-5, atol=1e-5)
+
+
 FRESH = """
 import sys, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests", sys.argv[1] + "/tests/model"]
