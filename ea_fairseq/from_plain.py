@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from .attention import EvolvingAttention
 from .loading import allow_in_checkpoints
@@ -47,13 +46,13 @@ def origin(model_cfg: Any) -> str | None:
     return getattr(model_cfg, "finetune_from_model", None)
 
 
-def accept_plain(model: nn.Module, model_cfg: Any, keys: _IncompatibleKeys) -> None:
+def accept_plain(model: nn.Module, model_cfg: Any, keys: Any) -> None:
     """Let all that is new start fresh, if none of it is in the checkpoint that a run was told to start from.
 
     Args:
         model: the model that a state dict was loaded into.
         model_cfg: see ``origin``.
-        keys: what was missing and what was left over; what may be missing is taken out.
+        keys: what PyTorch found missing and left over; what may be missing is taken out of its missing_keys.
 
     Raises:
         ValueError: the checkpoint's model computes something else than this one would with its parameters.

@@ -11,7 +11,6 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
-from .options import check_options
 from .transformer import EATransformerEncoder, EvolvingModel
 
 
@@ -26,17 +25,19 @@ class EARobertaEncoder(RobertaEncoder):
         return encoder
 
 
-@register_model("ea_roberta")
-class EARobertaModel(EvolvingModel, RobertaModel):
-    """fairseq's RoBERTa, whose self-attention evolves. Its options are RoBERTa's and those of ``OPTIONS``."""
-
-    SIDES = ("encoder",)
+class RobertaAroundEvolvingEncoder(RobertaModel):
+    """fairseq's RoBERTa, which has no hook for the class of its encoder, with ours in its place."""
 
     @classmethod
-    def build_model(cls, args: argparse.Namespace, task: Any) -> "EARobertaModel":
-        """As fairseq's, which has no hook for the class of the encoder."""
-        base_architecture(args)
-        check_options(args, cls.SIDES)
+    def build_model(cls, args: argparse.Namespace, task: Any) -> "RobertaAroundEvolvingEncoder":
+        base_architecture(args)  # what a checkpoint that is older than some options does not say
         if not hasattr(args, "max_positions"):
             args.max_positions = getattr(args, "tokens_per_sample", None) or task.max_positions()
         return cls(args, EARobertaEncoder(args, task.source_dictionary))
+
+
+@register_model("ea_roberta")
+class EARobertaModel(EvolvingModel, RobertaAroundEvolvingEncoder):
+    """fairseq's RoBERTa, whose self-attention evolves. Its options are RoBERTa's and those of ``OPTIONS``."""
+
+    SIDES = ("encoder",)

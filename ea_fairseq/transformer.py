@@ -1,9 +1,11 @@
 """The Evolving Attention Transformer for translation: encoder, decoder and model."""
 
+import argparse
 import logging
 from typing import Any
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -146,23 +148,25 @@ class EvolvingModel:
     SIDES: tuple[str, ...] = ("encoder", "decoder")
 
     @classmethod
-    def hub_models(cls):
+    def hub_models(cls) -> dict[str, Any]:
         return {}  # none published; the parent's are plain Transformers
 
     @classmethod
-    def add_args(cls, parser):
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
         super().add_args(parser)
         add_options(parser)
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: argparse.Namespace, task: Any) -> "EvolvingModel":
         check_options(args, cls.SIDES)
         model = super().build_model(args, task)
         if Settings.of(args).learn_mix:
             model.register_forward_pre_hook(log_mixes)
         return model
 
-    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+    def load_state_dict(
+        self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None
+    ) -> Any:
         """As fairseq's, and from a checkpoint of fairseq's own model, see from_plain.py.
 
         What does not fit is logged by name first, for fairseq's own message leaves it out.
@@ -188,11 +192,11 @@ class EvolvingEncoderDecoderModel(EvolvingModel):
     """What those of them share that have both sides."""
 
     @classmethod
-    def build_encoder(cls, args, src_dict, embed_tokens):
+    def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> EATransformerEncoder:
         return EATransformerEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
 
     @classmethod
-    def build_decoder(cls, args, tgt_dict, embed_tokens):
+    def build_decoder(cls, args: Any, tgt_dict: Dictionary, embed_tokens: nn.Module) -> EATransformerDecoder:
         cfg = TransformerConfig.from_namespace(args)
         return EATransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 

@@ -104,6 +104,8 @@ def read(name: str) -> Table:
         raise UserError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "tasks" in content:
+            raise UserError(f"{path}: is a table of scripts/glue.sh; write it with scripts/glue.sh --table")
         table = Table(
             name=path.stem,
             title=content["title"],

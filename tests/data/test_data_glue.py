@@ -75,7 +75,9 @@ def test_columns_and_labels(task, tmp_path):
 
 def test_classes_are_numbered_in_the_tasks_order_whatever_is_more_frequent(tmp_path):
     """Public models count contradiction, neutral, entailment: fairseq numbers the lines of the dictionary."""
-    glue.prepare("MNLI", write(tmp_path / "raw", "MNLI", rows=8), tmp_path / "out", 40, None)
+    path = write(tmp_path / "raw", "MNLI") / "train.tsv"
+    path.write_text(path.read_text() + "0\tp\tg\ta bird\ta bird sings\tneutral\tentailment\n" * 5)
+    glue.prepare("MNLI", tmp_path / "raw", tmp_path / "out", 40, None)
     words = [line.split()[0] for line in (tmp_path / "out/label/dict.txt").read_text().splitlines()]
     assert words == ["contradiction", "neutral", "entailment"]
 

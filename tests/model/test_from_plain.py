@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 from conftest import amplify_, batch
-from helpers.other_models import ROBERTA, TRAINING, build, labelled, monolingual, run, whole_words
+from helpers.other_models import ROBERTA, TRAINING, build, choices, labelled, monolingual, run, whole_words
 from torch.testing import assert_close
 
 from ea_fairseq import EARobertaModel
@@ -200,6 +200,16 @@ def test_fine_tuned_resumed_averaged_and_used(pretrained, tmp_path):
     assert torch.equal(hub.extract_features(tokens), last.extract_features(tokens))  # of two that are equal
     assert hub.predict("sentence_classification_head", tokens).shape == (1, 2)
     assert hub.extract_features(tokens).shape == (1, 5, 16)
+
+
+def test_fine_tuned_on_sentence_ranking(pretrained, tmp_path):
+    data = choices(tmp_path, pretrained / "bin/dict.txt")
+    log = run(
+        *("train", data, "--task", "sentence_ranking", "--criterion", "sentence_ranking", *ROBERTA, *TRAINING),
+        *("--arch", "ea_roberta", "--num-classes", 2, "--init-token", 0, "--save-dir", tmp_path / "run"),
+        *("--finetune-from-model", pretrained / "model.pt", "--max-update", 2),
+    )
+    assert "start fresh" in log and "done training" in log
 
 
 def test_a_masked_word_is_filled_in_by_the_hub_interface(pretrained, tmp_path):

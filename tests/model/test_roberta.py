@@ -82,3 +82,9 @@ def test_features_of_all_layers_and_of_a_classification_head():
 def test_heads_must_divide_the_dimension():
     with pytest.raises(ValueError, match="--encoder-attention-heads 3 does not divide --encoder-embed-dim 16"):
         build("ea_roberta", "--encoder-attention-heads", 3)
+
+
+def test_learnt_mixes_are_logged_as_of_every_model():
+    """What all models with evolving attention share is not passed over by building RoBERTa in a way of its own."""
+    assert build("ea_roberta", "--ea-learn-mix")._forward_pre_hooks
+    assert not build("ea_roberta")._forward_pre_hooks

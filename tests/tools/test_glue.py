@@ -9,7 +9,7 @@ import torch
 from conftest import dictionary
 from helpers.other_models import ROBERTA, build, script_output
 
-from ea_tools import glue
+from ea_tools import glue, tables
 from ea_tools.common import UserError
 from prep import glue as prep
 
@@ -88,6 +88,11 @@ def test_the_table_has_the_papers_numbers_and_says_what_nobody_has_run():
     )
     assert "| mine | not run | not run | 91.2 ± 0.5 (3 seeds) | not run |" in text
     assert "| ea_roberta_large | not run | not run |" in text
+
+
+def test_a_table_of_translations_it_is_not():
+    with pytest.raises(UserError, match=r"glue\.toml: is a table of scripts/glue\.sh"):
+        tables.read("glue")
 
 
 @pytest.mark.parametrize(
