@@ -166,7 +166,7 @@ def backward(
     grad_map: Tensor | None,
     grad_weights: Tensor | None,
 ) -> Tensors:
-    """Gradients of all that there is, those of convolution and shares in float32; None for masks and constants.
+    """Gradients of all that there is, of the type of what they are of, or in float32; None for masks and constants.
 
     Of ``evolved``, ``probs`` and ``weights`` are not read.
     """

@@ -705,8 +705,8 @@ class MixGradients(NamedTuple):
     """What ``mix_backward`` gives; None where there is nothing of this kind."""
 
     previous: Tensor | None  # B x K x T x S
-    weight: Tensor | None  # K x K x k x k, float32
-    bias: Tensor | None  # K, float32
+    weight: Tensor | None  # K x K x k x k; float32 where a share is learnt, else of the weight's type
+    bias: Tensor | None  # K; the same
     shares: Tensor | None  # 5, float32, of a, b, c, d and e, where one of them is learnt; others mean nothing
 
 
@@ -747,7 +747,10 @@ def mix_backward(
         of_shares = of_shares.sum(0)  # the same order every time
     if partial is None:
         return MixGradients(grad_previous, None, None, of_shares)
-    grad_weight, grad_bias = partial.sum(0).split([weight.numel(), heads])
+    total = partial.sum(0)  # the same order every time
+    if of_shares is None:
+        total = total.to(weight.dtype)
+    grad_weight, grad_bias = total.split([weight.numel(), heads])
     grad_weight = grad_weight.view_as(weight)
     if of_shares is not None:
         # The sum of G * ReLU(Conv(mixed)): where ReLU is active, Conv(mixed) is linear in weight and bias.

@@ -26,7 +26,8 @@ def small_section(monkeypatch):
     functions = {name: lambda seconds, name=name: {"value": name} for name in "abc"}
     section = Section("Letters", 1.0, lambda plan: functions.items(), ("what", "value"), lambda cell: [cell["value"]])
     monkeypatch.setattr(gpu_report, "SECTIONS", {"letters": section})
-    monkeypatch.setattr(gpu_report, "origin", lambda plan: {"device": "none"})
+    origin = {"device": "none", "versions": {"torch": "2"}, "cuda": None, "commit": "abc"}
+    monkeypatch.setattr(gpu_report, "origin", lambda plan: origin)
     return functions
 
 
@@ -37,14 +38,15 @@ def work(folder, seconds=60.0):
 
 def test_what_is_measured_is_not_measured_again(tmp_path, small_section):
     calls = []
-    small_section["b"] = lambda seconds: calls.append(seconds) or {"value": 1}
+    small_section["b"] = lambda seconds: calls.append(seconds) or {"value": "b"}
     for _ in range(2):
         status, content = work(tmp_path)
         assert status == 0
         assert list(content["cells"]) == ["a", "b", "c"]
     assert len(calls) == 1
     assert 0 < calls[0] <= 60
-    assert content["device"] == "none"
+    assert content["cells"]["c"]["origin"]["device"] == "none"
+    assert "- none, PyTorch 2, CUDA None, commit abc" in gpu_report.markdown(tmp_path, Plan(rehearsal=True))
 
 
 def test_what_is_not_finished_goes_on(tmp_path, small_section):
@@ -125,7 +127,7 @@ def run_section(folder, monkeypatch, *started):
 
 def started(path, name, status, *done):
     """A process that measured some cells, began another one, and ended."""
-    content = gpu_report.read(path)
+    content = gpu_report.read(path, Plan(rehearsal=True))
     content["cells"] |= {cell: {"value": cell} for cell in done}
     gpu_report.write(path, {**content, "running": name})
     return status
@@ -144,7 +146,7 @@ def test_a_cell_that_ends_its_process_is_not_tried_again(tmp_path, small_section
 
 def test_a_cell_whose_time_was_over_is_tried_next_time(tmp_path, small_section, monkeypatch):
     content = run_section(tmp_path, monkeypatch, lambda path: started(path, "b", None, "a"))
-    assert content == {"cells": {"a": {"value": "a"}}, "running": None}
+    assert content == {"rehearsal": True, "cells": {"a": {"value": "a"}}, "running": None}
 
 
 def test_a_section_that_cannot_start_says_where_to_look(tmp_path, small_section, monkeypatch):
@@ -172,6 +174,14 @@ def test_a_torn_file_is_named(tmp_path, small_section):
     (tmp_path / "letters.json").write_text("{")
     with pytest.raises(UserError, match=r"letters.json: .*; delete the file"):
         gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+
+
+def test_a_rehearsal_is_kept_apart(tmp_path, small_section):
+    work(tmp_path)
+    with pytest.raises(UserError, match=r"letters.json is of a rehearsal; choose another --output"):
+        gpu_report.markdown(tmp_path, Plan(rehearsal=False))
+    assert gpu_report.parse([]).output.name == "gpu"
+    assert gpu_report.parse(["--rehearse"]).output.name == "gpu-rehearsal"
 
 
 # ---- what is called on a GPU
@@ -299,10 +309,10 @@ def test_rehearsal(tmp_path, data, capsys):  # noqa: F811
     for section in SECTIONS:
         content = json.loads((tmp_path / "out" / f"{section}.json").read_text())
         assert content["rehearsal"] is True
-        assert content["commit"]
         assert content["cells"].keys() == dict(SECTIONS[section].cells(Plan(True, data))).keys()
         for name, cell in content["cells"].items():
             assert "failed" not in cell, f"{section}, {name}: {cell['failed']}"
+            assert cell["origin"]["commit"]
             assert f"| {name} | " in report
     assert "failed" not in report
     capsys.readouterr()

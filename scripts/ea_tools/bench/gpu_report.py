@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9, help="how long this call may take (default: 9)")
     parser.add_argument(
-        "--output", type=Path, default=REPO / "results" / "gpu", metavar="DIR", help="(default: %(default)s)"
+        "--output", type=Path, metavar="DIR", help="(default: results/gpu, for a rehearsal results/gpu-rehearsal)"
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data of multi30k (default: the recipe's)")
@@ -78,6 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g}: more than 0 are wanted")
+    args.output = args.output or REPO / "results" / ("gpu-rehearsal" if args.rehearse else "gpu")
     return args
 
 
@@ -94,41 +95,49 @@ def check_gpu() -> None:
 def run_section(section: str, args: argparse.Namespace, end: float) -> None:
     """Have a process measure what a section lacks until `end`, and another one where it ended too early."""
     path, plan = args.output / f"{section}.json", Plan(args.rehearse, args.data)
-    while (lacking := missing(section, plan, read(path))) and (left := end - time.monotonic()) > 0:
-        print(f"{section}: {len(lacking)} to measure, {left:.0f} s; what it says is in {path.with_suffix('.log')}")
-        command = [sys.executable, "-P", "-m", "ea_tools.bench.gpu_report", "--work", section]
-        command += ["--seconds", f"{left:.0f}", "--output", str(args.output)]
-        command += ["--data", str(args.data)] if args.data else []
-        command += ["--rehearse"] if args.rehearse else []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "TRITON_INTERPRET": "1"} if args.rehearse else None
-        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            try:
-                status = process.wait(left + GRACE / 2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                status = 0
-                forget_what_was_running(path)
-            except BaseException:
-                process.kill()
-                raise
-        if status == 0:
+    log = path.with_suffix(".log")
+    while (lacking := missing(section, plan, read(path, plan))) and (left := end - time.monotonic()) > 0:
+        print(f"{section}: {len(lacking)} to measure, {left:.0f} s; what it says is in {log}", flush=True)
+        status = run_process(section, args, left, log)
+        if status is None:
+            forget_what_was_running(path, plan)
+        if not status:
             return
-        note_what_was_running(path, f"the process ended with status {status}: see {path.with_suffix('.log').name}")
-        if missing(section, plan, read(path)) == lacking:
-            raise UserError(f"{section}: it cannot start: the end of {path.with_suffix('.log')} says why")
+        note_what_was_running(path, plan, f"the process ended with status {status}: see {log.name}")
+        if missing(section, plan, read(path, plan)) == lacking:
+            raise UserError(f"{section}: it cannot start: the end of {log} says why")
 
 
-def read(path: Path) -> dict:
+def run_process(section: str, args: argparse.Namespace, seconds: float, log: Path) -> int | None:
+    """The status with which a section's process ended; None where it did not end in time, and was killed."""
+    command = [sys.executable, "-P", "-m", "ea_tools.bench.gpu_report", "--work", section]
+    command += ["--seconds", f"{seconds:.0f}", "--output", str(args.output)]
+    command += ["--data", str(args.data)] if args.data else []
+    command += ["--rehearse"] if args.rehearse else []
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if args.rehearse else None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            return process.wait(seconds + GRACE / 2)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            process.kill()  # it has ended, or its time is over, or someone stops this program
+            process.wait()
+
+
+def read(path: Path, plan: Plan) -> dict:
     """A section's file, or what stands there before anything is measured."""
     if not path.exists():
-        return {"cells": {}, "running": None}
+        return {"rehearsal": plan.rehearsal, "cells": {}, "running": None}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; delete the file to measure this section once more") from None
+    if content["rehearsal"] != plan.rehearsal:
+        raise UserError(f"{path} is {'' if content['rehearsal'] else 'not '}of a rehearsal; choose another --output")
+    return content
 
 
 def write(path: Path, content: dict) -> None:
@@ -142,16 +151,16 @@ def missing(section: str, plan: Plan, content: dict) -> list[str]:
     return [name for name in cells_of(section, plan) if not cells.get(name, {"finished": False}).get("finished", True)]
 
 
-def forget_what_was_running(path: Path) -> None:
+def forget_what_was_running(path: Path, plan: Plan) -> None:
     """Its time was over: it is measured next time."""
-    content = read(path)
+    content = read(path, plan)
     if content["running"]:
         write(path, {**content, "running": None})
 
 
-def note_what_was_running(path: Path, reason: str) -> None:
+def note_what_was_running(path: Path, plan: Plan, reason: str) -> None:
     """It ended its process, and would do so again."""
-    content = read(path)
+    content = read(path, plan)
     if name := content["running"]:
         write(path, {**content, "cells": {**content["cells"], name: {"failed": reason}}, "running": None})
 
@@ -162,7 +171,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
 
     quiet()
     path = output / f"{section}.json"
-    content = {**read(path), **origin(plan)}
+    content, here = read(path, plan), origin(plan)
     cells = cells_of(section, plan)
     for name in missing(section, plan, content):
         if time.monotonic() >= end:
@@ -173,7 +182,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
             result = cells[name](end - start)
         except Exception as error:  # whatever it is, other cells may do better
             result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-        content["cells"][name] = {**result, "seconds": time.monotonic() - start}
+        content["cells"][name] = {**result, "seconds": time.monotonic() - start, "origin": here}
         content["running"] = None
         write(path, content)
         print(f"{name}: {content['cells'][name]['seconds']:.1f} s {result.get('failed', '')}", flush=True)
@@ -183,12 +192,12 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
 
 
 def origin(plan: Plan) -> dict:
-    """Where and with what a section is measured."""
+    """Where and with what something is measured: the next call may be on other code, or another machine."""
     import torch
 
     from ea_tools.provenance import provenance
 
-    found = {"rehearsal": plan.rehearsal, **provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
+    found = {**provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
     if not plan.rehearsal:
         properties = torch.cuda.get_device_properties(0)
         found["gpu"] = {
@@ -210,12 +219,11 @@ def cells_of(section: str, plan: Plan) -> dict[str, Callable[[float], dict]]:
 
 def markdown(output: Path, plan: Plan) -> str:
     """All sections as tables; what is not there is "not run"."""
-    contents = {name: read(output / f"{name}.json") for name in SECTIONS}
+    measured = {name: read(output / f"{name}.json", plan)["cells"] for name in SECTIONS}
     lines = ["# A rehearsal on the CPU: these numbers mean nothing" if plan.rehearsal else "# Measured on a GPU", ""]
+    origins = [cell["origin"] for cells in measured.values() for cell in cells.values() if "origin" in cell]
     places = {
-        "- {device}, PyTorch {versions[torch]}, CUDA {cuda}, commit {commit}".format(**content)
-        for content in contents.values()
-        if "commit" in content
+        "- {device}, PyTorch {versions[torch]}, CUDA {cuda}, commit {commit}".format(**place) for place in origins
     }
     lines += sorted(places)
     for name, section in SECTIONS.items():
@@ -227,7 +235,7 @@ def markdown(output: Path, plan: Plan) -> str:
             "|---" * len(section.columns) + "|",
         ]
         for cell in cells_of(name, plan):
-            lines.append(f"| {cell} | {' | '.join(row(section, contents[name]['cells'].get(cell)))} |")
+            lines.append(f"| {cell} | {' | '.join(row(section, measured[name].get(cell)))} |")
     return "\n".join([*lines, ""])
 
 
