@@ -5,8 +5,8 @@
 #                       [--beam 5] [--lenpen 1] [-- fairseq-generate flags]
 #
 # For example: scripts/evaluate.sh --data data/multi30k-de-en --run runs/m30k --average 10 -- --batch-size 64
-# Results go to RUN/eval/: SUBSET.json with the scores, their signatures and where they came from, SUBSET.hyp.txt with
-# the translations. All flags: scripts/evaluate.sh --help
+# Results go to RUN/eval/SUBSET.SETTINGS.json: the scores, their signatures and where they came from; .hyp.txt holds
+# the translations; the last of a split is SUBSET.json, too. All flags: scripts/evaluate.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -4,6 +4,9 @@ Two kinds of BLEU come out, and they are not comparable with each other:
   sacreBLEU       detokenised translations against the raw references: what to report today
   tokenised BLEU  Moses tokens on both sides: what the papers' tables hold; for En-De also with compounds split
 Where the model was trained on lower-cased text all scores ignore case, and their signatures say so.
+
+Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
+the last of a split is test.json and test.hyp.txt, too.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from typing import Any
 from tqdm import tqdm
 
 from ea_tools import average, scores
-from ea_tools.checkpoints import EPOCH, UPDATE, check_dictionaries, load, numbered, section, settings
+from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting
+from ea_tools.preparation import digest as preparation_digest
+from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
+from ea_tools.recipes import parse_flags
 from ea_tools.text import Moses, read_lines, read_prep
 from ea_tools.text import references as read_references
 
@@ -41,7 +47,7 @@ class Search:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: translate, score, print, and keep the result in RUN/eval/SUBSET.json."""
+    """Command line: translate, score, print, and keep the result in RUN/eval."""
     args = parse(arguments)
     with reporting("evaluate"):
         evaluate(args)
@@ -74,6 +80,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against", type=Path, metavar="RUN", help="a paired test against this run, which has been evaluated before"
     )
+    parser.add_argument(
+        "--other-settings",
+        action="store_true",
+        help="let --against be the last evaluation of that run, whatever its beam, average and so on",
+    )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     args = parser.parse_args(arguments[:end])
@@ -88,23 +99,26 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
-    baseline = read_baseline(args.against, args.subset, references) if args.against else None
+    name = f"{args.subset}.{settings_name(args)}"
+    baseline = read_baseline(args, name, references) if args.against else None
     checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
     for path in checkpoint.split(":"):
         state = load(path)
-        check_dictionaries(args.data, prep, path, state)
+        preparation = of_model(Path(path), state, args.run, args.data)
 
     results = args.run / "eval"
     search = Search(args.beam, args.lenpen, args.generate_flags)
     command = generate_command(args.data, prep, checkpoint, args.subset, search)
     output = generate(command, results, args.subset, len(references))
     hypotheses = in_order(output, len(references))
+    prep = preparation.prep
     moses = Moses(prep, prep["target_lang"])
     detokenised = [moses.detokenize(line) for line in hypotheses]
     check_references(output, tokenised_references, prep["lowercase"], f"{args.subset!r} in {args.data}")
 
     result = {
         "data": prep.get("name", args.data.name),
+        "preparation": preparation_digest(preparation.folder),
         "run": str(args.run),
         "subset": args.subset,
         "sentences": len(references),
@@ -112,6 +126,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         **describe(state),
         "checkpoint": checkpoint,
         "averaged": averaged,
+        "settings_name": settings_name(args),
         "beam": search.beam,
         "lenpen": search.lenpen,
         "scores": scores.score(
@@ -133,12 +148,35 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             system=detokenised, baseline=baseline, references=references, lowercase=prep["lowercase"]
         )
         result["against"] = {"run": str(args.against), **difference}
-    with replacing(results / f"{args.subset}.hyp.txt") as temporary:
-        temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
-    with replacing(results / f"{args.subset}.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    report(result, results)
+    for stem in (name, args.subset):
+        with replacing(results / f"{stem}.hyp.txt") as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
+        with replacing(results / f"{stem}.json") as temporary:
+            temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    report(result, results / f"{name}.json")
     return result
+
+
+#: Flags of fairseq-generate that change how fast it is, and where, but not what is asked of it.
+SPEED_FLAGS = {"cpu", "fp16", "bf16", "memory-efficient-fp16", "max-tokens", "batch-size", "num-workers", "log-format"}
+
+
+def settings_name(args: argparse.Namespace) -> str:
+    """The settings of a translation as part of a file name: "beam5.average10"."""
+    parts = [f"beam{args.beam}"]
+    if args.lenpen != 1:
+        parts.append(f"lenpen{args.lenpen:g}")
+    if args.best:
+        parts.append("best")
+    elif args.checkpoint:
+        parts.append("+".join(Path(path).stem for path in args.checkpoint.split(":")))
+    else:
+        parts.append(f"average{args.average or 10}")
+    given = parse_flags(args.generate_flags).items()
+    others = sorted((name, values) for name, values in given if name not in SPEED_FLAGS)
+    if others:
+        parts.append("flags-" + hashlib.sha256(json.dumps(others).encode()).hexdigest()[:6])
+    return ".".join(parts)
 
 
 def describe(state: dict) -> dict[str, Any]:
@@ -166,15 +204,20 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def read_baseline(run: Path, subset: str, references: Sequence[str]) -> list[str]:
-    """The translations of the run given by --against, which must be of the same text."""
-    record, text = (run / "eval" / f"{subset}.{kind}" for kind in ("json", "hyp.txt"))
-    if not (record.exists() and text.exists()):
-        raise UserError(f"--against {run}: {record} does not exist; evaluate that run first")
-    result = json.loads(record.read_text(encoding="utf-8"))
+def read_baseline(args: argparse.Namespace, name: str, references: Sequence[str]) -> list[str]:
+    """The translations of --against: of the same text, and made with the same settings unless others are asked for."""
+    folder = args.against / "eval"
+    stem = args.subset if args.other_settings else name
+    if not all((folder / f"{stem}.{kind}").exists() for kind in ("json", "hyp.txt")):
+        there = sorted(path.stem for path in folder.glob(f"{args.subset}.*.json"))
+        raise UserError(
+            f"--against {args.against}: {folder / stem}.json does not exist; evaluate that run first, with the same "
+            "settings" + (f". There are: {', '.join(there)}; --other-settings takes the last of them" if there else "")
+        )
+    result = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     if result.get("references") != digest(references):
-        raise UserError(f"--against {run}: its {subset} has other references, of {result['data']}")
-    return read_lines(text)
+        raise UserError(f"--against {args.against}: its {args.subset} has other references, of {result['data']}")
+    return read_lines(folder / f"{stem}.hyp.txt")
 
 
 def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | None) -> tuple[str, list[str]]:
@@ -299,20 +342,23 @@ def speed(output: Iterable[str]) -> dict[str, float] | None:
     return None
 
 
-def report(result: dict[str, Any], results: Path) -> None:
-    """Print the result as people read it."""
+def report(result: dict[str, Any], written: Path) -> None:
+    """Print the result as people read it, and where it was written."""
     print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
     print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
     for name, score in result["scores"].items():
         interval = f" ± {score['interval']['half_width']:.2f}" if "interval" in score else ""
         print(f"  {scores.LABELS[name] + ' ':.<22} {score['score']:6.2f}{interval:7}  {score['signature']}")
-    for name in (name for name in scores.LABELS if name in result.get("against", {})):
-        test = result["against"][name]
+    against = result.get("against", {})
+    if against.get("identical"):
+        print(f"  the translations are identical to those of {against['run']}, line for line")
+    for name in (name for name in scores.LABELS if name in against and not against["identical"]):
+        test = against[name]
         print(
-            f"  {scores.LABELS[name]} against {result['against']['run']}: {test['difference']:+.2f}, "
+            f"  {scores.LABELS[name]} against {against['run']}: {test['difference']:+.2f}, "
             f"p = {test['p']:.3f} (paired bootstrap)  {test['signature']}"
         )
-    print(f"  written: {results / result['subset']}.json, .hyp.txt")
+    print(f"  written: {written}, .hyp.txt beside it; as the last of its split also {result['subset']}.json, .hyp.txt")
 
 
 if __name__ == "__main__":

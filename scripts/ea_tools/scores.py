@@ -115,16 +115,18 @@ def compare(
     references: Sequence[str],
     lowercase: bool,
     kinds: Sequence[str] = ("sacrebleu", "chrf"),
-) -> dict[str, dict[str, Any]]:
-    """Paired bootstrap test of two systems' detokenised translations: {"sacrebleu": {...}, "chrf": {...}}.
+) -> dict[str, Any]:
+    """Paired bootstrap test of two systems' detokenised translations: {"identical": ..., "sacrebleu": {...}, ...}.
 
-    p is the chance of a difference at least this large between two systems that are equally good.
+    p is the chance of a difference at least this large between two systems that are equally good. Of two outputs that
+    are identical it is 1: the test, which counts differences of at least 0, would make it the smallest it knows.
     """
     from sacrebleu.metrics import BLEU, CHRF
     from sacrebleu.significance import PairedTest
 
     systems = [("baseline", _without_unknown(baseline)), ("system", _without_unknown(system))]
-    tests = {}
+    identical = list(system) == list(baseline)
+    tests: dict[str, Any] = {"identical": identical}
     for kind in kinds:
         metric = (BLEU if kind == "sacrebleu" else CHRF)(lowercase=lowercase)
         signatures, results = PairedTest(systems, {kind: metric}, [references], test_type="bs", n_samples=1000)()
@@ -133,7 +135,7 @@ def compare(
         tests[kind] = {
             "baseline": of_baseline.score,
             "difference": of_system.score - of_baseline.score,
-            "p": of_system.p_value,
+            "p": 1.0 if identical else of_system.p_value,
             "signature": str(signatures[name]),
         }
     return tests

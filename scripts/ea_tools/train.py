@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import shlex
@@ -24,6 +23,7 @@ from typing import Any
 from ea_tools import recipes
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
 from ea_tools.common import REPO, UserError, portable, replacing, reporting
+from ea_tools.preparation import fingerprint, keep, kept_by, require_same
 from ea_tools.provenance import provenance
 from ea_tools.recipes import Recipe, flag_values, parse_flags, spell_flags
 from ea_tools.scores import validation_flags
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if start.launch.rank == 0:
             take(start.run)
             claim(start.run, identity(start), args.command)
+            keep_preparation(start.run, start.data)
             last = mend(start.run)
         else:
             last = load(start.run / LAST) if (start.run / LAST).exists() else None
@@ -320,14 +321,6 @@ def identity(start: Plan) -> dict[str, str]:
     return {"recipe": start.recipe.name, "arch": start.arch, "data": fingerprint(start.data), **model}
 
 
-def fingerprint(data: Path) -> str:
-    """A digest of the training data: the dictionaries, and the index of the binary text."""
-    digest = hashlib.sha256()
-    for path in sorted([*data.glob("dict.*.txt"), *data.glob("train.*.idx")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 _locks = []  # open as long as the process lives
 
 
@@ -360,6 +353,14 @@ def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
         raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
     starts = json.loads(record.read_text(encoding="utf-8")).get("starts", []) if record.exists() and started else []
     _write_record(run, {"identity": this, "command": command, "starts": starts})
+
+
+def keep_preparation(run: Path, data: Path) -> None:
+    """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
+    if any(run.glob("checkpoint*")) and (kept := kept_by(run)):
+        require_same(kept, data, run)
+    else:
+        keep(run, data)
 
 
 def record_start(run: Path, flags: Flags, launch: Launch, done: int) -> None:

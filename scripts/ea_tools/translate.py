@@ -21,9 +21,10 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from ea_tools.checkpoints import choose, load, section, settings
+from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
-from ea_tools.text import Moses, Source, decode, read_prep
+from ea_tools.preparation import of_model
+from ea_tools.text import Moses, Source, decode
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--run", type=Path, metavar="DIR", help="the run's folder: its averaged checkpoint, or its best"
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
     parser.add_argument("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
@@ -87,8 +88,8 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
     """Give the translations of `lines` (bytes) to `write`, in their order."""
     checkpoint = args.checkpoint or choose(args.run)
     state = load(checkpoint)
-    data = args.data or Path(section(state, "task").get("data") or "")
-    prep = read_prep(data)
+    preparation = of_model(checkpoint, state, args.run, args.data)
+    data, prep = preparation.folder, preparation.prep
     moses = Moses(prep, prep["target_lang"])
     at_terminal = args.input is None and sys.stdin.isatty()
     command = interactive(args, prep, data, checkpoint, args.buffer or (1 if at_terminal else 1000))

@@ -83,6 +83,54 @@ def test_the_paired_test_equals_sacrebleus_command_line(tmp_path):
     assert 0 < found["sacrebleu"]["p"] < 1
 
 
+def compare(system, baseline):
+    return scoring.compare(system=system, baseline=baseline, references=REFERENCES, lowercase=False)
+
+
+def test_identical_output_is_called_identical(tmp_path, capsys):
+    found = compare(HYPOTHESES, list(HYPOTHESES))
+    assert found["identical"]
+    assert (found["sacrebleu"]["difference"], found["sacrebleu"]["p"]) == (0, 1)
+    result = {"data": "x", "direction": "de-en", "subset": "test", "sentences": 4, "arch": "a", "checkpoint": "c"}
+    result |= {"beam": 5, "lenpen": 1, "scores": {}, "against": {"run": "runs/other", **found}}
+    evaluate.report(result, tmp_path / "test.json")
+    printed = capsys.readouterr().out
+    assert "identical to those of runs/other" in printed
+    assert "p = " not in printed
+    assert not compare(HYPOTHESES, REFERENCES)["identical"]
+
+
+def settings(*flags):
+    return evaluate.settings_name(evaluate.parse(["--data", "d", "--run", "r", *flags]))
+
+
+def test_results_are_named_by_their_settings():
+    assert settings() == "beam5.average10"
+    assert settings("--beam", "1", "--average", "3", "--lenpen", "1.2") == "beam1.lenpen1.2.average3"
+    assert settings("--best") == "beam5.best"
+    assert settings("--checkpoint", "r/checkpoint3.pt:r/checkpoint2.pt") == "beam5.checkpoint3+checkpoint2"
+    assert settings("--", "--cpu", "--batch-size", "4") == settings()
+    longer, shorter = (settings("--", "--max-len-b", number) for number in ("20", "10"))
+    assert len({longer, shorter, settings()}) == 3
+
+
+def test_against_wants_the_same_settings_unless_asked(tmp_path):
+    other = tmp_path / "other" / "eval"
+    other.mkdir(parents=True)
+    for stem in ("test.beam1.average3", "test"):
+        (other / f"{stem}.json").write_text(json.dumps({"references": evaluate.digest(["a"]), "data": "x"}))
+        (other / f"{stem}.hyp.txt").write_text("b\n")
+
+    def read(*flags):
+        args = evaluate.parse(["--data", "d", "--run", "r", "--against", str(other.parent), "--average", "3", *flags])
+        return evaluate.read_baseline(args, f"test.{evaluate.settings_name(args)}", ["a"])
+
+    assert read("--beam", "1") == ["b"]
+    with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
+        read("--beam", "5")
+    assert read("--beam", "5", "--other-settings") == ["b"]
+
+
 def test_compounds_are_split_for_english_german_only():
     lines = ["ein Rinder-Steak - teuer", "ein Rinder @-@ Steak - teuer"]
     assert set(scoring.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
@@ -170,6 +218,8 @@ def test_end_to_end(data, run, tmp_path):
     assert "tok:13a" in found["scores"]["sacrebleu"]["signature"]
     assert "tok:none" in found["scores"]["tokenised_bleu"]["signature"]
     assert {"commit", "device", "versions", "command", "speed"} <= found.keys()
+    by_settings = list((run / "eval").glob("test.beam5.average2.flags-*.json"))
+    assert [json.loads(path.read_text()) for path in by_settings] == [found]
     assert "--max-len-b 30" in found["generate_command"]
     assert found["generate_command"] in result.stderr.replace(f"{REPO}/", ""), "the command is shown"
     assert found["scores"]["sacrebleu"]["signature"] in result.stdout
@@ -184,7 +234,8 @@ def test_ensemble_best_and_paired(data, run, tmp_path):
         (other / name).symlink_to(run / name)
     assert script("evaluate.sh", "--data", data, "--run", other, "--best").returncode == 0
     paths = f"{run / 'checkpoint3.pt'}:{run / 'checkpoint2.pt'}"
-    result = script("evaluate.sh", "--data", data, "--run", run, "--checkpoint", paths, "--against", other)
+    flags = ["--checkpoint", paths, "--against", other, "--other-settings"]
+    result = script("evaluate.sh", "--data", data, "--run", run, *flags)
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())
     assert found["checkpoint"] == paths

@@ -32,10 +32,11 @@ from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
 from ea_fairseq.evolution import Part
-from ea_tools.checkpoints import check_dictionaries, choose, load, section
+from ea_tools.checkpoints import choose, load
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
-from ea_tools.text import Source, read_prep
+from ea_tools.preparation import of_model
+from ea_tools.text import Source
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) ->
     """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
 
     Args:
-        data: prepared data; by default what the model was trained on.
+        data: prepared data to use the model with; by default what its run keeps, or what it was trained on.
 
     Raises:
         UserError: the folder, checkpoint or data cannot be used.
@@ -317,9 +318,8 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) ->
     path = Path(run_or_checkpoint)
     checkpoint = choose(path) if path.is_dir() else path
     state = load(checkpoint)
-    data = Path(data or section(state, "task").get("data") or "")
-    prep = read_prep(data)
-    check_dictionaries(data, prep, checkpoint, state)
+    preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
+    data, prep = Path(data or preparation.folder), preparation.prep
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
     overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}

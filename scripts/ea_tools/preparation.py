@@ -1,0 +1,165 @@
+"""What a run keeps of its data's preparation, so that its model can be used when the data have moved or changed.
+
+RUN/prepared holds the dictionaries, the codes that split words into subwords, PREP.json and a digest of all these.
+The tools read them there, and refuse data that were prepared in another way.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ea_tools.checkpoints import check_dictionaries, section
+from ea_tools.common import UserError
+from ea_tools.text import read_lines, read_prep
+
+FOLDER = "prepared"  # in a run's folder
+DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete
+
+_SIDES = ("source_lang", "target_lang")
+# Settings in PREP.json that say how text becomes what a model reads.
+_SETTINGS = (*_SIDES, "tokenizer", "unicode", "lowercase", "bpe")
+# Rules of data preparation that choose sentences, or whose effect is in the codes: two corpora may differ in them.
+_RULES_ABOUT_SENTENCES = {"filter_on", "max_ratio", "max_length", "valid_every", "merges", "vocabulary_threshold"}
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How the text of one model is prepared: `folder` holds dictionaries, codes and PREP.json, `prep` is the latter."""
+
+    folder: Path
+    prep: dict
+
+
+def files(folder: Path, prep: dict) -> list[Path]:
+    """What a model cannot be used without: dictionaries, codes, and the list of allowed subwords where there is one."""
+    names = [f"{kind}.{prep[side]}{end}" for kind, end in (("dict", ".txt"), ("vocabulary", "")) for side in _SIDES]
+    return [folder / name for name in (*names, "code", "sentencepiece.bpe.model") if (folder / name).is_file()]
+
+
+def settings(prep: dict) -> dict:
+    """The settings and rules that must agree, by name."""
+    rules = {name: value for name, value in prep.get("rules", {}).items() if name not in _RULES_ABOUT_SENTENCES}
+    return {**rules, **{name: prep[name] for name in _SETTINGS if name in prep}}
+
+
+def digest(folder: Path) -> str:
+    """A digest of PREP.json and of the files beside it that a model needs."""
+    found = hashlib.sha256()
+    for path in (folder / "PREP.json", *sorted(files(folder, read_prep(folder)))):
+        found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def fingerprint(data: Path) -> str:
+    """A digest of the training data: the dictionaries, and the index of the binary text."""
+    found = hashlib.sha256()
+    for path in sorted([*data.glob("dict.*.txt"), *data.glob("train.*.idx")]):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def keep(run: Path, data: Path) -> None:
+    """Copy what a model of `data` needs into RUN/prepared, in one step; what an earlier process copied is replaced."""
+    prep, kept = read_prep(data), run / FOLDER
+    new, old = (run / f".{FOLDER}.{os.getpid()}.{kind}" for kind in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        for path in (data / "PREP.json", *files(data, prep)):
+            shutil.copyfile(path, new / path.name)
+        (new / DIGEST).write_text(digest(new) + "\n", encoding="utf-8")
+        if kept.exists():
+            kept.replace(old)
+        new.replace(kept)
+    finally:
+        for folder in (new, old):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def kept_by(run: Path) -> Preparation | None:
+    """What a run keeps, or None where it was made by plain fairseq-train, or before runs kept anything."""
+    folder = run / FOLDER
+    if not (folder / DIGEST).is_file():
+        return None
+    stated, found = (folder / DIGEST).read_text(encoding="utf-8").strip(), digest(folder)
+    if stated != found:
+        raise UserError(
+            f"{folder}: has been changed since the run began (digest {found}, at first {stated}); the model cannot be "
+            "used with it. Remove the folder to use --data, or the data named in the checkpoint, at your own risk"
+        )
+    return Preparation(folder, read_prep(folder))
+
+
+def require_same(kept: Preparation, data: Path, run: Path) -> None:
+    """Refuse data that were prepared in another way than what the run was trained on, naming each difference."""
+    prep = read_prep(data)
+    ours, others = settings(kept.prep), settings(prep)
+    differences = [
+        f"{name}: the run's is {ours[name]}, that of {data} is {others[name]}"
+        for name in sorted(ours.keys() & others.keys())  # a later version may record more than an earlier one did
+        if ours[name] != others[name]
+    ]
+    names = sorted({path.name for path in (*files(kept.folder, kept.prep), *files(data, prep))})
+    differences += [line for name in names if (line := _file_difference(kept.folder / name, data / name))]
+    if differences:
+        raise UserError(
+            f"{data} is not what {run} was trained on, or was prepared anew in another way:\n"
+            + "\n".join(f"  {line}" for line in differences)
+        )
+
+
+def _file_difference(ours: Path, other: Path) -> str | None:
+    """The first difference of two files, in words; None where there is none."""
+    for path, where in ((ours, other), (other, ours)):
+        if not path.is_file():
+            return f"{path.name}: is in {where.parent}, and not in {path.parent}"
+    if ours.read_bytes() == other.read_bytes():
+        return None
+    if ours.suffix == ".model":
+        return f"{ours.name}: other contents"
+    lines, other_lines = read_lines(ours), read_lines(other)
+    if len(lines) != len(other_lines):
+        return f"{ours.name}: {len(lines):,} lines in the run's, {len(other_lines):,} in {other}"
+    number = next(i for i, pair in enumerate(zip(lines, other_lines, strict=True), 1) if pair[0] != pair[1])
+    return f"{ours.name}, line {number}: {lines[number - 1]!r} in the run's, {other_lines[number - 1]!r} in {other}"
+
+
+def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Path | None = None) -> Preparation:
+    """How text is prepared for the model in a checkpoint, whose contents are `state`.
+
+    Args:
+        run: the run's folder (default: the checkpoint's).
+        data: prepared data that the model is to be used with; refused unless they fit the model.
+    """
+    run = run or checkpoint.parent
+    if kept := kept_by(run):
+        if data is not None:
+            require_same(kept, data, run)
+        check_dictionaries(kept.folder, kept.prep, checkpoint, state)
+        return kept
+    task = section(state, "task")
+    data = data or Path(task.get("data") or "")
+    prep = read_prep(data)
+    trained, given = ((names.get("source_lang"), names.get("target_lang")) for names in (task, prep))
+    if all(trained) and trained != given:
+        raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {data} is {'-'.join(given)}")
+    check_dictionaries(data, prep, checkpoint, state)
+    _check_fingerprint(run, data)
+    return Preparation(data, prep)
+
+
+def _check_fingerprint(run: Path, data: Path) -> None:
+    """Compare data with the digest that run.json holds, if there is one; a run that was made before it kept more."""
+    record = run / "run.json"
+    if not record.is_file():
+        return
+    stated = json.loads(record.read_text(encoding="utf-8")).get("identity", {}).get("data")
+    if stated and stated != (found := fingerprint(data)):
+        raise UserError(
+            f"{data} is not what {run} was trained on, or was prepared anew: the digest of its dictionaries and "
+            f"training text is {found}, and {record} says {stated}"
+        )
+    if stated:
+        keep(run, data)

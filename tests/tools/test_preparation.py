@@ -1,0 +1,132 @@
+"""A run keeps what its model needs of the data's preparation, and is used with no other."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.toy import data, run  # noqa: F401  (fixtures)
+
+from ea_tools import evaluate, preparation, train, translate
+from ea_tools.checkpoints import load
+from ea_tools.common import UserError
+
+CHECKPOINT = "checkpoint3.pt"
+RULES = {"split_dashes": False, "max_ratio": 1.5}
+
+
+@pytest.fixture
+def kept(data, run, tmp_path):  # noqa: F811
+    """A run of one checkpoint that keeps its preparation; in its checkpoint, a path to data that are not there."""
+    folder = tmp_path / "runs" / "kept"
+    folder.mkdir(parents=True)
+    state = load(run / CHECKPOINT)
+    state["cfg"]["task"].update(data=str(tmp_path / "gone"), source_lang="de", target_lang="en")
+    torch.save(state, folder / CHECKPOINT)
+    preparation.keep(folder, changed(data, tmp_path / "kept", "PREP.json", other_prep(rules=RULES)))
+    return folder
+
+
+def of(folder, data=None):  # noqa: F811
+    return preparation.of_model(folder / CHECKPOINT, load(folder / CHECKPOINT), folder, data)
+
+
+def changed(data, tmp_path, name, change):  # noqa: F811
+    """A copy of the data in which one file is another."""
+    copy = Path(shutil.copytree(data, tmp_path / "changed", dirs_exist_ok=True))
+    (copy / name).write_text(change((data / name).read_text()))
+    return copy
+
+
+def test_a_run_without_its_data_can_be_used(kept, data):  # noqa: F811
+    found = of(kept)
+    assert found.folder == kept / "prepared"
+    assert found.prep == {**json.loads((data / "PREP.json").read_text()), "rules": RULES}
+    for name in ("dict.de.txt", "dict.en.txt", "code"):
+        assert (found.folder / name).read_bytes() == (data / name).read_bytes()
+    assert of(kept, data).folder == found.folder
+    args = translate.parse(["--checkpoint", str(kept / CHECKPOINT)])
+    assert preparation.of_model(args.checkpoint, load(args.checkpoint)).folder == found.folder
+
+
+def swap_words(text):
+    """The same number of entries, two of them exchanged."""
+    lines = text.splitlines(keepends=True)
+    return "".join([lines[1], lines[0], *lines[2:]])
+
+
+def other_prep(**settings):
+    return lambda text: json.dumps({**json.loads(text), **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dict.en.txt", swap_words, r"dict\.en\.txt, line 1: .* in the run's"),
+        ("code", swap_words, r"code, line 1: "),
+        ("code", lambda text: text + "a b\n", r"code: \d+ lines in the run's, \d+ in"),
+        ("PREP.json", other_prep(lowercase=False), r"lowercase: the run's is True, that of .* is False"),
+        (
+            "PREP.json",
+            other_prep(rules={"split_dashes": True}),
+            r"split_dashes: the run's is False, that of .* is True",
+        ),
+        ("PREP.json", other_prep(source_lang="en", target_lang="de"), "source_lang: the run's is de, that of .* is en"),
+    ],
+)
+def test_other_preparations_are_refused_with_the_difference(kept, data, tmp_path, name, change, message):  # noqa: F811
+    other = changed(data, tmp_path, name, change)
+    with pytest.raises(UserError, match=r"is not what .* was trained on") as refusal:
+        of(kept, other)
+    assert refusal.match(message)
+
+
+def test_rules_that_only_choose_sentences_may_differ(kept, data, tmp_path):  # noqa: F811
+    other = changed(data, tmp_path, "PREP.json", other_prep(name="another test set", rules={"max_ratio": 2.0}))
+    assert of(kept, other).folder == kept / "prepared"
+
+
+def test_what_is_kept_must_not_change(kept):
+    (kept / "prepared" / "code").write_text("#version: 0.2\na b\n")
+    with pytest.raises(UserError, match="prepared: has been changed since the run began"):
+        of(kept)
+
+
+def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_path):  # noqa: F811
+    """Such a run keeps nothing but a digest of its training data, in run.json; from then on it keeps the rest."""
+    shutil.rmtree(kept / "prepared")
+    (kept / "run.json").write_text(json.dumps({"identity": {"data": preparation.fingerprint(data)}}))
+    with pytest.raises(UserError, match=r"digest of its dictionaries and training text is \w+, and .* says \w+"):
+        of(kept, changed(data, tmp_path, "dict.en.txt", swap_words))
+    of(kept, data)
+    assert of(kept).folder == kept / "prepared"
+
+
+def test_a_run_of_plain_fairseq_train_is_compared_by_its_languages(kept, data, tmp_path):  # noqa: F811
+    shutil.rmtree(kept / "prepared")
+    with pytest.raises(UserError, match=r"translates de-en, and .* is en-de"):
+        of(kept, changed(data, tmp_path, "PREP.json", other_prep(source_lang="en", target_lang="de")))
+    assert of(kept, data).folder == data
+
+
+def test_scores_are_refused_on_other_data(kept, data, tmp_path):  # noqa: F811
+    """Before anything is translated: a dictionary of the same size gave a score without a word."""
+    other = changed(data, tmp_path, "dict.en.txt", swap_words)
+    args = evaluate.parse(["--data", str(other), "--run", str(kept), "--checkpoint", str(kept / CHECKPOINT)])
+    with pytest.raises(UserError, match=r"dict\.en\.txt, line 1"):
+        evaluate.evaluate(args)
+    assert not (kept / "eval").exists()
+
+
+def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_path):  # noqa: F811
+    folder = tmp_path / "run"
+    folder.mkdir()
+    train.keep_preparation(folder, changed(data, tmp_path, "code", swap_words))
+    train.keep_preparation(folder, data)  # nothing was trained yet: the new data are the run's
+    assert (folder / "prepared" / "code").read_bytes() == (data / "code").read_bytes()
+    (folder / CHECKPOINT).touch()
+    train.keep_preparation(folder, data)
+    with pytest.raises(UserError, match=r"lowercase: the run's is True"):
+        train.keep_preparation(folder, changed(data, tmp_path, "PREP.json", other_prep(lowercase=False)))
+    assert not [path for path in folder.iterdir() if path.name.startswith(".prepared")]
