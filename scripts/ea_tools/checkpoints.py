@@ -116,12 +116,14 @@ def choose(run: Path) -> Path:
     raise UserError(f"--run {run}: has no checkpoint")
 
 
-def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict) -> None:
+def check_dictionaries(
+    data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict, compare_words: bool = True
+) -> None:
     """Refuse a checkpoint whose embeddings are not of this folder's dictionaries; say so where only words differ.
 
     The number of entries is in the checkpoint. Their words are not: they are those of the folder that it was trained
     on, where that is still there. That is worth no more than a warning, for since then the folder may have been made
-    again, or its path is relative to another place.
+    again, or its path is relative to another place. `compare_words` is False where the folder is the run's own copy.
     """
     trained_on = Path(section(state, "task").get("data") or "")
     for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
@@ -133,7 +135,7 @@ def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str,
                 f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
             )
         original = trained_on / path.name
-        if original.is_file() and _words(original) != words:
+        if compare_words and original.is_file() and _words(original) != words:
             print(
                 f"warning: {checkpoint} says that it was trained on {trained_on}, and {original} holds other words "
                 f"than {path}: if these are not the ones that it was trained with, what comes out means nothing",

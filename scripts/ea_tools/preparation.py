@@ -137,7 +137,7 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Path 
     if kept := kept_by(run):
         if data is not None:
             require_same(kept, data, run)
-        check_dictionaries(kept.folder, kept.prep, checkpoint, state)
+        check_dictionaries(kept.folder, kept.prep, checkpoint, state, compare_words=False)
         return kept
     task = section(state, "task")
     data = data or Path(task.get("data") or "")

@@ -70,7 +70,7 @@ def other_prep(**settings):
         (
             "PREP.json",
             other_prep(rules={"split_dashes": True}),
-            r"split_dashes: the run's is False, that of .* is True",
+            "split_dashes: the run's is False, that of .* is Tr",
         ),
         ("PREP.json", other_prep(source_lang="en", target_lang="de"), "source_lang: the run's is de, that of .* is en"),
     ],
