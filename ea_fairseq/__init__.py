@@ -11,6 +11,7 @@ from .language_model import EATransformerLanguageModel  # noqa: E402
 from .roberta import EARobertaModel  # noqa: E402
 from . import architectures  # noqa: E402, F401  (registers the presets)
 from .compatibility import mend_fairseq  # noqa: E402
+from .hub import Translator, load  # noqa: E402
 from .loading import allow_in_checkpoints  # noqa: E402
 from .options import show_options_in_help  # noqa: E402
 
@@ -18,4 +19,11 @@ allow_in_checkpoints()
 mend_fairseq()
 show_options_in_help()
 
-__all__ = ["EABARTModel", "EARobertaModel", "EATransformerLanguageModel", "EATransformerModel"]
+__all__ = [
+    "EABARTModel",
+    "EARobertaModel",
+    "EATransformerLanguageModel",
+    "EATransformerModel",
+    "Translator",
+    "load",
+]

@@ -1,0 +1,90 @@
+"""ea_fairseq.load: a run from Python translates raw text as scripts/translate.sh does."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.data_toy import sentences as awkward
+from helpers.toy import REPO, data, run, script  # noqa: F401  (fixtures)
+
+import ea_fairseq
+from ea_fairseq.text import Text
+from ea_tools import preparation
+from ea_tools.text import Source
+
+CHECKPOINT = "checkpoint3.pt"
+SENTENCES = ["Hund, Katze, Haus.", "", "Haus.", "  ", "GARTEN, Vogel.", "Haus."]
+
+
+@pytest.fixture(scope="module")
+def kept(data, run, tmp_path_factory):  # noqa: F811
+    """A run that keeps its preparation."""
+    folder = tmp_path_factory.mktemp("hub") / "kept"
+    folder.mkdir()
+    shutil.copyfile(run / CHECKPOINT, folder / "checkpoint_last.pt")
+    preparation.keep(folder, data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"lowercase": False, "rules": {"split_dashes": True, "plain_apostrophes": True}},
+        {"source_lang": "en", "rules": {"normalise": True}},
+    ],
+)
+def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):  # noqa: F811
+    prep = {**json.loads((data / "PREP.json").read_text()), **rules}
+    for name in ("code", "dict.de.txt", "dict.en.txt"):
+        shutil.copyfile(data / name, tmp_path / name)
+    (tmp_path / "PREP.json").write_text(json.dumps(prep))
+    ours, tools = Text(tmp_path), Source(tmp_path, prep)
+    for line in [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", ""]:
+        assert ours.subwords(line) == tools(line), line
+
+
+def test_decomposed_text_is_composed(data):  # noqa: F811
+    assert Text(data).subwords("Gru\u0308n") == Text(data).subwords("Grün")
+
+
+def test_order_and_empty_lines_are_kept_in_batches(kept):
+    translator = ea_fairseq.load(kept)
+    together = translator.translate(SENTENCES, beam=2, max_len_b=20)
+    assert [bool(line) for line in together] == [bool(line.strip()) for line in SENTENCES]
+    assert together == [translator.translate(line, beam=2, max_len_b=20) for line in SENTENCES]
+    assert together[2] == together[5]
+    assert translator.translate("HUND.", max_len_b=20) == translator.translate("hund.", max_len_b=20)
+    assert translator.translate([]) == []
+
+
+def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
+    ea_fairseq.load(kept).translate(["Hund.", "Hund. " * 1100], beam=1, max_len_b=5)
+    assert "Sentence 2 has" in caplog.text
+
+
+def test_what_is_missing_is_named(data, run, tmp_path):  # noqa: F811
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        ea_fairseq.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"average7\.pt: no such file"):
+        ea_fairseq.load(run, "average7.pt")
+    with pytest.raises(FileNotFoundError, match=r"PREP\.json: no such file"):
+        ea_fairseq.load(run, CHECKPOINT, data=tmp_path)
+    assert ea_fairseq.load(run, CHECKPOINT).text.prep["name"] == data.name  # from the folder that the checkpoint names
+
+
+@pytest.mark.slow
+def test_it_translates_as_the_script_does(kept):
+    text = "".join(f"{line}\n" for line in SENTENCES)
+    result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)
+
+
+@pytest.mark.slow
+def test_the_extension_knows_none_of_the_tools():
+    code = "import ea_fairseq, sys; print(sorted({'ea_tools', 'prep'} & {name.split('.')[0] for name in sys.modules}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
