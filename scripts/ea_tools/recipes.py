@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.common import REPO, UserError
+from ea_tools.text import read_prep
 
 FOLDER = REPO / "recipes"
 
@@ -58,7 +60,10 @@ def read(name: str) -> Recipe:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file() or (path.parent == FOLDER and path.stem not in names()):
         raise UserError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
-    merged = _inherited(path)
+    return _recipe(path, _inherited(path))
+
+
+def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
     try:
         return Recipe(
             name=path.stem,
@@ -71,6 +76,40 @@ def read(name: str) -> Recipe:
         )
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+#: For a corpus of one's own: up to so many training pairs, what differs from recipes/base.toml. Our choice, between the
+#: recipes for sample, Multi30k, IWSLT'14 and WMT'14: small text wants dropout and patience, large text large batches.
+FOR_SIZE = (
+    (5_000, 1000, 1, {"warmup-updates": 400, "dropout": 0.3, "patience": 10, "max-epoch": 100}),
+    (50_000, 4096, 1, {"warmup-updates": 2000, "dropout": 0.3, "patience": 10, "max-epoch": 100}),
+    (1_000_000, 4096, 1, {"warmup-updates": 4000, "dropout": 0.2, "patience": 5, "max-epoch": 100}),
+    (float("inf"), 4096, 16, {"warmup-updates": 4000, "dropout": 0.1, "patience": 5, "max-epoch": 50}),
+)
+
+
+def for_data(data: Path) -> tuple[Recipe, str]:
+    """A recipe for a prepared corpus by the number of its training pairs, and the same as TOML, to be kept."""
+    prep = read_prep(data)
+    pairs = prep.get("splits", {}).get("train", {}).get("pairs")
+    if not isinstance(pairs, int):
+        raise UserError(f"{data / 'PREP.json'}: does not say how many training pairs there are; give a RECIPE")
+    _, tokens, accumulation, flags = next(row for row in FOR_SIZE if pairs <= row[0])
+    folder = data.resolve()
+    place = folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
+    toml = "\n".join(
+        [
+            f"# For a corpus of {pairs:,} pairs, by its size. Change what you like, and train with this file as RECIPE.",
+            'inherit = "base"',
+            f"data = {json.dumps(str(place))}",
+            *(f'{side}-lang = "{prep[f"{side}_lang"]}"' for side in ("source", "target")),
+            f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",
+            "\n[flags]",
+            *(f"{name} = {value}" for name, value in flags.items()),
+            "",
+        ]
+    )
+    return _recipe(data, _merge(_inherited(FOLDER / "base.toml"), tomllib.loads(toml))), toml
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
     args, flags = parse(sys.argv[1:] if arguments is None else arguments)
     with reporting("train"):
-        start = plan(recipes.read(args.recipe), args, flags, Launch.of(args))
+        recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data)
+        if toml:
+            say(f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}")
+        start = plan(recipe, args, flags, Launch.of(args))
         if args.dry_run:
             print(shlex.join(start.command))
             return
@@ -64,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             take(start.run)
             claim(start.run, identity(start), args.command)
             keep_preparation(start.run, start.data)
+            if toml:
+                _write(start.run / "recipe.toml", toml)
             last = mend(start.run)
         else:
             last = load(start.run / LAST) if (start.run / LAST).exists() else None
@@ -87,13 +92,18 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     """Our own options, and the flags for fairseq-train as {name: values}."""
     parser = argparse.ArgumentParser(
         prog="train.sh",
-        usage="train.sh RECIPE ARCH [options] [fairseq-train flags]",
+        usage="train.sh RECIPE ARCH [options] [fairseq-train flags]\n       train.sh --data DIR ARCH [options] [...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="recipes: " + ", ".join(recipes.names()),
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="one of the recipes below, or a .toml file of your own")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="one of the recipes below, or a .toml file of your own; without "
+        "one, --data DIR is trained on with a recipe by its size",
+    )
     parser.add_argument("arch", metavar="ARCH", help="ea_transformer_lite, ea_transformer_base, transformer_lite, ...")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: the recipe's, data/NAME)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
@@ -107,12 +117,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--no-tensorboard", action="store_true", help="without the log in RUN/tensorboard")
     parser.add_argument("--without", action="append", default=[], metavar="FLAG", help="leave out a flag of the recipe")
-    if len(arguments) > 1 and not (arguments[0].startswith("-") or arguments[1].startswith("-")):
-        args, rest = parser.parse_known_args(arguments)
-    elif {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
-    else:
-        parser.error("RECIPE and ARCH come first")
+    words = _data_last(arguments)
+    leading = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    if leading == 1 and words[leading:] and words[-2] == "--data":
+        words = ["", *words]  # no recipe: one is made for the data
+    elif leading < 2:
+        parser.error("RECIPE and ARCH come first, or --data DIR and ARCH")
+    args, rest = parser.parse_known_args(words)
     try:
         flags = parse_flags(rest)
     except UserError as error:
@@ -122,8 +135,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
     args.command = portable(["scripts/train.sh", *arguments])
     args.data = args.data or _default(lambda: recipes.read(args.recipe).data, parser)
-    args.run = args.run or REPO / "runs" / f"{Path(args.recipe).stem}-{args.arch}"
+    args.run = args.run or REPO / "runs" / f"{Path(args.recipe or args.data.resolve()).stem}-{args.arch}"
     return args, flags
+
+
+def _data_last(arguments: Sequence[str]) -> list[str]:
+    """The words with --data and its value at the end, so that RECIPE and ARCH may stand after it, too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--data")
+    given, rest = parser.parse_known_args(arguments)
+    return rest if given.data is None else [*rest, "--data", given.data]
 
 
 def _default(make: Callable[[], Path], parser: argparse.ArgumentParser) -> Path:
@@ -380,8 +401,12 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int) -> None:
 
 
 def _write_record(run: Path, record: dict[str, Any]) -> None:
-    with replacing(run / "run.json") as temporary:
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _write(run / "run.json", json.dumps(record, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def mend(run: Path) -> dict[str, Any] | None:

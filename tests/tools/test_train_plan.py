@@ -1,5 +1,6 @@
 """scripts/train.sh --dry-run: the flags are the papers', and the batch is theirs on any number of GPUs."""
 
+import json
 import shlex
 
 import pytest
@@ -181,3 +182,40 @@ def test_mistakes(capsys, arguments, message):
         train.main([*arguments, "--dry-run"])
     assert refusal.value.code not in (0, None)
     assert message in f"{refusal.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tokens", "update_freq", "dropout"),
+    [
+        (1_000, "1000", "1", "0.3"),
+        (29_000, "4096", "1", "0.3"),
+        (160_239, "4096", "1", "0.2"),
+        (4_000_000, "4096", "16", "0.1"),
+    ],
+)
+def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, dropout):
+    """The recipe is made by the size of the corpus, and printed as TOML that gives the same command as a file."""
+    prep = {"source_lang": "th", "target_lang": "en", "tokenizer": "none", "lowercase": False, "bpe": "sentencepiece"}
+    data = tmp_path / "mine"
+    data.mkdir()
+    (data / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": pairs}}}))
+    command, said = dry_run(capsys, "--data", data, "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
+    found = flags(command)
+    expected = {"max-tokens": tokens, "update-freq": update_freq, "dropout": dropout, "lr": "5e-4", "ea-alpha": "0.1"}
+    assert expected.items() <= found.items()
+    assert found["save-dir"].endswith("runs/mine-ea_transformer_lite")
+    assert (found["source-lang"], found["target-lang"]) == ("th", "en")
+    toml = said[said.index("# For a corpus") : said.index("effective batch")]
+    (tmp_path / "mine.toml").write_text(toml)
+    again, _ = dry_run(capsys, tmp_path / "mine.toml", "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
+    assert again == command
+    after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", "--data", data, "--gpus", 0)
+    assert after == command
+
+
+def test_own_data_must_be_prepared(capsys, tmp_path):
+    with pytest.raises(SystemExit, match=r"PREP\.json: no such file"):
+        dry_run(capsys, "--data", tmp_path, "ea_transformer_lite", "--gpus", 0)
+    with pytest.raises(SystemExit):
+        dry_run(capsys, "ea_transformer_lite", "--gpus", 0)
+    assert "RECIPE and ARCH come first, or --data DIR and ARCH" in capsys.readouterr().err
