@@ -99,7 +99,7 @@ def for_data(data: Path) -> tuple[Recipe, str]:
     place = folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
     toml = "\n".join(
         [
-            f"# For a corpus of {pairs:,} pairs, by its size. Change what you like, and train with this file as RECIPE.",
+            f"# For a corpus of {pairs:,} pairs, by its size. Change it as you like, and give it as RECIPE.",
             'inherit = "base"',
             f"data = {json.dumps(str(place))}",
             *(f'{side}-lang = "{prep[f"{side}_lang"]}"' for side in ("source", "target")),
