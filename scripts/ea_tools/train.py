@@ -17,10 +17,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ea_tools import recipes
+from ea_tools import flag_faults, recipes
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
 from ea_tools.common import REPO, UserError, portable, replacing, reporting
 from ea_tools.preparation import fingerprint, keep, kept_by, require_same
@@ -58,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data)
         if toml:
             say(f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}")
+        check_values(flags, args)
         start = plan(recipe, args, flags, Launch.of(args))
+        flag_faults.check(args.arch, fairseq_words(start), flags_given=bool(flags))
         if args.dry_run:
             print(shlex.join(start.command))
             return
@@ -255,6 +258,24 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     return Plan(recipe, args.arch, args.data, args.run, launch, everything, command, environment)
 
 
+def fairseq_words(start: Plan) -> list[str]:
+    """The words of a command that fairseq-train gets, without those that start it."""
+    return [str(start.data), *spell_flags(start.flags)]
+
+
+def check_values(flags: Flags, args: argparse.Namespace) -> None:
+    """Refuse values that fairseq-train takes, and fails by later or trains nothing sensible with."""
+    for name in ("max-tokens", "batch-size", "log-interval", "update-freq"):
+        for value in flags.get(name, []):
+            for number in value.split(","):
+                flag_faults.positive_number(name, number)
+    for value in flags.get("lr", []):
+        if any(number.strip().startswith("-") for number in value.strip("[]").split(",")):
+            raise UserError(f"--lr {value}: must not be negative")
+    if args.wandb and find_spec("wandb") is None:
+        raise UserError(f"--wandb {args.wandb}: the package is not installed; .venv/bin/python -m pip install wandb")
+
+
 def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     """--max-tokens and --update-freq that keep the recipe's effective batch; says how."""
     tokens = int(flags["max-tokens"][0]) if "max-tokens" in flags else recipe.batch.tokens
@@ -286,6 +307,8 @@ def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
 
 def precision_flags(wanted: str, launch: Launch) -> dict[str, bool]:
     """bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32."""
+    if wanted == "fp16" and not launch.gpus:
+        raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has instructions for that")
     if wanted == "auto":
         capability = launch.capability if launch.gpus else None
         wanted = "fp32" if not capability or capability < (7, 0) else "fp16" if capability < (8, 0) else "bf16"

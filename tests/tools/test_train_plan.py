@@ -1,13 +1,14 @@
 """scripts/train.sh --dry-run: the flags are the papers', and the batch is theirs on any number of GPUs."""
 
 import json
+import re
 import shlex
 
 import pytest
 from fairseq import options
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools import recipes, train
+from ea_tools import flag_faults, recipes, train
 from ea_tools.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
@@ -219,3 +220,39 @@ def test_own_data_must_be_prepared(capsys, tmp_path):
     with pytest.raises(SystemExit):
         dry_run(capsys, "ea_transformer_lite", "--gpus", 0)
     assert "RECIPE and ARCH come first, or --data DIR and ARCH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["ea_transformer_lit"],
+            "ARCH ea_transformer_lit: there is no such architecture; near it are: .*ea_transformer_lite",
+        ),
+        (["ea_transformer_lite", "--ea-alfa", "0.3"], "--ea-alfa: there is no such flag; is --ea-alpha meant?"),
+        (["transformer_lite", "--dropout", "much"], "argument --dropout: invalid float value: 'much'"),
+        (["transformer_lite", "--max-tokens", "0"], "--max-tokens 0: must be a whole number of at least 1"),
+        (["transformer_lite", "--max-tokens", "many"], "--max-tokens many: must be"),
+        (["transformer_lite", "--update-freq", "0"], "--update-freq 0: must be"),
+        (["transformer_lite", "--lr", "-1"], "--lr -1: must not be negative"),
+        (["transformer_lite", "--precision", "fp16"], "--precision fp16: needs a GPU"),
+        (["transformer_lite", "--wandb", "mine"], "the package is not installed; .*pip install wandb"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monkeypatch, words, message):
+    """Also with --dry-run, which said nothing of an unknown architecture."""
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    for dry in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as end:
+            train.main(["sample", *words, "--gpus", "0", "--run", str(tmp_path / "run"), *dry])
+        assert re.search(message, end.value.code), end.value.code
+        assert "\n" not in end.value.code
+    assert "usage:" not in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_our_architectures_are_known_without_fairseq():
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    assert {"ea_transformer_lite", "ea_transformer_base", "transformer_lite"} < flag_faults.ours()
+    assert flag_faults.ours() <= set(ARCH_MODEL_REGISTRY)

@@ -1,0 +1,73 @@
+"""Faults in an architecture's name or in flags of fairseq-train, in one line each, before a run's folder is made.
+
+fairseq's own parser decides what is a fault, but its answer to one is a usage of some hundred lines. Its import takes
+seconds, and is saved where the user gave no flags and an architecture that is one of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+from ea_tools.common import REPO, UserError
+
+USAGE = "fairseq-train --user-dir ea_fairseq --arch {arch} --help lists all flags"
+
+
+def check(arch: str, command: Sequence[str], flags_given: bool) -> None:
+    """Refuse an unknown architecture or flag, or a value that fairseq does not take.
+
+    Args:
+        command: the words after fairseq-train.
+        flags_given: whether some of them are the user's own, and not only a recipe's.
+    """
+    if arch in ours() and not flags_given:
+        return
+    logging.disable(logging.INFO)
+    try:
+        from fairseq import options
+        from fairseq.models import ARCH_MODEL_REGISTRY
+
+        import ea_fairseq  # noqa: F401  (registers the architectures)
+
+        if arch not in ARCH_MODEL_REGISTRY:
+            near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
+            raise UserError(f"ARCH {arch}: there is no such architecture; near it are: {', '.join(near)}")
+        with mock.patch.object(argparse.ArgumentParser, "error", _raise):
+            options.parse_args_and_arch(options.get_training_parser(), list(command))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def ours() -> set[str]:
+    """The architectures that ea_fairseq registers, read from its text, and fairseq's Transformer."""
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(REPO / "ea_fairseq").glob("*.py"))
+    return {"transformer", *re.findall(r'@register_model_architecture\("\w+", "(\w+)"\)', text)}
+
+
+def _raise(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In the place of argparse's own end of a program: the fault in one line, and the flag that was meant, maybe."""
+    arch = parser.get_default("arch") or "ARCH"
+    if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
+        flags = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
+        known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help()))
+        near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in flags}
+        meant = [
+            f"{flag}: there is no such flag" + (f"; is {words[0]} meant?" if words else "")
+            for flag, words in near.items()
+        ]
+        message = "; ".join(meant) or f"{unknown[1]!r} belongs to no flag"
+    raise UserError(f"{message} ({USAGE.format(arch=arch)})")
+
+
+def positive_number(flag: str, value: str) -> int:
+    """The whole number after a flag; anything that is not at least 1 is refused."""
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"--{flag} {value}: must be a whole number of at least 1")
+    return int(value)
