@@ -40,14 +40,14 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Run the cells that have no result yet; returns those that failed, as text."""
-    missing = []
+    """Run the cells that have no result yet; returns those that failed or lack their data, as text."""
+    missing, without_data = [], []
     for cell in cells:
         data = recipes.read(cell.recipe).data
         if all(records.read(_scored(cell, args), subset) for subset in table.subsets(cell.recipe)):
             say(f"done already: {cell}")
         elif not (data / "PREP.json").exists() and not args.dry_run:
-            say(f"not run: {cell}: {data} is not prepared, see data-prep/")
+            without_data.append(f"{cell}: not run, {data} is not prepared, see data-prep/")
         else:
             missing.append(cell)
     if args.dry_run:
@@ -70,7 +70,7 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
 
     with _ending_the_runs(), ThreadPoolExecutor(len(free)) as pool:
         outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
-    return [outcome for outcome in outcomes if outcome]
+    return [*without_data, *(outcome for outcome in outcomes if outcome)]
 
 
 def _scored(cell: Cell, args: argparse.Namespace) -> Path:

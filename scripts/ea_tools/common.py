@@ -18,7 +18,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def reporting(command: str) -> Iterator[None]:
-    """End the program with one line and status 1 where the user can put right what went wrong, or with 130 at Ctrl-C.
+    """End the program with one line: status 1 where the user can put right what went wrong, 130 at Ctrl-C.
 
     Args:
         command: the name that the line begins with.
@@ -28,6 +28,7 @@ def reporting(command: str) -> Iterator[None]:
     except (UserError, OSError) as error:
         sys.exit(f"{command}: {error}")
     except KeyboardInterrupt:
+        print(f"\n{command}: interrupted; run it again to go on", file=sys.stderr)
         sys.exit(130)
 
 

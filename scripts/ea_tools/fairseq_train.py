@@ -3,7 +3,9 @@
 - the count of --patience survives a resume
 - checkpoint_last.pt and checkpoint_best.pt are replaced in one step, so that no kill can leave half of one
 - a full disk ends the run with a message, the earlier checkpoints untouched
-- SAVE_DIR/train.log holds what is on the screen, SAVE_DIR/log.jsonl the same numbers for programs
+- SAVE_DIR/train.log holds what is on the screen and what is too long for it: the command, the configuration, the model,
+  the traceback of an error; SAVE_DIR/log.jsonl holds the numbers for programs
+- a line by time says how it goes; divergence, Ctrl-C and errors end in one sentence, and success with what to do next
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import shlex
 import shutil
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +32,17 @@ warnings.filterwarnings("ignore", message=r"\n'config' is validated|'pin_memory'
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that nobody needs here
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
+import torch  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
-from fairseq.logging import progress_bar  # noqa: E402
+from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+from ea_tools.train import next_command  # noqa: E402
+
 logger = logging.getLogger("train")
+LOG_ALONE = {"log_alone": True}  # what belongs into train.log and not on the screen
 
 
 class LongRunTrainer(Trainer):
@@ -43,6 +52,8 @@ class LongRunTrainer(Trainer):
         super().__init__(cfg, *args, **kwargs)
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
+            logger.info(describe(self.get_model(), self.cuda))
+            Journal.progress = Progress(self, cfg) if cfg.common.log_format == "simple" else None
 
     def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> EpochBatchIterating:
         """An epoch's batches, the same ones whichever process makes them."""
@@ -58,7 +69,9 @@ class LongRunTrainer(Trainer):
         return state
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> Any:
-        """Save with the state of early stopping; a full disk ends the run with a message."""
+        """Save with the state of early stopping; a full disk ends the run with a message, and so does divergence."""
+        if Path(filename).name == "crash.pt":  # fairseq is about to look for the operation that gave no number
+            _end_diverged(self)
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
         with _room_on_disk(Path(filename)):
@@ -71,6 +84,71 @@ class LongRunTrainer(Trainer):
         if not reset_meters:
             vars(fairseq_train.should_stop_early).update(stopping)
         return extra_state
+
+
+def describe(model: torch.nn.Module, cuda: bool) -> str:
+    """How large the model is, and what it is trained on."""
+    every = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones are listed once
+    words = sum(number for name, number in every.items() if "embed_tokens" in name or "output_projection" in name)
+    threads = torch.get_num_threads()
+    device = torch.cuda.get_device_name() if cuda else f"CPU, {threads} thread{'s'[: threads != 1]}"
+    total = sum(every.values())
+    return f"{total:,} parameters, {total - words:,} without embeddings and output projection, on {device}"
+
+
+def _end_diverged(trainer: Trainer) -> None:
+    """End the program: gradients are not numbers any more, and no later update can mend that."""
+    lr, done = trainer.get_lr(), trainer.get_num_updates()
+    logger.critical(
+        f"training has diverged: after {done:,} updates, with a learning rate of {lr:g}, gradients are infinite or not "
+        "numbers. The checkpoints that there are stay as they are. Start a new run with a lower --lr, more "
+        "--warmup-updates or a --clip-norm."
+    )
+    sys.exit(1)
+
+
+class Progress:
+    """Says by time how training goes: every ten seconds in the first two minutes, then ever more rarely.
+
+    It reads the meters that fairseq keeps, and changes none of them.
+    """
+
+    def __init__(self, trainer: Trainer, cfg: DictConfig) -> None:
+        self._trainer, self._max_update = trainer, cfg.optimization.max_update
+        self._max_epoch = cfg.optimization.max_epoch
+        self._began = self._said = time.monotonic()
+        self._first = None  # (time, updates) when the first update was done: what came before it says little of speed
+
+    def after_a_step(self, epoch: int, batch: int, batches: int) -> None:
+        """Print a line where it is time for one. `batch` of `batches` in this epoch have been trained on."""
+        now, done = time.monotonic(), self._trainer.get_num_updates()
+        self._first = self._first or (now, done)
+        if now - self._said < min(600, max(10, (now - self._began) / 12)):
+            return
+        self._said = now
+        values = metrics.get_smoothed_values("train")
+        line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {done:,}"
+        if "loss" in values:
+            line += f": loss {float(values['loss']):.3f}"
+        if "wps" in values:
+            line += f", {float(values['wps']):,.0f} words a second"
+        logger.info(line + self._left(now, done, epoch, batch, batches))
+
+    def _left(self, now: float, done: int, epoch: int, batch: int, batches: int) -> str:
+        """The time that is left by the speed so far, to the end of the run where that is known, else of the epoch."""
+        since, at_first = self._first
+        if done == at_first or not batch:
+            return ""
+        per_update = (now - since) / (done - at_first)
+        updates, end = (batches - batch) * done / ((epoch - 1) * batches + batch), "of this epoch"
+        limits = []
+        if self._max_update:
+            limits.append(self._max_update - done)
+        if self._max_epoch:
+            limits.append(updates + (self._max_epoch - epoch) * batches * done / ((epoch - 1) * batches + batch))
+        if limits:
+            updates, end = min(limits), "at most"
+        return f", {timedelta(seconds=round(max(0, updates) * per_update))} left {end}"
 
 
 def copy_in_one_step(source: str, target: str, overwrite: bool = False) -> bool:
@@ -101,12 +179,16 @@ class Journal(progress_bar.BaseProgressBar):
     """A progress bar that also writes what it shows as lines of JSON."""
 
     file = None  # SAVE_DIR/log.jsonl, in the one process that writes it
+    progress: Progress | None = None  # in the same process
 
-    def __init__(self, bar: progress_bar.BaseProgressBar) -> None:
-        self.bar = bar
+    def __init__(self, bar: progress_bar.BaseProgressBar, batches: Any, epoch: int | None, training: bool) -> None:
+        self.bar, self.batches, self.epoch, self.training = bar, batches, epoch, training
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.bar)
+        for number, batch in enumerate(self.bar, getattr(self.batches, "n", 0) + 1):
+            yield batch
+            if self.progress and self.training:
+                self.progress.after_a_step(self.epoch, number, len(self.batches))
 
     def log(self, stats: Mapping[str, Any], tag: str | None = None, step: int | None = None) -> None:
         """What fairseq logs in the middle of an epoch."""
@@ -134,11 +216,18 @@ def _number(text: Any) -> Any:
     return text
 
 
+def _warning_to_log(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    logger.info(f"{category.__name__}: {message}", extra=LOG_ALONE)
+
+
 def _log_to(folder: Path) -> None:
     """Both logs go on where an earlier process of the same run stopped."""
+    if Journal.file:
+        return
     handler = logging.FileHandler(folder / "train.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)
+    warnings.showwarning = _warning_to_log
     Journal.file = (folder / "log.jsonl").open("a", buffering=1, encoding="utf-8")
 
 
@@ -146,7 +235,48 @@ def _log_to(folder: Path) -> None:
 fairseq_train.Trainer = LongRunTrainer
 PathManager.copy = staticmethod(copy_in_one_step)
 _progress_bar = progress_bar.progress_bar
-progress_bar.progress_bar = lambda *args, **kwargs: Journal(_progress_bar(*args, **kwargs))
+
+
+def _journal(batches: Any, *, epoch: int | None = None, prefix: str | None = None, **kwargs: Any) -> Journal:
+    """fairseq's progress bar, of which those for validation have a prefix, with a journal."""
+    return Journal(_progress_bar(batches, epoch=epoch, prefix=prefix, **kwargs), batches, epoch, prefix is None)
+
+
+progress_bar.progress_bar = _journal
+
+
+def _for_the_screen(record: logging.LogRecord) -> bool:
+    """Whether a message is short enough for the screen: fairseq logs its configuration and the model as objects."""
+    return isinstance(record.msg, str) and not hasattr(record, "log_alone")
+
+
+for _screen in logging.getLogger().handlers:
+    _screen.addFilter(_for_the_screen)
+
+
+def _value(words: list[str], flag: str, default: str) -> str:
+    return words[words.index(flag) + 1] if flag in words[:-1] else default
+
+
+def main(words: list[str]) -> None:
+    """fairseq-train; what happens to it is said in a sentence, and at length in train.log."""
+    folder = Path(_value(words, "--save-dir", "checkpoints"))
+    if _value(words, "--distributed-rank", os.environ.get("RANK", "0")) == "0" and folder.is_dir():
+        _log_to(folder)
+        logger.info("+ " + shlex.join(sys.argv), extra=LOG_ALONE)
+    try:
+        fairseq_train.cli_main()
+    except KeyboardInterrupt:
+        print("\ntrain: interrupted; run the same command again, it goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        logger.error("this ended the training:", exc_info=True, extra=LOG_ALONE)
+        said = next(iter(str(error).strip().splitlines()), "")
+        print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
+        sys.exit(1)
+    if Journal.file:
+        logger.info(f"next: {next_command(Path(words[0]), folder)}")
+
 
 if __name__ == "__main__":
-    fairseq_train.cli_main()
+    main(sys.argv[1:])

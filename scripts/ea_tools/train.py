@@ -77,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             last = load(start.run / LAST) if (start.run / LAST).exists() else None
         if reason := finished(last, start.flags):
             say(f"{start.run}: this run is finished: {reason}")
+            say(f"next: {next_command(start.data, start.run)}")
             return
         if start.launch.rank == 0:
             record_start(start.run, start.flags, start.launch, updates(last) if last else 0)
     if last:
         say(f"{start.run}: goes on after {updates(last):,} updates")
-    say("+ " + shlex.join(start.command))
     os.execve(start.command[0], start.command, start.environment)
 
 
@@ -497,6 +497,14 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
     if patience > 0 and runs >= patience:
         return f"{runs:.0f} validations without improvement, --patience is {patience}"
     return None
+
+
+def next_command(data: Path, run: Path) -> str:
+    """What a user types after a training: scores of the average of the last checkpoints that there are, at most 10."""
+    files = list(run.iterdir())
+    number = min(10, max(len(numbered(files, EPOCH)), len(numbered(files, UPDATE))))
+    which = ["--average", str(number)] if number else ["--best"]
+    return portable(["scripts/evaluate.sh", "--data", str(data), "--run", str(run), *which])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""What training says: a line by time, one sentence at a bad end, what to type next; what is long goes to train.log."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.toy import TINY, data, script  # noqa: F401  (fixture)
+
+from ea_tools import fairseq_train, train
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(fairseq_train, "time", found)
+    return found
+
+
+def progress(monkeypatch, max_update=0, max_epoch=0):
+    trainer = SimpleNamespace(updates=0)
+    trainer.get_num_updates = lambda: trainer.updates
+    optimization = SimpleNamespace(max_update=max_update, max_epoch=max_epoch)
+    values = {"loss": torch.tensor(5.25), "wps": 1234.5}
+    monkeypatch.setattr(fairseq_train.metrics, "get_smoothed_values", lambda name: values)
+    return trainer, fairseq_train.Progress(trainer, SimpleNamespace(optimization=optimization))
+
+
+def steps(trainer, shown, clock, number, seconds, batches=1000):
+    for _ in range(number):
+        clock.now += seconds
+        trainer.updates += 1
+        shown.after_a_step(1, trainer.updates, batches)
+
+
+def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, clock, caplog):
+    caplog.set_level(logging.INFO, "train")
+    trainer, shown = progress(monkeypatch, max_update=201)
+    steps(trainer, shown, clock, 60, 1)
+    assert len(caplog.records) == 6, "one in ten seconds, however short or long the steps are"
+    first = caplog.records[0].getMessage()
+    assert first == "epoch 1, batch 10 of 1,000, update 10: loss 5.250, 1,234 words a second, 0:03:11 left at most"
+    caplog.clear()
+    clock.now += 3600
+    steps(trainer, shown, clock, 60, 10)
+    assert 1 <= len(caplog.records) <= 4, "after an hour one in five minutes"
+
+
+def test_the_time_left_is_the_epochs_where_nothing_else_is_known(monkeypatch, clock, caplog):
+    caplog.set_level(logging.INFO, "train")
+    trainer, shown = progress(monkeypatch)
+    steps(trainer, shown, clock, 2, 20, batches=5)
+    assert caplog.records[-1].getMessage().endswith("0:01:00 left of this epoch")
+
+
+def test_divergence_is_one_sentence(tmp_path, caplog):
+    """fairseq saves crash.pt when gradients are not numbers, and then looks for the operation: here it ends."""
+    trainer = SimpleNamespace(get_lr=lambda: 1e6, get_num_updates=lambda: 7)
+    with pytest.raises(SystemExit) as end:
+        fairseq_train.LongRunTrainer.save_checkpoint(trainer, str(tmp_path / "crash.pt"), {})
+    assert end.value.code == 1
+    (record,) = caplog.records
+    assert "training has diverged: after 7 updates, with a learning rate of 1e+06" in record.getMessage()
+    assert "lower --lr" in record.getMessage()
+    assert not list(tmp_path.iterdir())
+
+
+def ended_by(error, monkeypatch, folder):
+    def cli_main():
+        raise error
+
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", cli_main)
+    with pytest.raises(SystemExit) as end:
+        fairseq_train.main(["data/x", "--save-dir", str(folder)])
+    return end.value.code
+
+
+@pytest.fixture
+def logged(tmp_path, monkeypatch):
+    """A run's folder; what is opened there is closed again."""
+    handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
+    yield tmp_path
+    fairseq_train.warnings.showwarning = show
+    for handler in set(logging.getLogger().handlers) - set(handlers):
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    fairseq_train.Journal.file.close()
+    fairseq_train.Journal.file = None
+
+
+def test_an_interruption_says_how_to_go_on(logged, monkeypatch, capsys):
+    assert ended_by(KeyboardInterrupt(), monkeypatch, logged) == 130
+    assert "interrupted; run the same command again" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatch, capsys):
+    assert ended_by(RuntimeError("no such thing\nmore"), monkeypatch, logged) == 1
+    said = capsys.readouterr().err
+    assert said == f"train: RuntimeError: no such thing; the whole of it is in {logged / 'train.log'}\n"
+    log = (logged / "train.log").read_text()
+    assert "Traceback" in log
+    assert "more" in log
+    assert "+ " in log, "the command"
+
+
+def test_long_messages_are_for_the_log():
+    def shown(message, **extra):
+        return fairseq_train._for_the_screen(logging.makeLogRecord({"msg": message, **extra}))
+
+    assert shown("begin training epoch 1")
+    assert not shown({"a": "configuration"})
+    assert not shown(torch.nn.Linear(1, 1))
+    assert not shown("a command", log_alone=True)
+
+
+def test_parameters_are_counted():
+    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(10, 4), "fc": torch.nn.Linear(4, 4)})
+    assert fairseq_train.describe(model, cuda=False).startswith("60 parameters, 20 without embeddings")
+
+
+def test_what_to_type_next(tmp_path):
+    for name in ("checkpoint1.pt", "checkpoint2.pt", "checkpoint_last.pt"):
+        (tmp_path / name).touch()
+    command = f"scripts/evaluate.sh --data data/x --run {tmp_path} --average 2"
+    assert train.next_command(Path("data/x"), tmp_path) == command
+    for number in range(50, 650, 50):
+        (tmp_path / f"checkpoint_1_{number}.pt").touch()
+    assert train.next_command(Path("data/x"), tmp_path).endswith("--average 10")
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges(data, tmp_path):  # noqa: F811
+    size = [*TINY, "--max-tokens", 250, "--update-freq", 1, "--no-tensorboard", "--gpus", 0, "--num-workers", 0]
+    flags = ["--data", data, "--run", tmp_path / "run", *size, "--lr", "1e6", "--warmup-updates", 1]
+    result = script("train", "sample", "ea_transformer_lite", *flags)
+    assert result.returncode == 1
+    assert "training has diverged" in result.stdout
+    assert "parameters, " in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "'_name'" not in result.stdout, "fairseq's configuration"
+    assert "'_name'" in (tmp_path / "run" / "train.log").read_text()
+    assert not (tmp_path / "run" / "crash.pt").exists()
