@@ -17,18 +17,19 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def reporting(command: str) -> Iterator[None]:
+def reporting(command: str, again: str = "run it again to go on") -> Iterator[None]:
     """End the program with one line: status 1 where the user can put right what went wrong, 130 at Ctrl-C.
 
     Args:
         command: the name that the line begins with.
+        again: what the line says at Ctrl-C.
     """
     try:
         yield
     except (UserError, OSError) as error:
         sys.exit(f"{command}: {error}")
     except KeyboardInterrupt:
-        print(f"\n{command}: interrupted; run it again to go on", file=sys.stderr)
+        print(f"\n{command}: interrupted; {again}", file=sys.stderr)
         sys.exit(130)
 
 

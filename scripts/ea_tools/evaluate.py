@@ -35,6 +35,7 @@ from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
 from ea_tools.text import Moses, read_lines, read_prep
 from ea_tools.text import references as read_references
+from ea_tools.translate import longest as longest_read
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     results = args.run / "eval"
     search = Search(args.beam, args.lenpen, args.generate_flags)
-    command = generate_command(args.data, prep, checkpoint, args.subset, search)
+    longest = (longest_read(state, "source"), longest_read(state, "target"))
+    too_long = count_longer(args.data, prep, args.subset, longest)
+    command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
     output = generate(command, results, args.subset, len(references))
-    hypotheses = in_order(output, len(references))
+    hypotheses = in_order(output, len(references), left_out=too_long[1])
     prep = preparation.prep
     moses = Moses(prep, prep["target_lang"])
     detokenised = [moses.detokenize(line) for line in hypotheses]
@@ -122,6 +125,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "run": str(args.run),
         "subset": args.subset,
         "sentences": len(references),
+        "cut": too_long[0],  # sources longer than the model reads: the rest of them is left out, as in translate.sh
+        "left_out": too_long[1],  # sentences with such a reference, which fairseq does not take: empty translations
         "direction": f"{prep['source_lang']}-{prep['target_lang']}",
         **describe(state),
         "checkpoint": checkpoint,
@@ -247,8 +252,23 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     return str(output), [str(path) for path in paths]
 
 
-def generate_command(data: Path, prep: dict, checkpoint: str, subset: str, search: Search) -> list[str]:
-    """The words of fairseq-generate."""
+def count_longer(data: Path, prep: dict, subset: str, longest: tuple[int, int]) -> tuple[int, int]:
+    """How many sentences of a split have a source, and a target, of more subwords than `longest`."""
+    from prep.binary import count_lengths
+
+    source, target = prep["source_lang"], prep["target_lang"]
+    indices = (data / f"{subset}.{source}-{target}.{language}.idx" for language in (source, target))
+    found = (
+        count_lengths(path)[most + 1 :] if path.is_file() else [] for path, most in zip(indices, longest, strict=True)
+    )
+    of_source, of_target = (int(sum(counts)) for counts in found)
+    return of_source, of_target
+
+
+def generate_command(
+    data: Path, prep: dict, checkpoint: str, subset: str, search: Search, longest: tuple[int, int]
+) -> list[str]:
+    """The words of fairseq-generate. `longest` is how many subwords the model reads and writes."""
     return [
         str(Path(sys.executable).with_name("fairseq-generate")),
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
@@ -257,6 +277,9 @@ def generate_command(data: Path, prep: dict, checkpoint: str, subset: str, searc
         *("--beam", str(search.beam), "--lenpen", str(search.lenpen), "--post-process", prep["bpe"]),
         # By default this fairseq drops the last batch unless it holds a multiple of 8 sentences.
         *("--required-batch-size-multiple", "1"),
+        # Source text is cut to what the model reads, as translate.sh does. By default fairseq stops at a longer one.
+        *("--truncate-source", "--skip-invalid-size-inputs-valid-test"),
+        *("--max-source-positions", str(longest[0] + 1), "--max-target-positions", str(longest[1] + 1)),
         *search.flags,
     ]
 
@@ -289,8 +312,11 @@ def generate(command: Sequence[str], results: Path, subset: str, sentences: int)
     return output + messages
 
 
-def in_order(output: Iterable[str], sentences: int) -> list[str]:
-    """The hypotheses in fairseq-generate's output, in the order of the sentence ids 0 .. sentences - 1."""
+def in_order(output: Iterable[str], sentences: int, left_out: int = 0) -> list[str]:
+    """The hypotheses in fairseq-generate's output, in the order of the sentence ids 0 .. sentences - 1.
+
+    `left_out` sentences, no more and no less, may have none, for fairseq did not take them: theirs are empty.
+    """
     hypotheses = {}
     for line in output:
         if match := re.match(r"H-(\d+)\t[^\t]*\t?(.*)", line):
@@ -300,11 +326,15 @@ def in_order(output: Iterable[str], sentences: int) -> list[str]:
             hypotheses[number] = match[2]
     missing = sorted(set(range(sentences)) - set(hypotheses))
     surplus = sorted(set(hypotheses) - set(range(sentences)))
-    if missing:
-        raise UserError(f"{len(missing)} of {sentences} sentences have no hypothesis, the first is {missing[0]}")
+    if len(missing) != left_out:
+        raise UserError(
+            f"{len(missing)} of {sentences} sentences have no hypothesis"
+            + (f", the first is {missing[0]}" if missing else "")
+            + (f"; {left_out} were expected to have none" if left_out else "")
+        )
     if surplus:
         raise UserError(f"there are hypotheses for {len(surplus)} sentences beyond the {sentences} references")
-    return [hypotheses[number] for number in range(sentences)]
+    return [hypotheses.get(number, "") for number in range(sentences)]
 
 
 def check_references(output: Iterable[str], references: Sequence[str], lowercase: bool, name: str) -> None:
@@ -346,6 +376,12 @@ def report(result: dict[str, Any], written: Path) -> None:
     """Print the result as people read it, and where it was written."""
     print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
     print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
+    if result.get("cut"):
+        print(f"  {result['cut']} source sentences are longer than the model reads: the rest of each was left out")
+    if result.get("left_out"):
+        print(
+            f"  {result['left_out']} sentences count as not translated: their references are longer than fairseq takes"
+        )
     for name, score in result["scores"].items():
         interval = f" ± {score['interval']['half_width']:.2f}" if "interval" in score else ""
         print(f"  {scores.LABELS[name] + ' ':.<22} {score['score']:6.2f}{interval:7}  {score['signature']}")

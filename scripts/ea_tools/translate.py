@@ -1,12 +1,16 @@
 """Translate raw text with a trained run; scripts/translate.sh is how it is called.
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
+With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; what was interrupted
+goes on with --resume. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION ||| SCORE, where
+numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import queue
 import re
@@ -30,8 +34,11 @@ from ea_tools.text import Moses, Source, decode
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: raw text from --input or standard input, translations to --output or standard output."""
     args = parse(arguments)
-    with reporting("translate"), _input(args.input) as lines, _output(args.output) as write:
-        translate(args, lines, write)
+    again = "run it again with --resume to go on" if args.output else "nothing is lost of what is above"
+    with reporting("translate", again):
+        checkpoint = args.checkpoint or choose(args.run)
+        with _input(args.input) as lines, _output(args, checkpoint) as (write, done):
+            translate(args, checkpoint, lines, write, done)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,12 +60,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
+    parser.add_argument("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
+    parser.add_argument("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
     parser.add_argument(
         "--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a tty)"
     )
     args = parser.parse_args(arguments[:end])
     if not (args.run or args.checkpoint):
         parser.error("--run or --checkpoint is needed")
+    if (args.nbest or 1) > args.beam:
+        parser.error(f"--nbest {args.nbest}: is more than --beam {args.beam}")
+    if args.resume and not args.output:
+        parser.error("--resume goes on with an --output, and none is given")
     args.interactive_flags = arguments[end + 1 :]
     return args
 
@@ -67,26 +81,64 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _input(path: Path | None) -> Iterator[IO[bytes]]:
     """The lines of a file, or of standard input, as bytes."""
     if path is None:
-        yield sys.stdin.buffer
+        # Not sys.stdin: Python aborts where it ends while a thread waits in that object, as at Ctrl-C.
+        with open(sys.stdin.fileno(), "rb", closefd=False) as file:
+            yield file
     else:
         with path.open("rb") as file:
             yield file
 
 
 @contextlib.contextmanager
-def _output(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """A function that writes one line; a file appears under its name only when it is complete."""
-    if path is None:
+def _output(args: argparse.Namespace, checkpoint: Path) -> Iterator[tuple[Callable[[str], None], int]]:
+    """A function that writes one line, and how many input lines have been translated before.
+
+    What goes to a file is first FILE.partial, with its settings beside it; it is FILE when it is complete.
+    """
+    if args.output is None:
         sys.stdout.reconfigure(encoding="utf-8")
-        yield lambda line: print(line, flush=True)
+        yield lambda line: print(line, flush=True), 0
         return
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        yield lambda line: print(line, file=file)
+    partial, record = (args.output.with_name(args.output.name + end) for end in (".partial", ".partial.json"))
+    used = {
+        "checkpoint": [str(checkpoint.resolve()), checkpoint.stat().st_size],
+        **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "interactive_flags")},
+    }
+    done = _translated_before(partial, record, used, args)
+    with replacing(record) as temporary:
+        temporary.write_text(json.dumps(used), encoding="utf-8")
+    with partial.open("a", encoding="utf-8") as file:
+        yield lambda line: print(line, file=file, flush=True), done
+    partial.replace(args.output)
+    record.unlink()
 
 
-def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[[str], None]) -> None:
-    """Give the translations of `lines` (bytes) to `write`, in their order."""
-    checkpoint = args.checkpoint or choose(args.run)
+def _translated_before(partial: Path, record: Path, used: dict[str, Any], args: argparse.Namespace) -> int:
+    """How many input lines an interrupted run has translated; what it wrote of another is cut off."""
+    if not partial.exists():
+        return 0
+    text = partial.read_bytes()
+    lines = text.split(b"\n")[:-1]
+    done = len(lines) // (args.nbest or 1)
+    if done and not args.resume:
+        raise UserError(
+            f"{partial}: holds {done:,} lines of a run that was interrupted; go on with --resume, or remove it"
+        )
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    for name, value in used.items():
+        if done and before.get(name) != value:
+            raise UserError(
+                f"--resume: {partial} was made with {name} {before.get(name)}, now it is {value}; remove it"
+            )
+    with partial.open("r+b") as file:
+        file.truncate(sum(len(line) + 1 for line in lines[: done * (args.nbest or 1)]))
+    return done
+
+
+def translate(
+    args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0
+) -> None:
+    """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
     state = load(checkpoint)
     preparation = of_model(checkpoint, state, args.run, args.data)
     data, prep = preparation.folder, preparation.prep
@@ -104,12 +156,19 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
             env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
         ) as process,
     ):
-        feeder = Feeder(lines, args.input or "standard input", Source(data, prep), longest(state), process.stdin)
-        answers = hypotheses(process.stdout)
-        progress = tqdm(feeder.sent(), unit=" lines", disable=at_terminal or args.output is None, mininterval=1)
+        name = args.input or "standard input"
+        feeder = Feeder(lines, name, Source(data, prep), longest(state), process.stdin, done)
+        answers = hypotheses(process.stdout, args.nbest or 1)
+        progress = tqdm(
+            feeder.sent(), unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1
+        )
+        prompt = _prompt if at_terminal else lambda text="": None
+        prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
         try:
-            for sent in progress:
-                write(moses.detokenize(next(answers)) if sent else "")
+            for number, sent in enumerate(progress, done):
+                for line in _written(number, next(answers) if sent else [], moses.detokenize, args.nbest):
+                    write(line)
+                prompt()
         except StopIteration:
             process.wait()
             messages.seek(0)
@@ -120,13 +179,34 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
             raise
 
 
+def _prompt(text: str = "") -> None:
+    print(text + "> ", end="", file=sys.stderr, flush=True)
+
+
+def _written(
+    number: int, answers: Sequence[tuple[str, str]], detokenize: Callable[[str], str], nbest: int | None
+) -> list[str]:
+    """The output lines of input line `number`, whose (score, tokens) are `answers`, none where it is empty."""
+    if not nbest:
+        return [detokenize(answers[0][1]) if answers else ""]
+    rows = answers or [("0", "")] * nbest
+    return [f"{number} ||| {detokenize(tokens)} ||| {score}" for score, tokens in rows]
+
+
 class Feeder(threading.Thread):
     """Sends the lines that hold something to fairseq-interactive, while the main thread reads its answers."""
 
     def __init__(
-        self, lines: Iterable[bytes], name: Path | str, source: Source, longest: int, stream: IO[bytes]
+        self,
+        lines: Iterable[bytes],
+        name: Path | str,
+        source: Source,
+        longest: int,
+        stream: IO[bytes],
+        done: int = 0,
     ) -> None:
         super().__init__(daemon=True)
+        self._done = done  # so many lines have been translated before
         self._lines, self._name, self._source, self._longest, self._stream = lines, name, source, longest, stream
         self._queue = queue.SimpleQueue()
         self.start()
@@ -142,6 +222,8 @@ class Feeder(threading.Thread):
         """What the thread does: prepare and send line after line, and report each of them to `sent`."""
         try:
             for number, line in enumerate(self._lines, 1):
+                if number <= self._done:
+                    continue
                 subwords = self._subwords(line, number)
                 self._queue.put(bool(subwords))
                 if subwords:
@@ -166,9 +248,9 @@ class Feeder(threading.Thread):
         return subwords[: self._longest]
 
 
-def longest(state: dict) -> int:
-    """How many subwords a model reads: one position is for the end of the sentence."""
-    return (settings(state).get("max_source_positions") or 1024) - 1
+def longest(state: dict, side: str = "source") -> int:
+    """How many subwords a model reads (or writes: side "target"): one position is for the end of the sentence."""
+    return (settings(state).get(f"max_{side}_positions") or 1024) - 1
 
 
 def interactive(args: argparse.Namespace, prep: dict[str, Any], data: Path, checkpoint: Path, buffer: int) -> list[str]:
@@ -178,20 +260,23 @@ def interactive(args: argparse.Namespace, prep: dict[str, Any], data: Path, chec
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"], "--path", str(checkpoint)),
         *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
-        *("--buffer-size", str(buffer), "--max-tokens", "4096"),
+        *("--buffer-size", str(buffer), "--nbest", str(args.nbest or 1)),
+        *(("--batch-size", str(args.batch_size)) if args.batch_size else ("--max-tokens", "4096")),
         *args.interactive_flags,
     ]
 
 
-def hypotheses(output: Iterable[bytes]) -> Iterator[str]:
-    """The translations in fairseq-interactive's output, which come in the order of its input."""
-    expected = 0
+def hypotheses(output: Iterable[bytes], nbest: int = 1) -> Iterator[list[tuple[str, str]]]:
+    """For each sentence, in the order of fairseq-interactive's input, its (score, tokens), the best one first."""
+    expected, answers = 0, []
     for line in output:
-        if match := re.match(rb"H-(\d+)\t[^\t]*\t?(.*)", line):
+        if match := re.match(rb"H-(\d+)\t([^\t]*)\t?(.*)", line):
             if int(match[1]) != expected:
                 raise UserError(f"sentence {int(match[1])} was answered where {expected} was expected")
-            expected += 1
-            yield match[2].decode("utf-8")
+            answers.append((match[2].decode(), match[3].decode("utf-8")))
+            if len(answers) == nbest:
+                yield answers
+                expected, answers = expected + 1, []
 
 
 if __name__ == "__main__":

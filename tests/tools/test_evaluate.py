@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.toy import script
 
 from ea_tools import evaluate
 from ea_tools import scores as scoring
+from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError
 from ea_tools.text import Moses, read_lines, read_prep
 
@@ -147,6 +149,42 @@ def test_order_is_restored_by_sentence_id():
     random.Random(1).shuffle(numbers)
     output = ["INFO: H-1 in a message", *(f"{kind}-{n}\t-0.5\tsentence {n}" for n in numbers for kind in "HDP")]
     assert evaluate.in_order(output, 25) == [f"sentence {n}" for n in range(25)]
+
+
+def test_sentences_that_fairseq_leaves_out_are_empty_and_counted():
+    output = ["H-1\t-0.5\tb", "H-2\t-0.5\tc"]
+    assert evaluate.in_order(output, 3, left_out=1) == ["", "b", "c"]
+    with pytest.raises(UserError, match="1 of 3 sentences have no hypothesis, the first is 0; 2 were expected"):
+        evaluate.in_order(output, 3, left_out=2)
+
+
+def test_sentences_longer_than_the_model_takes_are_counted(data):
+    prep = read_prep(data)
+    total = sum(1 for _ in (data / "raw" / "test.de").open())
+    assert evaluate.count_longer(data, prep, "test", (1023, 1023)) == (0, 0)
+    assert evaluate.count_longer(data, prep, "test", (0, 0)) == (total, total)
+    few, _ = evaluate.count_longer(data, prep, "test", (5, 5))
+    assert 0 < few < total
+
+
+@pytest.mark.slow
+def test_a_test_with_long_sentences_is_scored(data, run, tmp_path):
+    """Sources are cut, as translate.sh does, and what fairseq does not take at all counts as not translated."""
+    folder = tmp_path / "short"
+    folder.mkdir()
+    state = load(run / "checkpoint3.pt")
+    for name in ("max_source_positions", "max_target_positions"):
+        setattr(state["cfg"]["model"], name, 12)
+    torch.save(state, folder / "checkpoint3.pt")
+    flags = ["--data", data, "--run", folder, "--checkpoint", folder / "checkpoint3.pt", "--beam", 1]
+    result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((folder / "eval" / "test.json").read_text())
+    assert found["cut"] > 0
+    assert found["left_out"] > 0
+    hypotheses = read_lines(folder / "eval" / "test.hyp.txt")
+    assert (len(hypotheses), hypotheses.count("")) == (10, found["left_out"])
+    assert "the rest of each was left out" in result.stdout
 
 
 def test_an_empty_hypothesis_is_a_hypothesis():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from helpers.toy import Payload, script
 
+from ea_tools import translate
 from ea_tools.common import UserError
 from ea_tools.text import Moses, Source, decode, read_prep
 
@@ -32,6 +33,81 @@ def test_bad_bytes_are_named():
     assert decode(b" gut \r\n", "x", 1) == " gut "
     with pytest.raises(UserError, match=r"x:7: not UTF-8: .* at byte 3"):
         decode(b"ab\xff", "x", 7)
+
+
+def test_output_is_kept_and_gone_on_with(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out")])
+        with translate._output(args, args.checkpoint) as (write, done):
+            write("first")
+            raise KeyboardInterrupt
+    assert (tmp_path / "out.partial").read_text() == "first\n", "written as it came"
+    args.resume = True
+    with (tmp_path / "out.partial").open("a") as file:
+        file.write("half a li")
+    with translate._output(args, args.checkpoint) as (write, done):
+        write(f"after {done}")
+    assert (tmp_path / "out").read_text() == "first\nafter 1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_settings_do_not_go_on_with_it(tmp_path):
+    def output(*flags):
+        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out"), *flags])
+        return translate._output(args, args.checkpoint)
+
+    with pytest.raises(KeyboardInterrupt), output("--nbest", "2") as (write, _):
+        for line in ("0 ||| a ||| -1", "0 ||| b ||| -2", "1 ||| c ||| -1"):
+            write(line)
+        raise KeyboardInterrupt
+    with pytest.raises(UserError, match=r"out\.partial: holds 1 lines .* go on with --resume"), output("--nbest", "2"):
+        pass
+    with (
+        pytest.raises(UserError, match="was made with beam 5, now it is 4"),
+        output("--nbest", "2", "--beam", "4", "--resume"),
+    ):
+        pass
+    with output("--nbest", "2", "--resume") as (write, done):
+        assert done == 1
+    assert (tmp_path / "out").read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
+
+
+def test_n_best_with_scores():
+    lines = [b"S-0\tx", b"H-0\t-0.5\ta b", b"H-0\t-0.7\ta", b"H-1\t-1\tc", b"H-1\t-2\t"]
+    both = list(translate.hypotheses(lines, 2))
+    assert both == [[("-0.5", "a b"), ("-0.7", "a")], [("-1", "c"), ("-2", "")]]
+    assert translate._written(7, both[0], str.upper, 2) == ["7 ||| A B ||| -0.5", "7 ||| A ||| -0.7"]
+    assert translate._written(8, [], str.upper, 2) == ["8 |||  ||| 0", "8 |||  ||| 0"]
+    assert translate._written(8, [], str.upper, None) == [""]
+    with pytest.raises(SystemExit):
+        translate.parse(["--run", "x", "--nbest", "6"])
+
+
+def test_lines_translated_before_are_not_sent(data):
+    sent = io.BytesIO()
+    sent.close = lambda: None
+    feeder = translate.Feeder([b"Hund.\n", b"\n", b"Haus.\n"], "x", str.upper, 9, sent, done=1)
+    assert list(feeder.sent()) == [False, True]
+    assert sent.getvalue() == b"HAUS.\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_waiting_terminal_is_one_line(data, run, tmp_path):
+    """Python used to abort, for a thread held its standard input."""
+    words = [*tool("translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
+    process = subprocess.Popen(
+        [str(word) for word in words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True,
+    )  # fmt: skip
+    process.stdin.write("Hund.\n")
+    process.stdin.flush()
+    assert process.stdout.readline().endswith("\n")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("translate: interrupted; ")
+    assert "Traceback" not in said
+    assert "Fatal" not in said
 
 
 @pytest.mark.slow
@@ -65,6 +141,14 @@ def test_mistakes(data, run, tmp_path):
     assert result.returncode == 1
     assert f"{tmp_path / 'in'}:2: not UTF-8" in result.stderr
     assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").read_text().count("\n") == 1, "what came before is kept"
+    (tmp_path / "in").write_text("Hund.\nKatze.\n")
+    again = script("translate.sh", "--run", run, *flags)
+    assert "out.partial: holds 1 lines of a run that was interrupted; go on with --resume" in again.stderr
+    resumed = script("translate.sh", "--run", run, *flags, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert (tmp_path / "out").read_text().count("\n") == 2
+    assert not list(tmp_path.glob("out.*"))
 
     def error(*flags):
         result = script("translate.sh", *flags, input="Hund.\n")
