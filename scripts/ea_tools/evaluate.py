@@ -258,10 +258,8 @@ def count_longer(data: Path, prep: dict, subset: str, longest: tuple[int, int]) 
 
     source, target = prep["source_lang"], prep["target_lang"]
     indices = (data / f"{subset}.{source}-{target}.{language}.idx" for language in (source, target))
-    found = (
-        count_lengths(path)[most + 1 :] if path.is_file() else [] for path, most in zip(indices, longest, strict=True)
-    )
-    of_source, of_target = (int(sum(counts)) for counts in found)
+    counts = [count_lengths(path) if path.is_file() else () for path in indices]
+    of_source, of_target = (int(sum(side[most + 1 :])) for side, most in zip(counts, longest, strict=True))
     return of_source, of_target
 
 
@@ -379,9 +377,7 @@ def report(result: dict[str, Any], written: Path) -> None:
     if result.get("cut"):
         print(f"  {result['cut']} source sentences are longer than the model reads: the rest of each was left out")
     if result.get("left_out"):
-        print(
-            f"  {result['left_out']} sentences count as not translated: their references are longer than fairseq takes"
-        )
+        print(f"  {result['left_out']} sentences count as not translated: their references are too long for fairseq")
     for name, score in result["scores"].items():
         interval = f" ± {score['interval']['half_width']:.2f}" if "interval" in score else ""
         print(f"  {scores.LABELS[name] + ' ':.<22} {score['score']:6.2f}{interval:7}  {score['signature']}")

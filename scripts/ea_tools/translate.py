@@ -1,9 +1,9 @@
 """Translate raw text with a trained run; scripts/translate.sh is how it is called.
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
-With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; what was interrupted
-goes on with --resume. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION ||| SCORE, where
-numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
+With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; what was
+interrupted goes on with --resume. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION |||
+SCORE, where numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
 """
 
 from __future__ import annotations
@@ -121,15 +121,11 @@ def _translated_before(partial: Path, record: Path, used: dict[str, Any], args: 
     lines = text.split(b"\n")[:-1]
     done = len(lines) // (args.nbest or 1)
     if done and not args.resume:
-        raise UserError(
-            f"{partial}: holds {done:,} lines of a run that was interrupted; go on with --resume, or remove it"
-        )
+        raise UserError(f"{partial}: holds {done:,} lines of an interrupted run; go on with --resume, or remove it")
     before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     for name, value in used.items():
         if done and before.get(name) != value:
-            raise UserError(
-                f"--resume: {partial} was made with {name} {before.get(name)}, now it is {value}; remove it"
-            )
+            raise UserError(f"--resume: {partial} was made with {name} {before.get(name)}, and now it is {value}")
     with partial.open("r+b") as file:
         file.truncate(sum(len(line) + 1 for line in lines[: done * (args.nbest or 1)]))
     return done

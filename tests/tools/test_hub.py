@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers.data_toy import sentences as awkward
-from helpers.toy import REPO, data, run, script  # noqa: F401  (fixtures)
+from helpers.toy import REPO, script
 
 import ea_fairseq
 from ea_fairseq.text import Text
@@ -19,7 +19,7 @@ SENTENCES = ["Hund, Katze, Haus.", "", "Haus.", "  ", "GARTEN, Vogel.", "Haus."]
 
 
 @pytest.fixture(scope="module")
-def kept(data, run, tmp_path_factory):  # noqa: F811
+def kept(data, run, tmp_path_factory):
     """A run that keeps its preparation."""
     folder = tmp_path_factory.mktemp("hub") / "kept"
     folder.mkdir()
@@ -36,7 +36,7 @@ def kept(data, run, tmp_path_factory):  # noqa: F811
         {"source_lang": "en", "rules": {"normalise": True}},
     ],
 )
-def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):  # noqa: F811
+def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):
     prep = {**json.loads((data / "PREP.json").read_text()), **rules}
     for name in ("code", "dict.de.txt", "dict.en.txt"):
         shutil.copyfile(data / name, tmp_path / name)
@@ -46,7 +46,7 @@ def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):  # noqa:
         assert ours.subwords(line) == tools(line), line
 
 
-def test_decomposed_text_is_composed(data):  # noqa: F811
+def test_decomposed_text_is_composed(data):
     assert Text(data).subwords("Gru\u0308n") == Text(data).subwords("Grün")
 
 
@@ -65,7 +65,7 @@ def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
     assert "Sentence 2 has" in caplog.text
 
 
-def test_what_is_missing_is_named(data, run, tmp_path):  # noqa: F811
+def test_what_is_missing_is_named(data, run, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         ea_fairseq.load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"average7\.pt: no such file"):

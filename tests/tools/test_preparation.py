@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.toy import data, run  # noqa: F401  (fixtures)
 
 from ea_tools import evaluate, preparation, train, translate
 from ea_tools.checkpoints import load
@@ -17,7 +16,7 @@ RULES = {"split_dashes": False, "max_ratio": 1.5}
 
 
 @pytest.fixture
-def kept(data, run, tmp_path):  # noqa: F811
+def kept(data, run, tmp_path):
     """A run of one checkpoint that keeps its preparation; in its checkpoint, a path to data that are not there."""
     folder = tmp_path / "runs" / "kept"
     folder.mkdir(parents=True)
@@ -28,18 +27,18 @@ def kept(data, run, tmp_path):  # noqa: F811
     return folder
 
 
-def of(folder, data=None):  # noqa: F811
+def of(folder, data=None):
     return preparation.of_model(folder / CHECKPOINT, load(folder / CHECKPOINT), folder, data)
 
 
-def changed(data, tmp_path, name, change):  # noqa: F811
+def changed(data, tmp_path, name, change):
     """A copy of the data in which one file is another."""
     copy = Path(shutil.copytree(data, tmp_path / "changed", dirs_exist_ok=True))
     (copy / name).write_text(change((data / name).read_text()))
     return copy
 
 
-def test_a_run_without_its_data_can_be_used(kept, data):  # noqa: F811
+def test_a_run_without_its_data_can_be_used(kept, data):
     found = of(kept)
     assert found.folder == kept / "prepared"
     assert found.prep == {**json.loads((data / "PREP.json").read_text()), "rules": RULES}
@@ -75,14 +74,14 @@ def other_prep(**settings):
         ("PREP.json", other_prep(source_lang="en", target_lang="de"), "source_lang: the run's is de, that of .* is en"),
     ],
 )
-def test_other_preparations_are_refused_with_the_difference(kept, data, tmp_path, name, change, message):  # noqa: F811
+def test_other_preparations_are_refused_with_the_difference(kept, data, tmp_path, name, change, message):
     other = changed(data, tmp_path, name, change)
     with pytest.raises(UserError, match=r"is not what .* was trained on") as refusal:
         of(kept, other)
     assert refusal.match(message)
 
 
-def test_rules_that_only_choose_sentences_may_differ(kept, data, tmp_path):  # noqa: F811
+def test_rules_that_only_choose_sentences_may_differ(kept, data, tmp_path):
     other = changed(data, tmp_path, "PREP.json", other_prep(name="another test set", rules={"max_ratio": 2.0}))
     assert of(kept, other).folder == kept / "prepared"
 
@@ -93,7 +92,7 @@ def test_what_is_kept_must_not_change(kept):
         of(kept)
 
 
-def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_path):  # noqa: F811
+def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_path):
     """Such a run keeps nothing but a digest of its training data, in run.json; from then on it keeps the rest."""
     shutil.rmtree(kept / "prepared")
     (kept / "run.json").write_text(json.dumps({"identity": {"data": preparation.fingerprint(data)}}))
@@ -103,14 +102,14 @@ def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_p
     assert of(kept).folder == kept / "prepared"
 
 
-def test_a_run_of_plain_fairseq_train_is_compared_by_its_languages(kept, data, tmp_path):  # noqa: F811
+def test_a_run_of_plain_fairseq_train_is_compared_by_its_languages(kept, data, tmp_path):
     shutil.rmtree(kept / "prepared")
     with pytest.raises(UserError, match=r"translates de-en, and .* is en-de"):
         of(kept, changed(data, tmp_path, "PREP.json", other_prep(source_lang="en", target_lang="de")))
     assert of(kept, data).folder == data
 
 
-def test_scores_are_refused_on_other_data(kept, data, tmp_path):  # noqa: F811
+def test_scores_are_refused_on_other_data(kept, data, tmp_path):
     """Before anything is translated: a dictionary of the same size gave a score without a word."""
     other = changed(data, tmp_path, "dict.en.txt", swap_words)
     args = evaluate.parse(["--data", str(other), "--run", str(kept), "--checkpoint", str(kept / CHECKPOINT)])
@@ -119,7 +118,7 @@ def test_scores_are_refused_on_other_data(kept, data, tmp_path):  # noqa: F811
     assert not (kept / "eval").exists()
 
 
-def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_path):  # noqa: F811
+def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     train.keep_preparation(folder, changed(data, tmp_path, "code", swap_words))

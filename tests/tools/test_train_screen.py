@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.toy import TINY, data, script  # noqa: F401  (fixture)
+from helpers.toy import TINY, script
 
 from ea_tools import fairseq_train, train
 
@@ -139,7 +139,7 @@ def test_what_to_type_next(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges(data, tmp_path):  # noqa: F811
+def test_a_run_that_diverges(data, tmp_path):
     size = [*TINY, "--max-tokens", 250, "--update-freq", 1, "--no-tensorboard", "--gpus", 0, "--num-workers", 0]
     flags = ["--data", data, "--run", tmp_path / "run", *size, "--lr", "1e6", "--warmup-updates", 1]
     result = script("train", "sample", "ea_transformer_lite", *flags)

@@ -1,10 +1,13 @@
 """scripts/translate.sh: raw text in, raw text out, line for line."""
 
+import io
 import json
 import shutil
+import signal
+import subprocess
 
 import pytest
-from helpers.toy import Payload, script
+from helpers.toy import ENVIRONMENT, Payload, script, tool
 
 from ea_tools import translate
 from ea_tools.common import UserError
@@ -63,7 +66,7 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
     with pytest.raises(UserError, match=r"out\.partial: holds 1 lines .* go on with --resume"), output("--nbest", "2"):
         pass
     with (
-        pytest.raises(UserError, match="was made with beam 5, now it is 4"),
+        pytest.raises(UserError, match="made with beam 5, and now"),
         output("--nbest", "2", "--beam", "4", "--resume"),
     ):
         pass
@@ -92,7 +95,7 @@ def test_lines_translated_before_are_not_sent(data):
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_a_waiting_terminal_is_one_line(data, run, tmp_path):
+def test_ctrl_c_at_a_waiting_terminal_is_one_line(run):
     """Python used to abort, for a thread held its standard input."""
     words = [*tool("translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
@@ -144,7 +147,7 @@ def test_mistakes(data, run, tmp_path):
     assert (tmp_path / "out.partial").read_text().count("\n") == 1, "what came before is kept"
     (tmp_path / "in").write_text("Hund.\nKatze.\n")
     again = script("translate.sh", "--run", run, *flags)
-    assert "out.partial: holds 1 lines of a run that was interrupted; go on with --resume" in again.stderr
+    assert "out.partial: holds 1 lines of an interrupted run; go on with --resume" in again.stderr
     resumed = script("translate.sh", "--run", run, *flags, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert (tmp_path / "out").read_text().count("\n") == 2
