@@ -2,8 +2,8 @@
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
 With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; what was
-interrupted goes on with --resume. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION |||
-SCORE, where numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
+interrupted goes on with --resume. With --nbest each line gives several, in the form of Moses, NUMBER ||| TRANSLATION
+||| SCORE, where numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
 """
 
 from __future__ import annotations
