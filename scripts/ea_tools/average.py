@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = select(
             args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
         )
+        if Path(args.output).resolve() in {path.resolve() for path in paths}:
+            raise UserError(f"--output {args.output}: is one of the checkpoints to average; give it another name")
         save(average(paths), args.output)
     print(f"wrote {args.output}, the average of {len(paths)} checkpoints")
 

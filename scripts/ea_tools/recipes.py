@@ -43,6 +43,7 @@ class Recipe:
     batch: Batch
     flags: dict[str, Any]
     architectures: dict[str, dict[str, Any]]
+    eval_bleu: bool = False  # BLEU and sample translations at each validation, where the text is small enough for it
 
     def flags_for(self, arch: str) -> dict[str, Any]:
         """The flags with the architecture's own in the place of the common ones; false leaves one out."""
@@ -73,6 +74,7 @@ def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
             batch=Batch(**merged["batch"]),
             flags=merged["flags"],
             architectures=merged.get("arch", {}),
+            eval_bleu=merged.get("eval-bleu", False),
         )
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -102,6 +104,7 @@ def for_data(data: Path) -> tuple[Recipe, str]:
             f"# For a corpus of {pairs:,} pairs, by its size. Change it as you like, and give it as RECIPE.",
             'inherit = "base"',
             f"data = {json.dumps(str(place))}",
+            *(["eval-bleu = true"] if pairs <= FOR_SIZE[1][0] else []),
             *(f'{side}-lang = "{prep[f"{side}_lang"]}"' for side in ("source", "target")),
             f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",
             "\n[flags]",

@@ -65,23 +65,24 @@ def score(
     return scores
 
 
-def validation_flags(bpe: str) -> dict[str, str | bool]:
-    """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and best checkpoints by it.
+def validation_flags(bpe: str, decides: bool = True) -> dict[str, str | bool]:
+    """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
     fairseq takes sacreBLEU too, on text that it detokenises itself. It heeds case, unlike `score` for lower-cased data,
     where it makes no difference among the model's own translations but lowers the score.
 
     Args:
         bpe: the kind of subwords, as PREP.json names it.
+        decides: whether BLEU, and not the loss, says which checkpoint is the best, and when --patience ends.
     """
-    return {
+    flags = {
         "eval-bleu": True,
         "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
         "eval-bleu-detok": "moses",
         "eval-bleu-remove-bpe": bpe,
-        "best-checkpoint-metric": "bleu",
-        "maximize-best-checkpoint-metric": True,
+        "eval-bleu-print-samples": True,
     }
+    return flags | ({"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True} if decides else {})
 
 
 def _without_unknown(lines: Sequence[str]) -> list[str]:

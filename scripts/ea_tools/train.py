@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"next: {next_command(start.data, start.run)}")
             return
         if start.launch.rank == 0:
-            record_start(start.run, start.flags, start.launch, updates(last) if last else 0)
+            record_start(start.run, start.flags, start.launch, updates(last) if last else 0, args.command)
     if last:
         say(f"{start.run}: goes on after {updates(last):,} updates")
     os.execve(start.command[0], start.command, start.environment)
@@ -235,6 +235,8 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
         chosen |= validation_flags(read_prep(args.data)["bpe"])
+    elif recipe.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
+        chosen |= validation_flags(read_prep(args.data)["bpe"], decides=False)
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
@@ -395,8 +397,9 @@ def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
             )
     elif started:
         raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
-    starts = json.loads(record.read_text(encoding="utf-8")).get("starts", []) if record.exists() and started else []
-    _write_record(run, {"identity": this, "command": command, "starts": starts})
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() and started else {}
+    first = before.get("command", command)  # that which began the run; each start has its own
+    _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
 
 
 def keep_preparation(run: Path, data: Path) -> None:
@@ -407,20 +410,31 @@ def keep_preparation(run: Path, data: Path) -> None:
         keep(run, data)
 
 
-def record_start(run: Path, flags: Flags, launch: Launch, done: int) -> None:
-    """Add to run.json that training starts, or goes on after `done` updates: on which code, device and flags.
+def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str = "") -> None:
+    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags.
 
-    A run that was stopped and went on after a change of the code or of a flag says so by this.
+    A run that was stopped and went on after a change of the code or of a flag says so by this, and on the screen.
     """
     machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
     start = {
+        "command": command,
         "updates": done,
         **provenance(on_cpu=not launch.gpus),
         "processes": launch.processes,
         "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
     }
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    if done and record["starts"]:
+        say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
     _write_record(run, {**record, "starts": [*record["starts"], start]})
+
+
+def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Print a note for each flag of fairseq-train that a run goes on without, with, or with another value."""
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            was, is_now = (flags[name] or "given" if name in flags else "not given" for flags in (before, now))
+            say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
 def _write_record(run: Path, record: dict[str, Any]) -> None:

@@ -106,6 +106,21 @@ def test_refuses_fewer_than_n(tmp_path):
         average_checkpoints.select([tmp_path], num_epochs=4)
 
 
+def test_an_input_is_never_written_over(tmp_path):
+    epochs(tmp_path, 2)
+    path = tmp_path / "checkpoint2.pt"
+    before = path.read_bytes()
+    link = tmp_path / "link.pt"
+    link.symlink_to(path)
+    for output in (path, link, tmp_path / "x" / ".." / "checkpoint2.pt"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit, match="is one of the checkpoints to average"):
+            average_checkpoints.main(
+                ["--inputs", str(tmp_path), "--num-epoch-checkpoints", "2", "--output", str(output)]
+            )
+    assert path.read_bytes() == before
+
+
 def test_refuses_weights_that_are_not_finite(tmp_path):
     path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
     with pytest.raises(UserError, match="w holds NaN"):

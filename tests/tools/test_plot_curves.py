@@ -283,3 +283,41 @@ def test_labels_and_a_run_that_knows_neither_epochs_nor_speed(tmp_path):
     assert out.stat().st_size > 10_000
     with pytest.raises(UserError, match="2 lines: short; ea_transformer_lite"):
         plot_curves.group([plot_curves.read(log), plot_curves.read(tmp_path / "run")], ["one"])
+
+
+def drawn(monkeypatch, tmp_path, *runs):
+    """The figure of these runs' curves."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: (figures.append(figure), path.touch()))
+    plot_curves.main([*map(str, runs), "--x", "updates", "--out", str(tmp_path / "curves.png")])
+    return figures[0]
+
+
+@pytest.mark.parametrize("updates", [range(1, 11), range(1, 61)])
+def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path, updates):
+    """Also one that ended in the first tenth of the others' time, all of which the picture used to crop."""
+    good = make(tmp_path / "good", list(journal(range(1, 201), level=30.0)))
+    lines = [*journal(updates, level=1e6)]
+    figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "wild", lines, arch="transformer_lite"))
+    panel = figure.axes[0]
+    assert panel.get_ylim()[1] < 40, "it does not press the others together"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[0] == "ea_transformer_lite"
+    assert labels[1].startswith("transformer_lite (above the picture: ")
+    (marks,) = [line for line in panel.lines if line.get_marker() == "^"]
+    assert set(marks.get_ydata()) == {panel.get_ylim()[1]}
+
+
+def test_a_loss_that_is_no_number_is_said(monkeypatch, tmp_path):
+    good = make(tmp_path / "good")
+    lines = [line.replace('"loss": 4.0', '"loss": NaN') for line in journal(range(1, 61))]
+    figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "lost", lines, arch="transformer_lite"))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "transformer_lite (diverged: " in labels[1]
+
+
+def test_a_model_that_is_a_little_worse_is_in_the_picture(monkeypatch, tmp_path):
+    good = make(tmp_path / "good")
+    figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "worse", arch="transformer_lite", level=14.0))
+    assert "(" not in "".join(text.get_text() for text in figure.legends[0].get_texts())
+    assert figure.axes[0].get_ylim()[1] > 12

@@ -69,6 +69,7 @@ def test_the_laptop_recipe_is_the_command_it_came_from(capsys, arch):
     words = "--lr 2e-3 --warmup-updates 400 --dropout 0.1 --max-tokens 4000 --update-freq 1 --max-update 1500"
     words += " --without patience --without keep-last-epochs --no-epoch-checkpoints"
     words += " --save-interval-updates 50 --keep-interval-updates 10"
+    where += ["--data", "nowhere"]  # without data no recipe can say how its validation is scored
     spelt_out = flags(dry_run(capsys, "multi30k-de-en", arch, *where, *words.split())[0])
     command, said = dry_run(capsys, "multi30k-laptop-de-en", arch, *where)
     assert flags(command) | {"lr": "2e-3"} == spelt_out
@@ -256,3 +257,14 @@ def test_our_architectures_are_known_without_fairseq():
 
     assert {"ea_transformer_lite", "ea_transformer_base", "transformer_lite"} < flag_faults.ours()
     assert flag_faults.ours() <= set(ARCH_MODEL_REGISTRY)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_small_recipes_score_and_show_translations_at_validation(capsys, data, recipe):
+    """Which are not the protocols of the published tables; and there the loss still decides which is the best."""
+    found = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data)[0])
+    small = recipe in ("sample", "multi30k-de-en", "multi30k-en-de", "multi30k-en-fr")
+    assert ("eval-bleu" in found) == ("eval-bleu-print-samples" in found) == small
+    assert "best-checkpoint-metric" not in found
+    asked = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data, "--eval-bleu")[0])
+    assert asked["best-checkpoint-metric"] == "bleu"

@@ -150,6 +150,23 @@ def test_every_start_is_recorded(tmp_path):
     assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
 
 
+def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
+    launch = train.Launch(gpus=0)
+    for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
+        train.claim(tmp_path, {"arch": "a"}, command)
+        extra = {"fp16": []} if done else {}
+        train.record_start(tmp_path, {"lr": [lr], "dropout": ["0"], **extra}, launch, done, command)
+        checkpoint(tmp_path / "checkpoint1.pt", 10)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["command"] == "train.sh a --lr 0.1", "that which began the run"
+    assert [start["command"] for start in record["starts"]] == ["train.sh a --lr 0.1", "train.sh a --lr 0.2 --fp16"]
+    assert all(start["date"] for start in record["starts"])
+    said = capsys.readouterr().err
+    assert "--lr is 0.2 from here on; it was 0.1 " in said
+    assert "--fp16 is given from here on; it was not given" in said
+    assert "dropout" not in said
+
+
 def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 1)
     with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):

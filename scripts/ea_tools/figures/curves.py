@@ -17,8 +17,8 @@ import csv
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,14 +175,16 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     from matplotlib.ticker import MaxNLocator
 
     rows = [name for name in QUANTITIES if any(name in run.points for line in lines for run in line.runs)]
+    tops = {name: _top(lines, name) for name in rows if name != "bleu"}
+    lines = [_marked(line, tops) for line in lines]
     size = (1.0 + 3.7 * len(axes), 1.0 + 2.7 * len(rows))
     figure, panels = style.panels(len(rows), len(axes), size, sharex="col", sharey="row")
     for row, quantity in zip(panels, rows, strict=True):
         for panel, axis in zip(row, axes, strict=True):
-            _panel(panel, lines, quantity, axis)
+            _panel(panel, lines, quantity, axis, tops.get(quantity))
         row[0].set_ylabel(QUANTITIES[quantity])
-        if quantity != "bleu":
-            row[0].set_ylim(top=_top(lines, quantity))
+        if quantity in tops:
+            row[0].set_ylim(top=tops[quantity])
     for panel, axis in zip(panels[-1], axes, strict=True):
         panel.set_xlabel("training time (hours)" if axis == "hours" else axis)
         panel.set_xlim(left=0)
@@ -197,24 +199,46 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     style.save(figure, path, form)
 
 
-def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str) -> None:
+def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
+    """The line, with a word in its label where a run of it has left the picture, or has no numbers any more."""
+    for quantity, top in tops.items():
+        x, mean, _, _ = band(line, quantity, "updates")
+        lost = np.array([not np.isfinite(run.points[quantity][1][-1]) for run in line.runs if quantity in run.points])
+        if lost.any():
+            return replace(line, label=f"{line.label} (diverged: {QUANTITIES[quantity]} is no number at the end)")
+        if top and len(x) and mean[-1] > top:
+            return replace(line, label=f"{line.label} (above the picture: {QUANTITIES[quantity]} {mean[-1]:.4g})")
+    return line
+
+
+def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> None:
     looks = zip(cycle(style.COLOURS), cycle(style.LINES), strict=False)
     for line, (colour, dashes) in zip(lines, looks, strict=False):
         x, mean, lowest, highest = band(line, quantity, axis)
         marker = "o" if len(x) <= 30 else None
         panel.plot(x, mean, dashes, color=colour, label=line.label, linewidth=1.6, marker=marker, markersize=3)
+        above = (mean > top) if top and len(x) and mean[-1] > top else np.zeros(len(x), bool)
+        if above.any():  # marks at the upper edge say where a run is that has diverged
+            edge = np.full(above.sum(), top)
+            panel.plot(x[above], edge, "^", color=colour, markersize=6, clip_on=False, zorder=3)
         if len(line.runs) > 1:
             panel.fill_between(x, lowest, highest, color=colour, alpha=0.2, linewidth=0)
     panel.grid(alpha=0.3)
 
 
 def _top(lines: Sequence[Line], quantity: str) -> float | None:
-    """Where a loss's axis ends: the first tenth of training is steep, and would press the rest together."""
+    """Where a loss's axis ends: the first tenth of training is steep, and would press the rest together.
+
+    So would a run that has diverged: one that ends at more than twice the highest loss of the line with the lowest.
+    """
     start = max(run.last for line in lines for run in line.runs) / 10
     bands = [band(line, quantity, "updates") for line in lines]
-    highest = [values[x >= start].max() for x, _, _, values in bands if len(x) and (x >= start).any()]
-    highest = [value for value in highest if np.isfinite(value)]
-    return max(highest) * 1.02 if highest else None
+    bands = [(mean, highest[x >= min(start, x[-1])]) for x, mean, _, highest in bands if len(x)]
+    limits = [(mean[-1], values.max()) for mean, values in bands if np.isfinite(values).all()]
+    if not limits:
+        return None
+    lowest_limit = min(limit for _, limit in limits)
+    return 1.02 * max(limit for end, limit in limits if end <= 2 * lowest_limit)
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:
