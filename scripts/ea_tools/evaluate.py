@@ -27,7 +27,7 @@ from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, check_dictionaries, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting
 from ea_tools.provenance import provenance
-from ea_tools.text import Moses, read_lines, read_prep
+from ea_tools.text import Words, read_lines, read_prep
 from ea_tools.text import references as read_references
 
 
@@ -74,6 +74,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against", type=Path, metavar="RUN", help="a paired test against this run, which has been evaluated before"
     )
+    parser.add_argument(
+        "--tok", metavar="NAME", help="sacreBLEU's tokeniser (default: sacreBLEU's own for the target language)"
+    )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     args = parser.parse_args(arguments[:end])
@@ -86,6 +89,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns what goes into the JSON file."""
     prep = read_prep(args.data)
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
+    tokenizer = args.tok or scores.tokenizer_for(prep["target_lang"])
+    scores.check_tokenizer(tokenizer, prep["target_lang"])
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
     baseline = read_baseline(args.against, args.subset, references) if args.against else None
@@ -99,8 +104,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     command = generate_command(args.data, prep, checkpoint, args.subset, search)
     output = generate(command, results, args.subset, len(references))
     hypotheses = in_order(output, len(references))
-    moses = Moses(prep, prep["target_lang"])
-    detokenised = [moses.detokenize(line) for line in hypotheses]
+    words = Words(prep, prep["target_lang"])
+    detokenised = [words.detokenize(line) for line in hypotheses]
     check_references(output, tokenised_references, prep["lowercase"], f"{args.subset!r} in {args.data}")
 
     result = {
@@ -115,11 +120,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "beam": search.beam,
         "lenpen": search.lenpen,
         "scores": scores.score(
-            tokenised=hypotheses,
+            tokenised=None if prep["tokenizer"] == "none" else hypotheses,
             detokenised=detokenised,
             references=references,
             tokenised_references=tokenised_references,
             lowercase=prep["lowercase"],
+            tokenizer=tokenizer,
             compounds=(prep["source_lang"], prep["target_lang"]) == ("en", "de"),
         ),
         "references": digest(references),
@@ -130,7 +136,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     }
     if baseline:
         difference = scores.compare(
-            system=detokenised, baseline=baseline, references=references, lowercase=prep["lowercase"]
+            system=detokenised,
+            baseline=baseline,
+            references=references,
+            lowercase=prep["lowercase"],
+            tokenizer=tokenizer,
         )
         result["against"] = {"run": str(args.against), **difference}
     with replacing(results / f"{args.subset}.hyp.txt") as temporary:

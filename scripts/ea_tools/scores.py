@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ea_tools.common import UserError
+from prep.corpus import base_language
+
 if TYPE_CHECKING:  # imported where it is used: plans and tables only need the labels
+    from sacrebleu.metrics import BLEU
     from sacrebleu.metrics.base import Metric
 
 # Neither scorer's tokeniser can find this in a reference: an unknown word earns nothing, whatever the reference holds.
@@ -20,13 +25,58 @@ LABELS = {
 }
 
 
+#: sacreBLEU's own tokeniser for target languages that are not written in words with spaces; 13a for all others.
+TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
+#: Languages without spaces between words for which sacreBLEU has no tokeniser of its own.
+WITHOUT_SPACES = frozenset("bo dz km lo my th".split())
+
+
+def tokenizer_for(language: str) -> str:
+    """The tokeniser that sacreBLEU takes for text in this language where it is told none."""
+    return TOKENIZERS.get(base_language(language), "13a")
+
+
+def check_tokenizer(tokenizer: str, language: str) -> None:
+    """Refuse a tokeniser of sacreBLEU that cannot be had here; warn of one that finds no words in this language."""
+    bleu(False, tokenizer)
+    if base_language(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
+        print(
+            f"warning: sacreBLEU's tokeniser {tokenizer} takes what stands between spaces for a word, and {language} "
+            "has few spaces: go by chrF, or choose --tok char, or --tok flores200",
+            file=sys.stderr,
+        )
+
+
+def bleu(lowercase: bool, tokenizer: str) -> BLEU:
+    """sacreBLEU's BLEU with this tokeniser, or an error that says how to get what it needs."""
+    import sacrebleu
+    from sacrebleu.metrics import BLEU
+
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise UserError(f"--tok {tokenizer}: sacreBLEU has {', '.join(BLEU.TOKENIZERS)}")
+    try:
+        return BLEU(lowercase=lowercase, tokenize=tokenizer)
+    except (RuntimeError, ImportError) as error:
+        extra = tokenizer.removesuffix("-mecab")
+        if extra == tokenizer:
+            raise
+        package = f"'sacrebleu[{extra}]=={sacrebleu.__version__}'"
+        raise UserError(
+            f"--tok {tokenizer} needs a package that is not installed; install it: {sys.executable} -m pip install "
+            f"{package} (or choose --tok char)"
+        ) from error
+    except OSError as error:
+        raise UserError(f"--tok {tokenizer}: its model could not be had: {error}") from error
+
+
 def score(
     *,
-    tokenised: Sequence[str],
+    tokenised: Sequence[str] | None,
     detokenised: Sequence[str],
     references: Sequence[str],
     tokenised_references: Sequence[str],
     lowercase: bool,
+    tokenizer: str = "13a",
     compounds: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Every kind of score with its signature. The four lists are lines of the same sentences.
@@ -37,25 +87,29 @@ def score(
     compound_split_bleu  the same with hyphenated compounds taken apart, as the papers on WMT En-De do
 
     Args:
-        tokenised: translations in Moses tokens, as the model gives them.
+        tokenised: translations in Moses tokens, as the model gives them; None where the model writes raw text,
+            which has no tokens: then there are no scores of tokens, either.
         detokenised: the same translations as people write text.
         references: as people wrote them.
         tokenised_references: the references in Moses tokens.
         lowercase: whether case is ignored.
+        tokenizer: sacreBLEU's, for its BLEU.
         compounds: whether compound_split_bleu is wanted.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import CHRF
 
-    raw, tokens = _without_unknown(detokenised), _without_unknown(tokenised)
+    raw = _without_unknown(detokenised)
     scores = {
-        "sacrebleu": _result(BLEU(lowercase=lowercase), raw, references),
+        "sacrebleu": _result(bleu(lowercase, tokenizer), raw, references),
         "chrf": _result(CHRF(lowercase=lowercase), raw, references),
-        "tokenised_bleu": _result(_token_bleu(lowercase), tokens, tokenised_references),
     }
-    if compounds:
-        split = [split_compounds(lines) for lines in (tokens, tokenised_references)]
-        scores["compound_split_bleu"] = _result(_token_bleu(lowercase), *split)
-    interval = BLEU(lowercase=lowercase)
+    if tokenised is not None:
+        tokens = _without_unknown(tokenised)
+        scores["tokenised_bleu"] = _result(_token_bleu(lowercase), tokens, tokenised_references)
+        if compounds:
+            split = [split_compounds(lines) for lines in (tokens, tokenised_references)]
+            scores["compound_split_bleu"] = _result(_token_bleu(lowercase), *split)
+    interval = bleu(lowercase, tokenizer)
     resampled = interval.corpus_score(raw, [references], n_bootstrap=1000)
     scores["sacrebleu"]["interval"] = {
         "mean": resampled._mean,
@@ -65,20 +119,21 @@ def score(
     return scores
 
 
-def validation_flags(bpe: str) -> dict[str, str | bool]:
+def validation_flags(prep: dict[str, Any]) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and best checkpoints by it.
 
     fairseq takes sacreBLEU too, on text that it detokenises itself. It heeds case, unlike `score` for lower-cased data,
-    where it makes no difference among the model's own translations but lowers the score.
+    where it makes no difference among the model's own translations but lowers the score. Where the corpus is raw text
+    (tokenizer "none"), BLEU is of subwords: fairseq could count only what stands between spaces.
 
     Args:
-        bpe: the kind of subwords, as PREP.json names it.
+        prep: the contents of PREP.json.
     """
+    words = {"eval-bleu-detok": "moses", "eval-bleu-remove-bpe": prep["bpe"]}
     return {
         "eval-bleu": True,
         "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
-        "eval-bleu-detok": "moses",
-        "eval-bleu-remove-bpe": bpe,
+        **({"eval-tokenized-bleu": True} if prep["tokenizer"] == "none" else words),
         "best-checkpoint-metric": "bleu",
         "maximize-best-checkpoint-metric": True,
     }
@@ -114,19 +169,20 @@ def compare(
     baseline: Sequence[str],
     references: Sequence[str],
     lowercase: bool,
+    tokenizer: str = "13a",
     kinds: Sequence[str] = ("sacrebleu", "chrf"),
 ) -> dict[str, dict[str, Any]]:
     """Paired bootstrap test of two systems' detokenised translations: {"sacrebleu": {...}, "chrf": {...}}.
 
     p is the chance of a difference at least this large between two systems that are equally good.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest
 
     systems = [("baseline", _without_unknown(baseline)), ("system", _without_unknown(system))]
     tests = {}
     for kind in kinds:
-        metric = (BLEU if kind == "sacrebleu" else CHRF)(lowercase=lowercase)
+        metric = bleu(lowercase, tokenizer) if kind == "sacrebleu" else CHRF(lowercase=lowercase)
         signatures, results = PairedTest(systems, {kind: metric}, [references], test_type="bs", n_samples=1000)()
         (name,) = signatures
         of_baseline, of_system = results[name]

@@ -209,7 +209,7 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen |= precision_flags(args.precision, launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
-        chosen |= validation_flags(read_prep(args.data)["bpe"])
+        chosen |= validation_flags(read_prep(args.data))
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:

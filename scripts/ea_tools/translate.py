@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ea_tools.checkpoints import choose, load, section, settings
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
-from ea_tools.text import Moses, Source, decode, read_prep
+from ea_tools.text import Source, Words, decode, read_prep
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,7 +89,7 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
     state = load(checkpoint)
     data = args.data or Path(section(state, "task").get("data") or "")
     prep = read_prep(data)
-    moses = Moses(prep, prep["target_lang"])
+    words = Words(prep, prep["target_lang"])
     at_terminal = args.input is None and sys.stdin.isatty()
     command = interactive(args, prep, data, checkpoint, args.buffer or (1 if at_terminal else 1000))
     print("+", shlex.join(command), file=sys.stderr)
@@ -108,7 +108,7 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
         progress = tqdm(feeder.sent(), unit=" lines", disable=at_terminal or args.output is None, mininterval=1)
         try:
             for sent in progress:
-                write(moses.detokenize(next(answers)) if sent else "")
+                write(words.detokenize(next(answers)) if sent else "")
         except StopIteration:
             process.wait()
             messages.seek(0)
