@@ -27,7 +27,7 @@ from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, check_dictionaries, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting
 from ea_tools.provenance import provenance
-from ea_tools.text import Words, read_lines, read_prep
+from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 
 
@@ -77,6 +77,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tok", metavar="NAME", help="sacreBLEU's tokeniser (default: sacreBLEU's own for the target language)"
     )
+    parser.add_argument(
+        "--comet",
+        metavar="MODEL",
+        help="score with COMET too, for example Unbabel/wmt22-comet-da; needs comet-score",
+    )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     args = parser.parse_args(arguments[:end])
@@ -91,6 +96,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
     tokenizer = args.tok or scores.tokenizer_for(prep["target_lang"])
     scores.check_tokenizer(tokenizer, prep["target_lang"])
+    if args.comet:
+        scores.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
     baseline = read_baseline(args.against, args.subset, references) if args.against else None
@@ -128,12 +135,17 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer=tokenizer,
             compounds=(prep["source_lang"], prep["target_lang"]) == ("en", "de"),
         ),
+        "tokenizer": tokenizer,
         "references": digest(references),
         "speed": speed(output),
         "command": portable(args.command),
         "generate_command": portable(command),
         **provenance("--cpu" in search.flags),
     }
+    if args.comet:
+        sources = as_written(args.data / "raw" / f"{args.subset}.{prep['source_lang']}", prep, prep["source_lang"])
+        gpu = not result["device"].startswith("CPU")
+        result["scores"]["comet"] = scores.comet(args.comet, sources, detokenised, references, gpu)
     if baseline:
         difference = scores.compare(
             system=detokenised,

@@ -1,10 +1,14 @@
-"""Scores of translations, all by sacreBLEU: what is compared with what is decided here, and nothing is computed."""
+"""Scores of translations, by sacreBLEU and COMET: what is compared with what is decided here; nothing is computed."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ea_tools.common import UserError
@@ -22,6 +26,7 @@ LABELS = {
     "chrf": "chrF",
     "tokenised_bleu": "tokenised BLEU",
     "compound_split_bleu": "compound-split BLEU",
+    "comet": "COMET",
 }
 
 
@@ -117,6 +122,46 @@ def score(
         "signature": str(interval.get_signature()),
     }
     return scores
+
+
+def comet_command() -> str:
+    """Where the command is that scores with COMET, or an error that says how to get it."""
+    command = shutil.which("comet-score")
+    if command is None:
+        raise UserError(
+            "--comet needs the command comet-score, which is not on the PATH; COMET wants other versions of packages "
+            "than fairseq, so install it in an environment of its own: pipx install unbabel-comet"
+        )
+    return command
+
+
+def comet(
+    model: str, sources: Sequence[str], translations: Sequence[str], references: Sequence[str], gpu: bool
+) -> dict[str, Any]:
+    """COMET's score of the system, times 100, as a package that the user installs computes it.
+
+    Args:
+        model: COMET's name of a model, such as Unbabel/wmt22-comet-da, or the file of one.
+        sources: as people wrote them.
+        translations: as people write text.
+        references: as people wrote them.
+        gpu: whether it is to run on a GPU.
+    """
+    texts = {"sources": sources, "translations": translations, "references": references}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [comet_command()]
+        for name, lines in texts.items():
+            path = Path(folder) / name
+            # COMET reads lines as Python does, for which a lone carriage return ends one, too.
+            path.write_text("".join(line.replace("\r", " ") + "\n" for line in lines), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        command += ["--model", model, "--gpus", str(int(gpu)), "--quiet", "--only_system"]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    scores = re.findall(r"\tscore: (-?[\d.]+)\s*$", done.stdout, re.MULTILINE)
+    if done.returncode or len(scores) != 1:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
+        raise UserError(f"--comet {model}: comet-score ended with status {done.returncode}: {said[-1].strip()}")
+    return {"score": 100 * float(scores[0]), "detail": f"COMET = {scores[0]}", "signature": f"model:{model}|times:100"}
 
 
 def validation_flags(prep: dict[str, Any]) -> dict[str, str | bool]:

@@ -83,20 +83,28 @@ class Words:
         return self._words.detokenize(line)
 
 
-def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens.
+def as_written(path: Path, prep: dict[str, Any], language: str) -> list[str]:
+    """The lines of a file in DATA/raw as people write them.
 
     Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising. Where
-    the corpus was brought to Unicode's form NFC, so are its references: a model cannot write any other.
+    the corpus was brought to Unicode's form NFC, so is this text: a model cannot write any other.
     """
     from prep.words import composed
 
-    lines, words = read_lines(path), Words(prep, prep["target_lang"])
+    lines = read_lines(path)
     if prep["tokenizer"] == "given":
-        return [words.detokenize(line) for line in lines], lines
-    if prep.get("rules", {}).get("nfc"):
-        lines = [composed(line) for line in lines]
-    return lines, [words.tokenize(line) for line in lines]
+        words = Words(prep, language)
+        return [words.detokenize(line) for line in lines]
+    return [composed(line) for line in lines] if prep.get("rules", {}).get("nfc") else lines
+
+
+def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens."""
+    written = as_written(path, prep, prep["target_lang"])
+    if prep["tokenizer"] == "given":
+        return written, read_lines(path)
+    words = Words(prep, prep["target_lang"])
+    return written, [words.tokenize(line) for line in written]
 
 
 class Source:

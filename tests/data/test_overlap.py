@@ -3,7 +3,7 @@
 from unittest import mock
 
 import pytest
-from helpers.data_toy import Part, Pipeline, Recipe, Rules, prepare_command, read, write
+from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
 
 from prep import report
 from prep.text import PrepError
@@ -18,11 +18,11 @@ def prepared(folder, train, test, **rules):
     for split, sides in (("train", train), ("valid", VALID), ("test", test)):
         for language, lines in zip(("de", "en"), sides, strict=True):
             write(folder / "raw" / f"{split}.{language}", lines)
-    recipe = Recipe(
+    corpus = Corpus(
         name="toy", source_lang="de", target_lang="en", train=(Part("train.{lang}"),), valid=(Part("valid.{lang}"),),
         tests={"test": (Part("test.{lang}"),)}, rules=Rules(**{"filter_on": "subwords", "merges": 40} | rules),
     )  # fmt: skip
-    pipeline = Pipeline(recipe, folder / "raw", folder / "out")
+    pipeline = Pipeline(corpus, folder / "raw", folder / "out")
     with mock.patch.object(report, "plot_lengths"):
         prep = pipeline.run()
     sides = [read(path) for path in pipeline.text("filter", "train")]

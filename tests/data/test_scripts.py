@@ -5,7 +5,7 @@ import unicodedata
 from unittest import mock
 
 import pytest
-from helpers.data_toy import Part, Pipeline, Recipe, Rules, prepare_command, read, write
+from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
 from helpers.scripts import SENTENCES
 
 from ea_tools import text
@@ -19,13 +19,13 @@ def prepared(folder, source, target, lines, **changed):
     for split in ("train", "valid", "test"):
         for language in (source, target):
             write(folder / "raw" / f"{split}.{language}", lines)
-    recipe = Recipe(
+    corpus = Corpus(
         name="toy", source_lang=source, target_lang=target, train=(Part("train.{lang}"),),
         valid=(Part("valid.{lang}"),), tests={"test": (Part("test.{lang}"),)},
         rules=Rules(**{"filter_on": "subwords", "nfc": True, "merges": 400} | changed),
     )  # fmt: skip
     with mock.patch.object(report, "plot_lengths"):  # a second each, and no part of this
-        return folder / "out", Pipeline(recipe, folder / "raw", folder / "out").run()
+        return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
 
 
 RAW = {"tokenizer": "none", "bpe": "sentencepiece"}
@@ -110,7 +110,7 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
 
 
 def test_published_text_keeps_its_bytes(tmp_path):
-    """Without nfc, as in every public recipe, nothing is composed; what is typed is, unless the text itself is not."""
+    """Without nfc, as in every public corpus, nothing is composed; what is typed is, unless the text itself is not."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
     data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
     assert "\u0308" in (tmp_path / "one/out.work/6-filter/train.de").read_text(), "an umlaut's dots on their own"
@@ -126,11 +126,11 @@ def test_published_text_keeps_its_bytes(tmp_path):
     assert source(DECOMPOSED) != source(unicodedata.normalize("NFC", DECOMPOSED))
 
 
-def test_public_recipes_do_not_compose():
+def test_public_corpora_do_not_compose():
     import corpora
 
     public = [corpora.multi30k("de", "en"), corpora.iwslt14_de_en(), corpora.wmt14_en_de(), corpora.wmt14_en_fr()]
-    assert not any(recipe.rules.nfc for recipe in public)
+    assert not any(corpus.rules.nfc for corpus in public)
 
 
 def test_old_folders_compose_what_is_typed(tmp_path):

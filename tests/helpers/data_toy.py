@@ -91,7 +91,7 @@ def script(name, *arguments, check=True, **options):
 
 
 def prepare_command(*options):
-    """The recipe that custom.sh makes of these options, in this process; a corpus is named where none is."""
+    """The corpus that custom.sh makes of these options, in this process; text is named where none is."""
     import prepare
 
     arguments = ["--train", "train", *([] if "--valid-every" in options else ["--valid", "valid"])]

@@ -1,6 +1,7 @@
 """scripts/evaluate.sh: the numbers are sacreBLEU's, the order is the sentences', and nothing flatters."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,6 +14,7 @@ from helpers.toy import script
 from ea_tools import evaluate
 from ea_tools import scores as scoring
 from ea_tools.common import REPO, UserError
+from ea_tools.provenance import git_commit
 from ea_tools.text import Words, read_lines, read_prep
 
 REFERENCES = [
@@ -130,6 +132,51 @@ def test_tokenisers_are_checked(capsys):
     assert capsys.readouterr().err == ""
     scoring.check_tokenizer("13a", "th")
     assert "go by chrF" in capsys.readouterr().err
+
+
+COMET = """#!/bin/sh
+# As comet-score prints it: some lines of its own, then the file's name and the score of the system.
+[ "$1 $3 $5" = "--sources --translations --references" ] || exit 9
+[ "$MODEL_MISSING" ] && { echo "$8 is not a valid checkpoint path or model choice." >&2; exit 2; }
+shift 6
+echo "$*" > "$COMET_CALLED"
+echo 'Seed set to 1'
+printf '%s\\tscore: 0.8765\\n' translations
+"""
+
+
+@pytest.fixture
+def comet_score(tmp_path, monkeypatch):
+    """A stand-in for COMET's own command, which writes how it was called to the file that is returned."""
+    path = tmp_path / "bin/comet-score"
+    path.parent.mkdir()
+    path.write_text(COMET)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+    monkeypatch.setenv("COMET_CALLED", str(tmp_path / "called"))
+    return tmp_path / "called"
+
+
+def test_comet_is_the_commands_score(comet_score, monkeypatch):
+    found = scoring.comet("Unbabel/wmt22-comet-da", ["Hund"], ["a dog\rb"], ["the dog"], gpu=False)
+    assert found["score"] == pytest.approx(87.65)
+    assert found["signature"] == "model:Unbabel/wmt22-comet-da|times:100"
+    assert comet_score.read_text().strip() == "--model Unbabel/wmt22-comet-da --gpus 0 --quiet --only_system"
+    monkeypatch.setenv("MODEL_MISSING", "1")
+    with pytest.raises(UserError, match="--comet no/model: comet-score ended with status 2: no/model is not a valid"):
+        scoring.comet("no/model", ["Hund"], ["a dog"], ["the dog"], gpu=False)
+
+
+def test_missing_comet_is_named_with_its_installation(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"--comet needs the command comet-score.*pipx install unbabel-comet"):
+        scoring.comet_command()
+
+
+def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
+    assert git_commit()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit() is None
 
 
 def test_validation_scores_subwords_where_text_is_raw():
