@@ -17,7 +17,7 @@ def sample() -> Corpus:
         train=(Part("train.{lang}"),),
         valid=(Part("valid.{lang}"),),
         tests={"test": (Part("test.{lang}"),)},
-        rules=Rules(lowercase=True, merges=1_000),
+        rules=Rules(lowercase=True, nfc=True, merges=1_000),
     )
 
 
@@ -146,7 +146,8 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
-    --bpe-given CODE.
+    --bpe-given CODE. Raw text is tokenised by Moses where Moses has rules for both languages, and else not at all:
+    subwords are then made of raw text, by sentencepiece.
     """
 
     def part(prefix: str) -> tuple[Part, ...]:

@@ -7,13 +7,14 @@ import dataclasses
 import errno
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import corpora
 import sample
-from prep.corpus import Corpus, Rules
+from prep.corpus import Corpus, Rules, default_tokenizer
 from prep.stages import NAMES
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -35,9 +36,26 @@ def ratio(text: str) -> float:
     return value
 
 
+def two_or_more(text: str) -> int:
+    if positive(text) == 1:
+        raise argparse.ArgumentTypeError(
+            "must be at least 2: with 1 every pair is validation and none is left to train on"
+        )
+    return int(text)
+
+
 def language(text: str) -> str:
-    if not text.isalnum():
-        raise argparse.ArgumentTypeError(f"must be a language code like de, not {text!r}")
+    if not re.fullmatch(r"[A-Za-z0-9]+(_[A-Za-z0-9]+)*", text):
+        hint = f"; for a region write {text.replace('-', '_')}, in the files' names too" if "-" in text else ""
+        raise argparse.ArgumentTypeError(f"must be a language code like de or de_AT, not {text!r}{hint}")
+    return text
+
+
+def folder_name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"must be the name of a folder in data/, of letters, digits and . + - _, not {text!r}; --out takes any path"
+        )
     return text
 
 
@@ -45,7 +63,11 @@ def common_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("options of every corpus").add_argument
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
-    add("--bpe", choices=["subword_nmt", "sentencepiece"], help="kind of subwords (default: subword_nmt)")
+    add(
+        "--bpe",
+        choices=["subword_nmt", "sentencepiece"],
+        help="kind of subwords (default: subword_nmt; sentencepiece where text is not tokenised)",
+    )
     add(
         "--merges",
         type=positive,
@@ -61,8 +83,8 @@ def common_options() -> argparse.ArgumentParser:
     return parser
 
 
-def parse() -> tuple[argparse.Namespace, Corpus]:
-    """The arguments, and the corpus they amount to."""
+def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpus]:
+    """The arguments (default: those of the command line), and the corpus they amount to."""
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__)
     common = common_options()
     commands = parser.add_subparsers(dest="command", required=True)
@@ -90,25 +112,34 @@ def parse() -> tuple[argparse.Namespace, Corpus]:
     add("--target-lang", type=language, required=True, metavar="YY")
     add("--train", required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz")
     add("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
-    add("--valid-every", type=positive, metavar="N", help="instead: every N-th training pair is validation")
+    add("--valid-every", type=two_or_more, metavar="N", help="instead: every N-th training pair is validation")
     add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
-    add("--name", type=str, help="name of the data (default: custom-XX-YY)")
+    add("--name", type=folder_name, help="name of the data (default: custom-XX-YY)")
+    add("--tokenizer", choices=["moses", "none"],
+        help="none: subwords are made of raw text, by sentencepiece (default: moses where Moses has rules for both "
+        "languages, else none)")  # fmt: skip
     add("--tokenised", action="store_true", help="the text is in tokens already: its lines are taken as they are")
     add("--bpe-given", type=Path, metavar="CODE",
         help="with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)")  # fmt: skip
     add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
     add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as the WMT corpora have it")
     add("--normalise", action="store_true", help="normalise punctuation of training text, as the WMT corpora do")
+    add(
+        "--drop-test-overlap",
+        action="store_true",
+        help="drop training pairs of which the source or the target is a sentence of validation or a test",
+    )
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
     add("--max-ratio", type=ratio, metavar="R", help="drop training pairs with one side more than R times the other")
 
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.command == "custom" and bool(args.valid) == bool(args.valid_every):
         parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
     if args.command == "custom" and args.source_lang == args.target_lang:
         parser.error(f"--source-lang and --target-lang must differ, both are {args.source_lang}")
-    if args.command == "custom" and (error := given_text_error(args)):
-        parser.error(error)
+    if args.command == "custom":
+        for error in filter(None, (given_text_error(args), raw_text_error(args), prefix_error(args))):
+            parser.error(error)
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
         parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
     corpus = args.make(args)
@@ -120,12 +151,46 @@ def given_text_error(args: argparse.Namespace) -> str | None:
     """What is wrong with the options for text that comes in tokens or subwords, or None."""
     if args.bpe_given and not args.tokenised:
         return "--bpe-given goes with --tokenised: text in subwords is in tokens, too"
-    refused = {"split_dashes": "--tokenised", "normalise": "--tokenised"}
+    refused = {"split_dashes": "--tokenised", "normalise": "--tokenised", "tokenizer": "--tokenised"}
     refused |= {"bpe": "--bpe-given", "merges": "--bpe-given", "vocabulary_threshold": "--bpe-given"}
     for name, option in refused.items():
         if getattr(args, name) and getattr(args, option[2:].replace("-", "_")):
             return f"--{name.replace('_', '-')} cannot be had with {option}, which takes the text as it is"
     return None
+
+
+def raw_text_error(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options where subwords are made of raw text, or None."""
+    if tokenizer(args) != "none":
+        return None
+    why = "" if args.tokenizer else f" (the default for {args.source_lang} and {args.target_lang})"
+    refused = {
+        "--split-dashes": args.split_dashes,
+        "--normalise": args.normalise,
+        "--bpe subword_nmt": args.bpe == "subword_nmt",
+        "--vocabulary-threshold": args.vocabulary_threshold,
+    }
+    for option in (option for option, given in refused.items() if given):
+        return f"{option} cannot be had with --tokenizer none{why}, by which sentencepiece splits the text as it is"
+    return None
+
+
+def prefix_error(args: argparse.Namespace) -> str | None:
+    """Which option names a file where the prefix of two files is wanted, or None."""
+    prefixes = [("--train", name) for name in args.train] + [("--test", name) for name in args.test]
+    for option, name in [*prefixes, *([("--valid", args.valid)] if args.valid else [])]:
+        stem, dot, language = name.removesuffix(".gz").rpartition(".")
+        if dot and language in (args.source_lang, args.target_lang) and Path(name).is_file():
+            both = f"{stem}.{args.source_lang} and {stem}.{args.target_lang}"
+            return f"{option} {name}: is a file; the prefix of two files is wanted: {option} {stem}, for {both}"
+    return None
+
+
+def tokenizer(args: argparse.Namespace) -> str:
+    """The tokenizer of your own text, as prep.corpus.Rules names it."""
+    if args.tokenised:
+        return "given"
+    return args.tokenizer or default_tokenizer(args.source_lang, args.target_lang)
 
 
 def public(args: argparse.Namespace) -> Corpus:
@@ -135,9 +200,12 @@ def public(args: argparse.Namespace) -> Corpus:
 
 
 def custom(args: argparse.Namespace) -> Corpus:
+    chosen = tokenizer(args)
     rules = Rules(
-        tokenised=args.tokenised, lowercase=args.lowercase, split_dashes=args.split_dashes, normalise=args.normalise,
-        filter_on="subwords", max_length=args.max_length, max_ratio=args.max_ratio, valid_every=args.valid_every,
+        tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
+        normalise=args.normalise, filter_on="subwords", max_length=args.max_length, max_ratio=args.max_ratio,
+        valid_every=args.valid_every, drop_test_overlap=args.drop_test_overlap,
+        bpe="sentencepiece" if chosen == "none" else "subword_nmt",
     )  # fmt: skip
     name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)

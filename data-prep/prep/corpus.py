@@ -5,12 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+#: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
+#: Chinese too, but splits off their vowel signs and full stops, or does not split their words at all.
+MOSES_LANGUAGES = frozenset("ca cs de el en es et fi fr ga hu is it lt lv nl pl pt ro ru sk sl sv tdt".split())
+
+
+def base_language(code: str) -> str:
+    """The language of a code that may name a region or a script, too: de_AT -> de."""
+    return code.split("_")[0].lower()
+
+
+def default_tokenizer(*languages: str) -> str:
+    """The tokenizer for text in these languages: "moses" where Moses has rules for all of them, else "none"."""
+    return "moses" if MOSES_LANGUAGES.issuperset(map(base_language, languages)) else "none"
+
 
 @dataclass(frozen=True)
 class Rules:
     """The rules of one corpus."""
 
-    tokenised: bool = False  # the text comes in tokens, and stays as it is
+    tokenizer: str = "moses"  # "none": subwords of raw text; "given": the text comes in tokens, and stays as it is
+    nfc: bool = False  # text is brought to Unicode's form NFC first; published corpora did not
     lowercase: bool = False  # text that comes in subwords must be lower-case already, and is refused where it is not
     split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
     normalise: bool = False  # punctuation and non-printing characters, in training text
@@ -18,6 +33,7 @@ class Rules:
     filter_on: str = "words"  # lengths are counted in "words", before the split and BPE, or in "subwords", after
     max_ratio: float | None = None  # a pair goes if one side is more than this many times as long as the other
     max_length: int | None = None
+    drop_test_overlap: bool = False  # a training pair goes if a side of it is a sentence of validation or a test
     valid_every: int | None = None  # every n-th training line is validation
     bpe: str = "subword_nmt"  # or sentencepiece
     merges: int = 10_000

@@ -20,15 +20,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
-from . import binary, download, report, stages, subwords
+from . import binary, download, overlap, report, round_trip, stages, subwords
 from .corpus import Corpus
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
-from .rules import Faults, Normalise, Tokenise, TokeniseChecked, plain_apostrophes
+from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines, lower_case_lines
@@ -91,11 +93,12 @@ class Pipeline:
 
     def _stages(self) -> list[Stage]:
         rules = self.corpus.rules
-        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every, *["given"] * rules.tokenised]
-        lengths = [rules.max_ratio, rules.max_length, rules.filter_on]
+        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
+        tokens += [rules.tokenizer] * (rules.tokenizer != "moses")
+        lengths = [rules.max_ratio, rules.max_length, rules.filter_on, *["overlap"] * rules.drop_test_overlap]
         options = {
             "extract": [self.languages, self._fingerprint()],
-            "clean": [rules.normalise, rules.plain_apostrophes],
+            "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc],
             "tokenise": [RULES, versions(), tokens, lengths if rules.filter_on == "words" else None],
             "learn": self.codes.hex() if self.codes else [rules.bpe, rules.merges, rules.vocabulary_threshold],
             "apply": None,
@@ -175,11 +178,15 @@ class Pipeline:
     # --- clean ------------------------------------------------------------------------------------------------------
 
     def clean(self, folder: Path) -> dict:
+        rules = self.corpus.rules
         for split in self.corpus.splits():
-            if split == "train" and self.corpus.rules.normalise:
-                self._rewrite(Normalise(self.languages), "extract", folder, split)
-            elif split.startswith("test") and self.corpus.rules.plain_apostrophes:
-                self._rewrite(plain_apostrophes, "extract", folder, split)
+            steps = [compose] * rules.nfc
+            if split == "train" and rules.normalise:
+                steps.append(Normalise(self.languages))
+            if split.startswith("test") and rules.plain_apostrophes:
+                steps.append(plain_apostrophes)
+            if steps:
+                self._rewrite(Steps(steps), "extract", folder, split)
             else:
                 _link(self.text("extract", split), folder)
         return {}
@@ -295,8 +302,7 @@ class Pipeline:
         outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
         with ExitStack() as stack:
             files = _create(stack, outputs)
-            work = Faults(self.corpus.rules)
-            for chunk, wrong in self._read(work, inputs + raw, f"filter {split}"):
+            for chunk, wrong in self._read(self._faults(split), inputs + raw, f"filter {split}"):
                 read += len(wrong)
                 for fault, *row in zip(wrong, *chunk, strict=True):
                     if fault:
@@ -307,6 +313,18 @@ class Pipeline:
         if dropped.total() == read:
             raise PrepError(f"{split}: no pair is left; dropped: {dict(dropped)}")
         return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
+
+    def _faults(self, split: str) -> Faults:
+        """What finds the pairs to drop from a split."""
+        if split == "train" and self.corpus.rules.drop_test_overlap:
+            held_out = (self._digests("apply", other) for other in self.splits()[1:])
+            return overlap.FaultsAndLeaks(self.corpus.rules, overlap.HeldOut(chain.from_iterable(held_out)))
+        return Faults(self.corpus.rules)
+
+    def _digests(self, stage: str, split: str) -> list[tuple[bytes, bytes, bytes]]:
+        """Of each pair of a split, as `stage` left it; see overlap.digests."""
+        read = self._read(overlap.digests, self.text(stage, split), f"compare {split}")
+        return [row for _, rows in read for row in rows]
 
     # --- binarise ---------------------------------------------------------------------------------------------------
 
@@ -342,9 +360,29 @@ class Pipeline:
             command=self.command,
             versions=versions(),
         )
+        summary |= self._checks()
+        summary["unicode"] = report.unicode_form(summary, self.corpus.rules.nfc)
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)
         return {}
+
+    def _checks(self) -> dict:
+        """What the report says about the text beyond its counts: see report.py, which says above what it warns."""
+        work = round_trip.RoundTrip(self.languages, self.corpus.rules, self._codes(self.folder["learn"]))
+        paths = self.text("filter", "valid", raw=True)
+        sides = reduce(round_trip.add, (found for _, found in self._read(work, paths, "check valid")))
+        held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
+        work = overlap.Seen(overlap.HeldOut(chain.from_iterable(held_out.values())))
+        pairs, seen = [], (set(), set(), set())
+        for _, (digests, known) in self._read(work, self.text("filter", "train"), "compare train"):
+            pairs.append(digests)
+            for total, more in zip(seen, known, strict=True):
+                total |= more
+        return {
+            "round_trip": dict(zip(self.languages, sides, strict=True)),
+            "overlap_with_training": {split: overlap.count(rows, seen) for split, rows in held_out.items()},
+            "duplicate_training_pairs": overlap.duplicates(pairs),
+        }
 
     def _equivalent(self) -> str:
         """fairseq's own command for the same files, for the record."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,12 @@ from .binary import count_lengths
 from .corpus import Corpus
 
 POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
+#: Shares, in percent, beyond which there is a warning. Short sentences recur in any corpus, whole pairs hardly do.
+LEAST_ROUND_TRIP = 99.0  # of the validation text's lines that come back from words and subwords as they were
+MOST_OVERLAP = {"both": 1.0, "source": 5.0, "target": 5.0}  # of a split's pairs that are in the training text, too
+MOST_DUPLICATES = 10.0  # of the training pairs
+MOST_UNKNOWN = 1.0  # of a test's subwords
+MOST_DECOMPOSED = 1.0  # of the validation text's lines
 RED, PLAIN = "\033[31m", "\033[0m"
 
 
@@ -50,7 +56,7 @@ def summarise(
         "name": corpus.name,
         "source_lang": corpus.source_lang,
         "target_lang": corpus.target_lang,
-        "tokenizer": "given" if rules.tokenised else "moses",
+        "tokenizer": rules.tokenizer,
         "lowercase": rules.lowercase,
         "bpe": rules.bpe,
         "bpe_merges": merges,
@@ -112,19 +118,96 @@ def table(summary: dict, colour: bool) -> str:
             f"length filter on {counts['on']}, {counts['split']}: "
             f"{counts['in']:,} pairs in, {counts['out']:,} out; {reasons}"
         )
+    for split, shared in summary.get("overlap_with_training", {}).items():
+        numbers = ", ".join(f"{number:,} {side}" for side, number in shared.items())
+        lines.append(f"{split}: sentences that are in the training text, too: {numbers}")
+    if "duplicate_training_pairs" in summary:
+        lines.append(f"training pairs that repeat another: {summary['duplicate_training_pairs']:,}")
     return "\n".join(lines) + "\n"
 
 
 def warnings(summary: dict) -> list[str]:
     """What the user should know before training."""
     return [
-        f"warning: {split}: its longest {lang} sentence has {longest:,} subwords, more than the {POSITIONS:,} that "
+        f"warning: {text}"
+        for found in (_too_long, _unknown, _overlap, _duplicates, _broken, _decomposed)
+        for text in found(summary)
+    ]
+
+
+def _too_long(summary: dict) -> Iterator[str]:
+    yield from (
+        f"{split}: its longest {lang} sentence has {longest:,} subwords, more than the {POSITIONS:,} that "
         f"fairseq's models take;\n  fairseq leaves it out of training, but stops at it elsewhere unless told "
         f"--skip-invalid-size-inputs-valid-test"
         for split, facts in summary["splits"].items()
         for lang, longest in facts["longest"].items()
         if longest + 1 > POSITIONS
-    ]
+    )
+
+
+def _unknown(summary: dict) -> Iterator[str]:
+    for split, found in summary["splits"].items():
+        for lang, percent in found["unknown_percent"].items():
+            if percent > MOST_UNKNOWN:
+                yield (
+                    f"{split}: {percent:.1f}% of its {lang} subwords do not occur in the training text and are unknown "
+                    f"to any model (more than {MOST_UNKNOWN:g}%): is it other text, or tokenised otherwise?"
+                )
+
+
+def _overlap(summary: dict) -> Iterator[str]:
+    for split, shared in summary.get("overlap_with_training", {}).items():
+        pairs = max(1, summary["splits"][split]["pairs"])
+        for side, most in MOST_OVERLAP.items():
+            percent = 100 * shared[side] / pairs
+            if percent > most:
+                what = "pairs" if side == "both" else f"{side} sentences"
+                yield (
+                    f"{split}: {percent:.1f}% of its {what} are in the training text, too (more than {most:g}%): "
+                    "scores will flatter; custom.sh --drop-test-overlap takes them out of the training text"
+                )
+                break
+
+
+def _duplicates(summary: dict) -> Iterator[str]:
+    number = summary.get("duplicate_training_pairs", 0)
+    percent = 100 * number / max(1, summary["splits"]["train"]["pairs"])
+    if percent > MOST_DUPLICATES:
+        yield f"train: {number:,} pairs ({percent:.1f}%, more than {MOST_DUPLICATES:g}%) repeat another"
+
+
+def _broken(summary: dict) -> Iterator[str]:
+    for lang, found in summary.get("round_trip", {}).items():
+        percent = 100 * found["same"] / max(1, found["lines"])
+        if percent < LEAST_ROUND_TRIP:
+            examples = "".join(f"\n    {text}\n -> {back}" for text, back in found["examples"])
+            hint = "; custom.sh --tokenizer none takes the text as it is" if summary["tokenizer"] == "moses" else ""
+            yield (
+                f"valid: only {percent:.1f}% of its {lang} lines come back from tokenising and detokenising "
+                f"as they were (less than {LEAST_ROUND_TRIP:g}%), and translations will not, either{hint}; "
+                f"for example:{examples}"
+            )
+
+
+def _decomposed(summary: dict) -> Iterator[str]:
+    if summary.get("unicode") == "as given":
+        yield (
+            f"valid: more than {MOST_DECOMPOSED:g}% of its lines have letters and accents as separate characters "
+            "(not in Unicode's form NFC); text to translate will be left as it is too, and has to be like that"
+        )
+
+
+def unicode_form(summary: dict, nfc: bool) -> str:
+    """What text to translate is brought to: "NFC", or "as given" where the corpus is not in that form itself.
+
+    Args:
+        summary: has the counts of `round_trip`.
+        nfc: whether the corpus has been brought to NFC.
+    """
+    sides = summary["round_trip"].values()
+    most = MOST_DECOMPOSED / 100
+    return "NFC" if nfc or all(side["decomposed"] <= most * side["lines"] for side in sides) else "as given"
 
 
 def plot_lengths(summary: dict, folder: Path) -> None:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import regex
 
 from .corpus import Rules
-from .moses import Normalizer, Tokenizer
+from .moses import Normalizer
 from .parallel import Chunk
+from .words import composed, words
 
 NON_PRINTING = regex.compile(r"\p{C}")
+
+
+class Steps:
+    """Chunk -> what several functions of chunks make of it, one after the other."""
+
+    def __init__(self, steps: Sequence[Callable[[Chunk], Chunk]]) -> None:
+        self._steps = steps
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        for step in self._steps:
+            chunk = step(chunk)
+        return chunk
+
+
+def compose(chunk: Chunk) -> Chunk:
+    """Chunk -> the same lines in Unicode's form NFC."""
+    return tuple([composed(line.decode()).encode() for line in lines] for lines in chunk)
 
 
 class Normalise:
@@ -37,20 +57,18 @@ class Tokenise:
     """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case."""
 
     def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
-        self._tokenizers = [Tokenizer(lang) for lang in languages]
+        self._words = [words(rules.tokenizer, lang, rules.split_dashes) for lang in languages]
         self._rules = rules
 
     def __call__(self, chunk: Chunk) -> Chunk:
         return tuple(
-            [self._line(tokenizer, line) for line in lines]
-            for tokenizer, lines in zip(self._tokenizers, chunk, strict=True)
+            [self._line(tokenize, line) for line in lines]
+            for tokenize, lines in zip([side.tokenize for side in self._words], chunk, strict=True)
         )
 
-    def _line(self, tokenizer: Tokenizer, line: bytes) -> bytes:
-        if self._rules.tokenised:
-            text = line.decode().removesuffix("\n")
-        else:
-            text = tokenizer.tokenize(line.decode(), self._rules.split_dashes, return_str=True)
+    def _line(self, tokenize: Callable[[str], str], line: bytes) -> bytes:
+        text = line.decode()
+        text = text.removesuffix("\n") if self._rules.tokenizer == "given" else tokenize(text)
         return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
 
 

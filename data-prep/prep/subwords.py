@@ -36,6 +36,11 @@ def join(chunk: Chunk) -> Chunk:
     return tuple([(line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n" for line in lines] for lines in chunk)
 
 
+def join_pieces(line: str) -> str:
+    """A line of sentencepiece's pieces with spaces between them as text, as fairseq's --post-process joins it."""
+    return "".join(line.split()).replace("\u2581", " ").strip()
+
+
 def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
     """The words of each side of a chunk, as bytes."""
     return tuple(Counter(b"".join(lines).split()) for lines in chunk)
@@ -62,6 +67,7 @@ def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = 
             input=[str(path) for path in texts], model_prefix=str(prefix), model_type="bpe", vocab_size=size,
             character_coverage=1.0, input_sentence_size=5_000_000, shuffle_input_sentence=True,
             normalization_rule_name="identity", minloglevel=1,
+            hard_vocab_limit=False,  # a small text has fewer pieces than asked for, as it has fewer merges of BPE
         )  # fmt: skip
     except RuntimeError as error:
         raise PrepError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 BOM = b"\xef\xbb\xbf"
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class PrepError(Exception):
@@ -48,17 +49,24 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         if number == 0 and batch[0].startswith(BOM):
             batch[0] = batch[0].removeprefix(BOM)
         block = b"".join(batch)
+        if number == 0 and utf16(batch[0]):
+            raise PrepError(f"{name}: is UTF-16, not UTF-8; convert it first: iconv -f UTF-16 -t UTF-8")
         try:
             block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
         except UnicodeDecodeError:
             _refuse_undecodable(batch, name, number)
         if b"\0" in block and not keep_nul:
             at = next(i for i, line in enumerate(batch, number + 1) if b"\0" in line)
-            raise PrepError(f"{name}, line {at}: a NUL byte; is the file damaged, or UTF-16?")
+            raise PrepError(f"{name}, line {at}: a NUL byte; is the file damaged?")
         if b"\r" in block or not block.endswith(b"\n"):
             batch = [_end(line) for line in batch]
         number += len(batch)
         yield from batch
+
+
+def utf16(line: bytes) -> bool:
+    """Whether a file that begins with these bytes is UTF-16: it has that form's mark, or every other byte is zero."""
+    return line.startswith(UTF16_BOMS) or 5 * line.count(0) >= 2 * len(line) > 2
 
 
 def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
@@ -83,9 +91,8 @@ def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
             line.decode()
         except UnicodeDecodeError as error:
             found = line[error.start : error.end].hex(" ")
-            hint = "; is the file UTF-16?" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
             raise PrepError(
-                f"{name}, line {at}: byte {error.start + 1} (hex {found}) is not UTF-8{hint}; "
+                f"{name}, line {at}: byte {error.start + 1} (hex {found}) is not UTF-8; "
                 f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
             ) from error
 

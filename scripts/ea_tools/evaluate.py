@@ -33,7 +33,7 @@ from ea_tools.preparation import digest as preparation_digest
 from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
-from ea_tools.text import Moses, read_lines, read_prep
+from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
 
@@ -86,6 +86,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="let --against be the last evaluation of that run, whatever its beam, average and so on",
     )
+    parser.add_argument(
+        "--tok", metavar="NAME", help="sacreBLEU's tokeniser (default: sacreBLEU's own for the target language)"
+    )
+    parser.add_argument(
+        "--comet",
+        metavar="MODEL",
+        help="score with COMET too, for example Unbabel/wmt22-comet-da; needs comet-score",
+    )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     args = parser.parse_args(arguments[:end])
@@ -98,6 +106,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns what goes into the JSON file."""
     prep = read_prep(args.data)
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
+    tokenizer = args.tok or scores.tokenizer_for(prep["target_lang"])
+    scores.check_tokenizer(tokenizer, prep["target_lang"])
+    if args.comet:
+        scores.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
     name = f"{args.subset}.{settings_name(args)}"
@@ -115,8 +127,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     output = generate(command, results, args.subset, len(references))
     hypotheses = in_order(output, len(references), left_out=too_long[1])
     prep = preparation.prep
-    moses = Moses(prep, prep["target_lang"])
-    detokenised = [moses.detokenize(line) for line in hypotheses]
+    words = Words(prep, prep["target_lang"])
+    detokenised = [words.detokenize(line) for line in hypotheses]
     check_references(output, tokenised_references, prep["lowercase"], f"{args.subset!r} in {args.data}")
 
     result = {
@@ -135,22 +147,32 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "beam": search.beam,
         "lenpen": search.lenpen,
         "scores": scores.score(
-            tokenised=hypotheses,
+            tokenised=None if prep["tokenizer"] == "none" else hypotheses,
             detokenised=detokenised,
             references=references,
             tokenised_references=tokenised_references,
             lowercase=prep["lowercase"],
+            tokenizer=tokenizer,
             compounds=(prep["source_lang"], prep["target_lang"]) == ("en", "de"),
         ),
+        "tokenizer": tokenizer,
         "references": digest(references),
         "speed": speed(output),
         "command": portable(args.command),
         "generate_command": portable(command),
         **provenance("--cpu" in search.flags),
     }
+    if args.comet:
+        sources = as_written(args.data / "raw" / f"{args.subset}.{prep['source_lang']}", prep, prep["source_lang"])
+        gpu = not result["device"].startswith("CPU")
+        result["scores"]["comet"] = scores.comet(args.comet, sources, detokenised, references, gpu)
     if baseline:
         difference = scores.compare(
-            system=detokenised, baseline=baseline, references=references, lowercase=prep["lowercase"]
+            system=detokenised,
+            baseline=baseline,
+            references=references,
+            lowercase=prep["lowercase"],
+            tokenizer=tokenizer,
         )
         result["against"] = {"run": str(args.against), **difference}
     for stem in (name, args.subset):
@@ -171,6 +193,8 @@ def settings_name(args: argparse.Namespace) -> str:
     parts = [f"beam{args.beam}"]
     if args.lenpen != 1:
         parts.append(f"lenpen{args.lenpen:g}")
+    if args.tok:
+        parts.append(f"tok-{args.tok}")
     if args.best:
         parts.append("best")
     elif args.checkpoint:

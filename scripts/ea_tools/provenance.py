@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import re
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +30,9 @@ def now() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, and whether files differ from it; None outside a git repository."""
+    """The commit of this repository, and whether files differ from it; None without git or outside a repository."""
+    if not shutil.which("git"):
+        return None
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout

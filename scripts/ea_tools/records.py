@@ -89,7 +89,14 @@ def test_against(
     if references is None or len(references) != len(texts[0]) or len(references) != len(texts[1]):
         return None
     system, other = texts
-    tests = compare(system=system, baseline=other, references=references, lowercase=lowercase, kinds=["sacrebleu"])
+    tests = compare(
+        system=system,
+        baseline=other,
+        references=references,
+        lowercase=lowercase,
+        tokenizer=found.get("tokenizer", "13a"),
+        kinds=["sacrebleu"],
+    )
     kept = {"translations": digests, **tests["sacrebleu"]}
     _write(record / "eval" / f"{subset}.json", {**found, "paired": {**found.get("paired", {}), name: kept}})
     return kept

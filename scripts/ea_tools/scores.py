@@ -1,12 +1,21 @@
-"""Scores of translations, all by sacreBLEU: what is compared with what is decided here, and nothing is computed."""
+"""Scores of translations, by sacreBLEU and COMET: what is compared with what is decided here; nothing is computed."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ea_tools.common import UserError
+from prep.corpus import base_language
+
 if TYPE_CHECKING:  # imported where it is used: plans and tables only need the labels
+    from sacrebleu.metrics import BLEU
     from sacrebleu.metrics.base import Metric
 
 # Neither scorer's tokeniser can find this in a reference: an unknown word earns nothing, whatever the reference holds.
@@ -17,16 +26,62 @@ LABELS = {
     "chrf": "chrF",
     "tokenised_bleu": "tokenised BLEU",
     "compound_split_bleu": "compound-split BLEU",
+    "comet": "COMET",
 }
+
+
+#: sacreBLEU's own tokeniser for target languages that are not written in words with spaces; 13a for all others.
+TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
+#: Languages without spaces between words for which sacreBLEU has no tokeniser of its own.
+WITHOUT_SPACES = frozenset("bo dz km lo my th".split())
+
+
+def tokenizer_for(language: str) -> str:
+    """The tokeniser that sacreBLEU takes for text in this language where it is told none."""
+    return TOKENIZERS.get(base_language(language), "13a")
+
+
+def check_tokenizer(tokenizer: str, language: str) -> None:
+    """Refuse a tokeniser of sacreBLEU that cannot be had here; warn of one that finds no words in this language."""
+    bleu(False, tokenizer)
+    if base_language(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
+        print(
+            f"warning: sacreBLEU's tokeniser {tokenizer} takes what stands between spaces for a word, and {language} "
+            "has few spaces: go by chrF, or choose --tok char, or --tok flores200",
+            file=sys.stderr,
+        )
+
+
+def bleu(lowercase: bool, tokenizer: str) -> BLEU:
+    """sacreBLEU's BLEU with this tokeniser, or an error that says how to get what it needs."""
+    import sacrebleu
+    from sacrebleu.metrics import BLEU
+
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise UserError(f"--tok {tokenizer}: sacreBLEU has {', '.join(BLEU.TOKENIZERS)}")
+    try:
+        return BLEU(lowercase=lowercase, tokenize=tokenizer)
+    except (RuntimeError, ImportError) as error:
+        extra = tokenizer.removesuffix("-mecab")
+        if extra == tokenizer:
+            raise
+        package = f"'sacrebleu[{extra}]=={sacrebleu.__version__}'"
+        raise UserError(
+            f"--tok {tokenizer} needs a package that is not installed; install it: {sys.executable} -m pip install "
+            f"{package} (or choose --tok char)"
+        ) from error
+    except OSError as error:
+        raise UserError(f"--tok {tokenizer}: its model could not be had: {error}") from error
 
 
 def score(
     *,
-    tokenised: Sequence[str],
+    tokenised: Sequence[str] | None,
     detokenised: Sequence[str],
     references: Sequence[str],
     tokenised_references: Sequence[str],
     lowercase: bool,
+    tokenizer: str = "13a",
     compounds: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Every kind of score with its signature. The four lists are lines of the same sentences.
@@ -37,25 +92,29 @@ def score(
     compound_split_bleu  the same with hyphenated compounds taken apart, as the papers on WMT En-De do
 
     Args:
-        tokenised: translations in Moses tokens, as the model gives them.
+        tokenised: translations in Moses tokens, as the model gives them; None where the model writes raw text,
+            which has no tokens: then there are no scores of tokens, either.
         detokenised: the same translations as people write text.
         references: as people wrote them.
         tokenised_references: the references in Moses tokens.
         lowercase: whether case is ignored.
+        tokenizer: sacreBLEU's, for its BLEU.
         compounds: whether compound_split_bleu is wanted.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import CHRF
 
-    raw, tokens = _without_unknown(detokenised), _without_unknown(tokenised)
+    raw = _without_unknown(detokenised)
     scores = {
-        "sacrebleu": _result(BLEU(lowercase=lowercase), raw, references),
+        "sacrebleu": _result(bleu(lowercase, tokenizer), raw, references),
         "chrf": _result(CHRF(lowercase=lowercase), raw, references),
-        "tokenised_bleu": _result(_token_bleu(lowercase), tokens, tokenised_references),
     }
-    if compounds:
-        split = [split_compounds(lines) for lines in (tokens, tokenised_references)]
-        scores["compound_split_bleu"] = _result(_token_bleu(lowercase), *split)
-    interval = BLEU(lowercase=lowercase)
+    if tokenised is not None:
+        tokens = _without_unknown(tokenised)
+        scores["tokenised_bleu"] = _result(_token_bleu(lowercase), tokens, tokenised_references)
+        if compounds:
+            split = [split_compounds(lines) for lines in (tokens, tokenised_references)]
+            scores["compound_split_bleu"] = _result(_token_bleu(lowercase), *split)
+    interval = bleu(lowercase, tokenizer)
     resampled = interval.corpus_score(raw, [references], n_bootstrap=1000)
     scores["sacrebleu"]["interval"] = {
         "mean": resampled._mean,
@@ -65,21 +124,62 @@ def score(
     return scores
 
 
-def validation_flags(bpe: str, decides: bool = True) -> dict[str, str | bool]:
+def comet_command() -> str:
+    """Where the command is that scores with COMET, or an error that says how to get it."""
+    command = shutil.which("comet-score")
+    if command is None:
+        raise UserError(
+            "--comet needs the command comet-score, which is not on the PATH; COMET wants other versions of packages "
+            "than fairseq, so install it in an environment of its own: pipx install unbabel-comet"
+        )
+    return command
+
+
+def comet(
+    model: str, sources: Sequence[str], translations: Sequence[str], references: Sequence[str], gpu: bool
+) -> dict[str, Any]:
+    """COMET's score of the system, times 100, as a package that the user installs computes it.
+
+    Args:
+        model: COMET's name of a model, such as Unbabel/wmt22-comet-da, or the file of one.
+        sources: as people wrote them.
+        translations: as people write text.
+        references: as people wrote them.
+        gpu: whether it is to run on a GPU.
+    """
+    texts = {"sources": sources, "translations": translations, "references": references}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [comet_command()]
+        for name, lines in texts.items():
+            path = Path(folder) / name
+            # COMET reads lines as Python does, for which a lone carriage return ends one, too.
+            path.write_text("".join(line.replace("\r", " ") + "\n" for line in lines), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        command += ["--model", model, "--gpus", str(int(gpu)), "--quiet", "--only_system"]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    scores = re.findall(r"\tscore: (-?[\d.]+)\s*$", done.stdout, re.MULTILINE)
+    if done.returncode or len(scores) != 1:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
+        raise UserError(f"--comet {model}: comet-score ended with status {done.returncode}: {said[-1].strip()}")
+    return {"score": 100 * float(scores[0]), "detail": f"COMET = {scores[0]}", "signature": f"model:{model}|times:100"}
+
+
+def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
     fairseq takes sacreBLEU too, on text that it detokenises itself. It heeds case, unlike `score` for lower-cased data,
-    where it makes no difference among the model's own translations but lowers the score.
+    where it makes no difference among the model's own translations but lowers the score. Where the corpus is raw text
+    (tokenizer "none"), BLEU is of subwords: fairseq could count only what stands between spaces.
 
     Args:
-        bpe: the kind of subwords, as PREP.json names it.
+        prep: the contents of PREP.json.
         decides: whether BLEU, and not the loss, says which checkpoint is the best, and when --patience ends.
     """
+    words = {"eval-bleu-detok": "moses", "eval-bleu-remove-bpe": prep["bpe"]}
     flags = {
         "eval-bleu": True,
         "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
-        "eval-bleu-detok": "moses",
-        "eval-bleu-remove-bpe": bpe,
+        **({"eval-tokenized-bleu": True} if prep["tokenizer"] == "none" else words),
         "eval-bleu-print-samples": True,
     }
     return flags | ({"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True} if decides else {})
@@ -115,6 +215,7 @@ def compare(
     baseline: Sequence[str],
     references: Sequence[str],
     lowercase: bool,
+    tokenizer: str = "13a",
     kinds: Sequence[str] = ("sacrebleu", "chrf"),
 ) -> dict[str, Any]:
     """Paired bootstrap test of two systems' detokenised translations: {"identical": ..., "sacrebleu": {...}, ...}.
@@ -122,14 +223,14 @@ def compare(
     p is the chance of a difference at least this large between two systems that are equally good. Of two outputs that
     are identical it is 1: the test, which counts differences of at least 0, would make it the smallest it knows.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest
 
     systems = [("baseline", _without_unknown(baseline)), ("system", _without_unknown(system))]
     identical = list(system) == list(baseline)
     tests: dict[str, Any] = {"identical": identical}
     for kind in kinds:
-        metric = (BLEU if kind == "sacrebleu" else CHRF)(lowercase=lowercase)
+        metric = bleu(lowercase, tokenizer) if kind == "sacrebleu" else CHRF(lowercase=lowercase)
         signatures, results = PairedTest(systems, {kind: metric}, [references], test_type="bs", n_samples=1000)()
         (name,) = signatures
         of_baseline, of_system = results[name]

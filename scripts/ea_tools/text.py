@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.common import UserError
+from prep.text import utf16
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
 
@@ -19,11 +20,22 @@ def read_prep(data: Path | str) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; is {data} a folder made by data-prep/?") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(prep, dict):
+        raise UserError(f"{path}: is not of the form that data-prep/ writes")
     missing = [key for key in ("source_lang", "target_lang", "tokenizer", "lowercase", "bpe") if key not in prep]
     if missing:
         raise UserError(f"{path}: has no {', '.join(missing)}")
-    if prep["tokenizer"] not in ("moses", "given"):
-        raise UserError(f"{path}: tokenizer {prep['tokenizer']!r} is not known here (moses and given are)")
+    known = {
+        "tokenizer": ("moses", "none", "given"),
+        "bpe": ("subword_nmt", "sentencepiece"),
+        "lowercase": (True, False),
+    }
+    for key, values in known.items():
+        if prep[key] not in values:
+            raise UserError(f"{path}: {key} {prep[key]!r} is not known here ({', '.join(map(str, values))} are)")
+    texts = all(isinstance(prep[key], str) and prep[key] for key in ("source_lang", "target_lang"))
+    if not (texts and isinstance(prep.get("rules", {}), dict) and isinstance(prep.get("splits", {}), dict)):
+        raise UserError(f"{path}: is not of the form that data-prep/ writes")
     return prep
 
 
@@ -40,51 +52,71 @@ def read_lines(path: Path | str) -> list[str]:
 
 def decode(line: bytes, path: Path | str, number: int) -> str:
     """One line of bytes as text without its end, or an error that names the file and the line's number."""
+    if utf16(line):
+        raise UserError(f"{path}:{number}: not UTF-8 but UTF-16; convert it first: iconv -f UTF-16 -t UTF-8")
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
-class Moses:
-    """Moses tokens of one language, with the options that the data were prepared with."""
+class Words:
+    """Text of one language to words with spaces between them and back, as the data were prepared.
+
+    Words are Moses tokens, or for a corpus of raw text (tokenizer "none") whatever has spaces around it.
+    """
 
     def __init__(self, prep: dict[str, Any], language: str) -> None:
-        from sacremoses import MosesDetokenizer
+        from prep.words import words
 
-        from prep.moses import Tokenizer
-
-        self._tokenizer, self._detokenizer = Tokenizer(language), MosesDetokenizer(language)
         self._rules = prep.get("rules", {})
+        self._words = words(prep["tokenizer"], language, self._rules.get("split_dashes", False))
 
     def tokenize(self, line: str) -> str:
         """Raw text, as the held-out splits were tokenised, with spaces between the tokens."""
         if self._rules.get("plain_apostrophes"):
             line = line.replace("’", "'")
-        return self._tokenizer.tokenize(line, self._rules.get("split_dashes", False), return_str=True)
+        return self._words.tokenize(line)
 
     def detokenize(self, line: str) -> str:
         """Tokens with spaces between to raw text."""
-        return self._detokenizer.detokenize(line.split())
+        return self._words.detokenize(line)
+
+
+def as_written(path: Path, prep: dict[str, Any], language: str) -> list[str]:
+    """The lines of a file in DATA/raw as people write them.
+
+    Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising. Where
+    the corpus was brought to Unicode's form NFC, so is this text: a model cannot write any other.
+    """
+    from prep.words import composed
+
+    lines = read_lines(path)
+    if prep["tokenizer"] == "given":
+        words = Words(prep, language)
+        return [words.detokenize(line) for line in lines]
+    return [composed(line) for line in lines] if prep.get("rules", {}).get("nfc") else lines
 
 
 def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens.
-
-    Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising.
-    """
-    lines, moses = read_lines(path), Moses(prep, prep["target_lang"])
+    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens."""
+    written = as_written(path, prep, prep["target_lang"])
     if prep["tokenizer"] == "given":
-        return [moses.detokenize(line) for line in lines], lines
-    return lines, [moses.tokenize(line) for line in lines]
+        return written, read_lines(path)
+    words = Words(prep, prep["target_lang"])
+    return written, [words.tokenize(line) for line in written]
 
 
 class Source:
     """Raw source text to the subwords that a model reads."""
 
     def __init__(self, data: Path, prep: dict[str, Any]) -> None:
+        from prep.words import composed
+
         language = prep["source_lang"]
-        self._moses, self._lowercase = Moses(prep, language), prep["lowercase"]
+        self._words, self._lowercase = Words(prep, language), prep["lowercase"]
+        # Text that people type may be decomposed; a corpus hardly ever is, and PREP.json says so where one is.
+        self._compose = composed if prep.get("unicode", "NFC") == "NFC" else str
         # Training text had its punctuation normalised: text that people type needs it as much.
         self._normalizer = None
         if prep.get("rules", {}).get("normalise"):
@@ -95,9 +127,10 @@ class Source:
 
     def __call__(self, line: str) -> str:
         """One line of text; "" where there is nothing to translate."""
+        line = self._compose(line)
         if self._normalizer:
             line = self._normalizer.normalize(line)
-        line = self._moses.tokenize(line)
+        line = self._words.tokenize(line)
         return self._subwords(line.lower() if self._lowercase else line)
 
 

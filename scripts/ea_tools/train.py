@@ -234,9 +234,9 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen |= precision_flags(args.precision, launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
-        chosen |= validation_flags(read_prep(args.data)["bpe"])
+        chosen |= validation_flags(read_prep(args.data))
     elif recipe.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
-        chosen |= validation_flags(read_prep(args.data)["bpe"], decides=False)
+        chosen |= validation_flags(read_prep(args.data), decides=False)
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
@@ -274,7 +274,7 @@ def check_values(flags: Flags, args: argparse.Namespace) -> None:
     for value in flags.get("lr", []):
         if any(number.strip().startswith("-") for number in value.strip("[]").split(",")):
             raise UserError(f"--lr {value}: must not be negative")
-    if args.wandb and find_spec("wandb") is None:
+    if args.wandb and not args.dry_run and find_spec("wandb") is None:
         raise UserError(f"--wandb {args.wandb}: the package is not installed; .venv/bin/python -m pip install wandb")
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.preparation import of_model
-from ea_tools.text import Moses, Source, decode
+from ea_tools.text import Source, Words, decode
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,7 +138,7 @@ def translate(
     state = load(checkpoint)
     preparation = of_model(checkpoint, state, args.run, args.data)
     data, prep = preparation.folder, preparation.prep
-    moses = Moses(prep, prep["target_lang"])
+    words = Words(prep, prep["target_lang"])
     at_terminal = args.input is None and sys.stdin.isatty()
     command = interactive(args, prep, data, checkpoint, args.buffer or (1 if at_terminal else 1000))
     print("+", shlex.join(command), file=sys.stderr)
@@ -162,7 +162,7 @@ def translate(
         prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
         try:
             for number, sent in enumerate(progress, done):
-                for line in _written(number, next(answers) if sent else [], moses.detokenize, args.nbest):
+                for line in _written(number, next(answers) if sent else [], words.detokenize, args.nbest):
                     write(line)
                 prompt()
         except StopIteration:

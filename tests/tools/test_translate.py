@@ -11,7 +11,7 @@ from helpers.toy import ENVIRONMENT, Payload, script, tool
 
 from ea_tools import translate
 from ea_tools.common import UserError
-from ea_tools.text import Moses, Source, decode, read_prep
+from ea_tools.text import Source, Words, decode, read_prep
 
 
 def test_source_text_becomes_what_the_model_was_trained_on(data):
@@ -22,9 +22,9 @@ def test_source_text_becomes_what_the_model_was_trained_on(data):
 
 def test_rules_of_the_data_are_followed(data):
     prep = {**read_prep(data), "lowercase": False}
-    moses = Moses({"rules": {"split_dashes": True, "plain_apostrophes": True}}, "en")
-    assert moses.tokenize("state-of-the-art, isn’t it?") == "state @-@ of @-@ the @-@ art , isn &apos;t it ?"
-    assert moses.detokenize("state @-@ of @-@ the @-@ art , isn &apos;t it ?") == "state-of-the-art, isn't it?"
+    words = Words({"tokenizer": "moses", "rules": {"split_dashes": True, "plain_apostrophes": True}}, "en")
+    assert words.tokenize("state-of-the-art, isn’t it?") == "state @-@ of @-@ the @-@ art , isn &apos;t it ?"
+    assert words.detokenize("state @-@ of @-@ the @-@ art , isn &apos;t it ?") == "state-of-the-art, isn't it?"
     assert Source(data, prep)("Hund").replace("@@ ", "") == "Hund"
     normalising = Source(data, {**prep, "rules": {"normalise": True}})
     assert "„" not in normalising("„Hund“")

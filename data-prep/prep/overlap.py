@@ -1,0 +1,73 @@
+"""Sentences that a split shares with the training text, and training pairs that occur twice.
+
+Sentences are compared by digests of 8 bytes. Of the training text one digest is kept for each pair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from .corpus import Rules
+from .parallel import Chunk
+from .rules import Faults
+
+HELD_OUT = "in a held-out split"
+
+
+def digests(chunk: Chunk) -> list[tuple[bytes, bytes, bytes]]:
+    """Digests of each pair's source, its target and both; b"" stands for an empty sentence, which matches nothing."""
+    rows = zip(*chunk, strict=True)
+    return [(_digest(source), _digest(target), _digest(source, target)) for source, target in rows]
+
+
+def _digest(*lines: bytes) -> bytes:
+    texts = [line.strip() for line in lines]
+    return hashlib.blake2b(b"\n".join(texts), digest_size=8).digest() if all(texts) else b""
+
+
+class HeldOut:
+    """The sentences of one or more splits, as three sets of digests: of sources, of targets and of pairs."""
+
+    def __init__(self, rows: Iterable[tuple[bytes, bytes, bytes]]) -> None:
+        sides = list(zip(*rows, strict=True)) or [(), (), ()]
+        self.sets = tuple(frozenset(side) - {b""} for side in sides)
+
+
+class Seen:
+    """Chunk of training text -> (a digest of each pair, which of the held-out sources, targets and pairs are in it)."""
+
+    def __init__(self, held_out: HeldOut) -> None:
+        self._held_out = held_out
+
+    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, tuple[frozenset[bytes], ...]]:
+        sides = list(zip(*digests(chunk), strict=True))
+        pairs = np.frombuffer(b"".join(sides[2]), np.uint64)
+        return pairs, tuple(known.intersection(side) for known, side in zip(self._held_out.sets, sides, strict=True))
+
+
+class FaultsAndLeaks(Faults):
+    """As Faults; a training pair is dropped too where its source or its target is a sentence of a held-out split."""
+
+    def __init__(self, rules: Rules, held_out: HeldOut) -> None:
+        super().__init__(rules)
+        self._sources, self._targets, _ = held_out.sets
+
+    def __call__(self, chunk: Chunk) -> list[str | None]:
+        leaks = [source in self._sources or target in self._targets for source, target, _ in digests(chunk)]
+        faults = super().__call__(chunk)
+        return [fault or (HELD_OUT if leak else None) for fault, leak in zip(faults, leaks, strict=True)]
+
+
+def count(rows: list[tuple[bytes, bytes, bytes]], seen: tuple[set[bytes], ...]) -> dict[str, int]:
+    """How many pairs of a split have their source, their target or both in what was seen of the training text."""
+    sides = ("source", "target", "both")
+    return {side: sum(row[at] in seen[at] for row in rows) for at, side in enumerate(sides)}
+
+
+def duplicates(pairs: list[np.ndarray]) -> int:
+    """How many training pairs are repetitions of another."""
+    digests_of_all = np.concatenate(pairs) if pairs else np.empty(0, np.uint64)
+    return len(digests_of_all) - len(np.unique(digests_of_all))

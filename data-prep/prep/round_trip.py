@@ -1,0 +1,60 @@
+"""Whether text survives being split into words and subwords and joined again, as every translation is joined."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+from . import subwords
+from .corpus import Rules
+from .parallel import Chunk
+from .words import composed, words
+
+EXAMPLES = 3  # kept of each side
+
+
+class RoundTrip:
+    """Chunk of raw text -> for each side {"lines", "same", "decomposed", "examples": pairs of a line and its return}.
+
+    `same` counts the lines that come back as they were, but for white space at the ends and doubled spaces;
+    `decomposed` counts those that are not in Unicode's form NFC. `codes` is the file of subword codes.
+    """
+
+    def __init__(self, languages: tuple[str, str], rules: Rules, codes: Path) -> None:
+        self._words = [words(rules.tokenizer, language, rules.split_dashes) for language in languages]
+        self._rules = rules
+        # subword-nmt only marks where it cut a word; sentencepiece has spaces and rare characters in its charge, too.
+        self._pieces = subwords.Apply(codes) if rules.bpe == "sentencepiece" else None
+
+    def __call__(self, chunk: Chunk) -> list[dict[str, Any]]:
+        return [self._side(at, [line.decode() for line in lines]) for at, lines in enumerate(chunk)]
+
+    def _side(self, at: int, lines: list[str]) -> dict[str, Any]:
+        decomposed = sum(not unicodedata.is_normalized("NFC", line) for line in lines)
+        pairs = []
+        if self._rules.tokenizer != "given":  # what people would have written is not known there
+            texts = [" ".join((composed(line) if self._rules.nfc else line).split()) for line in lines]
+            pairs = [(text, back) for text in texts if (back := self._there_and_back(at, text)) != text]
+        return {
+            "lines": len(lines),
+            "same": len(lines) - len(pairs),
+            "decomposed": decomposed,
+            "examples": pairs[:EXAMPLES],
+        }
+
+    def _there_and_back(self, at: int, text: str) -> str:
+        tokens = self._words[at].tokenize(text)
+        if self._pieces:
+            tokens = subwords.join_pieces(self._pieces.sides[at].line(tokens.encode() + b"\n").decode())
+        return " ".join(self._words[at].detokenize(tokens).split())
+
+
+def add(total: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What two chunks gave as one."""
+    return [_add(*side) for side in zip(total, more, strict=True)]
+
+
+def _add(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: total[name] + more[name] for name in ("lines", "same", "decomposed")}
+    return counts | {"examples": (total["examples"] + more["examples"])[:EXAMPLES]}

@@ -1,0 +1,91 @@
+"""Leaks between splits, repeated pairs and unknown subwords are counted, warned about, and leaks dropped on request."""
+
+from unittest import mock
+
+import pytest
+from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
+
+from prep import report
+from prep.text import PrepError
+
+SOURCES = [f"der {noun} ist {look}." for noun in ("Hund", "Baum", "Tisch", "Berg") for look in ("alt", "neu", "rot")]
+TARGETS = [f"the {noun} is {look}." for noun in ("dog", "tree", "table", "hill") for look in ("old", "new", "red")]
+VALID = (["der Hund ist.", "der Tisch ist Berg."], ["the dog is.", "the table is hill."])
+
+
+def prepared(folder, train, test, **rules):
+    """Prepare these pairs of lists in this process; returns (PREP.json, the training pairs in words, the warnings)."""
+    for split, sides in (("train", train), ("valid", VALID), ("test", test)):
+        for language, lines in zip(("de", "en"), sides, strict=True):
+            write(folder / "raw" / f"{split}.{language}", lines)
+    corpus = Corpus(
+        name="toy", source_lang="de", target_lang="en", train=(Part("train.{lang}"),), valid=(Part("valid.{lang}"),),
+        tests={"test": (Part("test.{lang}"),)}, rules=Rules(**{"filter_on": "subwords", "merges": 40} | rules),
+    )  # fmt: skip
+    pipeline = Pipeline(corpus, folder / "raw", folder / "out")
+    with mock.patch.object(report, "plot_lengths"):
+        prep = pipeline.run()
+    sides = [read(path) for path in pipeline.text("filter", "train")]
+    words = [[line.replace("@@ ", "").replace(" .", ".") for line in side] for side in sides]
+    return prep, list(zip(*words, strict=True)), report.warnings(prep)
+
+
+def test_everything_is_counted(tmp_path):
+    """A test with one whole pair, one more source and two more targets of the training text, and one empty line."""
+    test = (
+        [SOURCES[0], SOURCES[1], "der See ist neu.", "die Tür ist neu.", ""],
+        [TARGETS[0], "a dog that is new.", TARGETS[3], TARGETS[4], ""],
+    )
+    train = ([*SOURCES, SOURCES[5], SOURCES[5], ""], [*TARGETS, TARGETS[5], TARGETS[5], ""])
+    prep, pairs, warnings = prepared(tmp_path, train, test)
+    assert len(pairs) == 14, "nothing is dropped unasked but the empty pair"
+    assert prep["overlap_with_training"] == {
+        "valid": {"source": 0, "target": 0, "both": 0},
+        "test": {"source": 2, "target": 3, "both": 1},
+    }
+    assert prep["duplicate_training_pairs"] == 2
+    (leak,) = [text for text in warnings if "in the training text, too" in text]
+    assert leak.startswith("warning: test: 20.0% of its pairs are in the training text, too (more than 1%)")
+    (repeated,) = [text for text in warnings if "repeat" in text]
+    assert repeated == "warning: train: 2 pairs (14.3%, more than 10%) repeat another"
+    table = report.table(prep, colour=False)
+    assert "test: sentences that are in the training text, too: 2 source, 3 target, 1 both" in table
+    assert "training pairs that repeat another: 2" in table
+
+
+def test_clean_data_has_no_warning(tmp_path):
+    _, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["der Hund ist rot alt."], ["the dog is red old."]))
+    assert warnings == []
+
+
+def test_unknown_subwords_are_warned_about(tmp_path):
+    prep, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["Собака старая."], ["the dog is old red."]))
+    assert prep["splits"]["test"]["unknown_percent"]["de"] > 50
+    assert [text.split("%")[1] for text in warnings if text.startswith("warning: test")] == [
+        " of its de subwords do not occur in the training text and are unknown to any model (more than 1"
+    ]
+
+
+def test_overlap_is_dropped_from_the_training_text(tmp_path):
+    """Whichever side is shared, with a test or with validation; the tests stay whole."""
+    test = ([SOURCES[0], "der See ist neu."], ["a dog that is new.", TARGETS[3]])
+    train = ([*SOURCES, VALID[0][0]], [*TARGETS, "that dog is."])
+    prep, pairs, warnings = prepared(tmp_path, train, test, drop_test_overlap=True)
+    assert pairs == [pair for at, pair in enumerate(zip(SOURCES, TARGETS, strict=True)) if at not in (0, 3)]
+    assert prep["dropped"] == {"in a held-out split": 3}
+    assert prep["overlap_with_training"] == {
+        split: {"source": 0, "target": 0, "both": 0} for split in ("valid", "test")
+    }
+    assert prep["splits"]["test"]["pairs"] == 2
+    assert not any("too" in text for text in warnings)
+
+
+def test_train_that_is_the_test_leaves_nothing(tmp_path):
+    with pytest.raises(PrepError, match=r"train: no pair is left; dropped: {'in a held-out split': 12}"):
+        prepared(tmp_path, (SOURCES, TARGETS), (SOURCES, TARGETS), drop_test_overlap=True)
+
+
+def test_the_command_has_the_option():
+    command = ("--source-lang", "de", "--target-lang", "en")
+    assert prepare_command(*command, "--drop-test-overlap").rules.drop_test_overlap is True
+    assert prepare_command(*command).rules.drop_test_overlap is False

@@ -1,0 +1,144 @@
+"""Text in any script comes back as the same text: raw text, subwords, joined again; and what cannot is told."""
+
+import json
+import unicodedata
+from unittest import mock
+
+import pytest
+from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
+from helpers.scripts import SENTENCES
+
+from ea_tools import text
+from prep import report, subwords
+from prep.corpus import default_tokenizer
+from prep.words import words
+
+
+def prepared(folder, source, target, lines, **changed):
+    """A small corpus with `lines` on both sides everywhere, prepared in this process; returns (folder, PREP.json)."""
+    for split in ("train", "valid", "test"):
+        for language in (source, target):
+            write(folder / "raw" / f"{split}.{language}", lines)
+    corpus = Corpus(
+        name="toy", source_lang=source, target_lang=target, train=(Part("train.{lang}"),),
+        valid=(Part("valid.{lang}"),), tests={"test": (Part("test.{lang}"),)},
+        rules=Rules(**{"filter_on": "subwords", "nfc": True, "merges": 400} | changed),
+    )  # fmt: skip
+    with mock.patch.object(report, "plot_lengths"):  # a second each, and no part of this
+        return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
+
+
+RAW = {"tokenizer": "none", "bpe": "sentencepiece"}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_raw_text_survives(tmp_path, language):
+    """Prepared with the tokenizer "none", text to translate becomes subwords that join to the very same text."""
+    lines = SENTENCES[language]
+    data, prep = prepared(tmp_path, "xx", "yy", lines, **RAW)
+    assert prep["round_trip"]["xx"] == {"lines": len(lines), "same": len(lines), "decomposed": 0, "examples": []}
+    assert not any("come back" in warning for warning in report.warnings(prep))
+    source, target = text.Source(data, prep), text.Words(prep, "yy")
+    for line in lines:
+        assert target.detokenize(subwords.join_pieces(source(line))) == " ".join(line.split())
+    references, _ = text.references(data / "raw/test.yy", prep)
+    assert references == lines
+
+
+@pytest.mark.parametrize("language", ["th", "hi", "fa", "ar", "emoji"])
+def test_what_moses_breaks_is_told(tmp_path, language):
+    """The same text by Moses: the report counts the lines that do not come back and shows some."""
+    _, prep = prepared(tmp_path, "xx", "yy", SENTENCES[language], tokenizer="moses", merges=20)
+    side = prep["round_trip"]["xx"]
+    assert side["same"] < 0.99 * side["lines"]
+    warning = next(text for text in report.warnings(prep) if "come back" in text)
+    before, after = side["examples"][0]
+    assert before != after
+    assert f"    {before}\n -> {after}" in warning
+    assert "--tokenizer none" in warning
+
+
+def test_what_moses_has_rules_for_it_gets():
+    assert default_tokenizer("de", "en") == default_tokenizer("de_AT", "el") == "moses"
+    for language in ("th", "km", "lo", "my", "zh", "yue", "ja", "ko", "fa", "ar", "hi", "zh_CN"):
+        assert default_tokenizer("en", language) == default_tokenizer(language, "en") == "none"
+
+
+def test_the_command_chooses_by_language():
+    """And refuses what takes words between spaces for granted."""
+    chosen = prepare_command("--source-lang", "en", "--target-lang", "th").rules
+    assert (chosen.tokenizer, chosen.bpe, chosen.nfc) == ("none", "sentencepiece", True)
+    chosen = prepare_command("--source-lang", "en", "--target-lang", "de").rules
+    assert (chosen.tokenizer, chosen.bpe, chosen.nfc) == ("moses", "subword_nmt", True)
+    chosen = prepare_command("--source-lang", "en", "--target-lang", "de", "--tokenizer", "none").rules
+    assert (chosen.tokenizer, chosen.bpe) == ("none", "sentencepiece")
+    chosen = prepare_command("--source-lang", "en", "--target-lang", "th", "--tokenised").rules
+    assert (chosen.tokenizer, chosen.nfc) == ("given", False), "text in tokens is taken as it is"
+
+
+@pytest.mark.parametrize("option", [["--bpe", "subword_nmt"], ["--split-dashes"], ["--normalise"]])
+def test_raw_text_is_taken_as_it_is(option, capsys):
+    with pytest.raises(SystemExit):
+        prepare_command("--source-lang", "en", "--target-lang", "th", *option)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"{' '.join(option)} cannot be had with --tokenizer none (the default for en and th)" in message
+
+
+def test_spaces_of_any_kind_are_spaces():
+    """fairseq splits at them: an ideographic space inside a subword would tear it apart."""
+    assert words("none", "ja").tokenize(" 今日は\u3000寒い\u00a0ですね\n") == "今日は 寒い ですね"
+
+
+DECOMPOSED = unicodedata.normalize("NFD", "Können Löwen über Zäune springen?")
+
+
+def test_decomposed_text_is_composed_at_every_door(tmp_path):
+    lines = ["Der Löwe springt über den Zaun.", DECOMPOSED, "Können wir gehen?"] * 2
+    data, prep = prepared(tmp_path, "de", "en", lines, merges=30)
+    assert prep["unicode"] == "NFC"
+    assert prep["rules"]["nfc"] is True
+    assert prep["round_trip"]["de"]["decomposed"] == 2, "what there was is recorded"
+    for split in ("train", "valid", "test"):
+        prepared_text = (tmp_path / f"out.work/6-filter/{split}.de").read_text()
+        assert unicodedata.is_normalized("NFC", prepared_text)
+    source = text.Source(data, prep)
+    assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
+    assert unicodedata.is_normalized("NFC", source(DECOMPOSED))
+    references, tokens = text.references(data / "raw/test.en", prep)
+    assert all(unicodedata.is_normalized("NFC", line) for line in references + tokens)
+    assert read(data / "raw/test.en")[1] == DECOMPOSED, "raw text stays as it was given"
+
+
+def test_published_text_keeps_its_bytes(tmp_path):
+    """Without nfc, as in every public corpus, nothing is composed; what is typed is, unless the text itself is not."""
+    lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
+    data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
+    assert "\u0308" in (tmp_path / "one/out.work/6-filter/train.de").read_text(), "an umlaut's dots on their own"
+    assert prep["unicode"] == "NFC"
+    source = text.Source(data, prep)
+    assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
+    assert text.references(data / "raw/test.en", prep)[0][-1] == DECOMPOSED
+
+    data, prep = prepared(tmp_path / "other", "de", "en", [lines[0], DECOMPOSED], merges=30, nfc=False)
+    assert prep["unicode"] == "as given"
+    assert any("NFC" in warning for warning in report.warnings(prep))
+    source = text.Source(data, prep)
+    assert source(DECOMPOSED) != source(unicodedata.normalize("NFC", DECOMPOSED))
+
+
+def test_public_corpora_do_not_compose():
+    import corpora
+
+    public = [corpora.multi30k("de", "en"), corpora.iwslt14_de_en(), corpora.wmt14_en_de(), corpora.wmt14_en_fr()]
+    assert not any(corpus.rules.nfc for corpus in public)
+
+
+def test_old_folders_compose_what_is_typed(tmp_path):
+    """A PREP.json from before has neither "unicode" nor the rule."""
+    data, prep = prepared(tmp_path, "de", "en", ["Können Löwen über Zäune springen?"] * 3, merges=30)
+    old = {key: value for key, value in prep.items() if key not in ("unicode", "round_trip")} | {"rules": {}}
+    (data / "PREP.json").write_text(json.dumps(old))
+    source = text.Source(data, text.read_prep(data))
+    assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
+    report.warnings(old)
+    report.table(old, colour=False)

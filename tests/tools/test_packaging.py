@@ -1,0 +1,86 @@
+"""`pip install .` gives ea_fairseq anywhere; the Dockerfile copies what the quickstart needs."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_dependencies_are_those_of_the_requirements():
+    """And are what ea_fairseq imports from outside, whether at once or when it is needed."""
+    pinned = {line.split("#")[0].strip() for line in (REPO / "requirements.txt").read_text().splitlines()}
+    assert set(PROJECT["dependencies"]) <= pinned
+    packages = {re.split("==", line)[0] for line in PROJECT["dependencies"]}
+    modules = {"torch": "torch", "fairseq": "fairseq-fixed", "numpy": "numpy", "sacremoses": "sacremoses"}
+    modules |= {"subword_nmt": "subword-nmt", "sentencepiece": "sentencepiece"}
+    used = set()
+    for path in (REPO / "ea_fairseq").rglob("*.py"):
+        used |= set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    outside = used - sys.stdlib_module_names - {"ea_fairseq", "triton"}  # Triton comes with PyTorch, where it has a GPU
+    assert {modules.get(name, name) for name in outside} <= packages
+
+
+@pytest.mark.slow
+def test_an_installed_package_is_a_user_dir(tmp_path):
+    """Built as pip builds it, unpacked elsewhere: all modules, the kernel's source, and fairseq uses it."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, tmp_path)
+    shutil.copytree(REPO / "ea_fairseq", tmp_path / "ea_fairseq", ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("tests", "results", "data"):  # what must not be taken for a package
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--no-index", "--wheel-dir", tmp_path / "wheels", tmp_path], check=True, capture_output=True)
+    (wheel,) = (tmp_path / "wheels").glob("ea_fairseq-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["ea_fairseq"]
+    source = {path.relative_to(REPO) for kind in ("*.py", "*.c") for path in (REPO / "ea_fairseq").rglob(kind)}
+    assert {path for path in source if not (site / path).is_file()} == set()
+    code = (
+        "import ea_fairseq, sys; from types import SimpleNamespace; from fairseq import utils; "
+        "utils.import_user_module(SimpleNamespace(user_dir=ea_fairseq.__path__[0])); "
+        "from fairseq.models import ARCH_MODEL_REGISTRY; print(ea_fairseq.__path__[0], 'ea_transformer_lite' in "
+        "ARCH_MODEL_REGISTRY)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-P", "-c", code],
+        capture_output=True, text=True, cwd="/", env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(site / "ea_fairseq"), "True"], done.stderr
+
+
+def test_the_dockerfile_copies_what_it_runs(tmp_path):
+    """There is no Docker in tests: its COPY lines are followed by hand, and its programs asked for their help."""
+    lines = (REPO / "Dockerfile").read_text().splitlines()
+    version = re.search(r"^FROM python:(3\.\d+)-", "\n".join(lines), re.MULTILINE)[1]
+    assert version in ("3.11", "3.12")
+    hidden = (REPO / ".dockerignore").read_text().split()
+    assert {".venv", ".git", "data", "runs"} <= set(hidden)
+    for line in lines:
+        word, *rest = line.split() or [""]
+        if word == "COPY":
+            *sources, target = rest
+            for source in sources:
+                place = tmp_path / target / Path(source).name
+                if (REPO / source).is_dir():
+                    ignore = shutil.ignore_patterns(*hidden, "__pycache__")
+                    shutil.copytree(REPO / source, tmp_path / target, ignore=ignore, dirs_exist_ok=True)
+                else:
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(REPO / source, place)
+        elif word in ("RUN", "CMD") and (script := re.search(r"scripts/\w+\.sh", line)):
+            done = subprocess.run(["bash", tmp_path / script[0], "--help"], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            assert script[0] in done.stdout
+    assert "scripts/quickstart.sh" in lines[-1]
+    assert not (tmp_path / ".venv").exists()
