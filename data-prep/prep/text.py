@@ -82,10 +82,10 @@ def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
         try:
             line.decode()
         except UnicodeDecodeError as error:
-            found = line[error.start : error.end].hex(" ")
+            wrong = line[error.start : error.end].hex(" ")
             hint = "; is the file UTF-16?" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
             raise PrepError(
-                f"{name}, line {at}: byte {error.start + 1} (hex {found}) is not UTF-8{hint}; "
+                f"{name}, line {at}: byte {error.start + 1} (hex {wrong}) is not UTF-8{hint}; "
                 f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
             ) from error
 
