@@ -94,7 +94,7 @@ def test_against(
         baseline=other,
         references=references,
         lowercase=lowercase,
-        tokenizer=found.get("tokenizer", "13a"),
+        tokenizer=scored.get("tokenizer", "13a"),
         kinds=["sacrebleu"],
     )
     kept = {"translations": digests, **tests["sacrebleu"]}
