@@ -69,8 +69,8 @@ def run_step(step: str, given: Path, result: Path, arguments: list[str]) -> None
     """One step on one file, in this process: what `ours` starts."""
     if step == "learn":
         words = Counter()
-        for _, (found,) in ordered_map(subwords.count_words, chunks([given], step, 0), 1):
-            words.update(found)
+        for _, (of_chunk,) in ordered_map(subwords.count_words, chunks([given], step, 0), 1):
+            words.update(of_chunk)
         subwords.learn(words, MERGES, result)
         return
     work = {
@@ -97,15 +97,15 @@ def libraries(source: Path, lines: int, lang: str, folder: Path) -> None:
         ("learn", tokens, code, [], [bpe, "learn-bpe", "-s", str(MERGES)]),
         ("apply", tokens, split, [str(code)], [bpe, "apply-bpe", "-c", code]),
     ]
-    for step, given, result, arguments, theirs in steps:
+    for step, given, result, arguments, words in steps:
         place = code.parent if step == "learn" else result
-        mine = cpu_seconds(partial(ours, step, given, place, *arguments))
-        library = cpu_seconds(partial(command, theirs, given, folder / "theirs"))
-        show(step, lines, mine, library, compared(result, folder / "theirs"))
+        own = cpu_seconds(partial(ours, step, given, place, *arguments))
+        library = cpu_seconds(partial(command, words, given, folder / "theirs"))
+        show(step, lines, own, library, compared(result, folder / "theirs"))
     for part in ("train", "valid"):
         for side in ("a", "b"):
             shutil.copy(split, folder / f"{part}.{side}")
-    mine = cpu_seconds(
+    own = cpu_seconds(
         partial(subprocess.run, [sys.executable, __file__, "step", "binarise", folder, folder], check=True)
     )
     preprocess = [BIN / "fairseq-preprocess", "--joined-dictionary", "--source-lang", "a", "--target-lang", "b"]
@@ -113,7 +113,7 @@ def libraries(source: Path, lines: int, lang: str, folder: Path) -> None:
     library = cpu_seconds(partial(command, preprocess, split, folder / "theirs"))
     names = [f"{part}.a-b.{side}.{kind}" for part in ("train", "valid") for side in "ab" for kind in ("bin", "idx")]
     same = all((folder / name).read_bytes() == (folder / "fairseq" / name).read_bytes() for name in names)
-    show("binarise", 4 * lines, mine, library, "same" if same else "OTHER")
+    show("binarise", 4 * lines, own, library, "same" if same else "OTHER")
 
 
 def run_binarise(folder: Path) -> None:
@@ -123,7 +123,10 @@ def run_binarise(folder: Path) -> None:
     pipeline = Pipeline(Corpus("x", "a", "b", part, Rules(), part), folder, folder / "out")
     pipeline.folder["filter"] = folder
     counts = sum(
-        (found for _, found in ordered_map(binary.count_subwords, chunks(pipeline.text("filter", "train"), "", 0), 1)),
+        (
+            of_chunk
+            for _, of_chunk in ordered_map(binary.count_subwords, chunks(pipeline.text("filter", "train"), "", 0), 1)
+        ),
         Counter(),
     )
     words = binary.dictionary(counts)
@@ -131,15 +134,15 @@ def run_binarise(folder: Path) -> None:
         pipeline._binarise(folder, split, binary.Encode(word for word, _ in words))
 
 
-def compared(ours: Path, theirs: Path) -> str:
-    if ours.read_bytes() == theirs.read_bytes():
+def compared(ours: Path, library: Path) -> str:
+    if ours.read_bytes() == library.read_bytes():
         return "same"
-    different = sum(a != b for a, b in zip(ours.open("rb"), theirs.open("rb"), strict=True))
+    different = sum(a != b for a, b in zip(ours.open("rb"), library.open("rb"), strict=True))
     return f"{different:,} lines differ"
 
 
-def show(step: str, lines: int, mine: float, library: float, same: str) -> None:
-    print(f"{step:<10} {lines / mine:>10,.0f} {lines / library:>10,.0f} {library / mine:>8.2f}   {same}", flush=True)
+def show(step: str, lines: int, own: float, library: float, same: str) -> None:
+    print(f"{step:<10} {lines / own:>10,.0f} {lines / library:>10,.0f} {library / own:>8.2f}   {same}", flush=True)
 
 
 def repeat(source: Path, lines: int, result: Path) -> None:

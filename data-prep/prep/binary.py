@@ -54,13 +54,13 @@ class Encode:
     def _side(self, lines: list[bytes]) -> tuple[bytes, bytes, int]:
         numbers, lengths, unknown = [], [], 0
         for line in lines:
-            found = [self._numbers.get(word) for word in line.decode().split()]
-            if None in found:
-                unknown += found.count(None)
-                found = [UNKNOWN if number is None else number for number in found]
-            numbers += found
+            of_line = [self._numbers.get(word) for word in line.decode().split()]
+            if None in of_line:
+                unknown += of_line.count(None)
+                of_line = [UNKNOWN if number is None else number for number in of_line]
+            numbers += of_line
             numbers.append(END)
-            lengths.append(len(found) + 1)
+            lengths.append(len(of_line) + 1)
         return np.array(numbers, self.type).tobytes(), np.array(lengths, np.int32).tobytes(), unknown
 
 
@@ -82,9 +82,9 @@ def count_lengths(index: Path) -> np.ndarray:
     number = int(np.fromfile(index, np.int64, 1, offset=HEADER)[0])
     counts = np.zeros(1, int)
     for sizes in _blocks(index, HEADER + 8, number):
-        found = np.bincount(sizes - 1, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        longer = np.bincount(sizes - 1, minlength=len(counts))
+        longer[: len(counts)] += counts
+        counts = longer
     return counts
 
 

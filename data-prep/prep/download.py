@@ -44,9 +44,9 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
     else:
         raise _unavailable(url, path, last) from last
     if size and part.stat().st_size != size:
-        found = part.stat().st_size
+        arrived = part.stat().st_size
         part.unlink()
-        raise PrepError(f"{url}: {found:,} bytes, but {size:,} were expected; nothing was kept")
+        raise PrepError(f"{url}: {arrived:,} bytes, but {size:,} were expected; nothing was kept")
     part.rename(path)
 
 

@@ -73,7 +73,7 @@ class Side:
             yield from FORMS[self.form](self._archived_lines() if self.archived else _file_lines(self.path))
 
     def _archived_lines(self) -> Iterator[bytes]:
-        wanted, found = {self.member, self.member + ".gz"}, []
+        wanted, members = {self.member, self.member + ".gz"}, []
         with tarfile.open(self.path, "r|*") as archive:  # a stream: one pass, up to the member
             for entry in archive:
                 name = entry.name.removeprefix("./")
@@ -82,8 +82,8 @@ class Side:
                         yield from gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
                     return
                 if entry.isfile():
-                    found.append(name)
-        listing = ", ".join(found[:20]) + (", ..." if len(found) > 20 else "")
+                    members.append(name)
+        listing = ", ".join(members[:20]) + (", ..." if len(members) > 20 else "")
         raise PrepError(f"{self.path}: has no member {self.member}; it has {listing or 'none'}")
 
 

@@ -90,9 +90,9 @@ def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
         try:
             line.decode()
         except UnicodeDecodeError as error:
-            found = line[error.start : error.end].hex(" ")
+            wrong = line[error.start : error.end].hex(" ")
             raise PrepError(
-                f"{name}, line {at}: byte {error.start + 1} (hex {found}) is not UTF-8; "
+                f"{name}, line {at}: byte {error.start + 1} (hex {wrong}) is not UTF-8; "
                 f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
             ) from error
 

@@ -52,8 +52,8 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """The recipes that name a data set; the others are there to be inherited."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _read(path))
+    """The recipes that have a data set, their own or an inherited one; the others are there to be inherited."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _inherited(path))
 
 
 def read(name: str) -> Recipe:

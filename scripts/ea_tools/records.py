@@ -36,18 +36,18 @@ def keep(run: Path, record: Path, subset: str) -> None:
     scores = run / "eval" / f"{subset}.json"
     if not scores.exists():
         return
-    found, target = json.loads(scores.read_text(encoding="utf-8")), record / "eval" / f"{subset}.json"
+    scored, target = json.loads(scores.read_text(encoding="utf-8")), record / "eval" / f"{subset}.json"
     (record / "eval").mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
             shutil.copyfile(run / name, record / name)
     kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
-    if {**kept, "paired": None} == {**found, "paired": None}:
+    if {**kept, "paired": None} == {**scored, "paired": None}:
         return
     translations = (run / "eval" / f"{subset}.hyp.txt").read_bytes()
     with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
         temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
-    _write(target, found)
+    _write(target, scored)
 
 
 def read(record: Path, subset: str) -> dict | None:
@@ -82,8 +82,8 @@ def test_against(
     texts = [translations(folder, subset) for folder in (record, baseline)]
     if None in texts:
         return None
-    found, digests, name = read(record, subset), [digest(text) for text in texts], baseline.name
-    kept = found.get("paired", {}).get(name)
+    scored, digests, name = read(record, subset), [digest(text) for text in texts], baseline.name
+    kept = scored.get("paired", {}).get(name)
     if kept and kept["translations"] == digests:
         return kept
     if references is None or len(references) != len(texts[0]) or len(references) != len(texts[1]):
@@ -94,11 +94,11 @@ def test_against(
         baseline=other,
         references=references,
         lowercase=lowercase,
-        tokenizer=found.get("tokenizer", "13a"),
+        tokenizer=scored.get("tokenizer", "13a"),
         kinds=["sacrebleu"],
     )
     kept = {"translations": digests, **tests["sacrebleu"]}
-    _write(record / "eval" / f"{subset}.json", {**found, "paired": {**found.get("paired", {}), name: kept}})
+    _write(record / "eval" / f"{subset}.json", {**scored, "paired": {**scored.get("paired", {}), name: kept}})
     return kept
 
 
@@ -207,13 +207,13 @@ def _flags_of_command(command: str) -> dict[str, str]:
 
 def differences(training: Training, wanted: dict[str, str]) -> list[str]:
     """In what a run's training is not what its recipe says today, in words; nothing where it is."""
-    found = []
+    different = []
     for flags in training.flags:
         for name in sorted(wanted.keys() | flags.keys()):
             if wanted.get(name) != flags.get(name):
                 has, says = (_said(values.get(name)) for values in (flags, wanted))
-                found.append(f"{name} {has}, the recipe says {says}")
-    return list(dict.fromkeys(found))
+                different.append(f"{name} {has}, the recipe says {says}")
+    return list(dict.fromkeys(different))
 
 
 def _said(value: str | None) -> str:

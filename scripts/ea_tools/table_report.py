@@ -17,7 +17,7 @@ from ea_tools.text import read_prep, references
 
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
     """{(row label, column label): {"results": {seed: scores}, "mean", "deviation", "differences", "p", "paper"}}."""
-    found = {}
+    summaries = {}
     for row in table.rows:
         for column in table.columns:
             results = {}
@@ -25,13 +25,13 @@ def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict
                 folder = table.cell(row, column.recipe, seed, runs, extra).folder
                 if (one := records.read(folder, column.subset)) and column.score in one["scores"]:
                     results[seed] = {**one, "folder": folder}
-            found[row.label, column.label] = _summary(results, column, row)
+            summaries[row.label, column.label] = _summary(results, column, row)
     for row in table.rows:
         for column in table.columns:
             if row.baseline:
-                cell, baseline = found[row.label, column.label], found[row.baseline, column.label]
+                cell, baseline = summaries[row.label, column.label], summaries[row.baseline, column.label]
                 cell.update(_against(cell["results"], baseline["results"], column))
-    return found
+    return summaries
 
 
 def _summary(results: dict[int, dict], column: Column, row: Row) -> dict:
@@ -69,61 +69,61 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}
 
 
-def write(table: Table, found: dict, folder: Path, extra: list[str]) -> None:
+def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None:
     """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it."""
     folder.mkdir(parents=True, exist_ok=True)
-    picture = any(cell["mean"] is not None for cell in found.values())
-    text = markdown(table, found, f"{table.name}.png" if picture else None, extra)
+    picture = any(cell["mean"] is not None for cell in summaries.values())
+    text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
     with replacing(folder / f"{table.name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     if picture:
         with replacing(folder / f"{table.name}.png") as temporary:
-            draw(table, found, temporary)
+            draw(table, summaries, temporary)
     print(text)
     print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
     for page in (folder / "README.md", folder.parent / "README.md"):
-        if page.exists() and show_in(page, table, found):
+        if page.exists() and show_in(page, table, summaries):
             print(f"brought up to date: {page}")
 
 
-def show_in(page: Path, table: Table, found: dict) -> bool:
+def show_in(page: Path, table: Table, summaries: dict) -> bool:
     """Put the scores between a page's comments <!-- TABLE --> and <!-- end of TABLE -->; says whether it has them."""
     begin, end = f"<!-- {table.name} -->\n", f"<!-- end of {table.name} -->"
     before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     _, has_end, after = rest.partition(end)
     if not (has_begin and has_end):
         return False
-    shown = "\n".join([*score_rows(table, found), "", *verdicts(table, found)]) + "\n"
+    shown = "\n".join([*score_rows(table, summaries), "", *verdicts(table, summaries)]) + "\n"
     with replacing(page) as temporary:
         temporary.write_text(f"{before}{begin}\n{shown}\n{end}{after}", encoding="utf-8")
     return True
 
 
-def markdown(table: Table, found: dict, picture: str | None, extra: list[str]) -> str:
+def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str]) -> str:
     """The table, what its numbers are and what follows from them, and where each came from."""
     scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
-    lines = [f"# {table.title}", "", *score_rows(table, found, with_sizes=True), ""]
+    lines = [f"# {table.title}", "", *score_rows(table, summaries, with_sizes=True), ""]
     lines += [
         f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
         'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": nobody '
         "has run it. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
         "",
     ]
-    if said := verdicts(table, found):
+    if said := verdicts(table, summaries):
         lines += ["## What follows", "", *said, ""]
     if picture:
         lines += [f"![{table.title}]({picture})", ""]
-    return "\n".join([*lines, *provenance(table, found, extra)]) + "\n"
+    return "\n".join([*lines, *provenance(table, summaries, extra)]) + "\n"
 
 
-def score_rows(table: Table, found: dict, with_sizes: bool = False) -> list[str]:
+def score_rows(table: Table, summaries: dict, with_sizes: bool = False) -> list[str]:
     """The table itself, a line for each row, with parameters and FLOPs if they are wanted."""
     head = ["Model", *["Parameters", "FLOPs"] * with_sizes, *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
         counts = _size(table, row) if with_sizes else []
         lines.append(
-            markdown_row([row.label, *counts, *(_cell(found[row.label, column.label]) for column in table.columns)])
+            markdown_row([row.label, *counts, *(_cell(summaries[row.label, column.label]) for column in table.columns)])
         )
     return lines
 
@@ -156,12 +156,12 @@ def _spread(values: dict, form: str = ".2f") -> str:
 SIGNIFICANT = 0.05
 
 
-def verdicts(table: Table, found: dict) -> list[str]:
+def verdicts(table: Table, summaries: dict) -> list[str]:
     """For every row with a baseline: in how many seeds it is better or worse, and in how many significantly."""
     lines = []
     for row in table.rows:
         for column in table.columns:
-            cell = found[row.label, column.label]
+            cell = summaries[row.label, column.label]
             if not cell.get("differences"):
                 continue
             counts = []
@@ -201,24 +201,24 @@ class Made:
         return f"{self.row.label}, {Path(self.recipe).stem}, seed {self.seed}"
 
 
-def provenance(table: Table, found: dict, extra: list[str]) -> list[str]:
+def provenance(table: Table, summaries: dict, extra: list[str]) -> list[str]:
     """The lines of a report that say of every score how and where it was made."""
-    runs = made(table, found)
+    runs = made(table, summaries)
     if not runs:
         return ["## Where the numbers come from", "", "Nothing has been run yet."]
     return [
-        *("## Each seed", "", *_seed_rows(table, found), ""),
+        *("## Each seed", "", *_seed_rows(table, summaries), ""),
         *("## Where the numbers come from", "", *unlike(runs, extra), "", *_run_rows(runs), "", *_signatures(runs), ""),
         *(f"- {run}: {', then '.join(f'`{command}`' for command in _commands(run))}" for run in runs),
     ]
 
 
-def made(table: Table, found: dict) -> list[Made]:
+def made(table: Table, summaries: dict) -> list[Made]:
     """The runs that the table shows."""
     runs = {}
     for row in table.rows:
         for column in table.columns:
-            for seed, one in found[row.label, column.label]["results"].items():
+            for seed, one in summaries[row.label, column.label]["results"].items():
                 new = Made(row, column.recipe, seed, records.training(one["folder"]), {})
                 runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = one
     return list(runs.values())
@@ -228,12 +228,12 @@ def _commands(run: Made) -> list[str]:
     return [run.training.command, *(one["command"] for one in run.scores.values())]
 
 
-def _seed_rows(table: Table, found: dict) -> list[str]:
+def _seed_rows(table: Table, summaries: dict) -> list[str]:
     """A line for each row and seed: the column's score, sacreBLEU, and p against the baseline."""
     head = ["Model", "Seed", *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
-        cells = [found[row.label, column.label] for column in table.columns]
+        cells = [summaries[row.label, column.label] for column in table.columns]
         for seed in sorted({seed for cell in cells for seed in cell["results"]}):
             scores = [_seed_cell(cell, column, seed) for cell, column in zip(cells, table.columns, strict=True)]
             lines.append(markdown_row([row.label, str(seed), *scores]))
@@ -336,14 +336,14 @@ def _signatures(runs: list[Made]) -> list[str]:
     return [f"- {name}: {', '.join(f'`{signature}`' for signature in kinds[name])}" for name in kinds]
 
 
-def draw(table: Table, found: dict, path: Path) -> None:
+def draw(table: Table, summaries: dict, path: Path) -> None:
     """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
     count, labels = len(table.columns), [row.label for row in table.rows]
     size = (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels))
     figure, panels = style.panels(1, count, size, sharey=True)
     for panel, column in zip(panels[0], table.columns, strict=True):
         for height, label in enumerate(labels):
-            cell = found[label, column.label]
+            cell = summaries[label, column.label]
             if cell["mean"] is not None:
                 panel.errorbar(cell["mean"], height, xerr=cell["deviation"], fmt="o", color=style.COLOURS[0], capsize=3)
             if cell["paper"] is not None:

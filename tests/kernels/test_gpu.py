@@ -393,6 +393,21 @@ def test_what_is_not_finite_shows():
     assert context[0].isfinite().all()
 
 
+def test_learnt_shares_may_stay_float32_among_half_tensors():
+    """As under --amp: the numbers are those of shares in half precision, the gradients are float32."""
+    case = Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, alpha=0.5, beta=0.25, learn=True)
+    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    half = results(kernel, evolution, tensors, masks)
+    evolution.alpha, evolution.beta = (
+        torch.nn.Parameter(x.detach().float()) for x in (evolution.alpha, evolution.beta)
+    )
+    single = results(kernel, evolution, tensors, masks)
+    for share in ("gradient of alpha", "gradient of beta"):
+        assert single[share].dtype == SINGLE
+        torch.testing.assert_close(single.pop(share).half(), half.pop(share), rtol=1e-2, atol=1e-2)
+    assert all(single[name].equal(half[name]) for name in half)
+
+
 # ---- dropout
 
 

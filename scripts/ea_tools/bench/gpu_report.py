@@ -197,16 +197,16 @@ def origin(plan: Plan) -> dict:
 
     from ea_tools.provenance import provenance
 
-    found = {**provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
+    facts = {**provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
     if not plan.rehearsal:
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
+        facts["gpu"] = {
             "name": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
             "memory": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
         }
-    return found
+    return facts
 
 
 def cells_of(section: str, plan: Plan) -> dict[str, Callable[[float], dict]]:

@@ -202,11 +202,11 @@ def weigh_training(plan: Plan, size: str, precision: str, _seconds: float) -> di
     batches = "2" if plan.rehearsal else "20"
     args = options.training([*training_flags(plan), "--memory-batches", batches])
     device = common.prepare(args)
-    found = {}
-    for name, arch in common.PAIRS[size].items():
+    memory = {}
+    for name, arch in options.PAIRS[size].items():
         forget_memory(plan)
-        found[name] = training.memory(args, device, arch, precision, None)
-    return {"architectures": common.PAIRS[size], "memory": found}
+        memory[name] = training.memory(args, device, arch, precision, None)
+    return {"architectures": options.PAIRS[size], "memory": memory}
 
 
 def forget_memory(plan: Plan) -> None:
@@ -312,13 +312,13 @@ def command(words: list, seconds: float) -> tuple[int | None, str]:
 
 def progress(said: str) -> dict:
     """What fairseq's log told last: updates, words a second, and the loss on the validation set."""
-    found = {}
+    scores = {}
     for name, pattern in (("updates", r"num_updates[=\s]+(\d+)"), ("words_per_second", r"\bwps[=\s]+([\d.]+)")):
         if numbers := re.findall(pattern, said):
-            found[name] = float(numbers[-1])
+            scores[name] = float(numbers[-1])
     if losses := re.findall(r"valid on .valid. subset \| loss ([\d.]+)", said):
-        found["validation_loss"] = float(losses[-1])
-    return found
+        scores["validation_loss"] = float(losses[-1])
+    return scores
 
 
 def last_line(said: str) -> str:
@@ -366,8 +366,8 @@ def attention_row(cell: dict) -> list[str]:
 def multi30k_row(cell: dict) -> list[str]:
     numbers = [cell.get(name) for name in ("updates", "words_per_second", "validation_loss")]
     bleu = cell.get("scores", {}).get("tokenised_bleu", {}).get("score")
-    found = ["not run" if number is None else f"{number:,g}" for number in numbers]
-    return [*found, "not run" if bleu is None else f"{bleu:.2f}"]
+    cells = ["not run" if number is None else f"{number:,g}" for number in numbers]
+    return [*cells, "not run" if bleu is None else f"{bleu:.2f}"]
 
 
 SPEED_COLUMNS = ("model", "ours / stock, speed", "quartiles", "ours, tokens/s", "stock, tokens/s")
