@@ -37,7 +37,7 @@ def lively(system, **options):
     model = amplify_(build("ea_transformer_base", *SYSTEMS[system], **options))
     for name, parameter in model.named_parameters():
         if ".score." in name or "relative_positions" in name:
-            parameter.data.normal_()
+            parameter.data.normal_(std=0.5)  # 1 / sqrt(D), as the scale of dot products; more makes rounding visible
     return model
 
 
