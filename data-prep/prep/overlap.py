@@ -18,14 +18,13 @@ HELD_OUT = "in a held-out split"
 
 
 def digests(chunk: Chunk) -> list[tuple[bytes, bytes, bytes]]:
-    """Digests of each pair's source, its target and both; b"" stands for an empty sentence, which matches nothing."""
+    """Digests of each pair's source, its target and both."""
     rows = zip(*chunk, strict=True)
     return [(_digest(source), _digest(target), _digest(source, target)) for source, target in rows]
 
 
 def _digest(*lines: bytes) -> bytes:
-    texts = [line.strip() for line in lines]
-    return hashlib.blake2b(b"\n".join(texts), digest_size=8).digest() if all(texts) else b""
+    return hashlib.blake2b(b"\n".join(line.strip() for line in lines), digest_size=8).digest()
 
 
 class HeldOut:
@@ -33,7 +32,7 @@ class HeldOut:
 
     def __init__(self, rows: Iterable[tuple[bytes, bytes, bytes]]) -> None:
         sides = list(zip(*rows, strict=True)) or [(), (), ()]
-        self.sets = tuple(frozenset(side) - {b""} for side in sides)
+        self.sets = tuple(map(frozenset, sides))
 
 
 class Seen:

@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and flags for every training run."""
-    there = ", ".join(sorted(path.stem for path in tables.FOLDER.glob("*.toml")))
     parser = argparse.ArgumentParser(
         prog="reproduce.sh",
         usage="reproduce.sh TABLE [options] [fairseq-train flags]",
@@ -47,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("table", metavar="TABLE", help=f"{there}, or a .toml file of your own")
+    parser.add_argument("table", metavar="TABLE", help=f"{', '.join(tables.names())}, or a .toml file of your own")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="(default: the table's)")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these recipes' columns")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")

@@ -96,12 +96,19 @@ def _slug(*flags: Iterable[str]) -> list[str]:
     return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in given.items()]
 
 
+def names() -> list[str]:
+    """The tables of translations in recipes/tables; scripts/glue.sh has one of its own there."""
+    contents = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.toml")}
+    return sorted(name for name, content in contents.items() if "column" in content)
+
+
 def read(name: str) -> Table:
     """A table by its name in recipes/tables, or by its path."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
-        raise UserError(f"{name}: no such table; there are {there}, and files of your own that end in .toml")
+        raise UserError(
+            f"{name}: no such table; there are {', '.join(names())}, and files of your own that end in .toml"
+        )
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         if "tasks" in content:

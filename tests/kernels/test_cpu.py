@@ -225,6 +225,19 @@ def test_what_nobody_sees_may_be_left_out(geometry, lengths, mask, given):
     compare(whole, context_alone, lambda *arguments: plain(*arguments)[:1])
 
 
+@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+def test_of_a_longer_sentence_nothing_is_left_for_a_shorter_one(geometry):
+    """One thread works on sentences of 96, 48 and 16 keys, whole vectors: beside their last keys there is nothing."""
+    whole = equation_4(geometry, lengths=(96, 96), depth=24, previous=False, masks=False)
+    masked = torch.arange(96) >= torch.tensor([96, 48, 16])[:, None, None, None]
+    whole.masks = {"masked": masked.expand(BATCH, 1, 96, 96), "hidden": masked}
+
+    def context_alone(evolution, tensors, masks):
+        return (cpu.attend(call_of(evolution, tensors, masks)).context,)
+
+    with_threads(1, lambda: compare(whole, context_alone, lambda *arguments: plain(*arguments)[:1]))
+
+
 def test_gradients_only_where_they_are_wanted():
     """Whatever is frozen, the others' gradients are the same, bit for bit."""
     whole = equation_4(Geometry.ENCODER_SELF)

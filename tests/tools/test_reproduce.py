@@ -286,7 +286,7 @@ def test_a_run_does_not_outlive_its_command(toy):
     [
         (
             ["table7"],
-            "no such table; there are glue, multi30k, multi30k-laptop, ",
+            "no such table; there are multi30k, multi30k-laptop, ",
         ),
         (["table5", "--recipes", "iwslt"], "the table has iwslt14-de-en, wmt14-en-de, wmt14-en-fr"),
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
