@@ -81,9 +81,9 @@ def test_fonts_are_found_or_missed():
 # ---- the picture
 
 
-@pytest.mark.parametrize("length", [2, 5, 20, 60])
-def test_labels_fit(length):
-    """No label covers another label of its axis, or a title, or leaves the picture."""
+@pytest.mark.parametrize("length", [2, 5, 20, 60, 150, 400])
+def test_labels_fit(length, capsys):
+    """No label covers another of its axis, or a title, or leaves the picture, which is not too large to be drawn."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
     sizes = plot_attention._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
@@ -96,9 +96,11 @@ def test_labels_fit(length):
     for axes in panels:
         across, down = ([label for label in side if label.get_text()] for side in _labels(axes))
         boxes = [label.get_window_extent() for label in across]
-        assert len(boxes) == axes.images[0].get_array().shape[1]
+        assert len(boxes) == -(-axes.images[0].get_array().shape[1] // sizes.every)
         assert _apart(boxes)
-        assert not down or (len(down) == axes.images[0].get_array().shape[0] and _apart(_boxes(down)))
+        assert not down or (
+            len(down) == -(-axes.images[0].get_array().shape[0] // sizes.every) and _apart(_boxes(down))
+        )
         names = [text for text in (axes.xaxis.label, axes.yaxis.label) if text.get_text()]
         assert _apart([*_boxes(names), axes.get_window_extent()])
         assert not any(name.overlaps(label) for name in _boxes(names) for label in _boxes(across + down))
@@ -109,6 +111,9 @@ def test_labels_fit(length):
     assert _apart(titles)
     assert _apart([axes.get_window_extent() for axes in figure.axes])
     assert sizes.font >= 6
+    assert sizes.every == {150: 2, 400: 5}.get(length, 1)
+    assert ("an .html page has all of them" in capsys.readouterr().err) == (length > 60)
+    assert figure.get_size_inches().max() * plot_attention.DOTS < 2**14
 
 
 def _labels(axes):

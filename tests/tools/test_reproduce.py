@@ -1,5 +1,6 @@
 """scripts/reproduce.sh: what is missing is run, what is done is not, and the table says where its numbers are from."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -320,3 +321,16 @@ def test_missing_cells_are_run_once(toy, run):
     third = script("reproduce.sh", *flags)
     assert third.stderr.count("done already") == 2, "the records are enough"
     assert (toy / "results" / "tiny.md").read_text() == written
+
+
+def test_cells_without_their_data_are_failures(monkeypatch, tmp_path):
+    """What was asked for was not done: a status of 0 would tell a script that it was."""
+    read = recipes.read
+    monkeypatch.setattr(cells.recipes, "read", lambda name: dataclasses.replace(read(name), data=tmp_path / "nowhere"))
+    where = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    args, extra = reproduce.parse(["multi30k", "--seeds", "1", *where])
+    table = tables.read(args.table)
+    chosen = reproduce.wanted(table, args, extra)
+    failed = cells.run_missing(table, chosen, args, extra)
+    assert len(failed) == len(chosen) > 0
+    assert all(line.endswith("nowhere is not prepared, see data-prep/") for line in failed)

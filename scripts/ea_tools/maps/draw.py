@@ -320,6 +320,10 @@ def _packed(values: numpy.ndarray) -> str:
 # ---- the picture
 
 
+NARROWEST = 0.135  # inches of a cell beside which a label can be read
+LABELLED = 90  # so many tokens have a label each; with more of them a picture would be wider than can be drawn
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes in inches, but for the fonts' points, which follow from the number of tokens."""
@@ -329,6 +333,7 @@ class Sizes:
     families: tuple[str, ...]
     heading: float
     gap: float = 0.22
+    every: int = 1  # of the tokens, counted from the first, has its label
 
     @property
     def small(self) -> float:
@@ -383,9 +388,19 @@ def _figure(lines: list[_Line], parts: int, sizes: Sizes) -> Figure:
 
 
 def _sizes(look: Look) -> Sizes:
-    """Cells wide enough for a readable label each, and fonts to go with them."""
+    """Cells wide enough for a readable label each, and fonts to go with them.
+
+    A map of more tokens than have room for that is as large as one of LABELLED, and only every so manyth has a label.
+    """
     longest = max(map(len, look.tokens.values()))
-    cell = min(0.32, max(0.135, 2.4 / longest))
+    every = -(-longest // LABELLED)
+    cell = min(0.32, max(NARROWEST, 2.4 / longest)) if every == 1 else NARROWEST * LABELLED / longest
+    if every > 1:
+        print(
+            f"plot_attention: note: of {longest} tokens every {every}. has its label in the picture; an .html page has "
+            "all of them",
+            file=sys.stderr,
+        )
     names, missing = families("".join(label for labels in look.tokens.values() for label in labels))
     if missing:
         print(
@@ -393,7 +408,8 @@ def _sizes(look: Look) -> Sizes:
             "example Noto Sans of that script, or use an .html page, for which browsers find fonts",
             file=sys.stderr,
         )
-    return Sizes(cell, min(8.5, cell * 72 * 0.68), names, heading=max(9.0, 1.6 * cell * longest))
+    font = min(8.5, max(cell, NARROWEST) * 72 * 0.68)
+    return Sizes(cell, font, names, heading=max(9.0, 1.6 * cell * longest), every=every)
 
 
 class _Line:
@@ -437,8 +453,9 @@ class _Line:
         axes.set_facecolor("0.93")  # what is no part of the map
         image = axes.imshow(values, cmap=style.MAP_COLOURS, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
         font = {"fontsize": self._sizes.font}
-        axes.set_xticks(range(len(self._across)), self._across, rotation=90, **font)
-        axes.set_yticks(range(len(self._down)), self._down if labelled else [], **font)
+        across, down = (range(0, len(side), self._sizes.every) for side in (self._across, self._down))
+        axes.set_xticks(across, [self._across[place] for place in across], rotation=90, **font)
+        axes.set_yticks(down, [self._down[place] for place in down] if labelled else [], **font)
         axes.tick_params(length=0, pad=2)
         axes.set_xlabel(self._column_title, fontsize=self._sizes.small, color="0.3", labelpad=4)
         if labelled:
