@@ -17,5 +17,6 @@ cd "$repo"
 .venv/bin/ruff format --check .
 # A process for each core, and a thread for each process: threads that wait for each other are slower. A file's tests stay
 # together, for they share what is expensive to make.
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)   # it would count the threads of a process
 export OMP_NUM_THREADS=1
-exec "$python" -m pytest --numprocesses "$(nproc)" --dist loadfile "$@"
+exec "$python" -m pytest --numprocesses "$cores" --dist loadfile "$@"

@@ -194,7 +194,10 @@ def exact(case, evolution, tensors):
 
 
 def check(case):
-    """float32: 1e-5 of the largest number. Less: at most 1.5 times as far from float64 as the plain composition is."""
+    """float32: 1e-5 of the largest number. Less: at most 1.5 times as far from float64 as the plain composition is.
+
+    Or as near as rounding the right result to this type may leave it, half an eps.
+    """
     evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
     ours = results(kernel, evolution, tensors, masks)
     truth = results(plain, *exact(case, evolution, tensors), masks)
@@ -207,7 +210,7 @@ def check(case):
             assert (mine - true).abs().max() <= 1e-5 * true.abs().max(), name
         elif mine.dim() > 0:  # by chance, a single number may be as near as you like
             error, allowed = (mine - true).norm(), 1.5 * (other - true).norm()
-            assert error <= allowed + 1e-3 * torch.finfo(case.dtype).eps * true.norm(), name
+            assert error <= max(allowed, 0.5 * torch.finfo(case.dtype).eps * true.norm()), name
         else:
             assert (mine - true).abs() <= 8 * torch.finfo(case.dtype).eps * max(true.abs(), 1), name
 
