@@ -1,6 +1,5 @@
 """What the tests share: tiny vocabularies, batches and models, built through fairseq's own parser."""
 
-import os
 import random
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from ea_fairseq import evolution, kernels
 
 TESTS = Path(__file__).parent
 REPO = TESTS.parent
-# What pyproject.toml makes importable here, for the processes that tests start.
-os.environ["PYTHONPATH"] = os.pathsep.join(str(REPO / name) for name in ("", "scripts", "data-prep", "tests"))
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
     "--decoder-attention-heads 4 --decoder-layers 2 --dropout 0"
