@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
-from ea_tools import train
+from ea_tools import recipes, train
 from ea_tools.checkpoints import load
 from ea_tools.common import UserError
 
@@ -171,6 +171,17 @@ def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 1)
     with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
         train.claim(tmp_path, {"recipe": "sample"})
+
+
+def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
+    words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
+    words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9]
+    args, flags = train.parse([*map(str, words)])
+    identity = train.identity(train.plan(recipes.read("sample"), args, flags, train.Launch(gpus=0)))
+    model = {"recipe": "sample", "arch": "ea_transformer_lite", "ea-beta": "0.3", "encoder-layers": "2", "seed": "7"}
+    assert model.items() <= identity.items()
+    assert identity["data"] == train.fingerprint(data)
+    assert not {"lr", "max-epoch", "max-tokens", "save-dir", "cpu"} & identity.keys(), "these belong to the launch"
 
 
 def test_two_at_once(tmp_path):
