@@ -26,7 +26,7 @@ REFERENCES = [
     "It costs $3.50 (about 3 €), he said.",
 ]
 HYPOTHESES = [
-    "the quick brown fox does not jump over a lazy dog.",
+    "the quick brown fox doesn't jump over a lazy dog.",
     "a man in a blue shirt is on a ladder cleaning a window.",
     "two young, white men are outside near the bushes.",
     "it costs $3.50 (about 3 €), he says.",
