@@ -2,7 +2,7 @@
 # Lint, then the test suite, on all cores; sets up .venv first if needed.
 #
 #   scripts/test.sh                        everything
-#   scripts/test.sh --quick                what takes no more than two minutes: no slow test, the first parameters of others
+#   scripts/test.sh --quick                a look at every file: no slow test, the others with their first parameters only
 #   scripts/test.sh tests/model -x         one room; any arguments of pytest
 #
 # The tests of the attention page need Chromium and chromedriver; without them they are skipped, and the last lines say so.
