@@ -56,6 +56,11 @@ class Coefficients(NamedTuple):
     d: Share  # of the previous map, in what the convolution is added to
     e: Share  # of the logits, in what the convolution is added to
 
+    @property
+    def carries_what_it_reads(self) -> bool:
+        """Whether carried is always mixed itself, as in equation 4."""
+        return _same(self.a, self.d) and _same(self.b, self.e)
+
 
 #: What a layer without a previous map does where its rule needs one: the logits stay as they are.
 LOGITS_ONLY = Coefficients(0.0, 1.0, 0.0, 0.0, 1.0)
@@ -208,11 +213,12 @@ class Evolution(nn.Module):
         Returns:
             A_logit, B x K x T x S; what it holds at hidden places means nothing.
         """
-        a, b, c, d, e = self.coefficients(previous is not None)
+        coefficients = self.coefficients(previous is not None)
+        _, _, c, d, e = coefficients
         if self.conv is None or _is(c, 0):
             return _weighted(d, previous, e, logits)
         mixed = self.mix(logits, hidden, previous)
-        carried = mixed if _same(a, d) and _same(b, e) else _weighted(d, previous, e, logits)
+        carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
         convolved = F.relu(self.convolve(mixed, above, hidden))
         return torch.lerp(carried, convolved, c.type_as(carried) if isinstance(c, Tensor) else c)
 

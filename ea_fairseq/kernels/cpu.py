@@ -176,12 +176,7 @@ def _gradients_of_coefficients(call: Call, wanted: dict[str, bool], shares: Tens
 
 def _carries_mixed(call: Call) -> bool:
     """Whether what is carried is what is mixed, always: then it is zero at hidden places, too, as in evolution.py."""
-    a, b, _, d, e = call.coefficients
-
-    def same(share: float | Tensor, other: float | Tensor) -> bool:
-        return share is other or (not isinstance(share, Tensor) and not isinstance(other, Tensor) and share == other)
-
-    return call.weight is not None and same(a, d) and same(b, e)
+    return call.weight is not None and call.coefficients.carries_what_it_reads
 
 
 class _Vectors(Structure):

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..evolution import Coefficients, Geometry, Share, _same, reach
+from ..evolution import Coefficients, Geometry, Share, reach
 
 #: matrix products need at least 16 channels: what is beyond K is zero
 CHANNELS = tl.constexpr(16)
@@ -555,7 +555,7 @@ class Shares(NamedTuple):
             a = d = 0.0
         if not has_convolution or kind(c) == NONE.value:
             return cls(0.0, 0.0, 0.0, d, e, convolved=False, separate=True)
-        if _same(a, d) and _same(b, e):
+        if Coefficients(a, b, c, d, e).carries_what_it_reads:
             return cls(a, b, c, 0.0, 0.0, convolved=True, separate=False)
         return cls(a, b, c, d, e, convolved=True, separate=True)
 
