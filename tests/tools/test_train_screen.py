@@ -86,8 +86,9 @@ def ended_by(error, monkeypatch, folder):
 
 
 @pytest.fixture
-def logged(tmp_path, monkeypatch):
-    """A run's folder; what is opened there is closed again."""
+def logged(tmp_path, caplog):
+    """A run's folder; what is opened there is closed again. fairseq-train logs from INFO on, pytest from WARNING."""
+    caplog.set_level(logging.INFO)
     handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
     yield tmp_path
     fairseq_train.warnings.showwarning = show
