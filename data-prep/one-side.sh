@@ -26,9 +26,15 @@ for file in "$folder"/*."$language".bin "$folder"/*."$language".idx; do
     name=${file##*/}
     cp "$file" "$temporary/${name%%.*}.${name##*.}"
 done
-for file in code sentencepiece.bpe.model; do
+for file in code sentencepiece.bpe.model "vocabulary.$language"; do
     [[ ! -f $folder/$file ]] || cp "$folder/$file" "$temporary/"
 done
+"$python" -P -c '
+import json, sys
+prep = json.load(open(sys.argv[1], encoding="utf-8"))
+kept = {name: prep[name] for name in ("name", "tokenizer", "unicode", "lowercase", "bpe", "rules") if name in prep}
+print(json.dumps({**kept, "source_lang": sys.argv[2], "target_lang": sys.argv[2]}, indent=1))
+' "$folder/PREP.json" "$language" > "$temporary/PREP.json"
 [[ ! -e $out ]] || die "$out: is there already; delete it, or name another"
 mv "$temporary" "$out"
 echo "$out: ready"

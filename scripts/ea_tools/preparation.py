@@ -102,7 +102,7 @@ def require_same(kept: Preparation, data: Path, run: Path) -> None:
         if ours[name] != others[name]
     ]
     names = sorted({path.name for path in (*files(kept.folder, kept.prep), *files(data, prep))})
-    differences += [line for name in names if (line := _file_difference(kept.folder / name, data / name))]
+    differences += [line for name in names if (line := file_difference(kept.folder / name, data / name))]
     if differences:
         raise UserError(
             f"{data} is not what {run} was trained on, or was prepared anew in another way:\n"
@@ -110,7 +110,7 @@ def require_same(kept: Preparation, data: Path, run: Path) -> None:
         )
 
 
-def _file_difference(ours: Path, other: Path) -> str | None:
+def file_difference(ours: Path, other: Path) -> str | None:
     """The first difference of two files, in words; None where there is none."""
     for path, where in ((ours, other), (other, ours)):
         if not path.is_file():

@@ -36,6 +36,11 @@ TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 WITHOUT_SPACES = frozenset("bo dz km lo my th".split())
 
 
+def written_with_spaces(language: str) -> bool:
+    """Whether text in this language has spaces between its words."""
+    return base_language(language) not in WITHOUT_SPACES | {"zh", "ja"}
+
+
 def tokenizer_for(language: str) -> str:
     """The tokeniser that sacreBLEU takes for text in this language where it is told none."""
     return TOKENIZERS.get(base_language(language), "13a")

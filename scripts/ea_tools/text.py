@@ -1,7 +1,7 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class Source:
             from prep.moses import Normalizer
 
             self._normalizer = Normalizer(language)
-        self._subwords = _subwords(Path(data), prep["bpe"], language)
+        self.subwords = subwords(Path(data), prep["bpe"], language)
 
     def __call__(self, line: str) -> str:
         """One line of text; "" where there is nothing to translate."""
@@ -131,22 +131,90 @@ class Source:
         if self._normalizer:
             line = self._normalizer.normalize(line)
         line = self._words.tokenize(line)
-        return self._subwords(line.lower() if self._lowercase else line)
+        return self.subwords.split(line.lower() if self._lowercase else line)
 
 
-def _subwords(data: Path, kind: str, language: str) -> Callable[[str], str]:
-    """The function from tokens to subwords that DATA's code or sentencepiece.bpe.model defines."""
-    path = data / {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}[kind]
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; the text cannot be split into subwords without it")
+class Subwords:
+    """How the words of a prepared folder are cut into subwords, and how these are put together again."""
+
+    def __init__(self, split: Callable[[str], str]) -> None:
+        self.split = split  # words with spaces between them to subwords with spaces between them
+
+    def label(self, symbol: str) -> str:
+        """What people read in the place of a subword."""
+        return symbol
+
+    def starts(self, symbols: Sequence[str]) -> list[bool]:
+        """Of each subword of a sentence whether a word begins with it."""
+        raise NotImplementedError
+
+    def join(self, symbols: Sequence[str]) -> str:
+        """The word that consecutive subwords make."""
+        raise NotImplementedError
+
+
+class Marked(Subwords):
+    """subword-nmt's: @@ stands at the end of what is followed by more of its word."""
+
+    def starts(self, symbols: Sequence[str]) -> list[bool]:
+        return [not before.endswith("@@") for before in ("", *symbols)][: len(symbols)]
+
+    def join(self, symbols: Sequence[str]) -> str:
+        return "".join(symbol.removesuffix("@@") for symbol in symbols)
+
+
+class Pieces(Subwords):
+    """SentencePiece's: ▁ stands for the space before a word."""
+
+    def starts(self, symbols: Sequence[str]) -> list[bool]:
+        return [self.label(symbol).startswith("▁") for symbol in symbols]
+
+    def join(self, symbols: Sequence[str]) -> str:
+        return "".join(symbols).removeprefix("▁") or "▁"
+
+
+class Gpt2(Pieces):
+    """GPT-2's, which its dictionary holds as numbers: shown as text, the space before a word as ▁."""
+
+    def __init__(self, folder: Path) -> None:
+        from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+
+        self._encoder = get_encoder(folder / "encoder.json", folder / "vocab.bpe")
+        super().__init__(lambda line: " ".join(map(str, self._encoder.encode(line))))
+
+    def label(self, symbol: str) -> str:
+        return self._text([symbol])
+
+    def join(self, symbols: Sequence[str]) -> str:
+        return self._text(symbols).removeprefix("▁") or "▁"
+
+    def _text(self, symbols: Sequence[str]) -> str:
+        known = self._encoder.decoder
+        if not all(symbol.isdecimal() and int(symbol) in known for symbol in symbols):
+            return "".join(symbols)  # what a dictionary has beside the numbers
+        return self._encoder.decode(list(map(int, symbols))).replace(" ", "▁")
+
+
+def subwords(data: Path, kind: str, language: str) -> Subwords:
+    """What DATA's code, sentencepiece.bpe.model, or encoder.json and vocab.bpe define."""
+    names = {
+        "subword_nmt": ["code"],
+        "sentencepiece": ["sentencepiece.bpe.model"],
+        "gpt2": ["encoder.json", "vocab.bpe"],
+    }
+    for path in [data / name for name in names[kind]]:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; the text cannot be split into subwords without it")
+    if kind == "gpt2":
+        return Gpt2(data)
     if kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor
 
         model = SentencePieceProcessor(model_file=str(path))
-        return lambda line: " ".join(model.encode(line, out_type=str))
+        return Pieces(lambda line: " ".join(model.encode(line, out_type=str)))
     from subword_nmt.apply_bpe import BPE
 
     vocabulary = data / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = set(read_lines(vocabulary)) if vocabulary.is_file() else None
     with path.open(encoding="utf-8") as codes:
-        return BPE(codes, vocab=allowed).process_line
+        return Marked(BPE(codes, vocab=allowed).process_line)

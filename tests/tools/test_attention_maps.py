@@ -6,7 +6,8 @@ from conftest import amplify_, batch, build
 from fairseq.sequence_generator import SequenceGenerator
 
 from ea_tools.common import UserError
-from ea_tools.maps.collect import Collected, collect, joined, load_model
+from ea_tools.maps.collect import Collected, collect, joined
+from ea_tools.maps.models import load_model
 
 #: evolving or not, every combination that the flags allow in one attention
 MODELS = {

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -12,7 +13,8 @@ from helpers.toy import save_model
 from ea_fairseq.evolution import Part
 from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
-from ea_tools.maps.collect import LayerMaps, load_model
+from ea_tools.maps.collect import LayerMaps
+from ea_tools.maps.models import load_model
 from ea_tools.maps.statistics import (
     Estimate,
     Sample,
@@ -28,7 +30,6 @@ from ea_tools.maps.statistics import (
     similarity,
     statistics_of,
     tally,
-    word_numbers,
 )
 
 ALL = np.ones((1, 1, 1, 4), dtype=bool)
@@ -136,26 +137,66 @@ def test_subwords_are_summed_before_the_largest_is_taken():
     assert hard_alignment(weights[:, :0], np.array([]), np.array([0, 1, 1])) == set()
 
 
-def test_words_of_subwords():
-    assert word_numbers("ein Donau@@ dampf@@ schiff .".split(), "subword_nmt").tolist() == [0, 1, 1, 1, 2]
-    assert word_numbers("▁ein ▁Donau dampf ▁.".split(), "sentencepiece").tolist() == [0, 1, 1, 2]
-    assert word_numbers([], "subword_nmt").tolist() == []
-
-
 def test_gold_is_read_and_refused(tmp_path):
     path = tmp_path / "gold"
     path.write_text("0-0 1?2 3p1\n\n2-10\n")
-    gold = read_gold(path)
+    gold = read_gold(path, 3)
     assert gold == [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), (set(), set()), ({(2, 10)}, {(2, 10)})]
     check_range(gold[2], (3, 11), "gold:3")
-    with pytest.raises(UserError, match=r"gold:3: the link between words 2 and 10 .* target sentence has 10 words"):
+    with pytest.raises(UserError, match=r"gold:3: the link between words 2 and 10, .* target sentence has 10 words"):
         check_range(gold[2], (3, 10), "gold:3")
     with pytest.raises(UserError, match=r"gold:3: .* source sentence has 2 words"):
         check_range(gold[2], (2, 11), "gold:3")
     for wrong in ("1-", "1-2-3", "a-b", "1:2", "-1-2"):
         path.write_text(f"0-0\n0-1 {wrong}\n")
         with pytest.raises(UserError, match=rf"gold:2: '{wrong}' is no link"):
-            read_gold(path)
+            read_gold(path, 2)
+
+
+PHARAOH = "0-0 1?2 3p1\n2-10\n"
+
+
+@pytest.mark.parametrize(
+    "content, options",
+    [
+        (PHARAOH, {}),
+        ("1-1 2?3 4p2\n3-11\n", {"first": 1}),  # RWTH's German-English alignments are written in this way
+        ("0-0 2?1 1p3\n10-2\n", {"target_first": True}),
+        ("1 1 1 S\n1 2 3 P\n1 4 2 P\n2 3 11 S\n", {}),
+        ("0002 03 11\n0001 01 01 S 0.9\n0001 2 3 P 0.5\n1 4 2 P\n1 0 3 S\n1\t2\t0\tP\n\n", {}),  # 0: no counterpart
+        ("1 0 0 S\n1 1 2 P\n1 3 1 P\n2 2 10\n", {"first": 0}),
+        ("1 1 1 S\n1 3 2 P\n1 2 4 P\n2 11 3\n", {"target_first": True}),
+    ],
+)
+def test_every_way_to_write_the_same_gold(tmp_path, content, options):
+    path = tmp_path / "gold"
+    path.write_text(content)
+    assert read_gold(path, 2, **options) == [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), ({(2, 10)}, {(2, 10)})]
+
+
+def test_a_sentence_that_no_link_names_is_not_annotated(tmp_path):
+    path = tmp_path / "gold"
+    path.write_text("1 1 1 S\n4 1 1 P\n")
+    assert read_gold(path, 5) == [({(0, 0)}, {(0, 0)}), None, None, (set(), {(0, 0)}), None]
+
+
+@pytest.mark.parametrize(
+    "content, options, message",
+    [
+        ("1-1 2-2\n1-2\n", {}, r"gold: no link is of word 0, so .* say --gold-from 1, or 0 if not"),
+        ("1-1\n0-1\n", {"first": 1}, "gold:2: the link between words 0 and 1: words are said to count from 1"),
+        ("1 1 1 S\n3 1 1 S\n", {}, "gold:2: sentence 3 is out of range: there are 2, counted from 1"),
+        ("1 1 1 S\n1 1 2 Q\n", {}, "gold:2: '1 1 2 Q' is no link; wanted is \"sentence word word\", and S or P"),
+        ("1 1 1 S\n1 1\n", {}, "gold:2: '1 1' is no link"),
+        ("1 1 1 S\n0-0\n", {}, "gold:2: '0-0' is no link"),
+        ("0-0\n1 1 1 S\n", {}, "gold:2: '1' is no link; a sure one is written 1-2"),
+    ],
+)
+def test_gold_that_does_not_fit_is_named(tmp_path, content, options, message):
+    path = tmp_path / "gold"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_gold(path, 2, **options)
 
 
 # ---- intervals
@@ -207,9 +248,9 @@ def naive(loaded, number, dataset, gold):
 
 
 def _ids(ids):
-    from ea_tools.maps.collect import Sentence
+    from ea_tools.maps.models import Sentence
 
-    return Sentence(ids, [])
+    return Sentence(ids, [], None)
 
 
 def _add(out, maps, name, value):
@@ -266,11 +307,11 @@ def there(data, tmp_path_factory):
 @pytest.mark.parametrize("name", ["toy-ea", "toy-stock"])
 def test_a_test_set_by_loops_in_one_batch_and_one_by_one(there, name):
     loaded = load_model(there / name)
-    sample = Sample(loaded, "test", 6, there / "gold")
+    gold = read_gold(there / "gold", 10)
+    sample = Sample(loaded, "test", 6, gold)
     together, alone = tally(loaded, sample, tokens=10_000), tally(loaded, sample, tokens=1)
     assert len(list(sample.batches(10_000))) == 1
     assert len(list(sample.batches(1))) == 6
-    gold = read_gold(there / "gold")
     expected = [naive(loaded, number, loaded.task.dataset("test"), gold[number]) for number in range(6)]
     assert together.keys() == alone.keys() >= expected[0].keys()
     assert {place[0] for place in together} - {place[0] for place in expected[0]} == (
@@ -293,6 +334,29 @@ def test_shares_of_a_model_add_up_to_one(there):
             ]
             assert len(parts) == (3 if kind == "encoder" and number > 1 else 2)
             np.testing.assert_allclose(sum(sums for sums, _ in parts), parts[0][1], rtol=1e-9)
+
+
+def test_naacls_format_gives_the_same_error_rate(there, tmp_path):
+    """Counted from 1, the target word first, and the last two sentences not annotated."""
+    lines = (there / "gold").read_text().splitlines()
+    links = [re.fullmatch(r"(\d+)(.)(\d+)", link).groups() for link in " ".join(lines[:8]).split()]
+    numbers = [number for number, line in enumerate(lines[:8], 1) for _ in line.split()]
+    kinds = {"-": "S", "?": "P"}
+    (tmp_path / "naacl").write_text(
+        "".join(
+            f"{number:04} {int(target) + 1} {int(source) + 1} {kinds[kind]}\n"
+            for number, (source, kind, target) in zip(numbers, links, strict=True)
+        )
+    )
+    found = {}
+    for name, sentences, gold in (("naacl", 10, tmp_path / "naacl"), ("pharaoh", 8, there / "gold")):
+        out = tmp_path / f"{name}.json"
+        more = ["--gold-target-first"] if name == "naacl" else []
+        main([*map(str, ("--run", there / "toy-ea", "--sentences", sentences, "--gold", gold, "--out", out)), *more])
+        found[name] = json.loads(out.read_text())
+        assert found[name]["aligned_sentences"] == 8
+    rates = [[one["run"]["mean"] for one in report["statistics"]["aer"]["cross"].values()] for report in found.values()]
+    assert rates[0] == rates[1]
 
 
 def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
@@ -360,7 +424,7 @@ def test_what_cannot_be_used_is_named(there, data, tmp_path, capsys):
     assert f"{gold}: has 9 lines, and test 10 sentences" in found
     gold.write_text("\n".join([*lines[:4], lines[4] + " 77-0", *lines[5:]]) + "\n")
     found = refused(capsys, tmp_path, *run, "--gold", gold)
-    assert f"{gold}:5: the link between words 77 and 0 is out of range" in found
+    assert "--gold, sentence 5: the link between words 77 and 0, counted from 0, is out of range" in found
 
 
 def test_other_data_are_refused_and_empty_ones_too(there, data, tmp_path, capsys):
@@ -385,7 +449,7 @@ def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):
     sentences[1][0] = loaded.task.source_dictionary.unk()
     dataset.src = sentences
     monkeypatch.setattr(map_statistics, "_load", lambda loaded, subset: dataset)
-    sample = Sample(loaded, "test", 3, there / "gold")
+    sample = Sample(loaded, "test", 3, read_gold(there / "gold", 10))
     assert sample.aligned == 2
     found = tally(loaded, sample)
     assert (found["aer", "cross", 1][1] > 0).tolist() == [True, False, True]

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -15,9 +16,11 @@ from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import families, visual
-from ea_tools.maps import collect as attention_maps
 from ea_tools.maps import draw as plot_attention
-from ea_tools.maps.draw import Look, Row, chosen, main, numbers, page, parse, picture
+from ea_tools.maps.draw import Look, Row, bertviz, chosen, main, numbers, page, parse, picture
+from ea_tools.maps.models import load_model
+from ea_tools.maps.words import merged, words_of
+from ea_tools.text import Marked
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # as the command does
 
@@ -25,6 +28,7 @@ EIGHT_HEADS = (
     "--encoder-embed-dim 64 --encoder-ffn-embed-dim 64 --encoder-attention-heads 8 --encoder-layers 6 "
     "--decoder-attention-heads 8 --decoder-layers 6 --dropout 0"
 ).split()
+MARKED = Marked(str)
 WORDS = "ein kleines Mädchen klettert Donaudampfschiff@@ fahrt in , das Holz@@ haus .".split()
 
 
@@ -39,8 +43,13 @@ def look(source=6, target=5, words=WORDS, size=EIGHT_HEADS, compare=True, arch="
         return [words[i % len(words)] for i in range(length - 1)] + ["</s>"]
 
     tokens = {"source": labels(source), "predicted": labels(target), "read": ["</s>", *labels(target)[:-1]]}
+    words_of_them = {
+        name: words_of(side, [True] * len(side), MARKED.starts(side), MARKED.join) for name, side in tokens.items()
+    }
     baseline = places("transformer") if compare else {}
-    return Look(tokens, places(arch, *flags), baseline, "run/last.pt", "base/last.pt" if compare else None)
+    return Look(
+        tokens, words_of_them, places(arch, *flags), baseline, "run/last.pt", "base/last.pt" if compare else None
+    )
 
 
 ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
@@ -147,6 +156,22 @@ def test_one_colour_scale_per_row_and_the_right_maps():
         assert shown[0].get_clim() == (0, max(image.get_array().max() for image in shown))
 
 
+def test_a_picture_in_words_with_rollout():
+    there = replace(look(9, 9), in_words=True)
+    parts = plot_attention.columns_of(there, ["map", "rollout"])
+    assert parts == ["map", "rollout", "baseline", "baseline_rollout"]
+    assert plot_attention.columns_of(there, ["rollout"]) == ["rollout", "baseline_rollout"]
+    line = plot_attention._Line(there, Row("encoder", 3, 2), parts, plot_attention._sizes(there))
+    assert line._across == [*"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(), "</s>"]
+    numbers = there.words["source"].numbers
+    weights = there.maps["encoder", 3].weights[0].numpy()
+    numpy.testing.assert_allclose(line._maps["map"], merged(weights, numbers, numbers)[1], atol=1e-6)
+    rollout = there.rollouts["rollout"]["encoder", 3][None]
+    numpy.testing.assert_allclose(line._maps["rollout"], merged(rollout, numbers, numbers)[0], atol=1e-6)
+    assert line._row_title == "query: source word"
+    assert picture(there, [Row("encoder", 3, 2)], parts, "svg")
+
+
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_pictures_are_the_same_again(form):
     there, rows, parts = look(), ROWS[:1], ["map", "own"]
@@ -201,6 +226,48 @@ def test_numbers_add_up_and_are_the_same_again():
         )
 
 
+def test_words_and_rollout_as_numbers():
+    there = replace(look(9, 9), in_words=True)
+    arrays = numpy.load(io.BytesIO(numbers(there)))
+    assert arrays["words.source"].tolist() == [
+        *"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(),
+        "</s>",
+    ]
+    of_token = arrays["words.source.of_token"]
+    assert of_token.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert arrays["words.read"].tolist() == ["</s>", *arrays["words.predicted"].tolist()[:-1]]
+    for kind, rows, columns in (("encoder", "source", "source"), ("cross", "predicted", "source")):
+        expected = merged(arrays[f"{kind}.6.weights"], *(arrays[f"words.{side}.of_token"] for side in (rows, columns)))
+        numpy.testing.assert_allclose(arrays[f"baseline.{kind}.6.word_weights"].sum(-1), 1, atol=1e-5)
+        numpy.testing.assert_allclose(arrays[f"{kind}.6.word_weights"], expected, atol=1e-6)
+    assert "encoder.6.word_weights" not in numpy.load(io.BytesIO(numbers(look(9, 9))))
+    product = numpy.eye(9)
+    for layer in range(1, 7):
+        product = (0.5 * arrays[f"encoder.{layer}.weights"].mean(0) + 0.5 * numpy.eye(9)) @ product
+    numpy.testing.assert_allclose(arrays["encoder.6.rollout"], product, atol=1e-6)
+    assert "baseline.encoder.6.rollout" in arrays and "decoder.6.rollout" not in arrays
+
+
+def test_what_bertviz_reads():
+    """The names, shapes and tokens that BertViz 1.4 takes; the decoder's tokens are those that it reads."""
+    there = look(9, 8)
+    views = json.loads(bertviz(there))
+    assert views.keys() == {
+        *("encoder_attention", "decoder_attention", "cross_attention"),
+        *("encoder_tokens", "decoder_tokens"),
+    }
+    for kind, shape in (("encoder", (6, 1, 8, 9, 9)), ("decoder", (6, 1, 8, 8, 8)), ("cross", (6, 1, 8, 8, 9))):
+        given = numpy.array(views[f"{kind}_attention"])
+        assert given.shape == shape
+        numpy.testing.assert_allclose(given.sum(-1), 1, atol=1e-5)
+        numpy.testing.assert_allclose(given[5, 0], there.maps[kind, 6].weights[0], atol=1e-6)
+    assert (views["encoder_tokens"], views["decoder_tokens"]) == (there.tokens["source"], there.tokens["read"])
+    in_words = json.loads(bertviz(replace(there, in_words=True)))
+    assert numpy.array(in_words["decoder_attention"]).shape == (6, 1, 8, 7, 7)
+    assert numpy.array(in_words["cross_attention"]).shape == (6, 1, 8, 7, 8)
+    assert in_words["decoder_tokens"] == there.words["read"].labels
+
+
 # ---- the command
 
 
@@ -222,20 +289,24 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
         [
             *("--checkpoint", str(checkpoints.evolving), "--compare", str(checkpoints.stock)),
             *("--source", "Hund, Katze.", "--target", "the dog, the cat."),
-            *("--layer", "1", "--head", "mean", "--out", *map(str, files)),
+            *("--layer", "1", "--head", "mean", "--words", "--bertviz", str(tmp_path / "bertviz.json")),
+            *("--out", *map(str, files)),
         ]
     )
+    (tmp_path / "bertviz.json").rename(tmp_path / "new" / "bertviz.json")
+    files.append(tmp_path / "new" / "bertviz.json")
+    assert json.loads(files[-1].read_text())["encoder_tokens"] == ["hund", ",", "katze", ".", "</s>"]
     assert all(file.stat().st_size > 1000 for file in files)
     assert sorted(file.name for file in (tmp_path / "new").iterdir()) == sorted(file.name for file in files)
     said = capsys.readouterr().err
     assert "source: h" in said
-    assert numpy.load(files[-1])["cross.1.weights"].shape[0] == 2
-    assert '"start": {"kind": "encoder", "layer": 1, "head": 0}' in files[2].read_text()
+    assert numpy.load(files[3])["cross.1.weights"].shape[0] == 2
+    assert '"start": {"kind": "encoder", "layer": 1, "head": 0, "words": true}' in files[2].read_text()
 
 
 def test_without_a_target_the_model_translates(checkpoints, tmp_path):
     main([*arguments(checkpoints.mixed, tmp_path)[:-1], str(tmp_path / "own.npz")])
-    loaded = attention_maps.load_model(checkpoints.mixed)
+    loaded = load_model(checkpoints.mixed)
     expected = loaded.translate(loaded.source("Hund, Katze."), 5)
     assert numpy.load(tmp_path / "own.npz")["tokens.predicted"].tolist() == expected.labels
 
@@ -252,6 +323,8 @@ def test_without_a_target_the_model_translates(checkpoints, tmp_path):
         ("evolving", ["--head", "3"], r"--head 3: .*evolving\.pt has 2 heads"),
         ("stock", ["--part", "map", "convolution"], r"--part convolution: .*stock\.pt has no convolution in encoder"),
         ("mixed", ["--kind", "cross", "--part", "convolution"], r"has no convolution in encoder-decoder attention"),
+        ("evolving", ["--kind", "decoder", "--part", "rollout"], r"--part rollout: follows .* choose --kind encoder"),
+        ("evolving", ["--second", "Katze."], r"--second: .* was trained for translation, and reads one sentence"),
         ("evolving", ["--source", "  "], r"the source sentence is empty"),
         ("evolving", ["--target", ""], r"the target sentence is empty"),
         ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
@@ -295,7 +368,7 @@ def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monk
 def test_a_baseline_with_fewer_heads_is_named():
     there = look()
     fewer = look(size=["--encoder-attention-heads", "2", "--decoder-attention-heads", "2", *EIGHT_HEADS[:4]])
-    mixed = Look(there.tokens, there.maps, fewer.maps, "run/last.pt", "base/last.pt")
+    mixed = Look(there.tokens, there.words, there.maps, fewer.maps, "run/last.pt", "base/last.pt")
     args = parse(["--run", "x", "--source", "y", "--head", "8", "--layer", "6"])
     with pytest.raises(UserError, match=r"--head 8: --compare base/last\.pt has 2 heads"):
         chosen(mixed, args)
@@ -361,6 +434,10 @@ def chromium(tmp_path_factory):
 
 def value(there, kind, layer, head, part, row, column):
     """What the page should show."""
+    if part.endswith("rollout"):
+        return there.rollouts["rollout" if part.startswith("attention") else "baseline_rollout"][kind, layer][
+            row, column
+        ]
     maps = there.maps[kind, layer]
     values = {
         "map in use": maps.weights,
@@ -373,7 +450,7 @@ def value(there, kind, layer, head, part, row, column):
 
 def shown(text):
     """{part: number} of what the page says."""
-    return {name: float(number) for name, number in re.findall(r"([a-z][a-z -]+) ([0-9.]+)(?:,|$)", text)}
+    return {name: float(number) for name, number in re.findall(r"([a-z][a-z '-]+) ([0-9.]+)(?:,|$)", text)}
 
 
 def hover_labelled(page, part, row, column):
@@ -395,7 +472,8 @@ def test_the_page_in_a_browser(chromium, tmp_path):
     def check(kind, layer, head, row, column, part="map"):
         text = hover_labelled(chromium, part, row, column)
         found = shown(text.split("\u2069: ")[1])
-        assert set(found) == {"map in use", "own query-key logits", "convolution", "baseline"}
+        rollouts = {"attention rollout", "the baseline's rollout"} if kind == "encoder" else set()
+        assert set(found) == {"map in use", "own query-key logits", "convolution", "baseline"} | rollouts
         for name, number in found.items():
             assert number == pytest.approx(value(there, kind, layer, head, name, row, column), abs=1e-4)
         rows, columns = plot_attention.AXES[kind][:2]
@@ -419,6 +497,7 @@ def test_the_page_in_a_browser(chromium, tmp_path):
     assert "map in use –" in hover_labelled(chromium, "map", 2, 5)  # the future
 
     chromium.press("2")
+    assert chromium.run("return document.getElementById('units').hidden")  # each of these subwords is a word
     chromium.click("#part-convolution")
     box = "const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.width, b.height]"
     canvas = '#overview canvas[data-kind="encoder"][data-layer="4"]'
@@ -429,6 +508,30 @@ def test_the_page_in_a_browser(chromium, tmp_path):
     assert chromium.complaints() == []
 
 
+def test_words_in_a_browser(chromium, tmp_path):
+    """By button and by key; the merged maps are those of the picture."""
+    there = look(9, 9)
+    (tmp_path / "a.html").write_text(page(there, Row("cross", 6, 3)), encoding="utf-8")
+    chromium.open(tmp_path / "a.html")
+    before = shown(hover_labelled(chromium, "map", 4, 5).split("\u2069: ")[1])["map in use"]
+    assert before == pytest.approx(there.maps["cross", 6].weights[0, 2, 4, 5].item(), abs=1e-4)
+    chromium.press("w")
+    values = plot_attention.parts_of(there, "cross", 6)
+    expected = {part: plot_attention.of_words(there, "cross", all_heads)[2, 4, 5] for part, all_heads in values.items()}
+    text = hover_labelled(chromium, "map", 4, 5)
+    assert "⁨Donaudampfschifffahrt⁩ → ⁨in⁩" in text
+    found = shown(text.split("\u2069: ")[1])
+    assert found == {plot_attention.PARTS[part]: pytest.approx(value, abs=1e-4) for part, value in expected.items()}
+    assert "query: word to predict" in chromium.text("#most")
+    chromium.press("ArrowUp")  # decoder self-attention, where the future stays hidden
+    decoder = plot_attention.of_words(there, "decoder", plot_attention.parts_of(there, "decoder", 6)["map"])
+    assert numpy.isnan(decoder[2, 1, 2])
+    assert "map in use –" in hover_labelled(chromium, "map", 1, 2)
+    chromium.click("#tokens")
+    assert "query: token to predict" in chromium.text("#most")
+    assert chromium.complaints() == []
+
+
 def test_a_baseline_alone_in_a_browser(chromium, tmp_path):
     """A model without convolutions, whose decoder has fewer layers: fewer buttons, no errors."""
     small = [*EIGHT_HEADS[:-4], "--decoder-layers", "2", "--dropout", "0"]
@@ -436,7 +539,8 @@ def test_a_baseline_alone_in_a_browser(chromium, tmp_path):
     (tmp_path / "a.html").write_text(page(there, Row("encoder", 6, "mean")), encoding="utf-8")
     chromium.open(tmp_path / "a.html")
     assert chromium.run("return [...document.querySelectorAll('#parts button')].map(b => b.textContent)") == [
-        "map in use"
+        "map in use",
+        "attention rollout",
     ]
     chromium.press("ArrowDown")  # to the decoder, which has no layer 6
     assert chromium.text("#place h2") == "decoder self-attention, layer 2, mean over heads"

@@ -1,10 +1,8 @@
 """Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.py draws them.
 
-    loaded = load_model("runs/mine")
-    source = loaded.source("Guten Morgen!")
-    maps = loaded.force(source, loaded.translate(source))
-
-or around any call of any model, training or not: `with collect(model) as collected: model(...)`.
+    with collect(model) as collected:  # any model, training or not
+        model(src_tokens, src_lengths, prev_output_tokens)
+    collected.layers
 
 Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
 """
@@ -13,30 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
 # isort: split
 import torch
 import torch.nn.functional as F
-from fairseq import checkpoint_utils
-from fairseq.data import Dictionary
-from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps, combine
 from ea_fairseq.evolution import Part
-from ea_tools.checkpoints import choose, load
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
-from ea_tools.preparation import of_model
-from ea_tools.text import Source
 
 
 @dataclass(frozen=True)
@@ -238,90 +227,3 @@ def _join(steps: list[LayerMaps]) -> LayerMaps:
         },
         masked=rows((step.masked for step in steps), True),
     )
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """A sentence as the model reads it."""
-
-    ids: Tensor  # its length; the last one is the end of the sentence
-    labels: list[str]  # the subwords; one that the dictionary does not know stands in ⟨⟩
-
-
-class Loaded:
-    """A trained translation model on the CPU, ready to be looked at."""
-
-    def __init__(self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task: FairseqTask) -> None:
-        self.checkpoint, self.data, self.prep, self.model, self.task = checkpoint, data, prep, model, task
-
-    def source(self, text: str) -> Sentence:
-        """Raw text in the source language."""
-        return self._sentence(text, "source", self.task.source_dictionary)
-
-    def target(self, text: str) -> Sentence:
-        """Raw text in the target language."""
-        return self._sentence(text, "target", self.task.target_dictionary)
-
-    def _sentence(self, text: str, side: str, dictionary: Dictionary) -> Sentence:
-        # Source does what was done to the training text of PREP.json's source language: here, of either.
-        words = Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})(text).split()
-        if not words:
-            raise UserError(f"the {side} sentence is empty")
-        ids = torch.tensor([*map(dictionary.index, words), dictionary.eos()])
-        self._must_fit(ids, side)
-        return Sentence(ids, _labels(words, ids, dictionary))
-
-    def _must_fit(self, ids: Tensor, side: str) -> None:
-        positions = self.model.max_positions()[("source", "target").index(side)]
-        if len(ids) > positions:
-            raise UserError(
-                f"the {side} sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} takes "
-                f"{positions - 1:,}"
-            )
-
-    @torch.no_grad()
-    def translate(self, source: Sentence, beam: int = 5) -> Sentence:
-        """The model's own translation, by fairseq's beam search."""
-        generator = self.task.build_generator([self.model], Namespace(beam=beam))
-        net_input = {"src_tokens": source.ids[None], "src_lengths": torch.tensor([len(source.ids)])}
-        ids = generator.generate([self.model], {"net_input": net_input})[0][0]["tokens"]
-        # The generator leaves fairseq's own attention expecting that many copies of each sentence.
-        self.model.decoder.set_beam_size(1)
-        dictionary = self.task.target_dictionary
-        return Sentence(ids, _labels([dictionary[word] for word in ids[:-1]], ids, dictionary))
-
-    @torch.no_grad()
-    def force(self, source: Sentence, target: Sentence) -> list[LayerMaps]:
-        """The maps, B = 1, of the model while it is made to translate `source` by `target`."""
-        self._must_fit(source.ids, "source")
-        self._must_fit(target.ids, "target")
-        inputs = torch.cat([target.ids[-1:], target.ids[:-1]])  # fairseq's decoder begins with the end of sentence
-        with collect(self.model) as collected:
-            self.model(source.ids[None], torch.tensor([len(source.ids)]), inputs[None])
-        return collected.layers
-
-
-def _labels(words: Sequence[str], ids: Tensor, dictionary: Dictionary) -> list[str]:
-    known = [word if number != dictionary.unk() else f"⟨{word}⟩" for word, number in zip(words, ids, strict=False)]
-    return [*known, "</s>"]
-
-
-def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) -> Loaded:
-    """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
-
-    Args:
-        data: prepared data to use the model with; by default what its run keeps, or what it was trained on.
-
-    Raises:
-        UserError: the folder, checkpoint or data cannot be used.
-    """
-    path = Path(run_or_checkpoint)
-    checkpoint = choose(path) if path.is_dir() else path
-    state = load(checkpoint)
-    preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
-    data, prep = Path(data or preparation.folder), preparation.prep
-    logging.getLogger("fairseq").setLevel(logging.WARNING)
-    # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
-    overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
-    return Loaded(checkpoint, data, prep, model.eval(), task)

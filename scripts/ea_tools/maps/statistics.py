@@ -3,6 +3,9 @@
 Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, the shares
 of skip connection and convolution in the logits and, where gold alignments are given, alignment error rate. With 95%
 intervals over sentences; with --compare also the paired differences. docs/map-statistics.md has the formulas.
+
+The model may be one for translation, a BART, a RoBERTa or a language model, over the samples that its task makes of the
+split: with masks for masked_lm and denoising, pairs of sentences for some tasks of GLUE.
 """
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
@@ -27,16 +30,18 @@ from tqdm import tqdm
 from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
-from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold, word_numbers
+from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.provenance import provenance
+from ea_tools.sides import BOTH, NAMES
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
-    from fairseq.data import LanguagePairDataset
+    from fairseq.data import FairseqDataset
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from torch import Tensor
 
-    from ea_tools.maps.collect import LayerMaps, Loaded
+    from ea_tools.maps.collect import LayerMaps
+    from ea_tools.maps.models import Loaded
 
 Place = tuple[str, str, int]  # statistic, kind of attention, layer
 Sums = np.ndarray  # 2 x sentences: for each sentence the sum over heads and rows, and how many were summed
@@ -91,8 +96,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sentences", type=int, default=200, metavar="N", help="the first N of the subset (default: 200)"
     )
     parser.add_argument(
-        "--gold", type=Path, metavar="FILE", help='alignments of the whole subset, a sentence a line: "0-0 1-2 1?3"'
+        "--gold",
+        type=Path,
+        metavar="FILE",
+        help='alignments of the subset: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")',
     )
+    parser.add_argument(
+        "--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0; in NAACL's format 1)"
+    )
+    parser.add_argument("--gold-target-first", action="store_true", help="its links have the target word first")
     parser.add_argument(
         "--out",
         nargs="+",
@@ -104,6 +116,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.sentences < 2:
         parser.error("--sentences must be at least 2: the intervals are over sentences")
+    if not args.gold and (args.gold_from is not None or args.gold_target_first):
+        parser.error("--gold-from and --gold-target-first say how to read --gold FILE, which is missing")
     args.command = ["scripts/map_statistics.sh", *arguments]
     return args
 
@@ -185,7 +199,7 @@ class Pair:
     """A sentence pair of the test set."""
 
     number: int  # its line, from 0
-    # The word that each subword of source and target belongs to, without the ends of sentences; None: not known.
+    # The word that each subword of source and target belongs to, without the ends of sentences; None without gold.
     words: tuple[np.ndarray, np.ndarray] | None
     gold: Gold | None
 
@@ -193,50 +207,46 @@ class Pair:
 class Sample:
     """The first sentences of a prepared split, as fairseq's data set holds them, and their gold alignments."""
 
-    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Path | None) -> None:
+    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Sequence[Gold | None] | None = None) -> None:
         self._dataset = _load(loaded, subset)
-        alignments = read_gold(gold) if gold else None
-        if gold and len(alignments) != len(self._dataset):
-            raise UserError(
-                f"{gold}: has {len(alignments):,} lines, and {subset} {len(self._dataset):,} sentences; the alignments "
-                "of the whole subset are needed, a sentence a line"
-            )
-        self._dictionaries = loaded.task.source_dictionary, loaded.task.target_dictionary
-        self._bpe = loaded.prep["bpe"]
         self.pairs = [
-            self._pair(number, alignments[number] if gold else None, gold)
+            self._pair(loaded, number, gold[number] if gold else None)
             for number in range(min(most, len(self._dataset)))
         ]
         self.aligned = sum(pair.gold is not None for pair in self.pairs)
 
-    def _pair(self, number: int, gold: Gold | None, path: Path | None) -> Pair:
+    def _pair(self, loaded: Loaded, number: int, gold: Gold | None) -> Pair:
+        if gold is None:
+            return Pair(number, None, None)
         pair, words = self._dataset[number], []
-        for side, dictionary in zip(("source", "target"), self._dictionaries, strict=True):
-            ids = pair[side][:-1].tolist()
-            if gold and dictionary.unk() in ids:
+        for side in ("source", "target"):
+            dictionary, ids = getattr(loaded.task, f"{side}_dictionary"), pair[side][:-1].tolist()
+            if dictionary.unk() in ids:
                 return Pair(number, None, None)  # where the word of an unknown subword ends, nobody knows any more
-            words.append(word_numbers([dictionary[word] for word in ids], self._bpe))
-        if gold:
-            check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"{path}:{number + 1}")
+            words.append(loaded.words([dictionary[word] for word in ids], side).numbers)
+        check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"--gold, sentence {number + 1}")
         return Pair(number, tuple(words), gold)
 
     def check(self, loaded: Loaded) -> None:
         """Refuse sentences that this model cannot read."""
         for pair in self.pairs:
-            for side, most in zip(("source", "target"), loaded.model.max_positions(), strict=True):
-                length = len(self._dataset[pair.number][side])
-                if length > most:
+            for side in ("source", "target") if loaded.sides == BOTH else ("source",):
+                # Tasks of one text say no more of a sample than how many tokens there are.
+                length = len(self._dataset[pair.number][side]) if loaded.sides == BOTH else self._length(pair.number)
+                if length > (most := loaded.longest(side)):
                     raise UserError(
                         f"sentence {pair.number + 1}: its {side} has {length:,} tokens, {loaded.checkpoint} takes "
                         f"{most:,}; give fewer --sentences"
                     )
 
+    def _length(self, number: int) -> int:
+        return int(self._dataset.num_tokens(number))
+
     def batches(self, tokens: int = BATCH_TOKENS) -> Iterator[tuple[list[Pair], dict[str, Any]]]:
         """(pairs, fairseq's batch) with sentences of about the same length, the rows in the order of the pairs."""
-        length = self._dataset.num_tokens
         batch = []
-        for pair in sorted(self.pairs, key=lambda pair: length(pair.number)):
-            if batch and length(pair.number) * (len(batch) + 1) > tokens:
+        for pair in sorted(self.pairs, key=lambda pair: self._length(pair.number)):
+            if batch and self._length(pair.number) * (len(batch) + 1) > tokens:
                 yield self._collate(batch)
                 batch = []
             batch.append(pair)
@@ -248,13 +258,13 @@ class Sample:
         return [by_number[int(number)] for number in sample["id"]], sample
 
 
-def _load(loaded: Loaded, subset: str) -> LanguagePairDataset:
+def _load(loaded: Loaded, subset: str) -> FairseqDataset:
     """A split as fairseq reads it."""
-    source, target = loaded.prep["source_lang"], loaded.prep["target_lang"]
-    stem = f"{source}-{target}.{source}.bin"
-    path = loaded.data / f"{subset}.{stem}"
+    stem = loaded.stem
+    path = loaded.data / stem.format(subset)
     if not path.is_file():
-        there = sorted(file.name.removesuffix(f".{stem}") for file in loaded.data.glob(f"*.{stem}"))
+        ending = path.name.removeprefix(subset)
+        there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
         raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     if not path.stat().st_size:
         raise UserError(f"--subset {subset}: {path} is empty")
@@ -263,6 +273,24 @@ def _load(loaded: Loaded, subset: str) -> LanguagePairDataset:
     if len(dataset) < 2:
         raise UserError(f"--subset {subset}: {path} holds one sentence; the intervals need several")
     return dataset
+
+
+def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold | None] | None:
+    """The alignments of --gold, one for each sentence of the subset; None where there are none to be read."""
+    if not args.gold:
+        return None
+    if loaded.sides != BOTH:
+        raise UserError(
+            f"--gold: {loaded.checkpoint} has {NAMES[loaded.sides]}; alignments are read off encoder-decoder attention"
+        )
+    sentences = len(_load(loaded, args.subset))
+    gold = read_gold(args.gold, sentences, args.gold_from, args.gold_target_first)
+    if len(gold) != sentences:
+        raise UserError(
+            f"{args.gold}: has {len(gold):,} lines, and {args.subset} {sentences:,} sentences; the alignments of the "
+            "whole subset are needed, a sentence a line"
+        )
+    return gold
 
 
 def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Place, Sums]:
@@ -275,7 +303,7 @@ def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Pl
     with tqdm(total=len(sample.pairs), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         for pairs, batch in sample.batches(tokens):
             with torch.no_grad(), collect(loaded.model) as collected:
-                loaded.model(**batch["net_input"])
+                loaded.model(**batch["net_input"], features_only=True)
             places = [pair.number for pair in pairs]
             for place, *sums_and_counts in _of_batch(collected.layers, pairs):
                 if place not in sums:
@@ -365,16 +393,24 @@ class Report:
 def examine(args: argparse.Namespace) -> Report:
     """Load the models, go through the sentences."""
     from ea_fairseq.mixes import learnt_mixes
-    from ea_tools.maps.collect import load_model
+    from ea_tools.maps.models import load_model
 
     models = [load_model(args.run, args.data)]
     if args.compare:
         models.append(load_model(args.compare, models[0].data))
-    sample = Sample(models[0], args.subset, args.sentences, args.gold)
+        if models[1].sides != models[0].sides:
+            raise UserError(
+                f"--compare {models[1].checkpoint}: has {NAMES[models[1].sides]}, and {models[0].checkpoint} "
+                f"{NAMES[models[0].sides]}"
+            )
+    sample = Sample(models[0], args.subset, args.sentences, _read_alignments(args, models[0]))
     for loaded in models:
         sample.check(loaded)
     if args.gold and not sample.aligned:
-        raise UserError(f"{args.gold}: every sentence has words that the dictionaries do not know")
+        raise UserError(
+            f"{args.gold}: of no sentence that was asked for is there an alignment, or all of them have words that the "
+            "dictionaries do not know"
+        )
     tallies = [tally(loaded, sample) for loaded in models]
     counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]
     differences = {}

@@ -1,0 +1,269 @@
+"""A trained model, with the preparation of the text that it reads, ready to be looked at.
+
+    loaded = load_model("runs/mine")
+    source = loaded.source("Guten Morgen!")
+    maps = loaded.force(source, loaded.translate(source))
+
+A language model has no source, and a RoBERTa no target: `loaded.sides`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+
+# isort: split
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.tasks import FairseqTask
+from torch import Tensor, nn
+
+from ea_tools.checkpoints import choose, load, section, settings
+from ea_tools.common import UserError
+from ea_tools.maps.collect import LayerMaps, collect
+from ea_tools.maps.words import Words, words_of
+from ea_tools.preparation import file_difference, of_model
+from ea_tools.scores import written_with_spaces
+from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
+from ea_tools.text import Source, Subwords, read_prep, subwords
+
+TRANSLATION = ("translation", "translation_from_pretrained_bart")
+PREDICTION = ("sentence_prediction", "sentence_ranking")
+TASKS = (*TRANSLATION, "language_modeling", "masked_lm", "denoising", *PREDICTION)
+MASK = "<mask>"
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence as the model reads it."""
+
+    ids: Tensor  # its length; the last one is the end of the sentence
+    labels: list[str]  # the subwords; one that the dictionary does not know stands in ⟨⟩
+    words: Words  # of which these are the subwords
+
+
+class Loaded:
+    """A trained model on the CPU."""
+
+    def __init__(
+        self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task: FairseqTask, trained_for: dict
+    ) -> None:
+        self.checkpoint, self.data, self.prep, self.model, self.task = checkpoint, data, prep, model, task
+        self.sides = sides_of(type(model))
+        self.task_name, self._trained_for = trained_for["_name"], trained_for  # the task's options
+
+    def source(self, text: str, second: str | None = None) -> Sentence:
+        """Raw text in the source language, or for an encoder alone; `second`: of a pair of sentences."""
+        if second is not None and self.task_name not in PREDICTION:
+            raise UserError(f"--second: {self.checkpoint} was trained for {self.task_name}, and reads one sentence")
+        dictionary, frame = self.task.source_dictionary, self._frame("source")
+        symbols = [*frame[0], *self._symbols(text, "source"), *frame[1]]
+        if second is not None:
+            separator = self._trained_for.get("separator_token")
+            symbols += [] if separator is None else [dictionary[separator]]
+            symbols += [*self._symbols(second, "source"), *frame[1]]
+        return self._sentence(symbols, "source", dictionary)
+
+    def target(self, text: str) -> Sentence:
+        """Raw text in the target language, or of a language model."""
+        before, after = self._frame("target")
+        symbols = [*before, *self._symbols(text, "target"), *after]
+        return self._sentence(symbols, "target", self.task.target_dictionary)
+
+    def _frame(self, side: str) -> tuple[list[str], list[str]]:
+        """The symbols that the task puts before and after each sentence."""
+        dictionary = self.task.source_dictionary
+        end = dictionary.eos_word
+        if self.task_name == "translation_from_pretrained_bart":
+            return [], [end, f"[{self.prep[f'{side}_lang']}]"]
+        if self.task_name in ("masked_lm", "denoising"):
+            return [dictionary.bos_word], [end]
+        first = self._trained_for.get("init_token") if self.task_name in PREDICTION else None
+        return [] if first is None else [dictionary[first]], [end]
+
+    def _symbols(self, text: str, side: str) -> list[str]:
+        """The subwords of a sentence; <mask> stays as it is where the model knows it."""
+        known = self.task.source_dictionary.index(MASK) != self.task.source_dictionary.unk()
+        parts = re.split(f"({MASK})", text) if known else [text]
+        split = self._splitter(side)
+        symbols = [symbol for part in parts for symbol in ([MASK] if part == MASK else split(part.rstrip()).split())]
+        if not symbols:
+            raise UserError(f"the {side} sentence is empty")
+        return symbols
+
+    def _splitter(self, side: str) -> Callable[[str], str]:
+        """What makes subwords of raw text on one side."""
+        if self.task_name in PREDICTION:  # whose text was split as it came
+            return self._subwords.split
+        # Source does what was done to the training text of PREP.json's source language: here, of either.
+        return Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})
+
+    @functools.cached_property
+    def _subwords(self) -> Subwords:
+        return subwords(self.data, self.prep["bpe"], self.prep["source_lang"])
+
+    def _sentence(self, symbols: list[str], side: str, dictionary: Dictionary) -> Sentence:
+        ids = torch.tensor([dictionary.index(symbol) for symbol in symbols])
+        self._must_fit(ids, side)
+        known = [int(number) != dictionary.unk() for number in ids]
+        labels = [self._subwords.label(symbol) for symbol in symbols]
+        labels = [label if word else f"⟨{label}⟩" for label, word in zip(labels, known, strict=True)]
+        return Sentence(ids, labels, self.words(symbols, side, known))
+
+    def words(self, symbols: Sequence[str], side: str, known: Sequence[bool] | None = None) -> Words:
+        """The words that subwords belong to; what a task or fairseq adds, such as </s>, is a word by itself.
+
+        Where a language is written without spaces, nothing says which subwords are a word: each stands for itself.
+        """
+        kind = self._subwords
+        if self.has_words(side):
+            special = [re.fullmatch(r"</?\w+>|\[\w+\]", symbol) is not None for symbol in symbols]
+            after = [False, *special[:-1]]
+            starts = [any(each) for each in zip(kind.starts(symbols), special, after, strict=True)]
+        else:
+            starts = [True] * len(symbols)
+        return words_of(symbols, known or [True] * len(symbols), starts, kind.join)
+
+    @property
+    def stem(self) -> str:
+        """The file of a split in the data's folder that holds what the model reads, with {} for the split."""
+        if self.task_name in TRANSLATION:
+            source, target = self.prep["source_lang"], self.prep["target_lang"]
+            return f"{{}}.{source}-{target}.{source}.bin"
+        return "input0/{}.bin" if self.task_name in PREDICTION else "{}.bin"
+
+    def has_words(self, side: str) -> bool:
+        """Whether it can be told which subwords of this side make a word."""
+        return self.prep["tokenizer"] == "given" or written_with_spaces(self.prep[f"{side}_lang"])
+
+    def _must_fit(self, ids: Tensor, side: str) -> None:
+        most = self.longest(side)
+        if len(ids) > most:
+            raise UserError(
+                f"the {side} sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} takes "
+                f"{most - 1:,}"
+            )
+
+    def longest(self, side: str) -> int:
+        """The most tokens that the model reads on this side, which is the only one or one of two."""
+        positions = self.model.max_positions()
+        return positions[("source", "target").index(side)] if isinstance(positions, tuple) else positions
+
+    @torch.no_grad()
+    def translate(self, source: Sentence, beam: int = 5) -> Sentence:
+        """The model's own translation, by fairseq's beam search."""
+        generator = self.task.build_generator([self.model], Namespace(beam=beam))
+        net_input = {"src_tokens": source.ids[None], "src_lengths": torch.tensor([len(source.ids)])}
+        ids = generator.generate([self.model], {"net_input": net_input})[0][0]["tokens"]
+        # The generator leaves fairseq's own attention expecting that many copies of each sentence.
+        self.model.decoder.set_beam_size(1)
+        dictionary = self.task.target_dictionary
+        return self._sentence([dictionary[word] for word in ids], "target", dictionary)
+
+    def sentences(
+        self, source: str, target: str | None = None, second: str | None = None, beam: int = 5
+    ) -> tuple[Sentence | None, Sentence | None]:
+        """What encoder and decoder are given for these texts; None for a side that the model does not have.
+
+        A model that was trained to restore its text is made to give that text, where there is no target.
+        """
+        if self.sides == BOTH:
+            given = self.source(source, second)
+            if target is None and self.task_name != "denoising":
+                return given, self.translate(given, beam)
+            return given, self.target(source if target is None else target)
+        if target is not None:
+            raise UserError(f"--target: {self.checkpoint} has {NAMES[self.sides]}, and reads one text: give --source")
+        if self.sides == ENCODER:
+            return self.source(source, second), None
+        if second is not None:
+            raise UserError(f"--second: {self.checkpoint} has {NAMES[self.sides]}, and reads one text: give --source")
+        return None, self.target(source)
+
+    def reads(self, target: Sentence) -> tuple[str, Tensor]:
+        """What the decoder reads: the label of its first token, and all of them, the target's one place later."""
+        first = target.ids[-1:]  # fairseq's decoder begins with the end of sentence, or with the target language
+        if self._trained_for.get("add_bos_token"):
+            first = torch.tensor([self.task.source_dictionary.bos()])
+        return self.task.target_dictionary[int(first)], torch.cat([first, target.ids[:-1]])
+
+    @torch.no_grad()
+    def force(self, source: Sentence | None, target: Sentence | None) -> list[LayerMaps]:
+        """The maps, B = 1, of the model while it reads `source` and is made to write `target`."""
+        for sentence, side in ((source, "source"), (target, "target")):
+            if sentence is not None:
+                self._must_fit(sentence.ids, side)
+        read = self.reads(target)[1] if target else None
+        with collect(self.model) as collected:
+            self.model(**arguments(self.sides, source and source.ids[None], None if read is None else read[None]))
+        return collected.layers
+
+
+def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) -> Loaded:
+    """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
+
+    Args:
+        data: prepared data to use the model with; by default what its run keeps, or what it was trained on.
+
+    Raises:
+        UserError: the folder, checkpoint or data cannot be used.
+    """
+    path = Path(run_or_checkpoint)
+    checkpoint = choose(path) if path.is_dir() else path
+    state = load(checkpoint)
+    trained_for = _task_of(state)
+    if (name := trained_for["_name"]) not in TASKS:
+        raise UserError(f"{checkpoint} was trained for the task {name}; known here are {', '.join(TASKS)}")
+    if name in TRANSLATION:
+        preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
+        data, prep = Path(data or preparation.folder), preparation.prep
+        overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
+    else:
+        data = _data_of_one_language(checkpoint, trained_for, Path(data) if data else None)
+        prep = _prep_of_one_language(data)
+        overrides = {"data": str(data)}
+    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    try:
+        # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
+        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
+    except RuntimeError as error:
+        if wrong := re.search(r"size mismatch for .*", str(error)):
+            raise UserError(f"{checkpoint} was not trained on {data}: {wrong[0]}") from None
+        raise
+    return Loaded(checkpoint, data, prep, model.eval(), task, trained_for)
+
+
+def _task_of(state: dict) -> dict[str, Any]:
+    """The options of the task that a checkpoint was trained for, its name among them as "_name"."""
+    options = section(state, "task") or settings(state)  # older checkpoints hold all options in one place
+    return {**options, "_name": options.get("_name") or options.get("task")}
+
+
+def _data_of_one_language(checkpoint: Path, trained_for: dict, given: Path | None) -> Path:
+    """The folder whose dictionary a model of one language was trained with."""
+    trained_on = Path(trained_for.get("data") or "")
+    if given is None:
+        return trained_on
+    for name in ("dict.txt", "input0/dict.txt"):
+        if (trained_on / name).is_file() and (difference := file_difference(trained_on / name, given / name)):
+            raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
+    return given
+
+
+def _prep_of_one_language(data: Path) -> dict:
+    """PREP.json of a task of GLUE, whose text was split as it came, or of what data-prep/one-side.sh made."""
+    path = data / "PREP.json"
+    if (data / "input0").is_dir() and path.is_file():
+        prep = json.loads(path.read_text(encoding="utf-8"))
+        return {"name": prep["task"], "bpe": prep["bpe"], "tokenizer": "none", "source_lang": "en"}
+    return read_prep(data)
