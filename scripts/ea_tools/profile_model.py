@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ea_tools.common import REPO, replacing
+from ea_tools.sides import TASKS, arguments, sides_of
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
     from torch import nn
@@ -34,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print(f"{args.arch} {' '.join(flags)}".strip())
     print(f"  parameters  {counts['parameters']:>14,}  without embeddings and output projection")
-    print(f"  FLOPs       {counts['flops']:>14,}  {args.src_len} source and {args.tgt_len} target tokens")
+    lengths = {"encoder": f"{args.src_len} source", "decoder": f"{args.tgt_len} target"}
+    read = " and ".join(lengths[part] for part in counts["flops_by_part"])
+    print(f"  FLOPs       {counts['flops']:>14,}  {read} tokens")
     for name, count in counts["flops_by_part"].items():
         print(f"    {name:<9} {count:>14,}")
 
@@ -112,14 +115,9 @@ def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
     from fairseq import options
     from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoderModel, FairseqLanguageModel, build_model
+    from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 
-    model_class = ARCH_MODEL_REGISTRY[arch]
-    task_name = "translation"
-    if issubclass(model_class, FairseqLanguageModel):
-        task_name = "language_modeling"
-    elif issubclass(model_class, FairseqEncoderModel):
-        task_name = "masked_lm"
+    task_name = TASKS[sides_of(ARCH_MODEL_REGISTRY[arch])]
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", task_name, *flags])
     args.ea_plain = True  # the counter does not see into kernels
@@ -139,24 +137,19 @@ def count_parameters(model: nn.Module) -> int:
 def count_flops(model: nn.Module, src_len: int, tgt_len: int) -> dict[str, int]:
     """{"encoder": ..., "decoder": ...}, whichever the model has, of a forward pass over one sentence or pair."""
     import torch
-    from fairseq.models import FairseqEncoderModel, FairseqLanguageModel
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     # In training mode, for fairseq's encoder leaves for one fused kernel in evaluation; and with PyTorch's plain
     # attention, for the counter sees neither that kernel nor the fused attention on the CPU.
     model.train()
+    sides = sides_of(type(model))
     source, target = torch.full((1, src_len), 10), torch.full((1, tgt_len), 10)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        if isinstance(model, FairseqEncoderModel):
-            model(source, features_only=True)
-        elif isinstance(model, FairseqLanguageModel):
-            model(target, features_only=True)
-        else:
-            model(source, torch.tensor([src_len]), target, features_only=True)
+        model(**arguments(sides, source, target))
     counts = counter.get_flop_counts()
     name = type(model).__name__
-    return {part: sum(counts[f"{name}.{part}"].values()) for part in ("encoder", "decoder") if hasattr(model, part)}
+    return {part: sum(counts[f"{name}.{part}"].values()) for part in sides}
 
 
 if __name__ == "__main__":

@@ -119,13 +119,20 @@ class Payload:
 
 def save_model(data, path, arch, *flags):
     """A checkpoint as fairseq writes it, with random weights: made in a moment."""
+    from conftest import model_args
+
+    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
+    return save_untrained(args, data, path)
+
+
+def save_untrained(args, data, path):
+    """A checkpoint of what this command line describes, for these data."""
     import torch
-    from conftest import amplify_, model_args
+    from conftest import amplify_
     from fairseq import tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
     args.data = str(data)
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)

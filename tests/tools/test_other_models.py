@@ -1,13 +1,25 @@
 """The tools on language models, RoBERTa and BART: maps are collected, sizes are counted."""
 
+import json
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
-from conftest import batch
-from helpers.other_models import build
+from conftest import REPO, batch
+from fairseq import options
+from helpers.other_models import BART, LM, ROBERTA, build
+from helpers.toy import save_untrained
 from torch.testing import assert_close
 
 from ea_tools import profile_model
+from ea_tools.common import UserError
+from ea_tools.maps import draw, statistics
 from ea_tools.maps.collect import collect
+from ea_tools.maps.models import load_model
+from prep import glue
 
 INPUTS = {
     "ea_transformer_lm": lambda source, target: (target,),
@@ -49,3 +61,172 @@ def test_what_evolving_adds_is_its_convolutions(arch, heads, layers):
     assert set(evolving["flops_by_part"]) == set(plain["flops_by_part"])
     sides = {"encoder": bool(layers[0]), "decoder": bool(layers[1])}
     assert set(plain["flops_by_part"]) == {side for side, there in sides.items() if there}
+
+
+# ---- trained models and text: pictures and statistics
+
+ONE_BY_ONE = ("--sample-break-mode", "eos", "--tokens-per-sample", "40")
+PREDICTION = ("--num-classes", "2", "--init-token", "0", "--separator-token", "2", "--criterion", "sentence_prediction")
+SIDES = [*BART, "--max-source-positions", "40", "--max-target-positions", "40"]
+#: name -> architecture, task, data, size and other flags
+MODELS = {
+    "lm": ("ea_transformer_lm", "language_modeling", "text", [*LM, *ONE_BY_ONE]),
+    "stock_lm": ("transformer_lm", "language_modeling", "text", [*LM, *ONE_BY_ONE]),
+    "roberta": ("ea_roberta", "masked_lm", "text", [*ROBERTA, *ONE_BY_ONE, "--max-positions", "40"]),
+    "stock_roberta": ("roberta", "masked_lm", "text", [*ROBERTA, *ONE_BY_ONE, "--max-positions", "40"]),
+    "tuned": ("ea_roberta", "sentence_prediction", "CoLA", [*ROBERTA, *PREDICTION]),
+    "pairs": ("ea_roberta", "sentence_prediction", "RTE", [*ROBERTA, *PREDICTION]),
+    "denoiser": ("ea_bart", "denoising", "text", [*SIDES, "--sample-break-mode", "eos", "--mask", "0.3"]),
+    "bart": ("ea_bart", "translation", "toy", [*SIDES, "--source-lang", "de", "--target-lang", "en"]),
+}
+WORDS, AS_IT_IS = "the dog , the cat . </s>", "⟨The⟩ ⟨dog,⟩ the ⟨cat.⟩ </s>"  # text of GLUE is read as it is
+#: name -> the kinds of attention; one side's words, with what the task puts around them
+SHOWN = {
+    "lm": (["decoder"], "predicted", WORDS),
+    "stock_lm": (["decoder"], "predicted", WORDS),
+    "roberta": (["encoder"], "source", f"<s> {WORDS}"),
+    "stock_roberta": (["encoder"], "source", f"<s> {WORDS}"),
+    "tuned": (["encoder"], "source", f"<s> {AS_IT_IS}"),
+    "pairs": (["encoder"], "source", f"<s> {AS_IT_IS}"),
+    "denoiser": (["encoder", "decoder", "cross"], "predicted", f"<s> {WORDS}"),
+    "bart": (["encoder", "decoder", "cross"], "source", WORDS),
+}
+TEXT = "The dog, the cat."
+
+
+def glue_task(folder, name, row, header=()):
+    """A prepared task of GLUE in few words."""
+    folder.mkdir()
+    for split in ("train", "dev"):
+        lines = [
+            row.format(label=glue.TASKS[name].labels[i % 2], noun=("dog", "cat", "book")[i % 3]) for i in range(12)
+        ]
+        (folder / f"{split}.tsv").write_text("".join(f"{line}\n" for line in [*header, *lines]))
+    glue.prepare(name, folder, folder.parent / name, 40, None)
+    return folder.parent / name
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """Models of every kind with random weights, by the names of `MODELS`, and their data."""
+    folder = tmp_path_factory.mktemp("trained")
+    one_side = ["bash", REPO / "data-prep/one-side.sh", data, "en", folder / "text"]
+    subprocess.run(one_side, check=True, capture_output=True)
+    places = {
+        "toy": data,
+        "text": folder / "text",
+        "CoLA": glue_task(folder / "raw-cola", "CoLA", "x\t{label}\t*\tthe {noun} , the cat ."),
+        "RTE": glue_task(
+            folder / "raw-rte", "RTE", "0\tthe {noun} , the cat .\tthe dog .\t{label}",
+            ["index\tsentence1\tsentence2\tlabel"],
+        ),
+    }  # fmt: skip
+    paths = {}
+    for name, (arch, task, where, flags) in MODELS.items():
+        words = [str(places[where]), "--arch", arch, "--task", task, *flags]
+        args = options.parse_args_and_arch(options.get_training_parser(), words)
+        paths[name] = save_untrained(args, places[where], folder / f"{name}.pt")
+    return SimpleNamespace(**paths, data=places)
+
+
+def drawn(trained, folder, name, *more):
+    """The .npz file of what plot_attention.sh sees."""
+    files = [folder / f"a{suffix}" for suffix in (".npz", ".png", ".html")]
+    command = ["--checkpoint", getattr(trained, name), "--source", TEXT, "--out", *files, *more]
+    draw.main(list(map(str, command)))
+    assert all(file.stat().st_size > 1000 for file in files)
+    return numpy.load(files[0])
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pictures_of_every_model(trained, tmp_path, name):
+    kinds, side, text = SHOWN[name]
+    arrays = drawn(trained, tmp_path, name, "--words", "--bertviz", tmp_path / "b.json")
+    assert [kind for kind in draw.KINDS if f"{kind}.1.weights" in arrays] == kinds
+    assert " ".join(arrays[f"words.{side}"]) == text
+    views = json.loads((tmp_path / "b.json").read_text())
+    if len(kinds) == 1:
+        assert views.keys() == {"attention", "tokens"}
+        assert numpy.array(views["attention"]).shape[1:] == (1, 4, len(views["tokens"]), len(views["tokens"]))
+        assert f"{kinds[0]}.2.rollout" in arrays  # through a language model, too
+    loaded = load_model(getattr(trained, name))
+    source, target = loaded.sentences(TEXT)
+    for maps in loaded.force(source, target):
+        total = maps.weights.sum(3)
+        assert_close(total, torch.ones_like(total))
+
+
+def test_masks_and_pairs_of_sentences(trained, tmp_path):
+    arrays = drawn(trained, tmp_path, "roberta", "--source", "the dog , the <mask> .", "--words")
+    assert arrays["words.source"].tolist() == [*"<s> the dog , the <mask> . </s>".split()]
+    loaded = load_model(trained.pairs)
+    source = loaded.source("the dog .", "the cat .")
+    # As fairseq's own data set joins a pair.
+    loaded.task.load_dataset("valid")
+    ids = loaded.task.dataset("valid")[0]["net_input.src_tokens"].tolist()
+    assert [source.ids[0], *source.ids[-2:]] == [ids[0], *ids[-2:]]
+    assert " ".join(source.words.labels).count("</s> </s>") == 1 == ids.count(2) - 2
+    assert "</s></s>" in "".join(drawn(trained, tmp_path, "pairs", "--second", "the cat .")["tokens.source"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_of_every_model(trained, tmp_path, name):
+    out = tmp_path / "a.json"
+    statistics.main(["--run", str(getattr(trained, name)), "--subset", "valid", "--sentences", "6", "--out", str(out)])
+    found = json.loads(out.read_text())
+    kinds = SHOWN[name][0]
+    assert found["sentences"] == 6
+    assert list(found["statistics"]["normalised"]) == kinds
+    for kind in kinds:
+        for layer in found["statistics"]["normalised"][kind].values():
+            assert 0 < layer["run"]["mean"] < 1
+    assert ("convolution" in found["statistics"]) == (not name.startswith("stock"))
+
+
+def test_statistics_do_not_depend_on_batches(trained):
+    for name in ("lm", "roberta"):
+        loaded = load_model(getattr(trained, name))
+        sample = statistics.Sample(loaded, "valid", 5)
+        together, alone = statistics.tally(loaded, sample, tokens=10_000), statistics.tally(loaded, sample, tokens=1)
+        for place in together:
+            numpy.testing.assert_allclose(together[place], alone[place], rtol=1e-4, atol=1e-6, err_msg=str(place))
+
+
+@pytest.mark.parametrize(
+    "tool, name, more, message",
+    [
+        (draw, "lm", ["--target", "x"], r"--target: .*lm\.pt has a decoder only, and reads one text: give --source"),
+        (draw, "roberta", ["--target", "x"], r"--target: .*roberta\.pt has an encoder only"),
+        (draw, "lm", ["--kind", "cross"], r"--kind cross: .* has no encoder-decoder attention; it has decoder self"),
+        (draw, "roberta", ["--second", "x"], r"--second: .* was trained for masked_lm, and reads one sentence"),
+        (draw, "lm", ["--second", "x"], r"--second: .*lm\.pt has a decoder only"),
+        (draw, "roberta", ["--compare", "lm"], r"--compare .*lm\.pt: has a decoder only, and .* an encoder only"),
+        (draw, "lm", ["--data", "CoLA"], r"CoLA is not what .*lm\.pt was trained on: dict\.txt: is in .*/text, and"),
+        (statistics, "lm", ["--gold", "gold"], r"--gold: .*lm\.pt has a decoder only; alignments are read off encoder"),
+        (statistics, "roberta", ["--compare", "denoiser"], r"--compare .*: has encoder and decoder, .* an encoder on"),
+        (statistics, "tuned", ["--subset", "test"], r"input0/test\.bin does not exist; there are: train, valid"),
+        (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*there are: test, train, valid"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused(trained, tmp_path, tool, name, more, message):
+    words = [getattr(trained, word, trained.data.get(word, word)) for word in more]
+    source = ["--source", TEXT] if tool is draw else []
+    with pytest.raises(SystemExit, match=message) as end:
+        tool.main([*map(str, ["--run", getattr(trained, name), *source, "--out", tmp_path / "a.png", *words])])
+    assert "\n" not in end.value.code
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_without_its_preparation_is_refused(trained, tmp_path):
+    shutil.copytree(trained.data["text"], tmp_path / "text")
+    (tmp_path / "text/PREP.json").unlink()
+    with pytest.raises(UserError, match=r"text/PREP\.json: no such file"):
+        load_model(trained.lm, tmp_path / "text")
+
+
+def test_another_task_is_named(trained, tmp_path):
+    state = torch.load(trained.lm, weights_only=True)
+    state["cfg"]["task"]["_name"] = "speech_to_text"
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(UserError, match="was trained for the task speech_to_text; known here are translation, "):
+        load_model(tmp_path / "other.pt")

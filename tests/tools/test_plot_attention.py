@@ -395,6 +395,19 @@ def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_language_without_spaces_keeps_its_subwords(checkpoints, capsys):
+    """Nothing says which of its subwords make a word, unless the text came in tokens."""
+    loaded = load_model(checkpoints.evolving)
+    symbols = ["h@@", "und", "</s>"]
+    assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
+    loaded.prep = {**loaded.prep, "tokenizer": "none", "source_lang": "th"}
+    assert loaded.words(symbols, "source").labels == ["h", "und", "</s>"]
+    plot_attention._say_where_words_are_not_known(loaded, ["source", "predicted", "read"])
+    assert capsys.readouterr().err.count("th is written without spaces") == 1
+    loaded.prep = {**loaded.prep, "tokenizer": "given", "source_lang": "zh"}
+    assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
+
+
 @pytest.mark.slow
 def test_from_any_folder(checkpoints, tmp_path):
     result = script(

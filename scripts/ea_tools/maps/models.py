@@ -98,7 +98,7 @@ class Loaded:
         split = self._splitter(side)
         symbols = [symbol for part in parts for symbol in ([MASK] if part == MASK else split(part.rstrip()).split())]
         if not symbols:
-            raise UserError(f"the {side} sentence is empty")
+            raise UserError(f"the {self.called(side)}sentence is empty")
         return symbols
 
     def _splitter(self, side: str) -> Callable[[str], str]:
@@ -150,9 +150,13 @@ class Loaded:
         most = self.longest(side)
         if len(ids) > most:
             raise UserError(
-                f"the {side} sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} takes "
-                f"{most - 1:,}"
+                f"the {self.called(side)}sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} "
+                f"takes {most - 1:,}"
             )
+
+    def called(self, side: str) -> str:
+        """What to say before "sentence": nothing where there is one side only."""
+        return f"{side} " if self.sides == BOTH else ""
 
     def longest(self, side: str) -> int:
         """The most tokens that the model reads on this side, which is the only one or one of two."""

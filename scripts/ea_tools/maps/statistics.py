@@ -234,8 +234,9 @@ class Sample:
                 # Tasks of one text say no more of a sample than how many tokens there are.
                 length = len(self._dataset[pair.number][side]) if loaded.sides == BOTH else self._length(pair.number)
                 if length > (most := loaded.longest(side)):
+                    name = loaded.called(side) or "text "
                     raise UserError(
-                        f"sentence {pair.number + 1}: its {side} has {length:,} tokens, {loaded.checkpoint} takes "
+                        f"sentence {pair.number + 1}: its {name}has {length:,} tokens, {loaded.checkpoint} takes "
                         f"{most:,}; give fewer --sentences"
                     )
 
