@@ -5,6 +5,7 @@ import json
 import numpy
 import pytest
 import torch
+from helpers.other_models import BART, LM, ROBERTA
 from tqdm import tqdm
 
 from ea_tools.bench import attention as benchmark_attention
@@ -153,6 +154,71 @@ def test_training_trains_as_the_recipe_does():
         0.1,
     )
     assert trainer.get_num_updates() == 2
+
+
+#: what makes a small model of each pair
+SMALL_MODELS = {
+    "lm": [*LM, "--decoder-layers", "1"],
+    "roberta_base": [*ROBERTA[: ROBERTA.index("--max-positions")], "--encoder-layers", "1"],
+    "bart_base": [*BART, "--decoder-layers", "1"],
+}
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """The configuration of each architecture with a small model's flags."""
+    real = benchmark.configuration
+
+    def smaller(arch, *flags, **options):
+        size = next((of_pair for pair, of_pair in SMALL_MODELS.items() if arch in options_of(pair)), [])
+        return real(arch, *flags, *size, **options)
+
+    def options_of(pair):
+        return options.PAIRS[pair].values()
+
+    for module in (benchmark_training, benchmark_decoding):
+        monkeypatch.setattr(module, "configuration", smaller)
+
+
+@pytest.mark.parametrize("size", SMALL_MODELS)
+def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_models, size):
+    flags = ["--size", size, "--max-tokens", 60, "--memory-batches", 0]
+    (result,) = result_of(benchmark_training, tmp_path / "t.json", *small, *flags)["results"]
+    assert result["architectures"] == options.PAIRS[size]
+    assert result["times"]["tokens"]["ours"] == [[batch["tokens"] for batch in result["batches"]]]
+    assert result["times"]["tokens"]["stock"] == result["times"]["tokens"]["ours"]
+    (result,) = result_of(benchmark_training, tmp_path / "g.json", *GROWTH, "--longest", 16, *flags)["results"]
+    (batch,) = result["batches"]
+    # RoBERTa's task puts a token before each sentence.
+    assert (batch["sentences"], batch["source"]) == (3, 17 if size == "roberta_base" else 16)
+
+
+def test_one_side_trains_as_its_task_does(small_models):
+    args = options.training(["--max-tokens", "60", "--size", "roberta_base"])
+    trainer = benchmark_training.trainer(args, "ea_roberta_base", "cpu", "fp32")
+    (batch,) = benchmark_training.choose(args, trainer.task, 1024, 1)
+    assert batch["net_input"]["src_tokens"].size(1) == 1025 == trainer.model.max_positions()
+    benchmark_training.training_step(trainer)(batch)
+    assert type(trainer.criterion).__name__ == "MaskedLmLoss"
+    assert (batch["net_input"]["src_tokens"] == trainer.task.mask_idx).any()
+    args = options.training(["--max-tokens", "60", "--size", "lm"])
+    trainer = benchmark_training.trainer(args, "ea_transformer_lm", "cpu", "fp32")
+    (batch,) = benchmark_training.choose(args, trainer.task, 16, 1)
+    assert type(trainer.criterion).__name__ == "CrossEntropyCriterion"
+    assert torch.equal(batch["net_input"]["src_tokens"][:, 1:], batch["target"][:, :-1])
+    benchmark_training.training_step(trainer)(batch)
+    benchmark_training.training_step(trainer)(batch)
+    assert trainer.get_num_updates() == 2
+
+
+def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
+    flags = ["--max-tokens", 40, "--beam", 2, "--batch", "full", "--size"]
+    for size in ("lm", "bart_base"):
+        (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags, size)["results"]
+        steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
+        assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
+    with pytest.raises(SystemExit, match="--size roberta_base: such models have an encoder only, and decode nothing"):
+        benchmark_decoding.main(list(map(str, [*small, *flags, "roberta_base", "--output", tmp_path / "r.json"])))
 
 
 GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]

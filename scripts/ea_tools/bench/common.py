@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +29,17 @@ import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairse
 import numpy
 import torch
 from fairseq import options
-from fairseq.data import Dictionary, LanguagePairDataset, ListDataset
+from fairseq.data import Dictionary, FairseqDataset, LanguagePairDataset, ListDataset
 from fairseq.data.data_utils import numpy_seed
+from fairseq.data.indexed_dataset import make_builder
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.tasks import TASK_REGISTRY, FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
 from ea_tools.common import UserError, replacing
 from ea_tools.provenance import provenance
+from ea_tools.sides import BOTH, TASKS, sides_of
 
 Batch = dict[str, Any]  # as fairseq collates it
 Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did
@@ -114,17 +119,26 @@ def configuration(
     return convert_namespace_to_omegaconf(args)
 
 
-def make_task(args: argparse.Namespace, config: DictConfig) -> TranslationTask:
-    """The translation task of --data; without it, one whose dictionary has WORDS words and no file."""
+def task_flags(arch: str) -> list[str]:
+    """The flags of the task that trains such a model: translation, or that of a model with one side."""
+    sides = sides_of(ARCH_MODEL_REGISTRY[arch])
+    # One sentence is one sample. So many positions the model has: for 1,024 tokens, and one that masked_lm puts before.
+    one_by_one = ["--sample-break-mode", "eos", "--tokens-per-sample", "1025"]
+    return ["--task", TASKS[sides], *(one_by_one if sides != BOTH else [])]
+
+
+def make_task(args: argparse.Namespace, config: DictConfig) -> FairseqTask:
+    """The task of --data; without it, one whose dictionary has WORDS words and no file."""
+    kind = TASK_REGISTRY[config.task._name]
     if args.data:
-        return TranslationTask.setup_task(config.task)
+        return kind.setup_task(config.task)
     words = Dictionary()
     for number in range(WORDS - len(words)):
         words.add_symbol(str(number))
-    return TranslationTask(config.task, words, words)
+    return kind(config.task, words, words) if kind is TranslationTask else kind(config.task, words)
 
 
-def corpus(args: argparse.Namespace, task: TranslationTask, split: str) -> LanguagePairDataset:
+def corpus(args: argparse.Namespace, task: FairseqTask, split: str) -> FairseqDataset:
     """The data set of --data, or random words in sentences of --lengths or of generated lengths."""
     if args.data:
         task.load_dataset(split)
@@ -133,8 +147,8 @@ def corpus(args: argparse.Namespace, task: TranslationTask, split: str) -> Langu
     return random_sentences(task, lengths, args.seed)
 
 
-def random_sentences(task: TranslationTask, lengths: numpy.ndarray, seed: int) -> LanguagePairDataset:
-    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them."""
+def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> FairseqDataset:
+    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them. One side reads the first."""
     words, chance = task.source_dictionary, torch.Generator().manual_seed(seed)
     sides = []
     for side in (lengths[:, 0], lengths[:, 1]):
@@ -142,10 +156,24 @@ def random_sentences(task: TranslationTask, lengths: numpy.ndarray, seed: int) -
         tokens = torch.randint(words.nspecial, len(words), (int(sizes.sum()),), generator=chance)
         tokens[torch.from_numpy(sizes.cumsum() - 1)] = words.eos()
         sides += [ListDataset(tokens.split(sizes.tolist()), sizes), sizes, words]
-    return LanguagePairDataset(*sides)
+    return LanguagePairDataset(*sides) if isinstance(task, TranslationTask) else _as_read_by(task, sides[0])
 
 
-def pick(dataset: LanguagePairDataset, count: int, seed: int, **limits: int) -> list[Batch]:
+def _as_read_by(task: FairseqTask, sentences: ListDataset) -> FairseqDataset:
+    """What a task of one side makes of these sentences, which it must find in a file."""
+    options = task.cfg or task.args
+    with tempfile.TemporaryDirectory() as folder:
+        builder = make_builder(f"{folder}/train.bin", impl="mmap", vocab_size=len(task.source_dictionary))
+        for sentence in sentences:
+            builder.add_item(sentence)
+        builder.finalize(f"{folder}/train.idx")
+        options.data, before = folder, options.data
+        task.load_dataset("train")  # maps the file, which may go when its folder does
+        options.data = before
+    return task.dataset("train")
+
+
+def pick(dataset: FairseqDataset, count: int, seed: int, **limits: int) -> list[Batch]:
     """`count` of an epoch's batches, made by fairseq's own rules, spread evenly over its lengths, in random order.
 
     Args:

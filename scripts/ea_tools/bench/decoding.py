@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from fairseq import utils
 from fairseq.checkpoint_utils import load_model_ensemble
+from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models import BaseFairseqModel as FairseqModel
-from fairseq.tasks.translation import TranslationTask
+from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -31,10 +32,12 @@ from ea_tools.bench.common import (
     record,
     report_speeds,
     speeds,
+    task_flags,
     write,
 )
-from ea_tools.checkpoints import check_dictionaries, choose, load, settings
-from ea_tools.common import reporting
+from ea_tools.checkpoints import check_dictionaries, choose, load, section, settings
+from ea_tools.common import UserError, reporting
+from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.text import read_prep
 
 
@@ -57,7 +60,11 @@ def measure(
     args: argparse.Namespace, device: str, subject: str | Sequence[Path], precision: str, beam: int, batch: str
 ) -> dict[str, Any]:
     """Speed of one pair of models; `subject`: a key of PAIRS, or two folders with trained runs."""
-    config = configuration("transformer", data=args.data or "data", device=device)  # what differs, a model brings along
+    arch = options.PAIRS[subject]["stock"] if isinstance(subject, str) else "transformer"
+    if "decoder" not in (sides := sides_of(ARCH_MODEL_REGISTRY[arch])):
+        raise UserError(f"--size {subject}: such models have {NAMES[sides]}, and decode nothing")
+    # What differs between the two, a model brings along.
+    config = configuration(arch, *task_flags(arch), data=args.data or "data", device=device)
     config.generation.beam = beam
     task = make_task(args, config)
     if isinstance(subject, str):
@@ -90,9 +97,10 @@ def measure(
     return result
 
 
-def random_model(args: argparse.Namespace, task: TranslationTask, arch: str) -> FairseqModel:
+def random_model(args: argparse.Namespace, task: FairseqTask, arch: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
-    config = configuration(arch, "--share-all-embeddings", data=args.data or "data")
+    shared = ["--share-all-embeddings"] if sides_of(ARCH_MODEL_REGISTRY[arch]) == BOTH else []
+    config = configuration(arch, *task_flags(arch), *shared, data=args.data or "data")
     torch.manual_seed(args.seed)
     model = task.build_model(config.model)
     model.load_state_dict(model.state_dict())
@@ -100,13 +108,15 @@ def random_model(args: argparse.Namespace, task: TranslationTask, arch: str) -> 
 
 
 def trained(
-    args: argparse.Namespace, task: TranslationTask, runs: Mapping[str, Path]
+    args: argparse.Namespace, task: FairseqTask, runs: Mapping[str, Path]
 ) -> tuple[dict[str, str], dict[str, FairseqModel]]:
     """{name: architecture}, {name: model} of two trained runs, each the checkpoint that scripts/translate.sh takes."""
     archs, models = {}, {}
     for name, run in runs.items():
         path = choose(run)
         state = load(path)
+        if (task_name := section(state, "task").get("_name", "translation")) != "translation":
+            raise UserError(f"--run-pair {run}: was trained for {task_name}; runs for translation are wanted")
         check_dictionaries(args.data, read_prep(args.data), path, state)
         archs[name] = settings(state)["arch"]
         (models[name],), _ = load_model_ensemble([str(path)], task=task)
@@ -120,7 +130,7 @@ def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) 
     return model
 
 
-def decoder(task: TranslationTask, model: FairseqModel, config: DictConfig, device: str, fixed: bool) -> Candidate:
+def decoder(task: FairseqTask, model: FairseqModel, config: DictConfig, device: str, fixed: bool) -> Candidate:
     """A function that decodes a batch and gives the number of tokens; `fixed`: of as many steps as its targets have."""
     generator = task.build_generator([model], config.generation)
 
@@ -129,6 +139,8 @@ def decoder(task: TranslationTask, model: FairseqModel, config: DictConfig, devi
             steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
             generator.min_len, generator.max_len_a, generator.max_len_b = steps, 0, steps
         sample = utils.move_to_cuda(batch) if device == "cuda" else batch
+        if sides_of(type(model)) == DECODER:  # begins each sentence by itself
+            sample = {"net_input": {"src_tokens": sample["net_input"]["src_tokens"][:, :1]}}
         return sum(len(hypotheses[0]["tokens"]) for hypotheses in task.inference_step(generator, [model], sample))
 
     return decode

@@ -10,14 +10,17 @@ from pathlib import Path
 from ea_tools.common import REPO, positive
 from ea_tools.maps import KINDS
 
-#: Ours and what it is compared with: the papers' two sizes.
+#: Ours and what it is compared with: the papers' two sizes, and fairseq's other Transformers.
 PAIRS = {
     "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
     "base": {"ours": "ea_transformer_base", "stock": "transformer"},
+    "lm": {"ours": "ea_transformer_lm", "stock": "transformer_lm"},
+    "roberta_base": {"ours": "ea_roberta_base", "stock": "roberta_base"},
+    "bart_base": {"ours": "ea_bart_base", "stock": "bart_base"},
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
-HEAD_DIM = {4: 40, 8: 64}  # by number of heads: lite, base
+HEAD_DIM = {4: 40, 8: 64, 12: 64, 16: 64}  # by number of heads: lite, base, RoBERTa and BART: base, large
 PATHS = ("ours", "plain", "compiled", "sdpa")
 
 
@@ -31,7 +34,8 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     The floor is what no implementation can go below: every input read and every output written once, every product
     counted once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N
-    sentences of N tokens, of which half end in padding. Forward is measured without gradients, as in decoding.
+    sentences of N tokens, of which half end in padding. Forward is measured without gradients, as in decoding. A
+    RoBERTa has the encoder's attention, a language model the decoder's.
 
         scripts/benchmark_attention.sh --threads 2 --longest 256
         scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
@@ -56,7 +60,7 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts
     them: those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their
     sentences is decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two
-    trained runs instead.
+    trained runs for translation instead. A language model (lm) writes such sentences without a source.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
         scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
@@ -86,7 +90,8 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is
     measured in a process of its own for each model, over many batches of many shapes, as in a real epoch. With
     --growth, batches of sentences of one length each, from 16 to 1024 tokens, take the place of the corpus;
-    scripts/plot_growth.sh draws them.
+    scripts/plot_growth.sh draws them. A language model (lm) and a RoBERTa read the source alone, by their own task and
+    criterion, with the recipe's other flags; --data is then a folder that data-prep/one-side.sh made.
 
         scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy
 import torch
-from fairseq.tasks.translation import TranslationTask
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
@@ -33,10 +34,16 @@ from ea_tools.bench.common import (
     record,
     report_speeds,
     speeds,
+    task_flags,
     write,
 )
 from ea_tools.common import UserError, reporting
 from ea_tools.recipes import read, spell_flags
+from ea_tools.sides import BOTH, DECODER, ENCODER, sides_of
+
+#: flags of recipes that only translation has, and what trains a model with one side
+OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings"}
+CRITERIA = {ENCODER: "masked_lm", DECODER: "cross_entropy"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,7 +105,12 @@ def measure(
 def trainer(args: argparse.Namespace, arch: str, device: str, precision: str) -> Trainer:
     """fairseq's trainer with everything as the recipe has it."""
     recipe = read(args.recipe)
-    flags = [*spell_flags(recipe.flags_for(arch)), "--max-tokens", args.max_tokens or recipe.batch.tokens]
+    flags = {name: value for name, value in recipe.flags_for(arch).items() if name != "task"}
+    sides = sides_of(ARCH_MODEL_REGISTRY[arch])
+    if sides != BOTH:
+        flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
+        flags["criterion"] = CRITERIA[sides]
+    flags = [*task_flags(arch), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
     config = configuration(arch, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = make_task(args, config)
@@ -117,7 +129,7 @@ def training_step(trainer: Trainer) -> Candidate:
     return step
 
 
-def choose(args: argparse.Namespace, task: TranslationTask, length: int | None, count: int) -> list[Batch]:
+def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, count: int) -> list[Batch]:
     """The batches to time: `count` of the corpus, or one of sentences of `length` tokens, end of sentence included."""
     max_tokens = args.max_tokens or read(args.recipe).batch.tokens
     if length:
