@@ -60,6 +60,9 @@ def measure(
     args: argparse.Namespace, device: str, subject: str | Sequence[Path], precision: str, beam: int, batch: str
 ) -> dict[str, Any]:
     """Speed of one pair of models; `subject`: a key of PAIRS, or two folders with trained runs."""
+    if not isinstance(subject, str):
+        for run in subject:
+            _must_translate(run)
     arch = options.PAIRS[subject]["stock"] if isinstance(subject, str) else "transformer"
     if "decoder" not in (sides := sides_of(ARCH_MODEL_REGISTRY[arch])):
         raise UserError(f"--size {subject}: such models have {NAMES[sides]}, and decode nothing")
@@ -115,12 +118,17 @@ def trained(
     for name, run in runs.items():
         path = choose(run)
         state = load(path)
-        if (task_name := section(state, "task").get("_name", "translation")) != "translation":
-            raise UserError(f"--run-pair {run}: was trained for {task_name}; runs for translation are wanted")
         check_dictionaries(args.data, read_prep(args.data), path, state)
         archs[name] = settings(state)["arch"]
         (models[name],), _ = load_model_ensemble([str(path)], task=task)
     return archs, models
+
+
+def _must_translate(run: Path) -> None:
+    """Refuse a run that was trained for something else."""
+    task_name = section(load(choose(run)), "task").get("_name", "translation")
+    if task_name != "translation":
+        raise UserError(f"--run-pair {run}: was trained for {task_name}; runs for translation are wanted")
 
 
 def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) -> FairseqModel:
