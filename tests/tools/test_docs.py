@@ -1,0 +1,155 @@
+"""Commands in the documentation: the scripts that they name are there, and take the flags that they are given."""
+
+import functools
+import itertools
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+from conftest import REPO
+from fairseq import options
+from fairseq.models import ARCH_MODEL_REGISTRY
+
+from ea_tools import recipes
+
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
+#: commands that hand on what they do not know to fairseq-train
+HAND_ON = ("train.sh", "sweep.sh", "glue.sh", "profile_model.sh", "reproduce.sh")
+PARSERS = {
+    "fairseq-train": options.get_training_parser,
+    "fairseq-generate": options.get_generation_parser,
+    "fairseq-interactive": options.get_interactive_generation_parser,
+    "fairseq-eval-lm": options.get_eval_lm_parser,
+    "fairseq-preprocess": options.get_preprocessing_parser,
+}
+#: what decides which flags fairseq-train has, and what that is where a command does not say
+DECIDES = {"task": "translation", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam",
+           "lr-scheduler": "inverse_sqrt"}  # fmt: skip
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def code(text):
+    """What stands in fenced blocks of shell, in indented ones, and in code within a line; continued lines as one."""
+    fenced = r"^ *```(\w*)\n(.*?)^ *```$"
+    blocks = [block for language, block in re.findall(fenced, text, re.M | re.S) if language in ("", "bash", "sh")]
+    rest = re.sub(fenced, "", text, flags=re.M | re.S)
+    blocks += re.findall(r"(?:^    +\S.*\n)+", rest, re.M)
+    spans = [
+        span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", re.sub(r"^    +\S.*\n", "", rest, flags=re.M))
+    ]
+    return [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *spans]
+
+
+def commands(text):
+    """The command lines in a page that run a script of ours or one of fairseq's commands, as words."""
+    for line in code(text):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # not a line of shell
+            continue
+        command = []
+        for word in [*words, ";"]:
+            if word.rstrip(";") in ("", "|", "&&", "||", "do", "done", "then"):
+                if command and is_command(command[0]):
+                    yield command
+                command = []
+            elif word.startswith("$(") or (not command and (word == "bash" or re.fullmatch(r"[A-Z_]+=.*", word))):
+                continue
+            else:
+                command.append(word.removesuffix(";"))
+
+
+def is_command(word):
+    return word in PARSERS or re.fullmatch(r"(\./)?(scripts|data-prep)/\S+\.sh", word) is not None
+
+
+@functools.cache
+def helped(script):
+    """The flags in the help of a script."""
+    result = subprocess.run(["bash", REPO / script, "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return {*FLAG.findall(result.stdout), "--help"}
+
+
+@functools.cache
+def fairseqs(name, *words):
+    """The flags of one of fairseq's commands, with what decides them."""
+    if name == "fairseq-preprocess":
+        return set(PARSERS[name]()._option_string_actions)
+    parser = PARSERS[name]()
+    options.parse_args_and_arch(parser, ["data", *words], parse_known=True)  # adds to the parser what they decide
+    return set(parser._option_string_actions)
+
+
+def known_to_fairseq(name, command):
+    given = dict(zip(command, [*command[1:], ""], strict=True))
+    if name != "fairseq-train":
+        task = given.get("--task", "language_modeling" if name == "fairseq-eval-lm" else "translation")
+        return fairseqs(name, "--path", "x", "--task", task)
+    arch = given.get("--arch") or next(
+        (word for word in command[1:] if re.match("(ea_|pa_|res_|conv_)?[a-z]+_", word)), ""
+    )
+    arch = arch if arch in ARCH_MODEL_REGISTRY else "ea_transformer_base"
+    decided = {name: given.get(f"--{name}", default) for name, default in DECIDES.items()}
+    if "roberta" in arch and "--task" not in given:
+        decided |= {"task": "sentence_prediction", "criterion": "sentence_prediction"}
+    return fairseqs(name, "--arch", arch, *(word for flag, value in decided.items() for word in (f"--{flag}", value)))
+
+
+def faults(command):
+    """What is wrong with a command line, in words."""
+    script, *rest = command
+    flags = [FLAG.match(word)[0] for word in rest if FLAG.match(word)]
+    flags += [f"--{name}" for before, name in itertools.pairwise(rest) if before == "--grid"]
+    missing = [word for word in (script, *rest) if word.startswith(FOLDERS) and not (REPO / word).exists()]
+    if missing:
+        return [f"{word} is not there" for word in missing if "NAME" not in word and "*" not in word]
+    if script in PARSERS:
+        known = known_to_fairseq(script, command)
+    else:
+        if not os.access(REPO / script, os.X_OK):
+            return [f"{script} cannot be executed"]
+        known = helped(script)
+        if not known.issuperset(flags) and script.endswith(HAND_ON):
+            known = known | known_to_fairseq("fairseq-train", command)
+    wrong = [f"{script} has no {flag}" for flag in flags if flag not in known]
+    names = recipes.names() if script.endswith(("/train.sh", "/sweep.sh")) else []
+    if names and rest and re.fullmatch(r"[a-z][\w-]*", rest[0]) and rest[0] not in names:
+        wrong.append(f"there is no recipe {rest[0]}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_can_be_run(page):
+    found = [(shlex.join(command), faults(command)) for command in commands(page.read_text())]
+    assert not [(command, wrong) for command, wrong in found if wrong]
+
+
+def test_most_pages_have_commands():
+    found = {page.name: len(list(commands(page.read_text()))) for page in PAGES}
+    assert sum(found.values()) > 80
+    assert min(found[name] for name in ("README.md", "training.md", "data.md", "understanding.md")) > 10
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("```bash\nbash scripts/train.sh --data data/mine ea_transformer_base --ea-alfa 0.1\n```", "no --ea-alfa"),
+        ("```\nscripts/plot_attention.sh --run x \\\n    --sauce y   # a comment --nothing\n```", "no --sauce"),
+        ("Say\n\n    scripts/tain.sh sample ea_transformer_lite\n\nor not.", "scripts/tain.sh is not there"),
+        ("Run `scripts/plot_curves.sh RUN --outt x.png` now.", "no --outt"),
+        ("    cat x | OMP_NUM_THREADS=1 scripts/translate.sh --run x --beams 3 > y\n", "no --beams"),
+        ("    scripts/sweep.sh sample ea_transformer_lite --grid ea-alfa 0 0.1\n", "no --ea-alfa"),
+        ("    scripts/train.sh samples ea_transformer_lite\n", "no recipe samples"),
+        ("    fairseq-train data/x --user-dir ea_fairseq --arch ea_roberta_large --tusk masked_lm\n", "no --tusk"),
+        ("    data-prep/custom.sh --lowercased\n", "no --lowercased"),
+        ("    data-prep/corpus.sh sample\n", "cannot be executed"),
+        ("    scripts/test.sh tests/models\n", "tests/models is not there"),
+    ],
+)
+def test_mistakes_are_seen(text, wrong):
+    (command,) = commands(text)
+    assert any(wrong in fault for fault in faults(command))
