@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from conftest import REPO
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from ea_tools import recipes
+from ea_tools import recipes, train
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
@@ -126,6 +127,16 @@ def faults(command):
 def test_commands_of_a_page_can_be_run(page):
     found = [(shlex.join(command), faults(command)) for command in commands(page.read_text())]
     assert not [(command, wrong) for command, wrong in found if wrong]
+
+
+def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
+    section = (REPO / "README.md").read_text().partition("## Train on your own data")[2].partition("\n## ")[0]
+    (command,) = [words for words in commands(section) if words[0] == "scripts/train.sh" and len(words) > 1]
+    prep = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
+    (tmp_path / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 10_000}}}))
+    train.main([*(str(tmp_path) if word == "data/mine" else word for word in command[1:]), "--dry-run"])
+    assert str(tmp_path) in capsys.readouterr().out
+    assert "With `--lowercase`" in section
 
 
 def test_most_pages_have_commands():

@@ -208,6 +208,7 @@ def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, d
     assert found["save-dir"].endswith("runs/mine-ea_transformer_lite")
     assert (found["source-lang"], found["target-lang"]) == ("et", "en")
     toml = said[said.index("# For a corpus") : said.index("effective batch")]
+    assert ("eval-bleu = true" in toml) == ("eval-bleu-print-samples" in found) == (pairs <= 50_000)
     (tmp_path / "mine.toml").write_text(toml)
     again, _ = dry_run(capsys, tmp_path / "mine.toml", "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
     assert again == command
