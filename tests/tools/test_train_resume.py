@@ -291,6 +291,23 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):
 
 
 @pytest.mark.slow
+def test_own_data_get_a_run_like_any_other(data, tmp_path):
+    """Without a recipe: the one that was made is kept, the run has its locks and logs, and goes on where it was."""
+    shutil.copytree(data, tmp_path / "mine")
+    prep = json.loads((data / "PREP.json").read_text())
+    (tmp_path / "mine/PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 120}}}))
+    run, own = tmp_path / "run", ["--data", tmp_path / "mine", "ea_transformer_lite", "--run", tmp_path / "run", *FLAGS]
+    assert script("train", *own, "--num-workers", 0, "--max-epoch", 1).returncode == 0
+    assert recipes.read(str(run / "recipe.toml")).data == tmp_path / "mine"
+    assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}
+    assert '"bleu"' in (run / "log.jsonl").read_text()  # small text is scored at validations
+    assert script("train", *own, "--num-workers", 0, "--max-epoch", 2).returncode == 0
+    steps = [json.loads(line)["step"] for line in (run / "log.jsonl").open() if '"valid"' in line]
+    assert len(steps) == 2 and steps[1] == 2 * steps[0]
+    assert len(json.loads((run / "run.json").read_text())["starts"]) == 2
+
+
+@pytest.mark.slow
 def test_bleu_decides_which_is_best(data, tmp_path):
     result = script("train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
     assert result.returncode == 0, result.stderr[-2000:]
