@@ -8,7 +8,7 @@ What belongs to one call travels with it, in an ``AttentionCall`` or in the incr
 in a module, so that several threads may use one model.
 
 Axes: T target (query) length, S source (key) length, B batch, C channels, K heads, D = C / K. During beam search B
-counts beams, while keys and values of the encoder may be kept once per sentence: N sentences, B = N x beams.
+counts hypotheses, and keys and values of the source are kept once for each of N sentences.
 Masks: True = masked.
 """
 
@@ -23,9 +23,10 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from . import kernels
+from .caches import Room, shared_sources
 from .evolution import Evolution, Geometry
 from .kernels import Call, Result
-from .scores import SCORES, RelativePositions, dot_products, per_sentence
+from .scores import SCORES, RelativePositions, dot_products
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
@@ -44,6 +45,7 @@ class AttentionCall:
     query_padding: Tensor | None = None  # B x T; rows that are outside of the map
     attn_mask: Tensor | None = None  # T x S, as the attention's own argument
     previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
+    sources: Tensor | None = None  # B, which row of keys and values each row of queries looks at; None: its own
     keep_map: bool = False  # whether A_logit is wanted
     a_logit: Tensor | None = None  # B x K x T x S, this layer's A_logit: put here by the attention, where it is wanted
 
@@ -172,7 +174,8 @@ class EvolvingAttention(MultiheadAttention):
             coefficients=evolution.coefficients(previous is not None),
             weight=weight,
             bias=conv_bias,
-            given=self._given(q, k, own.attn_mask),
+            given=self._given(q, _rows(k, own.sources), own.attn_mask),
+            sources=own.sources,
             hidden=hidden,
             masked=masked,
             previous=previous,
@@ -215,12 +218,14 @@ class EvolvingAttention(MultiheadAttention):
             mixed = self.evolution.mix(logits, call.hidden, call.previous)
             kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
         weights = _weights(a_logit, call.masked)
-        context = per_sentence(torch.matmul, self.dropout_module(weights.type_as(call.v)), call.v)
+        context = torch.matmul(self.dropout_module(weights.type_as(call.v)), _rows(call.v, call.sources))
         return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
 
     def _logits_and_rows_above(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """B x K x T x S; B x K x rows_above x S or None, as wide as the logits."""
-        logits = dot_products(call.q, call.k, call.scale) if call.given is None else call.given
+        logits = call.given
+        if logits is None:
+            logits = dot_products(call.q, _rows(call.k, call.sources), call.scale)
         if call.above is None:
             return logits, None
         # Columns that are new lie in the future of earlier rows.
@@ -308,7 +313,8 @@ class DecoderAttention(EvolvingAttention):
 
         Args:
             query: T x B x C, T = 1 in step-by-step decoding.
-            key, value: S x B x C; the same as query in self-attention.
+            key, value: S x B x C; the same as query in self-attention. Of the encoder's output, one for each sentence
+                will do, S x N x C.
             key_padding_mask: B x S, or a call with query_padding too; in self-attention the queries' padding, B x T,
                 which are the new positions only, step by step.
             incremental_state: keeps what earlier steps computed.
@@ -319,66 +325,123 @@ class DecoderAttention(EvolvingAttention):
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
         """
         own = AttentionCall.of(key_padding_mask)
-        query_padding = own.query_padding if self.encoder_decoder_attention else own.key_padding
-        q, k, v = self._project(query, key, incremental_state)
-        k, v, padding = self._keys_and_values(k, v, own.key_padding, incremental_state)
-        if padding is not None and padding.size(0) != q.size(0):
-            padding = padding.repeat_interleave(q.size(0) // padding.size(0), dim=0)
-        complete = AttentionCall(padding, query_padding, attn_mask)
+        sources = None
+        if self.encoder_decoder_attention:
+            q, query_padding = self.split_heads(self.q_proj(query)), own.query_padding
+            k, v, padding, sources = self._source(key, own.key_padding, query.size(1), incremental_state)
+        else:
+            query_padding = own.key_padding
+            q, k, v, padding = self._positions(query, query_padding, incremental_state)
+        complete = AttentionCall(padding, query_padding, attn_mask, sources=sources)
         output, weights = self.attend(
             q, k, v, complete, incremental_state, need_weights=need_weights or need_head_weights
         )
         return output, averaged(weights, need_weights, need_head_weights)
 
-    def _project(
-        self, query: Tensor, key: Tensor | None, state: IncrementalState | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """New queries B x K x T x D; new keys and values, or None where the state has them all."""
-        if self.encoder_decoder_attention:
-            q = self.split_heads(self.q_proj(query))
-            if "prev_key" in self._get_input_buffer(state):
-                return q, None, None
-            if state is not None and self.beam_size > 1 and key.size(1) == query.size(1):
-                key = key[:, :: self.beam_size]  # the beams of a sentence look at the same source: once is enough
-            return q, self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        if state is None or torch.is_grad_enabled() or not all(kernels.untouched(part, nn.Linear) for part in parts):
-            projections = (part(query) for part in parts)
+    def _source(
+        self, key: Tensor | None, padding: Tensor | None, batch: int, state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys and values of the source, N x K x S x D, its padding, B x S, and which of the N each of B looks at."""
+        saved = self._get_input_buffer(state)
+        if saved:
+            return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"], saved["sources"]
+        sources, padding = None, None if padding is None else padding.bool()
+        if key.size(1) != batch or (state is not None and _may_reuse()):
+            first, sources = shared_sources(key, padding, batch)
+            if sources is not None:
+                key = key.index_select(1, first)
+                padding = None if padding is None else padding.index_select(0, first).index_select(0, sources)
+        k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
+        if state is not None:
+            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "sources": sources}
+            self._set_input_buffer(state, kept)
+        return k, v, padding, sources
+
+    def _positions(
+        self, query: Tensor, padding: Tensor | None, state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries of the new positions, B x K x T x D; keys and values of all so far, B x K x S x D; padding, B x S."""
+        padding = None if padding is None else padding.bool()
+        saved = self._get_input_buffer(state)
+        if saved:
+            padding = _append_padding(saved["prev_key_padding_mask"], padding, saved["prev_key"], query.size(0))
+        room = None
+        if state is not None and _may_reuse():
+            q, new = self._project(query, state)
+            length = saved["prev_key"].size(2) if saved else 0
+            room = (saved.get("room") or self._room_for(saved, new)).append(length, new)
+            k, v = room.keys_and_values(length + new.size(0))
         else:
-            # For a token at a time, one product is faster than three. The weights cannot change while a state lives.
+            q, k, v = (self.split_heads(part(query)) for part in (self.q_proj, self.k_proj, self.v_proj))
+            if saved:
+                k, v = torch.cat([saved["prev_key"], k], dim=2), torch.cat([saved["prev_value"], v], dim=2)
+        if state is not None:
+            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "room": room}
+            self._set_input_buffer(state, kept)
+        return q, k, v, padding
+
+    @staticmethod
+    def _room_for(saved: dict[str, Tensor | None], new: Tensor) -> Room:
+        """A room with what is saved, for new keys and values, T x B x 2 x K x D."""
+        return Room.holding(saved["prev_key"], saved["prev_value"]) if saved else Room(new[:0], 0)
+
+    def _project(self, query: Tensor, state: IncrementalState) -> tuple[Tensor, Tensor]:
+        """Queries, B x K x T x D, keys and values, T x B x 2 x K x D, of new positions.
+
+        For a token at a time, one product is faster than three. The weights cannot change while a state lives.
+        """
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if all(kernels.untouched(part, nn.Linear) for part in parts):
             saved = self.get_incremental_state(state, self.PROJECTION)
             if saved is None:
                 bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
                 saved = {"weight": torch.cat([part.weight for part in parts]), "bias": bias}
                 self.set_incremental_state(state, self.PROJECTION, saved)
-            projections = F.linear(query, saved["weight"], saved["bias"]).chunk(3, dim=-1)
-        return tuple(self.split_heads(x) for x in projections)
-
-    def _keys_and_values(
-        self, k: Tensor | None, v: Tensor | None, padding: Tensor | None, state: IncrementalState | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values N x K x S x D of all positions so far, from the new ones; their padding mask, N x S."""
-        saved = self._get_input_buffer(state)
-        if k is None:
-            return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"]
-        if padding is not None:
-            padding = padding.bool()[:: padding.size(0) // k.size(0)]  # of sentences, like keys that beams share
-        if state is not None:
-            if "prev_key" in saved:
-                padding = _append_padding(saved["prev_key_padding_mask"], padding, saved["prev_key"], k)
-                k = torch.cat([saved["prev_key"], k], dim=2)
-                v = torch.cat([saved["prev_value"], v], dim=2)
-            self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
-        return k, v, padding
+            projected = F.linear(query, saved["weight"], saved["bias"])
+        else:
+            projected = torch.cat([part(query) for part in parts], dim=2)
+        q, new = projected.split((self.embed_dim, 2 * self.embed_dim), dim=2)
+        return self.split_heads(q), new.view(*new.shape[:2], 2, self.num_heads, self.head_dim)
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
-        """Follow beam search: beam b continues what was beam new_order[b]."""
-        # fairseq moves keys and values, and may leave the encoder's where they are: beams share them. Rows move always.
-        incremental_state = super().reorder_incremental_state(incremental_state, new_order)
-        saved = self.get_incremental_state(incremental_state, self.ROWS)
-        if saved is not None:
-            self.set_incremental_state(incremental_state, self.ROWS, {"rows": saved["rows"].index_select(0, new_order)})
+        """Follow beam search: hypothesis b continues what was hypothesis new_order[b]."""
+        saved = self._get_input_buffer(incremental_state)
+        if saved:
+            padding = saved["prev_key_padding_mask"]
+            padding = None if padding is None else padding.index_select(0, new_order)
+            reorder = self._reordered_source if self.encoder_decoder_attention else self._reordered_positions
+            self._set_input_buffer(incremental_state, reorder(saved, new_order) | {"prev_key_padding_mask": padding})
+        rows = self.get_incremental_state(incremental_state, self.ROWS)
+        if rows is not None:
+            self.set_incremental_state(incremental_state, self.ROWS, {"rows": rows["rows"].index_select(0, new_order)})
         return incremental_state
+
+    @staticmethod
+    def _reordered_source(saved: dict[str, Tensor | None], new_order: Tensor) -> dict[str, Tensor | None]:
+        """Keys and values of the source stay where they are."""
+        sources = saved["sources"]
+        return saved | {"sources": new_order if sources is None else sources.index_select(0, new_order)}
+
+    @staticmethod
+    def _reordered_positions(saved: dict[str, Tensor | None], new_order: Tensor) -> dict[str, Tensor | None]:
+        room = saved["room"]
+        if room is None:
+            moved = {name: saved[name].index_select(0, new_order) for name in ("prev_key", "prev_value")}
+            return saved | moved
+        length = saved["prev_key"].size(2)
+        room = room.reordered(length, new_order)
+        k, v = room.keys_and_values(length)
+        return saved | {"prev_key": k, "prev_value": v, "room": room}
+
+
+def _may_reuse() -> bool:
+    """Whether memory may be written twice, and what is equal be computed once: not where gradients or records need all."""
+    return not torch.is_grad_enabled() and not kernels.is_looked_at()
+
+
+def _rows(shared: Tensor, sources: Tensor | None) -> Tensor:
+    """Of what N sentences have, N x ..., what each of B hypotheses looks at, B x ..."""
+    return shared if sources is None else shared.index_select(0, sources)
 
 
 def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
@@ -420,13 +483,13 @@ def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Te
     return weights.mean(dim=1) if need_weights else None
 
 
-def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new_keys: Tensor) -> Tensor | None:
-    """Padding mask of all positions, B x S, from that of the earlier and that of the new ones; None = no padding."""
+def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new: int) -> Tensor | None:
+    """Padding mask of all positions, B x S, from that of the earlier and that of the ``new`` ones; None = no padding."""
     if before is None and now is None:
         return None
     batch, device = old_keys.size(0), old_keys.device
     if before is None:
         before = torch.zeros(batch, old_keys.size(2), dtype=torch.bool, device=device)
     if now is None:
-        now = torch.zeros(batch, new_keys.size(2), dtype=torch.bool, device=device)
+        now = torch.zeros(batch, new, dtype=torch.bool, device=device)
     return torch.cat([before, now], dim=1)

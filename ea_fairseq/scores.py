@@ -10,45 +10,21 @@ Equation 11 also multiplies the sums inside of tanh by Q, which makes no vector 
 concatenative is what Luong et al. 2015 call so, and that is built here. W, U, V and w belong to one head each. The
 table of the e belongs to one layer, for all of its heads.
 
-Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. During beam search keys may be kept
-once per sentence: N sentences, B = N x beams.
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-#: The most numbers that additive and concatenative scores hold in one piece of N x K x rows x S x D, or one row of
+#: The most numbers that additive and concatenative scores hold in one piece of B x K x rows x S x D, or one row of
 #: queries where that is more. Training keeps no piece: each is computed once more on the way back.
 PIECE = 2**22
 
 
 def dot_products(q: Tensor, k: Tensor, scale: float = 1.0) -> Tensor:
-    """B x K x T x D, N x K x S x D -> scaled dot products, B x K x T x S."""
-    return per_sentence(torch.matmul, q * scale, k.transpose(2, 3))
-
-
-def per_sentence(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, shared: Tensor) -> Tensor:
-    """function(x, shared), where the beams of a sentence share what belongs to the sentence.
-
-    Args:
-        function: computes each row of x by itself: N x K x rows x _, N x K x _ x _ -> N x K x rows x _.
-        x: B x K x T x _, B = N x beams.
-        shared: N x K x _ x _.
-
-    Returns:
-        B x K x T x _.
-    """
-    batch, heads, length, width = x.shape
-    sentences = shared.size(0)
-    if batch == sentences:
-        return function(x, shared)
-    x = x.reshape(sentences, -1, heads, length, width).transpose(1, 2)  # N x K x beams x T x _
-    result = function(x.reshape(sentences, heads, -1, width), shared)  # N x K x (beams x T) x _
-    result = result.view(sentences, heads, -1, length, result.size(3)).transpose(1, 2)
-    return result.reshape(batch, heads, length, result.size(4))
+    """B x K x T x D, B x K x S x D -> scaled dot products, B x K x T x S."""
+    return torch.matmul(q * scale, k.transpose(2, 3))
 
 
 class MultiplicativeScore(nn.Module):
@@ -64,7 +40,7 @@ class MultiplicativeScore(nn.Module):
         self.weight = nn.Parameter(torch.eye(size).div(size**0.5).repeat(heads, 1, 1))  # K x D x D
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
         return dot_products(torch.einsum("bktd,kde->bkte", q, self.weight), k)
 
 
@@ -83,7 +59,7 @@ class AdditiveScore(nn.Module):
         self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
         return _additive(q, k, self.query_weight, self.key_weight, self.vector)
 
 
@@ -101,7 +77,7 @@ class ConcatenativeScore(nn.Module):
         self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: B x K x T x D, unscaled; k: N x K x S x D -> B x K x T x S."""
+        """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
         key_weight, query_weight = self.weight.chunk(2, dim=2)  # U [k; q] is the sum of two products
         return _additive(q, k, query_weight, key_weight, self.vector)
 
@@ -158,12 +134,12 @@ def _xavier(heads: int, rows: int, columns: int) -> Tensor:
 def _additive(q: Tensor, k: Tensor, query_weight: Tensor, key_weight: Tensor, vector: Tensor) -> Tensor:
     """w^T tanh(U k + V q): weights K x D x D, vector K x D."""
     queries = torch.einsum("bktd,ked->bkte", q, query_weight)
-    keys = torch.einsum("nksd,ked->nkse", k, key_weight)
-    return per_sentence(lambda rows, shared: _in_pieces(rows, shared, vector), queries, keys)
+    keys = torch.einsum("bksd,ked->bkse", k, key_weight)
+    return _in_pieces(queries, keys, vector)
 
 
 def _in_pieces(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
-    """N x K x rows x D, N x K x S x D -> N x K x rows x S, a piece of the rows after the other."""
+    """B x K x rows x D, B x K x S x D -> B x K x rows x S, a piece of the rows after the other."""
     rows = max(1, PIECE // max(1, keys.numel()))
     if rows >= queries.size(2):
         return _tanh_scores(queries, keys, vector)
@@ -175,5 +151,5 @@ def _in_pieces(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
 
 
 def _tanh_scores(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
-    hidden = torch.tanh(queries.unsqueeze(3) + keys.unsqueeze(2))  # N x K x rows x S x D
+    hidden = torch.tanh(queries.unsqueeze(3) + keys.unsqueeze(2))  # B x K x rows x S x D
     return torch.matmul(hidden, vector[:, None, :, None]).squeeze(-1)

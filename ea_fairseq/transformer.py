@@ -88,6 +88,17 @@ class EATransformerEncoder(TransformerEncoderBase):
             "src_lengths": [(~padding).sum(dim=1, keepdim=True).int()],
         }
 
+    def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
+        """As fairseq's, which beam search calls in every step; nothing is copied while hypotheses keep their sentences.
+
+        The result says which sentence each of its rows is of: ``sentences``, B numbers.
+        """
+        before = encoder_out.get("sentences")
+        sentences = new_order if before is None else before[0].index_select(0, new_order)
+        if before is not None and sentences.device.type == "cpu" and torch.equal(sentences, before[0]):
+            return encoder_out
+        return super().reorder_encoder_out(encoder_out, new_order) | {"sentences": [sentences]}
+
 
 class EATransformerDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder with evolving attention in its layers."""
@@ -128,10 +139,21 @@ class EATransformerDecoder(TransformerDecoderBase):
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order: Tensor) -> None:
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
+        if self._keeps_order(incremental_state, new_order):
+            return
         for layer in self.layers.children():
             for attention in (layer.self_attn, layer.encoder_attn):
                 if attention is not None:
                     attention.reorder_incremental_state(incremental_state, new_order)
+
+    def _keeps_order(self, incremental_state: Any, new_order: Tensor) -> bool:
+        """Whether every hypothesis continues itself, as in greedy decoding. A GPU would have to be waited for."""
+        first = next(self.layers.children(), None)
+        saved = {} if first is None else first.self_attn._get_input_buffer(incremental_state)
+        count = new_order.numel()
+        if new_order.device.type != "cpu" or "prev_key" not in saved or saved["prev_key"].size(0) != count:
+            return False
+        return torch.equal(new_order, torch.arange(count))
 
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:

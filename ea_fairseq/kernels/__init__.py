@@ -16,12 +16,12 @@ from .call import Call, Result
 #: Types of tensors whose memory is what it seems: a subclass may stand for anything.
 _PLAIN = (Tensor, nn.Parameter)
 
-__all__ = ["Call", "Result", "attend", "known", "untouched"]
+__all__ = ["Call", "Result", "attend", "is_looked_at", "known", "untouched"]
 
 
 def attend(call: Call) -> Result | None:
     """The result of a call by the first kernel that knows all of it, or None: then it is the plain composition's."""
-    if _is_looked_at() or not _fits(call):
+    if is_looked_at() or not _fits(call):
         return None
     for kernel in (cpu, gpu):
         if kernel.knows(call):
@@ -47,7 +47,7 @@ def untouched(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not hooks and "forward" not in own
 
 
-def _is_looked_at() -> bool:
+def is_looked_at() -> bool:
     """Whether operations are being recorded, transformed or counted, which must see them one by one.
 
     True while torch.jit.trace, torch.compile or torch.export run the model, under torch.func's transformations and
@@ -65,14 +65,13 @@ def _is_looked_at() -> bool:
 def _fits(call: Call) -> bool:
     """Whether the tensors are plain dense ones on one device, of one type, with shapes that agree.
 
-    What does not fit may still be right: keys that several beams share, weights that stay float32 under automatic
-    mixed precision. The plain composition takes what can be taken and raises for what cannot.
+    What does not fit may still be right: weights that stay float32 under automatic mixed precision, for one. The plain composition takes what can be taken and raises for what cannot.
     """
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     for x in call.tensors:
-        # masks have a type of their own, and shares that are learnt stay float32 under automatic mixed precision
-        may_differ = x is call.hidden or x is call.masked or x.dim() == 0
+        # masks and numbers have a type of their own, and shares that are learnt stay float32 under automatic mixed precision
+        may_differ = x is call.hidden or x is call.masked or x is call.sources or x.dim() == 0
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.device != device:
             return False
         if x.dtype is not dtype and not may_differ:
@@ -80,9 +79,11 @@ def _fits(call: Call) -> bool:
     if not q.dim() == v.dim() == 4:
         return False
     maps = batch, heads, _, columns = call.maps
+    sentences = batch if call.sources is None else v.size(0)
     return (
-        v.shape[:3] == (batch, heads, columns)
-        and (call.given is not None or k.shape == (batch, heads, columns, q.size(3)))
+        v.shape[:3] == (sentences, heads, columns)
+        and (call.given is not None or k.shape == (sentences, heads, columns, q.size(3)))
+        and (call.sources is None or _are_rows(call.sources, batch, sentences))
         and (call.given is None or call.given.shape == maps)
         and (call.previous is None or call.previous.shape == maps)
         and (weight is None) == (bias is None)
@@ -92,6 +93,16 @@ def _fits(call: Call) -> bool:
         and (call.hidden is None or _is_mask(call.hidden, maps))
         and (call.masked is None or call.masked is call.hidden or _is_mask(call.masked, maps))
         and min(maps) > 0
+    )
+
+
+def _are_rows(numbers: Tensor, count: int, rows: int) -> bool:
+    return (
+        numbers.shape == (count,)
+        and numbers.dtype == torch.int64
+        and numbers.is_contiguous()
+        and 0 <= int(numbers.min())
+        and int(numbers.max()) < rows
     )
 
 

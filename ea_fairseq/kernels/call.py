@@ -1,6 +1,7 @@
 """What a kernel is asked about: one call of an attention, from queries and keys to the context, as data.
 
-Axes: B batch, K heads, T target (query) length, S source (key) length, D head size; k kernel size.
+Axes: B batch, N rows of keys and values, K heads, T target (query) length, S source (key) length, D head size; k kernel
+size.
 Masks: True = masked.
 """
 
@@ -24,8 +25,8 @@ class Call:
     """
 
     q: Tensor  # B x K x T x D; not read where logits are given
-    k: Tensor  # B x K x S x D; not read where logits are given
-    v: Tensor  # B x K x S x D
+    k: Tensor  # N x K x S x D; not read where logits are given; N = B but where there are ``sources``
+    v: Tensor  # N x K x S x D
     scale: float  # of q k^T
     geometry: Geometry
     kernel_size: int
@@ -33,6 +34,7 @@ class Call:
     weight: Tensor | None = None  # K x K x k x k; None: no convolution
     bias: Tensor | None = None  # K
     given: Tensor | None = None  # B x K x T x S, logits in the place of scale * q k^T
+    sources: Tensor | None = None  # B numbers: the row of k and v that each row of q looks at; None: its own
     hidden: Tensor | None = None  # broadcasts to B x 1 x T x S; where the convolution must see zero
     masked: Tensor | None = None  # broadcasts to B x 1 x T x S; keys that must not be attended to
     previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
@@ -52,7 +54,7 @@ class Call:
         """All tensors that results depend on, the learnt coefficients included."""
         values = [
             *(self.q, self.k, self.v, self.given, self.previous, self.above, self.weight, self.bias),
-            *(self.hidden, self.masked, *self.coefficients),
+            *(self.sources, self.hidden, self.masked, *self.coefficients),
         ]
         return [value for value in values if isinstance(value, Tensor)]
 

@@ -41,7 +41,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
 def knows(call: Call) -> bool:
     """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``attend`` of this package.
 
-    Step by step it has no backward pass, so that it refuses where any gradient is wanted.
+    Step by step, and where hypotheses share keys, it has no backward pass: it refuses where any gradient is wanted.
     """
     c = call.coefficients.c
     by_rows = call.step or call.above is not None
@@ -55,7 +55,8 @@ def knows(call: Call) -> bool:
         and all(x.dim() == 0 and x.dtype == torch.float32 for x in call.coefficients if isinstance(x, Tensor))
         # a convolution without a share would still hide what it does not see
         and (call.weight is None or isinstance(c, Tensor) or c != 0)
-        and not (by_rows and (call.geometry == Geometry.ENCODER_SELF or _wants_gradients(call)))
+        and not (by_rows and call.geometry == Geometry.ENCODER_SELF)
+        and not ((by_rows or call.sources is not None) and _wants_gradients(call))
         and not any(x.is_neg() for x in call.tensors)  # such a tensor's memory holds its opposite
         and _library() is not None
     )
@@ -196,7 +197,7 @@ class _Problem(Structure):
         *(("threshold", c_uint32), ("kept_share", c_float), ("seed", c_uint64)),
         *((name, _Vectors) for name in ("q", "key", "v")),
         *((name, _Mask) for name in ("hidden", "masked")),
-        *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given")),
+        *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given", "sources")),
         ("context", _Vectors),
         *((name, c_void_p) for name in ("a_logit", "weights", "kept")),
         ("d_context", _Vectors),
@@ -227,6 +228,7 @@ class _Problem(Structure):
             problem.read_vectors("key", call.k)
         problem.hidden, problem.masked = (_mask(mask, call.maps) for mask in (call.hidden, call.masked))
         problem.read(previous=call.previous, kernel=call.weight, bias=call.bias, given=call.given)
+        problem.read(sources=call.sources)
         if call.above is not None and call.weight is not None:
             problem.before = call.above.size(3)
             problem.read(above=call.above)

@@ -49,6 +49,7 @@ typedef struct {
     const float *above;          /* B x K x top x before, mixed of the rows before these; NULL: zeros */
     const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution, and A_logit is what is carried */
     const float *given;          /* logits, or NULL */
+    const int64_t *sources;      /* B: the sentence whose keys and values each looks at; NULL: its own */
     /* results of the forward pass */
     Vectors context;
     float *a_logit, *weights;    /* weights: before dropout */
@@ -109,14 +110,19 @@ INLINE Packs packs_of(const Plan *w, float *packed) {
     return (Packs){packed, packed + across, packed + 2 * across, NULL};
 }
 
+/* Where the keys or values of head h begin that sentence b looks at. */
+INLINE const float *vectors_of(const Problem *p, const Vectors *x, int64_t b, int64_t h) {
+    return x->data + (p->sources ? p->sources[b] : b) * x->sb + h * x->sh;
+}
+
 static void pack_head(const Plan *w, int64_t b, int64_t h, float *packed) {
     const Problem *p = &w->p;
     Packs to = packs_of(w, packed);
-    const float *values = p->v.data + b * p->v.sb + h * p->v.sh;
+    const float *values = vectors_of(p, &p->v, b, h);
     if (to.values) pack_rows(values, p->v.st, p->S, p->D, w->Dp, to.values);
     else pack_columns(values, p->v.st, p->S, p->D, w->Sp, to.values_across);
     if (p->given) return;
-    const float *keys = p->key.data + b * p->key.sb + h * p->key.sh;
+    const float *keys = vectors_of(p, &p->key, b, h);
     pack_columns(keys, p->key.st, p->S, p->D, w->Sp, to.keys_across);
     if (to.keys) pack_rows(keys, p->key.st, p->S, p->D, w->Dp, to.keys);
 }
@@ -203,7 +209,7 @@ static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t
             for (int64_t s = 0; s < band->end; s += V)
                 store(to + s, row_load(w, m, p->given, row_number(w, band->b, h, i), s));
     } else if (p->T == 1 && !w->backward) {
-        row_of_products(q, p->key.data + band->b * p->key.sb + h * p->key.sh, p->key.st, least(p->S, band->end), p->D, to);
+        row_of_products(q, vectors_of(p, &p->key, band->b, h), p->key.st, least(p->S, band->end), p->D, to);
         zero(to + p->S, w->Sp - p->S);
     } else {
         product(past - i, w->Sp, band->end, p->D, p->D, q + i * p->q.st, p->q.st, 1, packs->keys_across, to, w->pitch, 0);
@@ -418,7 +424,7 @@ static void look(const Plan *w, Scratch *m, const Band *band, float *packed, int
     for (int64_t h = 0; h < p->K; h++) {
         const float *P = dropped(w, m, band, h, i, past);
         if (p->T == 1) {
-            row_of_context(P, p->v.data + band->b * p->v.sb + h * p->v.sh, p->v.st, columns, p->D, m->out);
+            row_of_context(P, vectors_of(p, &p->v, band->b, h), p->v.st, columns, p->D, m->out);
         } else {
             Packs packs = packs_of(w, packed + h * w->packed);
             product(past - i, w->Dp, w->Dp, columns, p->S, P, w->pitch, 1, packs.values, m->out, w->Dp, 0);

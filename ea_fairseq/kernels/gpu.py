@@ -43,6 +43,7 @@ def knows(call: Call) -> bool:
         and call.kernel_size % 2 == 1
         and not call.step
         and call.above is None
+        and call.sources is None
         and 0 <= call.dropout <= 1
         and not any(tensor.is_neg() for tensor in call.tensors)  # the memory of such a tensor holds its opposite
     ):

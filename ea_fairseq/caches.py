@@ -1,0 +1,94 @@
+"""What step-by-step decoding keeps of keys and values: of the target's positions so far, and of the source.
+
+A beam search copies and reorders hypotheses in every step. fairseq copies all keys and values with them, twice: once to
+reorder them, once to append a position. Here a step writes its position into memory that has room for more, and the
+hypotheses of a sentence share the source's keys and values.
+
+Axes: T new positions, B batch, which counts hypotheses during beam search, N sentences, S source length, C channels,
+K heads, D = C / K.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Room:
+    """Keys and values of all positions so far, in memory with room for more.
+
+    A state of decoding may be copied and continued twice, from the same room. Then the second to append finds that its
+    place is taken, and moves to a room of its own.
+
+    Args:
+        vectors: room x B x 2 x K x D, keys and values.
+        used: positions that have been written, by anybody.
+    """
+
+    __slots__ = ("used", "vectors")
+    SPARE = 16  # positions at least that a new room has left
+
+    def __init__(self, vectors: Tensor, used: int):
+        self.vectors = vectors
+        self.used = used
+
+    @classmethod
+    def holding(cls, keys: Tensor, values: Tensor) -> "Room":
+        """A room that holds these, B x K x S x D, and is full."""
+        return cls(torch.stack([x.permute(2, 0, 1, 3) for x in (keys, values)], dim=2), keys.size(2))
+
+    def append(self, length: int, new: Tensor) -> "Room":
+        """The room that holds the first ``length`` positions of this one, and then ``new``, T x B x 2 x K x D."""
+        past = length + new.size(0)
+        room = self if self._is_free(length, past) else self._copy(length, past)
+        room.vectors[length:past] = new
+        room.used = past
+        return room
+
+    def _is_free(self, length: int, past: int) -> bool:
+        frozen = self.vectors.is_inference() and not torch.is_inference_mode_enabled()
+        return self.used == length and past <= self.vectors.size(0) and not frozen
+
+    def _copy(self, length: int, past: int, order: Tensor | None = None) -> "Room":
+        _, batch, *rest = self.vectors.shape
+        batch = batch if order is None else order.numel()
+        room = Room(self.vectors.new_empty(past + max(self.SPARE, length), batch, *rest), length)  # twice as much at least
+        if order is None:
+            room.vectors[:length] = self.vectors[:length]
+        else:
+            torch.index_select(self.vectors[:length], 1, order, out=room.vectors[:length])
+        return room
+
+    def reordered(self, length: int, order: Tensor) -> "Room":
+        """Another room, in which hypothesis b continues what was hypothesis order[b]."""
+        return self._copy(length, length, order)
+
+    def keys_and_values(self, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``length`` positions, B x K x length x D: views of this room."""
+        _, batch, _, heads, size = self.vectors.shape
+        shape, stride = (batch, heads, length, size), (2 * heads * size, size, 2 * batch * heads * size, 1)
+        return self.vectors.as_strided(shape, stride), self.vectors.as_strided(shape, stride, heads * size)
+
+
+def shared_sources(source: Tensor, padding: Tensor | None, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Which of the sentences that a beam search repeats are the same, neighbour by neighbour.
+
+    Args:
+        source: S x (B or N) x C, the encoder's output.
+        padding: (B or N) x S, or None.
+        batch: B.
+
+    Returns:
+        the places of the N sentences that differ, in the batch of ``source``; for each of B hypotheses the number of its
+        sentence among these, or None where every hypothesis has a sentence of its own.
+    """
+    given = source.size(1)
+    if given != batch:
+        if batch % given:
+            raise ValueError(f"{batch} hypotheses cannot have the encoder's output of {given} sentences in equal shares")
+        every = torch.arange(given, device=source.device)
+        return every, every.repeat_interleave(batch // given)
+    differs = (source[:, 1:] != source[:, :-1]).any(dim=2).any(dim=0)
+    if padding is not None:
+        differs |= (padding[1:] != padding[:-1]).any(dim=1)
+    begins = torch.cat([differs.new_ones(1), differs])
+    first = begins.nonzero()[:, 0]
+    return first, None if first.numel() == batch else begins.cumsum(0) - 1
