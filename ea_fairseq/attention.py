@@ -14,7 +14,7 @@ Masks: True = masked.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,14 @@ from .kernels import Call, Result
 from .scores import SCORES, RelativePositions, dot_products
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
+
+#: What one attention keeps from step to step of a search: fairseq's prev_key, prev_value and prev_key_padding_mask, and
+#:     rows        B x K x rows_above x S, what the convolution read of the rows before the next step's
+#:     steps       a kernel's prepared steps
+#:     room        in self-attention, where keys and values lie
+#:     projection  in self-attention, weight and bias of three projections in one
+#:     sources     in encoder-decoder attention, B, which row of keys and values each hypothesis looks at
+Kept = dict[str, Any]
 
 #: In a float mask, what is at most this is masked: fairseq writes -1e4, -1e8 or -inf. Anything else is added.
 MASKED_FROM = -9e3
@@ -121,29 +129,33 @@ class EvolvingAttention(MultiheadAttention):
         k: Tensor,
         v: Tensor,
         own: AttentionCall,
-        state: IncrementalState | None = None,
+        kept: Kept | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """From queries, keys and values to the output.
 
         Args:
             q: B x K x T x D.
-            k, v: N x K x S x D.
+            k, v: B x K x S x D, or N x K x S x D where the call has sources.
             own: its key_padding is B x S, of all keys; a_logit is put into it where it asks for the map.
-            state: keeps what later steps need, in step-by-step decoding.
+            kept: in step-by-step decoding, of the steps before; what the next step needs is put there.
 
         Returns:
             output T x B x C; attention weights B x K x T x S, at least float32, before dropout, or None where they are
             not needed.
         """
-        call = self._call(q, k, v, own, state, need_weights)
-        if self.observer is not None:
-            self._show(call)
-        result = self._by_kernel(call)
+        result = None if kept is None else self._next_step(q, k, v, own, kept, need_weights)
         if result is None:
-            result = self._compose(call)
-        if call.above is not None:
-            self.set_incremental_state(state, self.ROWS, {"rows": result.kept})
+            call = self._call(q, k, v, own, kept, need_weights)
+            if self.observer is not None:
+                self._show(call)
+            result = self._by_kernel(call)
+            if kept is not None and "steps" not in kept:
+                kept["steps"] = None if result is None else kernels.prepare(call)
+            if result is None:
+                result = self._compose(call)
+        if kept is not None:
+            kept["rows"] = result.kept
         own.a_logit = result.a_logit
         batch, _, length, _ = result.context.shape
         context = result.context.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)
@@ -155,7 +167,7 @@ class EvolvingAttention(MultiheadAttention):
         k: Tensor,
         v: Tensor,
         own: AttentionCall,
-        state: IncrementalState | None,
+        kept: Kept | None,
         need_weights: bool,
     ) -> Call:
         """The call as data, for the kernels and the plain composition alike."""
@@ -179,12 +191,29 @@ class EvolvingAttention(MultiheadAttention):
             hidden=hidden,
             masked=masked,
             previous=previous,
-            above=self._rows_above(q, k, state),
-            step=state is not None,
+            above=self._rows_above(q, k, kept),
+            step=kept is not None,
             dropout=dropout.p if dropout.training or dropout.apply_during_inference else 0.0,
             keep_map=own.keep_map,
             need_weights=need_weights,
         )
+
+    def _next_step(
+        self, q: Tensor, k: Tensor, v: Tensor, own: AttentionCall, kept: Kept, need_weights: bool
+    ) -> Result | None:
+        """The result of a step that is like the one before it, in a fraction of a call's time; None where it is not."""
+        steps = kept.get("steps")
+        if (
+            steps is None
+            or own.attn_mask is not None
+            or own.query_padding is not None
+            or self.observer is not None
+            or self.plain
+            or self.dropout_module.training
+        ):
+            return None
+        masked = None if own.key_padding is None else own.key_padding[:, None, None, :]
+        return steps.attend(q, k, v, own.sources, masked, kept["rows"], need_weights)
 
     def _given(self, q: Tensor, k: Tensor, attn_mask: Tensor | None) -> Tensor | None:
         """Logits that are more than scaled dot products, B x K x T x S, or None: then they are for the kernel."""
@@ -238,17 +267,12 @@ class EvolvingAttention(MultiheadAttention):
         a_logit = self.evolution(logits, call.hidden, call.previous, above)
         self.observer(Maps(logits, call.hidden, call.previous, above, a_logit, _weights(a_logit, call.masked)))
 
-    #: under this key the incremental state keeps what is above the next step's rows
-    ROWS = "evolution_rows"
-
-    def _rows_above(self, q: Tensor, k: Tensor, state: IncrementalState | None) -> Tensor | None:
+    def _rows_above(self, q: Tensor, k: Tensor, kept: Kept | None) -> Tensor | None:
         """What the convolution read of earlier steps' rows, B x K x rows_above x (keys that there were), or None."""
-        if state is None or self.evolution.rows_above == 0:
+        if kept is None or self.evolution.rows_above == 0:
             return None
-        saved = self.get_incremental_state(state, self.ROWS)
-        if saved is None:
-            return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2))
-        return saved["rows"]
+        rows = kept.get("rows")
+        return q.new_zeros(q.size(0), q.size(1), self.evolution.rows_above, k.size(2)) if rows is None else rows
 
 
 class EncoderSelfAttention(EvolvingAttention):
@@ -291,11 +315,9 @@ class EncoderSelfAttention(EvolvingAttention):
 class DecoderAttention(EvolvingAttention):
     """Decoder self-attention and encoder-decoder attention, at once or step by step.
 
-    Step by step, ``incremental_state`` keeps keys and values where fairseq keeps them, and under a key of its own the
-    last rows of the map, which belong to one beam each.
+    Step by step, ``incremental_state`` keeps keys and values where fairseq keeps them, and beside them the last rows of
+    the map, which belong to one hypothesis each. Nobody may change a model while a state of it lives.
     """
-
-    PROJECTION = "projection"
 
     def forward(
         self,
@@ -325,117 +347,111 @@ class DecoderAttention(EvolvingAttention):
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
         """
         own = AttentionCall.of(key_padding_mask)
+        kept = None if incremental_state is None else dict(self._get_input_buffer(incremental_state))
+        reuses = kept is not None and _may_reuse()
+        if kept and not reuses:
+            kept["steps"] = None
         sources = None
         if self.encoder_decoder_attention:
             q, query_padding = self.split_heads(self.q_proj(query)), own.query_padding
-            k, v, padding, sources = self._source(key, own.key_padding, query.size(1), incremental_state)
+            k, v, padding, sources = self._source(key, own.key_padding, query.size(1), kept, reuses)
         else:
             query_padding = own.key_padding
-            q, k, v, padding = self._positions(query, query_padding, incremental_state)
+            q, k, v, padding = self._positions(query, query_padding, kept, reuses)
         complete = AttentionCall(padding, query_padding, attn_mask, sources=sources)
-        output, weights = self.attend(
-            q, k, v, complete, incremental_state, need_weights=need_weights or need_head_weights
-        )
+        output, weights = self.attend(q, k, v, complete, kept, need_weights=need_weights or need_head_weights)
+        if kept is not None:
+            kept |= {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
+            self._set_input_buffer(incremental_state, kept)
         return output, averaged(weights, need_weights, need_head_weights)
 
     def _source(
-        self, key: Tensor | None, padding: Tensor | None, batch: int, state: IncrementalState | None
+        self, key: Tensor | None, padding: Tensor | None, batch: int, kept: Kept | None, reuses: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values of the source, N x K x S x D, its padding, B x S, and which of the N each of B looks at."""
-        saved = self._get_input_buffer(state)
-        if saved:
-            return saved["prev_key"], saved["prev_value"], saved["prev_key_padding_mask"], saved["sources"]
+        if kept:
+            return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"], kept["sources"]
         sources, padding = None, None if padding is None else padding.bool()
-        if key.size(1) != batch or (state is not None and _may_reuse()):
+        if reuses or key.size(1) != batch:
             first, sources = shared_sources(key, padding, batch)
             if sources is not None:
                 key = key.index_select(1, first)
                 padding = None if padding is None else padding.index_select(0, first).index_select(0, sources)
-        k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-        if state is not None:
-            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "sources": sources}
-            self._set_input_buffer(state, kept)
-        return k, v, padding, sources
+        if kept is not None:
+            kept["sources"] = sources
+        return self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key)), padding, sources
 
     def _positions(
-        self, query: Tensor, padding: Tensor | None, state: IncrementalState | None
+        self, query: Tensor, padding: Tensor | None, kept: Kept | None, reuses: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries of the new positions, B x K x T x D; keys and values of all so far, B x K x S x D; padding, B x S."""
         padding = None if padding is None else padding.bool()
-        saved = self._get_input_buffer(state)
-        if saved:
-            padding = _append_padding(saved["prev_key_padding_mask"], padding, saved["prev_key"], query.size(0))
-        room = None
-        if state is not None and _may_reuse():
-            q, new = self._project(query, state)
-            length = saved["prev_key"].size(2) if saved else 0
-            room = (saved.get("room") or self._room_for(saved, new)).append(length, new)
-            k, v = room.keys_and_values(length + new.size(0))
-        else:
-            q, k, v = (self.split_heads(part(query)) for part in (self.q_proj, self.k_proj, self.v_proj))
-            if saved:
-                k, v = torch.cat([saved["prev_key"], k], dim=2), torch.cat([saved["prev_value"], v], dim=2)
-        if state is not None:
-            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "room": room}
-            self._set_input_buffer(state, kept)
+        if kept:
+            padding = _append_padding(kept["prev_key_padding_mask"], padding, kept["prev_key"], query.size(0))
+        if reuses:
+            q, new = self._project(query, kept)
+            length = kept["prev_key"].size(2) if "prev_key" in kept else 0
+            room = kept.get("room")
+            if room is None:
+                room = Room.holding(kept["prev_key"], kept["prev_value"]) if length else Room(new[:0], 0)
+            kept["room"] = room = room.append(length, new)
+            return q, *room.keys_and_values(length + new.size(0)), padding
+        q, k, v = (self.split_heads(part(query)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if kept:
+            k, v = torch.cat([kept["prev_key"], k], dim=2), torch.cat([kept["prev_value"], v], dim=2)
+            kept["room"] = None
         return q, k, v, padding
 
-    @staticmethod
-    def _room_for(saved: dict[str, Tensor | None], new: Tensor) -> Room:
-        """A room with what is saved, for new keys and values, T x B x 2 x K x D."""
-        return Room.holding(saved["prev_key"], saved["prev_value"]) if saved else Room(new[:0], 0)
-
-    def _project(self, query: Tensor, state: IncrementalState) -> tuple[Tensor, Tensor]:
+    def _project(self, query: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
         """Queries, B x K x T x D, keys and values, T x B x 2 x K x D, of new positions.
 
-        For a token at a time, one product is faster than three. The weights cannot change while a state lives.
+        For a token at a time, one product is faster than three.
         """
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        if all(kernels.untouched(part, nn.Linear) for part in parts):
-            saved = self.get_incremental_state(state, self.PROJECTION)
-            if saved is None:
-                bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
-                saved = {"weight": torch.cat([part.weight for part in parts]), "bias": bias}
-                self.set_incremental_state(state, self.PROJECTION, saved)
-            projected = F.linear(query, saved["weight"], saved["bias"])
+        if "projection" not in kept:
+            kept["projection"] = self._joined_projections()
+        if kept["projection"] is None:
+            projected = torch.cat([part(query) for part in (self.q_proj, self.k_proj, self.v_proj)], dim=2)
         else:
-            projected = torch.cat([part(query) for part in parts], dim=2)
-        q, new = projected.split((self.embed_dim, 2 * self.embed_dim), dim=2)
-        return self.split_heads(q), new.view(*new.shape[:2], 2, self.num_heads, self.head_dim)
+            projected = F.linear(query, *kept["projection"]).contiguous()  # as it is already
+        length, batch, channels = query.shape
+        rest = (self.num_heads, self.head_dim)
+        # One view each, for a search makes them for every token: as if by view, select and permute.
+        q = projected.as_strided((batch, rest[0], length, rest[1]), (3 * channels, rest[1], 3 * batch * channels, 1))
+        return q, projected.as_strided(
+            (length, batch, 2, *rest), (3 * batch * channels, 3 * channels, channels, rest[1], 1), channels
+        )
+
+    def _joined_projections(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of queries', keys' and values' projections one under the other; None where hooks listen."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if not all(kernels.untouched(part, nn.Linear) for part in parts):
+            return None
+        bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+        return torch.cat([part.weight for part in parts]), bias
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
         """Follow beam search: hypothesis b continues what was hypothesis new_order[b]."""
-        saved = self._get_input_buffer(incremental_state)
-        if saved:
-            padding = saved["prev_key_padding_mask"]
-            padding = None if padding is None else padding.index_select(0, new_order)
-            reorder = self._reordered_source if self.encoder_decoder_attention else self._reordered_positions
-            self._set_input_buffer(incremental_state, reorder(saved, new_order) | {"prev_key_padding_mask": padding})
-        rows = self.get_incremental_state(incremental_state, self.ROWS)
-        if rows is not None:
-            self.set_incremental_state(incremental_state, self.ROWS, {"rows": rows["rows"].index_select(0, new_order)})
+        kept = dict(self._get_input_buffer(incremental_state))
+        if kept:
+            for name in ("prev_key_padding_mask", "rows"):
+                kept[name] = None if kept[name] is None else kept[name].index_select(0, new_order)
+            if self.encoder_decoder_attention:  # keys and values of the source stay where they are
+                sources = kept["sources"]
+                if sources is None:
+                    sources = torch.arange(kept["prev_key"].size(0), device=new_order.device)
+                kept["sources"] = sources.index_select(0, new_order)
+            elif kept.get("room") is None:
+                kept |= {name: kept[name].index_select(0, new_order) for name in ("prev_key", "prev_value")}
+            else:
+                length = kept["prev_key"].size(2)
+                kept["room"] = room = kept["room"].reordered(length, new_order)
+                kept["prev_key"], kept["prev_value"] = room.keys_and_values(length)
+            self._set_input_buffer(incremental_state, kept)
         return incremental_state
-
-    @staticmethod
-    def _reordered_source(saved: dict[str, Tensor | None], new_order: Tensor) -> dict[str, Tensor | None]:
-        """Keys and values of the source stay where they are."""
-        sources = saved["sources"]
-        return saved | {"sources": new_order if sources is None else sources.index_select(0, new_order)}
-
-    @staticmethod
-    def _reordered_positions(saved: dict[str, Tensor | None], new_order: Tensor) -> dict[str, Tensor | None]:
-        room = saved["room"]
-        if room is None:
-            moved = {name: saved[name].index_select(0, new_order) for name in ("prev_key", "prev_value")}
-            return saved | moved
-        length = saved["prev_key"].size(2)
-        room = room.reordered(length, new_order)
-        k, v = room.keys_and_values(length)
-        return saved | {"prev_key": k, "prev_value": v, "room": room}
 
 
 def _may_reuse() -> bool:
-    """Whether memory may be written twice, and what is equal be computed once: not where gradients or records need all."""
+    """Whether memory may be written twice and what is equal computed once: not where gradients or records need all."""
     return not torch.is_grad_enabled() and not kernels.is_looked_at()
 
 
@@ -484,7 +500,7 @@ def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Te
 
 
 def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new: int) -> Tensor | None:
-    """Padding mask of all positions, B x S, from that of the earlier and that of the ``new`` ones; None = no padding."""
+    """Padding mask of all positions, B x S, from those of the earlier and of the ``new`` ones; None = no padding."""
     if before is None and now is None:
         return None
     batch, device = old_keys.size(0), old_keys.device

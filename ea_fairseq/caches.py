@@ -50,7 +50,8 @@ class Room:
     def _copy(self, length: int, past: int, order: Tensor | None = None) -> "Room":
         _, batch, *rest = self.vectors.shape
         batch = batch if order is None else order.numel()
-        room = Room(self.vectors.new_empty(past + max(self.SPARE, length), batch, *rest), length)  # twice as much at least
+        twice = past + max(self.SPARE, length)
+        room = Room(self.vectors.new_empty(twice, batch, *rest), length)
         if order is None:
             room.vectors[:length] = self.vectors[:length]
         else:
@@ -77,13 +78,13 @@ def shared_sources(source: Tensor, padding: Tensor | None, batch: int) -> tuple[
         batch: B.
 
     Returns:
-        the places of the N sentences that differ, in the batch of ``source``; for each of B hypotheses the number of its
-        sentence among these, or None where every hypothesis has a sentence of its own.
+        the places of the N sentences that differ, in the batch of ``source``.
+        For each of B hypotheses the number of its sentence among these; None where every one has its own.
     """
     given = source.size(1)
     if given != batch:
         if batch % given:
-            raise ValueError(f"{batch} hypotheses cannot have the encoder's output of {given} sentences in equal shares")
+            raise ValueError(f"{batch} hypotheses cannot share the encoder's output of {given} sentences equally")
         every = torch.arange(given, device=source.device)
         return every, every.repeat_interleave(batch // given)
     differs = (source[:, 1:] != source[:, :-1]).any(dim=2).any(dim=0)

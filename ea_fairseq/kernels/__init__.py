@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..evolution import Evolution
 from . import cpu, gpu
 from .call import Call, Result
+from .cpu import Steps
 
 #: Types of tensors whose memory is what it seems: a subclass may stand for anything.
 _PLAIN = (Tensor, nn.Parameter)
 
-__all__ = ["Call", "Result", "attend", "is_looked_at", "known", "untouched"]
+__all__ = ["Call", "Result", "Steps", "attend", "is_looked_at", "known", "prepare", "untouched"]
 
 
 def attend(call: Call) -> Result | None:
@@ -29,6 +30,12 @@ def attend(call: Call) -> Result | None:
     return None
 
 
+def prepare(call: Call) -> Steps | None:
+    """The steps that follow this one in a search, by a kernel that knows them; None where there is none."""
+    may_be = call.step and not is_looked_at() and _fits(call) and cpu.knows(call)
+    return Steps(call) if may_be and Steps.knows(call) else None
+
+
 def known(evolution: nn.Module) -> bool:
     """Whether a kernel may stand for this module: it is an ``Evolution``, nothing more, and nobody listens to it.
 
@@ -36,7 +43,8 @@ def known(evolution: nn.Module) -> bool:
     """
     if not untouched(evolution, Evolution):
         return False
-    conv, stacked = evolution.conv, evolution.stacked
+    parts = vars(evolution)["_modules"]  # nn.Module's own way to look them up takes longer than the rest of this
+    conv, stacked = parts.get("conv"), parts["stacked"]
     return (conv is None or untouched(conv, nn.Conv2d)) and all(untouched(other, nn.Conv2d) for other in stacked)
 
 
@@ -65,12 +73,13 @@ def is_looked_at() -> bool:
 def _fits(call: Call) -> bool:
     """Whether the tensors are plain dense ones on one device, of one type, with shapes that agree.
 
-    What does not fit may still be right: weights that stay float32 under automatic mixed precision, for one. The plain composition takes what can be taken and raises for what cannot.
+    What does not fit may still be right: weights that stay float32 under automatic mixed precision, for one. The plain
+    composition takes what can be taken and raises for what cannot.
     """
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     for x in call.tensors:
-        # masks and numbers have a type of their own, and shares that are learnt stay float32 under automatic mixed precision
+        # masks and numbers have types of their own; learnt shares stay float32 under automatic mixed precision
         may_differ = x is call.hidden or x is call.masked or x is call.sources or x.dim() == 0
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.device != device:
             return False
@@ -101,7 +110,7 @@ def _are_rows(numbers: Tensor, count: int, rows: int) -> bool:
         numbers.shape == (count,)
         and numbers.dtype == torch.int64
         and numbers.is_contiguous()
-        and 0 <= int(numbers.min())
+        and int(numbers.min()) >= 0
         and int(numbers.max()) < rows
     )
 

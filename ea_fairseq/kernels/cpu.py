@@ -81,15 +81,97 @@ def _wants_gradients(call: Call) -> bool:
 
 def _forward(call: Call, seed: int) -> Result:
     problem = _Problem.of(call, seed)
-    batch, heads, _, columns = call.maps
-    a_logit = problem.result("a_logit", call.maps) if call.keep_map else None
-    weights = problem.result("weights", call.maps) if call.need_weights else None
-    kept = None
-    if call.step and call.weight is not None:
-        kept = problem.result("kept", (batch, heads, call.kernel_size - 1, columns))
-    context = problem.vectors_result("context", (*call.maps[:3], call.v.size(3)))
+    rows_above = call.kernel_size - 1 if call.step and call.weight is not None else 0
+    return _results(problem, call.maps, call.v.size(3), call.keep_map, call.need_weights, rows_above)
+
+
+def _results(
+    problem: "_Problem",
+    maps: tuple[int, int, int, int],
+    size: int,
+    keep_map: bool = False,
+    need_weights: bool = False,
+    rows_above: int = 0,
+) -> Result:
+    """Run the forward pass: the context and, of the rest, what is wanted."""
+    batch, heads, rows, columns = maps
+    a_logit = problem.result("a_logit", maps) if keep_map else None
+    weights = problem.result("weights", maps) if need_weights else None
+    kept = problem.result("kept", (batch, heads, rows_above, columns)) if rows_above else None
+    context = problem.vectors_result("context", (batch, heads, rows, size))
     problem.run("evolving_attention_forward")
     return Result(context, a_logit, weights, kept)
+
+
+class Steps:
+    """The steps of a search after its first: calls of which only what ``attend`` takes changes.
+
+    What a call holds beside it is looked at once, for nobody changes a model while a search's state lives. This is kept
+    in that state, and never changed itself.
+    """
+
+    def __init__(self, call: Call):
+        self._problem = bytes(_Problem.of(call, 0))
+        self._weights = (call.weight, call.bias)  # whose addresses are in the problem
+        _, self._heads, _, self._size = call.q.shape
+        self._rows_above = 0 if call.weight is None else call.kernel_size - 1
+
+    @staticmethod
+    def knows(call: Call) -> bool:
+        """Whether steps like this one, which the kernel knows, can be prepared: most can."""
+        contiguous = call.weight is None or (call.weight.is_contiguous() and call.bias.is_contiguous())
+        constant = not any(isinstance(share, Tensor) for share in call.coefficients)
+        return call.q.size(2) == 1 and call.given is None and call.dropout == 0 and constant and contiguous
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Steps":
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Addresses mean nothing in another process: what is read there is None."""
+        return type(None), ()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sources: Tensor | None,
+        masked: Tensor | None,
+        above: Tensor | None,
+        need_weights: bool,
+    ) -> Result | None:
+        """The result of a step, or None where it is not like the one before.
+
+        Args:
+            q: B x K x 1 x D.
+            others: as in ``Call``; what is masked is hidden too.
+        """
+        batch, heads, rows, size = q.shape
+        sentences, _, columns, _ = v.shape
+        if (
+            (heads, rows, size) != (self._heads, 1, self._size)
+            or not all(_is_plain(x) for x in (q, k, v, above) if x is not None)
+            or not k.shape == v.shape == (sentences, heads, columns, size)
+            or (sources is None and sentences != batch)
+            or (masked is not None and masked.shape != (batch, 1, 1, columns))
+            or (above is None) != (self._rows_above == 0)
+            or (above is not None and above.shape[:3] != (batch, heads, self._rows_above))
+        ):
+            return None
+        problem, copies = _Problem.from_buffer_copy(self._problem), []
+        problem.B, problem.S = batch, columns
+        problem.q, problem.key, problem.v = _vectors(q, copies), _vectors(k, copies), _vectors(v, copies)
+        problem.sources = _address(sources, copies)
+        problem.hidden = problem.masked = _mask(masked)
+        if above is not None:
+            problem.above, problem.before = _address(above, copies), above.size(3)
+        problem.copies = copies
+        maps = (batch, heads, 1, columns)
+        return _results(problem, maps, size, need_weights=need_weights, rows_above=self._rows_above)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and not x.is_neg()
 
 
 class _EvolvingAttention(torch.autograd.Function):
@@ -134,9 +216,7 @@ def _gradients(
 ) -> dict[str, Tensor | None]:
     """The gradients of a call by the names of what they are of: the tensors' and a, b, c, d and e."""
     problem = _Problem.of(call, seed)
-    problem.read(d_a_logit=d_a_logit, d_weights=d_weights)
-    if d_context is not None:
-        problem.read_vectors("d_context", d_context)
+    problem.read(d_a_logit=d_a_logit, d_weights=d_weights, d_context=d_context)
     gradients = {"v": problem.vectors_result("d_v", call.v.shape)}
     if call.given is None and (wanted["q"] or wanted["k"]):
         gradients["q"] = problem.vectors_result("d_q", call.q.shape)
@@ -209,46 +289,40 @@ class _Problem(Structure):
     @classmethod
     def of(cls, call: Call, seed: int) -> "_Problem":
         """Enter what is read. The call's own tensors live as long as it does, copies of them as long as this."""
-        problem = cls()
-        problem.copies = []
-        problem.B, problem.K, problem.T, problem.S = call.maps
-        problem.D, problem.k, problem.scale = call.v.size(3), call.kernel_size, call.scale
-        problem.left, problem.top, problem.lower = reach(call.geometry, call.kernel_size)
-        problem.same = _carries_mixed(call)
-        for name, share in zip("abcde", call.coefficients, strict=True):
-            setattr(problem, name, float(share))
+        batch, heads, rows, columns = call.maps
+        a, b, c, d, e = map(float, call.coefficients)
         if call.previous is None:
-            problem.a = problem.d = 0
-        problem.threshold = round(call.dropout * 65536)
-        problem.kept_share = 1 - problem.threshold / 65536
-        problem.seed = seed
-        problem.read_vectors("v", call.v)
-        if call.given is None:
-            problem.read_vectors("q", call.q)
-            problem.read_vectors("key", call.k)
-        problem.hidden, problem.masked = (_mask(mask, call.maps) for mask in (call.hidden, call.masked))
-        problem.read(previous=call.previous, kernel=call.weight, bias=call.bias, given=call.given)
-        problem.read(sources=call.sources)
-        if call.above is not None and call.weight is not None:
-            problem.before = call.above.size(3)
-            problem.read(above=call.above)
+            a = d = 0.0
+        has_rows_above = call.above is not None and call.weight is not None
+        threshold = round(call.dropout * 65536)
+        copies: list[Tensor] = []
+        problem = cls(
+            *(batch, heads, rows, columns, call.v.size(3), call.kernel_size),
+            call.above.size(3) if has_rows_above else 0,
+            *reach(call.geometry, call.kernel_size),
+            _carries_mixed(call),
+            *(call.scale, a, b, c, d, e),
+            *(threshold, 1 - threshold / 65536, seed),
+            _vectors(call.q if call.given is None else None, copies),
+            _vectors(call.k if call.given is None else None, copies),
+            _vectors(call.v, copies),
+            _mask(call.hidden),
+            _mask(call.masked),
+            _address(call.previous, copies),
+            _address(call.above if has_rows_above else None, copies),
+            _address(call.weight, copies),
+            _address(call.bias, copies),
+            _address(call.given, copies),
+            _address(call.sources, copies),
+        )
+        problem.copies = copies
         return problem
 
     def read(self, **tensors: Tensor | None) -> None:
-        """Enter the addresses of inputs, which are to be contiguous: copied where they are not."""
+        """Enter the addresses of more inputs, maps or vectors, as their fields are."""
         for name, x in tensors.items():
-            if x is not None:
-                setattr(self, name, self._contiguous(x).data_ptr())
-
-    def read_vectors(self, name: str, x: Tensor) -> None:
-        """Enter an input B x K x _ x D, of which only the last axis must be contiguous."""
-        setattr(self, name, _vectors(x if x.stride(3) == 1 else self._contiguous(x)))
-
-    def _contiguous(self, x: Tensor) -> Tensor:
-        if not x.is_contiguous():
-            x = x.contiguous()
-            self.copies.append(x)
-        return x
+            is_vectors = isinstance(getattr(self, name), _Vectors)
+            setattr(self, name, _vectors(x, self.copies) if is_vectors else _address(x, self.copies))
 
     def result(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a contiguous output of this shape, and enter its address in the field of this name."""
@@ -260,7 +334,7 @@ class _Problem(Structure):
         """Allocate and enter an output B x K x N x D, in memory N x B x K x D, which is where projections want it."""
         batch, heads, length, depth = shape
         result = torch.empty(length, batch, heads, depth, dtype=torch.float32, device="cpu").permute(1, 2, 0, 3)
-        setattr(self, name, _vectors(result))
+        setattr(self, name, _vectors(result, []))
         return result
 
     def run(self, function: str) -> None:
@@ -269,16 +343,34 @@ class _Problem(Structure):
             raise MemoryError(f"not enough memory for attention maps of {self.K} x {self.T} x {self.S}")
 
 
-def _vectors(x: Tensor) -> _Vectors:
-    return _Vectors(x.data_ptr(), *x.stride()[:3])
+def _vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, int, int]:
+    """Fields of ``_Vectors`` for an input B x K x _ x D, copied where its last axis is not contiguous."""
+    if x is None:
+        return None, 0, 0, 0
+    b, h, t, d = x.stride()
+    if d != 1:
+        x = x.contiguous()
+        copies.append(x)
+        b, h, t, _ = x.stride()
+    return x.data_ptr(), b, h, t
 
 
-def _mask(mask: Tensor | None, maps: tuple[int, int, int, int]) -> _Mask:
+def _mask(mask: Tensor | None) -> tuple[int | None, int, int, int]:
+    """Fields of ``_Mask`` for a mask that broadcasts to B x 1 x T x S: where it does, the stride is 0."""
     if mask is None:
-        return _Mask()
-    batch, _, rows, columns = maps
-    b, _, t, s = mask.expand(batch, 1, rows, columns).stride()
-    return _Mask(mask.data_ptr(), b, t, s)
+        return None, 0, 0, 0
+    b, _, t, s = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return mask.data_ptr(), b, t, s
+
+
+def _address(x: Tensor | None, copies: list[Tensor]) -> int | None:
+    """Where an input begins that must be contiguous, copied where it is not; None where there is none."""
+    if x is None:
+        return None
+    if not x.is_contiguous():
+        x = x.contiguous()
+        copies.append(x)
+    return x.data_ptr()
 
 
 # ---- the C file, compiled

@@ -610,3 +610,31 @@ def test_several_processes_may_compile_at_once(tmp_path):
         assert "slower" not in process.communicate(timeout=300)[1]
         assert process.returncode == 0
     assert len(list(tmp_path.glob("ea_fairseq/*"))) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@torch.no_grad()
+def test_hypotheses_that_share_keys(rows):
+    """Rows of keys and values in any order, some twice, one never."""
+    example = equation_4(Geometry.ENCODER_DECODER, lengths=(rows, 7), previous=False, masks=False)
+    sources = torch.tensor([2, 0, 2])
+    shared = kernel(example.evolution, example.tensors, {}, sources=sources)
+    each = {name: x if name == "q" else x[sources] for name, x in example.tensors.items()}
+    for ours, expected in zip(shared[:3], plain(example.evolution, each, {}), strict=True):
+        assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [torch.tensor([0, 1, 3]), torch.tensor([0, -1, 2]), torch.tensor([0, 1]), torch.tensor([0, 1, 2]).int()],
+)
+@torch.no_grad()
+def test_numbers_of_keys_that_are_not_there_are_refused(sources):
+    call = equation_4(Geometry.ENCODER_DECODER, previous=False, masks=False).call(sources=sources)
+    assert kernels.attend(call) is None
+
+
+def test_keys_that_are_shared_have_no_gradients_here():
+    example = equation_4(Geometry.ENCODER_DECODER, previous=False, masks=False)
+    example.tensors["k"].requires_grad_()
+    assert kernels.attend(example.call(sources=torch.tensor([0, 0, 1]))) is None

@@ -84,18 +84,6 @@ def test_what_starts_as_scaled_dot_products(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("score", [score for score in SCORES if score != "dot"])
-def test_beams_that_share_a_sentences_keys(score):
-    sentences, beams, size = 3, 2, 4
-    module = SCORES[score](K, size).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    q = torch.randn(sentences * beams, K, 2, size, dtype=torch.float64)
-    k = torch.randn(sentences, K, S, size, dtype=torch.float64)
-    assert_close(module(q, k), module(q, k.repeat_interleave(beams, dim=0)), rtol=1e-12, atol=1e-12)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_relative_positions_of_new_queries_count_from_the_end(new):
     module, q = RelativePositions(2, 4).double(), torch.randn(2, K, T, 4, dtype=torch.float64)

@@ -1,0 +1,202 @@
+"""What step-by-step decoding keeps: it is copied, continued twice, moved and shared without giving other numbers.
+
+That steps equal teacher forcing while beams move is in test_incremental.py.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import amplify_, batch, build
+from torch.testing import assert_close
+
+from ea_fairseq import kernels
+from ea_fairseq.attention import DecoderAttention
+from ea_fairseq.caches import Room, shared_sources
+from ea_fairseq.evolution import Geometry
+
+STEPS = 40  # more than a room has at first
+
+
+def attention(geometry=Geometry.DECODER_SELF, size=12):
+    """Decoder self-attention or encoder-decoder attention whose maps matter."""
+    side = "self_attention" if geometry == Geometry.DECODER_SELF else "encoder_decoder_attention"
+    return DecoderAttention(geometry, size, 3, beta=0.5, kdim=size, vdim=size, **{side: True}).eval()
+
+
+def run(module, x, state):
+    """Step by step over x, T x B x C, on from what the state holds: T x B x C."""
+    return torch.cat([module(row[None], row[None], row[None], incremental_state=state)[0] for row in x])
+
+
+def at_once(module, x):
+    future = torch.full((len(x), len(x)), -torch.inf).triu(1)
+    return module(x, x, x, attn_mask=future)[0]
+
+
+def buffer(module, state):
+    return module._get_input_buffer(state)
+
+
+@torch.no_grad()
+def test_a_long_sentence_outgrows_its_room(each_way):
+    module, x = attention(), 3 * torch.randn(STEPS, 2, 12)
+    assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("duplicate", [lambda state: {key: dict(kept) for key, kept in state.items()}, dict])
+@torch.no_grad()
+def test_a_state_that_is_continued_twice(duplicate, each_way):
+    """In turns: what one continuation appends must not reach the other."""
+    module, x = attention(), 3 * torch.randn(3, 6, 2, 12)
+    prefix, ends = x[0], x[1:]
+    first = {}
+    run(module, prefix, first)
+    states, outputs = [first, duplicate(first)], [[], []]
+    for step in range(6):
+        for state, end, output in zip(states, ends, outputs, strict=True):
+            output.append(run(module, end[step : step + 1], state))
+    for end, output in zip(ends, outputs, strict=True):
+        expected = at_once(module, torch.cat([prefix, end]))[6:]
+        assert_close(torch.cat(output), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+@torch.no_grad()
+def test_a_state_is_copied_and_pickled_in_the_middle(duplicate, each_way):
+    module, x = attention(), 3 * torch.randn(8, 2, 12)
+    state = {}
+    run(module, x[:4], state)
+    duplicated = duplicate(state)
+    run(module, torch.randn(4, 2, 12), state)  # the original goes on in its own way
+    assert_close(run(module, x[4:], duplicated), at_once(module, x)[4:], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_step_copies_no_earlier_position():
+    module, x, state = attention(), torch.randn(6, 2, 12), {}
+    run(module, x[:1], state)
+    place = buffer(module, state)["prev_key"].data_ptr()
+    run(module, x[1:], state)
+    assert buffer(module, state)["prev_key"].data_ptr() == place
+
+
+def test_a_room_from_inference_mode_is_left_outside_of_it():
+    with torch.inference_mode():
+        room = Room(torch.empty(0, 1, 2, 1, 2), 0).append(0, torch.ones(1, 1, 2, 1, 2))
+    with torch.no_grad():
+        keys, _ = room.append(1, torch.zeros(1, 1, 2, 1, 2)).keys_and_values(2)
+    assert keys.flatten().tolist() == [1, 1, 0, 0]
+
+
+def test_gradients_may_be_wanted_after_steps_without_them(each_way):
+    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+    with torch.no_grad():
+        run(module, x[:3], state)
+    output = run(module, x[3:], state)
+    assert_close(output, at_once(module, x)[3:], rtol=1e-5, atol=1e-6)
+    output.sum().backward()
+    assert module.k_proj.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        run(module, x[:2], state)
+
+
+@torch.no_grad()
+def test_prepared_steps_are_the_calls_they_stand_for(monkeypatch):
+    """After the first step the kernel is asked nothing more, until an observer wants to see maps."""
+    module, x, state, asked = attention(), 3 * torch.randn(6, 2, 12), {}, []
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda call: asked.append(call) or attend(call))
+    expected = at_once(module, x)
+    asked.clear()
+    assert_close(run(module, x[:5], state), expected[:5], rtol=1e-5, atol=1e-6)
+    assert len(asked) == 1
+    seen = []
+    module.observer = seen.append
+    assert_close(run(module, x[5:], state), expected[5:], rtol=1e-5, atol=1e-6)
+    assert len(asked) == 2 and len(seen) == 1
+
+
+@torch.no_grad()
+def test_steps_that_are_prepared_drop_nothing_silently():
+    """A module that is set to training in the middle drops weights again."""
+    module, x, state = attention(), torch.randn(4, 2, 12), {}
+    module.dropout_module.p = 1.0
+    run(module, x[:2], state)
+    module.train()
+    assert_close(run(module, x[2:], state), module.out_proj.bias.expand(2, 2, -1))
+
+
+@torch.no_grad()
+def test_what_beams_share_is_kept_once(each_way):
+    model, source = amplify_(build()), batch([6, 4, 3], left_pad=True)
+    order = torch.tensor([0, 0, 1, 1, 2, 2])
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), order)
+    state, tokens = {}, torch.full((6, 1), 2)
+    model.decoder(tokens, encoder_out=encoded, incremental_state=state)
+    attention = model.decoder.layers[0].encoder_attn
+    assert buffer(attention, state)["prev_key"].size(0) == 3
+    keys = buffer(attention, state)["prev_key"].data_ptr()
+    model.decoder.reorder_incremental_state_scripting(state, torch.tensor([3, 2, 5, 5]))
+    assert buffer(attention, state)["prev_key"].data_ptr() == keys
+    assert buffer(attention, state)["sources"].tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+@torch.no_grad()
+def test_any_order_of_anything(geometry, each_way):
+    """Hypotheses of all sentences in any order, more of them than before and fewer."""
+    module = attention(geometry)
+    source, x = torch.randn(5, 4, 12), 3 * torch.randn(6, 4, 12)
+    source[:, 1] = source[:, 0]  # the same sentence twice
+    state, history = {}, x[:0]
+    for step, order in enumerate([[0, 1, 2, 3], [3, 3, 0, 1, 2, 0], [5, 0], [1, 0, 1], [2, 1, 0]]):
+        order = torch.tensor(order)
+        if step:
+            module.reorder_incremental_state(state, order)
+            history, source = history[:, order], source[:, order]
+        now = x[step, : len(order)] if len(order) <= 4 else x[step, order % 4]
+        history = torch.cat([history, now[None]])
+        if geometry == Geometry.DECODER_SELF:
+            output, expected = run(module, now[None], state), at_once(module, history)
+        else:
+            output = module(now[None], source, source, incremental_state=state)[0]
+            expected = module(history, source, source)[0]
+        assert_close(output[0], expected[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_shared_sources():
+    source = torch.tensor([[1.0], [1], [2], [1], [1]]).unsqueeze(0)  # S x B x C
+    first, sources = shared_sources(source, None, 5)
+    assert (first.tolist(), sources.tolist()) == ([0, 2, 3], [0, 0, 1, 2, 2])
+    padding = torch.tensor([[False], [True], [False], [False], [False]])
+    assert shared_sources(source, padding, 5)[1].tolist() == [0, 1, 2, 3, 3]
+    assert shared_sources(torch.arange(3.0).view(1, 3, 1), None, 3)[1] is None
+    assert shared_sources(source, None, 10)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    with pytest.raises(ValueError, match="7 hypotheses cannot share the encoder's output of 5 sentences"):
+        shared_sources(source, None, 7)
+
+
+@torch.no_grad()
+def test_nothing_moves_where_the_order_stays():
+    """As in greedy decoding: neither what steps keep nor what the encoder gave."""
+    model = build()
+    encoded = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4, 3])), torch.arange(3))
+    state = {}
+    model.decoder(torch.full((3, 1), 2), encoder_out=encoded, incremental_state=state)
+    before = dict(state)
+    model.decoder.reorder_incremental_state_scripting(state, torch.arange(3))
+    assert all(state[key] is kept for key, kept in before.items())
+    assert model.encoder.reorder_encoder_out(encoded, torch.arange(3)) is encoded
+
+
+@torch.no_grad()
+def test_the_encoders_output_follows_sentences_not_hypotheses():
+    model = build()
+    whole = model.encoder(batch([6, 4, 3]))
+    beams = model.encoder.reorder_encoder_out(whole, torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert model.encoder.reorder_encoder_out(beams, torch.tensor([1, 0, 3, 3, 4, 5])) is beams
+    moved = model.encoder.reorder_encoder_out(beams, torch.tensor([4, 4, 1, 0]))
+    assert torch.equal(moved["encoder_out"][0], whole["encoder_out"][0][:, [2, 2, 0, 0]])
+    assert torch.equal(moved["encoder_padding_mask"][0], whole["encoder_padding_mask"][0][[2, 2, 0, 0]])
