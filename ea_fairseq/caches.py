@@ -38,20 +38,21 @@ class Room:
     def append(self, length: int, new: Tensor) -> "Room":
         """The room that holds the first ``length`` positions of this one, and then ``new``, T x B x 2 x K x D."""
         past = length + new.size(0)
-        room = self if self._is_free(length, past) else self._copy(length, past)
+        dtype = torch.promote_types(self.vectors.dtype, new.dtype)  # mixed precision may begin in the middle, or end
+        room = self if self._is_free(length, past, dtype) else self._copy(length, past, dtype)
         room.vectors[length:past] = new
         room.used = past
         return room
 
-    def _is_free(self, length: int, past: int) -> bool:
+    def _is_free(self, length: int, past: int, dtype: torch.dtype) -> bool:
         frozen = self.vectors.is_inference() and not torch.is_inference_mode_enabled()
-        return self.used == length and past <= self.vectors.size(0) and not frozen
+        return self.used == length and past <= self.vectors.size(0) and dtype == self.vectors.dtype and not frozen
 
-    def _copy(self, length: int, past: int, order: Tensor | None = None) -> "Room":
+    def _copy(self, length: int, past: int, dtype: torch.dtype, order: Tensor | None = None) -> "Room":
         _, batch, *rest = self.vectors.shape
         batch = batch if order is None else order.numel()
         twice = past + max(self.SPARE, length)
-        room = Room(self.vectors.new_empty(twice, batch, *rest), length)
+        room = Room(self.vectors.new_empty(twice, batch, *rest, dtype=dtype), length)
         if order is None:
             room.vectors[:length] = self.vectors[:length]
         else:
@@ -60,7 +61,7 @@ class Room:
 
     def reordered(self, length: int, order: Tensor) -> "Room":
         """Another room, in which hypothesis b continues what was hypothesis order[b]."""
-        return self._copy(length, length, order)
+        return self._copy(length, length, self.vectors.dtype, order)
 
     def keys_and_values(self, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``length`` positions, B x K x length x D: views of this room."""

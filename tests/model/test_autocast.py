@@ -1,0 +1,80 @@
+"""Under PyTorch's automatic mixed precision attention gives float32's numbers, to the precision of the smaller type."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.evolution import Geometry
+
+SIZE, HEADS, LENGTH, BATCH = 16, 4, 6, 2
+
+
+def encoder(plain):
+    """Two layers, the second of which gets the first one's map."""
+    modules = torch.nn.ModuleList(
+        EncoderSelfAttention(SIZE, HEADS, alpha=0.4, beta=0.5, first=first, plain=plain) for first in (True, False)
+    )
+
+    def run(x):
+        call = AttentionCall(keep_map=True)
+        x, _ = modules[0](x, key_padding_mask=call)
+        return modules[1](x, key_padding_mask=AttentionCall(previous=call.a_logit))[0]
+
+    return modules, run
+
+
+def decoder(plain):
+    module = DecoderAttention(Geometry.DECODER_SELF, SIZE, HEADS, beta=0.5, self_attention=True, plain=plain)
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return module, lambda x: module(x, x, x, attn_mask=future)[0]
+
+
+def steps(plain):
+    module, _ = decoder(plain)
+
+    def run(x):
+        state = {}
+        return torch.cat([module(row[None], row[None], row[None], incremental_state=state)[0] for row in x])
+
+    return module, run
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("build", [encoder, decoder, steps])
+def test_values_and_gradients(build, plain):
+    module, run = build(plain)
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    expected = run(x)
+    gradients = torch.autograd.grad(expected.square().sum(), module.parameters(), allow_unused=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run(x)
+    assert output.dtype == torch.bfloat16
+    assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+    ours = torch.autograd.grad(output.float().square().sum(), module.parameters(), allow_unused=True)
+    for (name, parameter), mine, theirs in zip(module.named_parameters(), ours, gradients, strict=True):
+        if theirs is not None:
+            assert mine.dtype == parameter.dtype
+            assert_close(mine, theirs, rtol=0.1, atol=0.02 * theirs.abs().max().item() + 0.02, msg=name)
+
+
+@pytest.mark.parametrize("build", [decoder, steps])
+@torch.no_grad()
+def test_without_gradients_and_step_by_step(build):
+    _, run = build(False)
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run(x)
+    assert_close(output.float(), run(x), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("mixed_first", [True, False])
+@torch.no_grad()
+def test_precision_that_changes_in_the_middle_of_a_search(mixed_first):
+    """One search may begin under mixed precision and go on without it, or the other way round."""
+    module, run = decoder(False)
+    x, state, outputs = torch.randn(LENGTH, BATCH, SIZE), {}, []
+    for step, row in enumerate(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=(step < 3) == mixed_first):
+            outputs.append(module(row[None], row[None], row[None], incremental_state=state)[0].float())
+    assert_close(torch.cat(outputs), run(x), rtol=0.05, atol=0.02)
