@@ -247,13 +247,14 @@ def test_memory_of_each_model_alone(tmp_path):
 
 
 def test_decoding(tmp_path, small):
-    flags = ["--max-tokens", 40, "--beam", 2]
+    flags = ["--max-tokens", 40, "--beam", 2, "--batch", 1, 3, "full"]
     found = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)
-    one, full = found["results"]
-    assert (one["batch"], full["batch"], one["beam"]) == ("1", "full", 2)
+    one, three, full = found["results"]
+    assert (one["batch"], three["batch"], full["batch"], one["beam"]) == ("1", "3", "full", 2)
     assert all(batch["sentences"] == 1 for batch in one["batches"])
+    assert all(batch["sentences"] == 3 for batch in three["batches"])
     assert max(batch["sentences"] for batch in full["batches"]) > 1
-    for result in (one, full):
+    for result in (one, three, full):
         steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
         assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
 

@@ -76,7 +76,7 @@ def measure(
     else:
         runs, label = dict(zip(("ours", "stock"), subject, strict=True)), "trained"
         archs, models = trained(args, task, runs)
-    limits = {"max_sentences": 1} if batch == "1" else {"max_tokens": args.max_tokens}
+    limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
     batches = pick(corpus(args, task, args.subset), args.batches, args.seed, **limits)
     decoders = {
         name: decoder(task, ready(model, config, precision, device), config, device, fixed=runs is None)

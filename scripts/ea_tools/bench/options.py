@@ -54,6 +54,11 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _sentences(text: str) -> str:
+    """A number of sentences, or "full"."""
+    return text if text == "full" else str(positive(text))
+
+
 def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     """How fast decoding is, ours and fairseq's Transformer: what fairseq-generate does, without start-up.
 
@@ -71,7 +76,12 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
     parser.add_argument(
-        "--batch", nargs="+", choices=("1", "full"), default=["1", "full"], help="sentences at once (default: 1 full)"
+        "--batch",
+        nargs="+",
+        type=_sentences,
+        default=["1", "full"],
+        metavar="N",
+        help="sentences at once, or full for --max-tokens (default: 1 full)",
     )
     parser.add_argument(
         "--max-tokens", type=positive, default=12000, metavar="N", help="of a full batch (default: fairseq's, 12000)"
