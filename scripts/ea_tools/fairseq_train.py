@@ -5,6 +5,7 @@
 - a full disk ends the run with a message, the earlier checkpoints untouched
 - SAVE_DIR/train.log holds what is on the screen and what is too long for it: the command, the configuration, the model,
   the traceback of an error; SAVE_DIR/log.jsonl holds the numbers for programs
+- on a CPU, memory that a step frees is kept for the next one
 - a line by time says how it goes; divergence, Ctrl-C and errors end in one sentence, and success with what to do next
 """
 
@@ -39,6 +40,7 @@ from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+from ea_tools.memory import keep_freed_memory  # noqa: E402
 from ea_tools.train import next_command  # noqa: E402
 
 logger = logging.getLogger("train")
@@ -260,6 +262,8 @@ def _value(words: list[str], flag: str, default: str) -> str:
 
 def main(words: list[str]) -> None:
     """fairseq-train; what happens to it is said in a sentence, and at length in train.log."""
+    if "--cpu" in words:
+        keep_freed_memory()
     folder = Path(_value(words, "--save-dir", "checkpoints"))
     if _value(words, "--distributed-rank", os.environ.get("RANK", "0")) == "0" and folder.is_dir():
         _log_to(folder)

@@ -38,6 +38,7 @@ from ea_tools.bench.common import (
     write,
 )
 from ea_tools.common import UserError, reporting
+from ea_tools.memory import keep_freed_memory
 from ea_tools.recipes import read, spell_flags
 from ea_tools.sides import BOTH, DECODER, ENCODER, sides_of
 
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = options.training(arguments)
     with reporting("benchmark_training"):
         device = prepare(args)
+        if device == "cpu":
+            keep_freed_memory()  # as scripts/train.sh does
         if args.memory_of:
             print(json.dumps(memory(args, device, **json.loads(args.memory_of))))
             return

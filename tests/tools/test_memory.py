@@ -1,0 +1,54 @@
+"""What a training on the CPU frees is kept for its next step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ea_tools import memory
+
+PROGRAM = """
+import resource, sys
+from ea_tools.memory import keep_freed_memory
+print(int(keep_freed_memory()) if sys.argv[1:] == ["keep"] else 0)
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = b"x" * (64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+pages()
+print(pages())
+"""
+
+
+def pages_of_a_second_block(*words, **environment):
+    """Whether the C library was asked; how many pages the system gave for a block as large as one freed before."""
+    path = os.pathsep.join(sys.path)
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = [sys.executable, "-c", PROGRAM, *words]
+    result = subprocess.run(
+        run, env={**given, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=True
+    )
+    asked, pages = map(int, result.stdout.split())
+    return asked, pages
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this counts as Linux does")
+def test_a_freed_block_is_used_again():
+    asked, pages = pages_of_a_second_block("keep")
+    if not asked:
+        pytest.skip("this C library has no mallopt")
+    assert pages < 100
+    assert pages_of_a_second_block()[1] > 1000, "without it, the system has to give all of them again"
+
+
+def test_what_the_user_decided_stays():
+    assert pages_of_a_second_block("keep", MALLOC_ARENA_MAX="2")[0] == 0
+
+
+def test_a_c_library_without_it_is_left_alone(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert memory.keep_freed_memory() is False
