@@ -157,6 +157,34 @@ def test_pictures_of_every_model(trained, tmp_path, name):
         assert_close(total, torch.ones_like(total))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_read_as_the_task_reads_it(trained, name):
+    """Token by token what fairseq's own data set makes of the prepared text, for the first sentences of a split."""
+    loaded = load_model(getattr(trained, name))
+    loaded.task.load_dataset("valid")
+    dataset = loaded.task.dataset("valid")
+    raw = loaded.data / "raw"
+    texts = {"text": trained.data["toy"] / "raw/valid.en", "toy": raw / "valid.de"}.get(
+        MODELS[name][2], raw / "valid.input0"
+    )
+    seconds = (raw / "valid.input1").read_text().splitlines() if name == "pairs" else None
+    for number, text in enumerate(texts.read_text().splitlines()[:4]):
+        source, target = loaded.sentences(text, second=seconds and seconds[number])
+        sample = dataset[number]
+        if loaded.sides == ("decoder",):
+            assert loaded.reads(target)[1].tolist() == sample["source"].tolist()
+            assert target.ids.tolist() == sample["target"].tolist()
+        elif name == "denoiser":
+            batch = dataset.collater([sample])
+            assert target.ids.tolist() == sample["target"].tolist() == source.ids.tolist()
+            assert loaded.reads(target)[1].tolist() == batch["net_input"]["prev_output_tokens"][0].tolist()
+        else:
+            read = (sample["source"] if name == "bart" else sample["net_input.src_tokens"]).tolist()
+            kept = [place for place, word in enumerate(read) if word == source.ids[place]]
+            assert len(read) == len(source.ids)
+            assert len(kept) >= (0.5 if "roberta" in name else 1) * len(read)  # some of masked_lm's are masked
+
+
 def test_masks_and_pairs_of_sentences(trained, tmp_path):
     arrays = drawn(trained, tmp_path, "roberta", "--source", "the dog , the <mask> .", "--words")
     assert arrays["words.source"].tolist() == [*"<s> the dog , the <mask> . </s>".split()]
