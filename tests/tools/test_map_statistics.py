@@ -31,6 +31,7 @@ from ea_tools.maps.statistics import (
     statistics_of,
     tally,
 )
+from ea_tools.preparation import keep
 
 ALL = np.ones((1, 1, 1, 4), dtype=bool)
 
@@ -395,6 +396,21 @@ def test_one_model_without_gold(there, tmp_path):
     table = (tmp_path / "a.md").read_text()
     assert "3 sentences" in table
     assert not any(word in table for word in ("difference", "Difference", "alignment", "share of"))
+
+
+def test_a_run_that_keeps_its_preparation_finds_its_text(there, data, tmp_path):
+    """A run keeps no text: it is where the run was trained, or where --data says."""
+    run = tmp_path / "run"
+    shutil.copytree(there / "toy-stock", run)
+    keep(run, data)
+    command = ["--run", str(run), "--sentences", "3", "--out", str(tmp_path / "a.md")]
+    main(command)
+    state = torch.load(run / "checkpoint_best.pt", weights_only=True)
+    state["cfg"]["task"]["data"] = "/nowhere"
+    torch.save(state, run / "checkpoint_best.pt")
+    with pytest.raises(SystemExit, match="was trained on /nowhere, which is not there any more; say where by --data"):
+        main(command)
+    main([*command, "--data", str(data)])
 
 
 def refused(capsys, tmp_path, *flags):

@@ -213,11 +213,12 @@ class Loaded:
         return collected.layers
 
 
-def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) -> Loaded:
+def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, with_text: bool = False) -> Loaded:
     """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
 
     Args:
         data: prepared data to use the model with; by default what its run keeps, or what it was trained on.
+        with_text: the prepared text is wanted, too, of which a run keeps none: by default what it was trained on.
 
     Raises:
         UserError: the folder, checkpoint or data cannot be used.
@@ -228,6 +229,10 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None) ->
     trained_for = _task_of(state)
     if (name := trained_for["_name"]) not in TASKS:
         raise UserError(f"{checkpoint} was trained for the task {name}; known here are {', '.join(TASKS)}")
+    if with_text and data is None:
+        data = trained_for.get("data") or "data that it does not name"
+        if not Path(data).is_dir():
+            raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
     if name in TRANSLATION:
         preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
         data, prep = Path(data or preparation.folder), preparation.prep

@@ -396,7 +396,7 @@ def examine(args: argparse.Namespace) -> Report:
     from ea_fairseq.mixes import learnt_mixes
     from ea_tools.maps.models import load_model
 
-    models = [load_model(args.run, args.data)]
+    models = [load_model(args.run, args.data, with_text=True)]
     if args.compare:
         models.append(load_model(args.compare, models[0].data))
         if models[1].sides != models[0].sides:
