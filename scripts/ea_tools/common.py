@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,15 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
     except KeyboardInterrupt:
         print(f"\n{command}: interrupted; {again}", file=sys.stderr)
         sys.exit(130)
+
+
+def quiet() -> None:
+    """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+    warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
+    logging.disable(logging.INFO)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 
 
 def positive(text: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.common import REPO, replacing
+from ea_tools.common import REPO, quiet, replacing
 from ea_tools.sides import TASKS, arguments, sides_of
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
@@ -28,6 +28,7 @@ WORDS = 1000  # of the vocabulary: any number, neither count depends on it
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: print the counts of one architecture."""
+    quiet()
     args, flags = parse(arguments)
     counts = profile(args.arch, flags, args.src_len, args.tgt_len)
     if args.json:

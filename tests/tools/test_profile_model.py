@@ -50,6 +50,9 @@ def test_command_line():
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)
+    result = script("profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
+    assert result.stderr == "", "no deprecations, and nothing that fairseq reports while it starts"
+    assert "10 source tokens" in result.stdout and "target" not in result.stdout
     result = script("profile_model", "--arch", "nonsense")
     assert result.returncode == 2
     assert "there is no --arch nonsense" in result.stderr

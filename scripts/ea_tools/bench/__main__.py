@@ -4,13 +4,14 @@ import importlib
 import sys
 
 from ea_tools.bench import options
+from ea_tools.common import quiet
 
 
 def main() -> None:
     """Read the flags, which may be --help, before anything that takes seconds is imported; then run the benchmark."""
     name, *arguments = sys.argv[1:]
     getattr(options, name)(arguments)
-    importlib.import_module("ea_tools.bench.common").quiet()
+    quiet()
     importlib.import_module(f"ea_tools.bench.{name}").main(arguments)
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import os
 import shlex
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,15 +54,6 @@ CORRELATION = 0.971
 LONGEST, RATIO = 175, 1.5  # the recipe's filter, there in words
 SENTENCES = 160_239  # IWSLT'14's training text
 WORDS = 10_148  # of a joint dictionary of 10k merges, about
-
-
-def quiet() -> None:
-    """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
-    warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-    warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
-    logging.disable(logging.INFO)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 
 
 def prepare(args: argparse.Namespace) -> str:

@@ -167,7 +167,7 @@ def note_what_was_running(path: Path, plan: Plan, reason: str) -> None:
 
 def work(section: str, plan: Plan, output: Path, end: float) -> int:
     """Measure what a section lacks, in this process, and write each result at once; gives the exit status."""
-    from ea_tools.bench.common import quiet
+    from ea_tools.common import quiet
 
     quiet()
     path = output / f"{section}.json"
