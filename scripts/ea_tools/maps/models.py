@@ -37,9 +37,8 @@ from ea_tools.scores import written_with_spaces
 from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.text import Source, Subwords, read_prep, subwords
 
-TRANSLATION = ("translation", "translation_from_pretrained_bart")
 PREDICTION = ("sentence_prediction", "sentence_ranking")
-TASKS = (*TRANSLATION, "language_modeling", "masked_lm", "denoising", *PREDICTION)
+TASKS = ("translation", "language_modeling", "masked_lm", "denoising", *PREDICTION)
 MASK = "<mask>"
 
 
@@ -66,7 +65,7 @@ class Loaded:
         """Raw text in the source language, or for an encoder alone; `second`: of a pair of sentences."""
         if second is not None and self.task_name not in PREDICTION:
             raise UserError(f"--second: {self.checkpoint} was trained for {self.task_name}, and reads one sentence")
-        dictionary, frame = self.task.source_dictionary, self._frame("source")
+        dictionary, frame = self.task.source_dictionary, self._frame()
         symbols = [*frame[0], *self._symbols(text, "source"), *frame[1]]
         if second is not None:
             separator = self._trained_for.get("separator_token")
@@ -76,16 +75,14 @@ class Loaded:
 
     def target(self, text: str) -> Sentence:
         """Raw text in the target language, or of a language model."""
-        before, after = self._frame("target")
+        before, after = self._frame()
         symbols = [*before, *self._symbols(text, "target"), *after]
         return self._sentence(symbols, "target", self.task.target_dictionary)
 
-    def _frame(self, side: str) -> tuple[list[str], list[str]]:
+    def _frame(self) -> tuple[list[str], list[str]]:
         """The symbols that the task puts before and after each sentence."""
         dictionary = self.task.source_dictionary
         end = dictionary.eos_word
-        if self.task_name == "translation_from_pretrained_bart":
-            return [], [end, f"[{self.prep[f'{side}_lang']}]"]
         if self.task_name in ("masked_lm", "denoising"):
             return [dictionary.bos_word], [end]
         first = self._trained_for.get("init_token") if self.task_name in PREDICTION else None
@@ -127,7 +124,7 @@ class Loaded:
         """
         kind = self._subwords
         if self.has_words(side):
-            special = [re.fullmatch(r"</?\w+>|\[\w+\]", symbol) is not None for symbol in symbols]
+            special = [re.fullmatch(r"</?\w+>", symbol) is not None for symbol in symbols]
             after = [False, *special[:-1]]
             starts = [any(each) for each in zip(kind.starts(symbols), special, after, strict=True)]
         else:
@@ -137,7 +134,7 @@ class Loaded:
     @property
     def stem(self) -> str:
         """The file of a split in the data's folder that holds what the model reads, with {} for the split."""
-        if self.task_name in TRANSLATION:
+        if self.task_name == "translation":
             source, target = self.prep["source_lang"], self.prep["target_lang"]
             return f"{{}}.{source}-{target}.{source}.bin"
         return "input0/{}.bin" if self.task_name in PREDICTION else "{}.bin"
@@ -196,7 +193,7 @@ class Loaded:
 
     def reads(self, target: Sentence) -> tuple[str, Tensor]:
         """What the decoder reads: the label of its first token, and all of them, the target's one place later."""
-        first = target.ids[-1:]  # fairseq's decoder begins with the end of sentence, or with the target language
+        first = target.ids[-1:]  # fairseq's decoder begins with the end of sentence
         if self._trained_for.get("add_bos_token"):
             first = torch.tensor([self.task.source_dictionary.bos()])
         return self.task.target_dictionary[int(first)], torch.cat([first, target.ids[:-1]])
@@ -233,7 +230,7 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         data = trained_for.get("data") or "data that it does not name"
         if not Path(data).is_dir():
             raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
-    if name in TRANSLATION:
+    if name == "translation":
         preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
         data, prep = Path(data or preparation.folder), preparation.prep
         overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
