@@ -129,6 +129,26 @@ def test_commands_of_a_page_can_be_run(page):
     assert not [(command, wrong) for command, wrong in found if wrong]
 
 
+@functools.cache
+def all_flags():
+    """Of every script here and of fairseq's commands, whatever their architecture, task and so on."""
+    scripts = [path for folder in ("scripts", "data-prep") for path in sorted((REPO / folder).glob("*.sh"))]
+    known = {flag for path in scripts if os.access(path, os.X_OK) and path.name != "lib.sh" for flag in helped(path)}
+    for arch in ("ea_transformer_base", "ea_roberta", "ea_transformer_lm", "ea_bart"):
+        known |= known_to_fairseq("fairseq-train", ["fairseq-train", "--arch", arch])
+    rdrop = ["--criterion", "label_smoothed_cross_entropy_with_rdrop"]
+    known |= known_to_fairseq("fairseq-train", ["fairseq-train", *rdrop])
+    return known.union(*(known_to_fairseq(name, [name]) for name in PARSERS if name != "fairseq-train"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_in_the_text_of_a_page_are_there(page):
+    """`--like-this 3`, alone in a line of text or in a table: some command has it."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    flags = {flag for span in re.findall(r"`(--[^`*]+)`", text) for flag in FLAG.findall(span)}
+    assert not flags - all_flags()
+
+
 def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
     section = (REPO / "README.md").read_text().partition("## Train on your own data")[2].partition("\n## ")[0]
     (command,) = [words for words in commands(section) if words[0] == "scripts/train.sh" and len(words) > 1]
