@@ -1,10 +1,11 @@
-"""A translation model with learnt mixes starts from fairseq's own Transformer, exactly, and its log shows them."""
+"""Models with learnt mixes start from fairseq's own Transformer exactly, and both their log and TensorBoard show them."""
 
 import json
 
 import pytest
 import torch
 from conftest import TINY, TRAINING, fairseq
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LEARNT = ["--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0]
 
@@ -30,7 +31,7 @@ def test_the_first_validation_is_the_plain_models(corpus, plain, tmp_path, rule)
     checkpoint, loss = plain
     train = ["train", corpus, *TRAINING, *TINY, "--arch", "ea_transformer_base", "--ea-rule", rule, *LEARNT]
     start = ["--finetune-from-model", checkpoint, "--max-update", 1, "--lr", 1e-12, "--save-dir", tmp_path]
-    log = fairseq(*train, *start).stdout
+    log = fairseq(*train, *start, "--tensorboard-logdir", tmp_path / "tensorboard").stdout
     first = last_validation(log)
     assert first["valid_loss"] == loss
     fresh = next(line for line in log.splitlines() if "start fresh" in line)
@@ -38,6 +39,9 @@ def test_the_first_validation_is_the_plain_models(corpus, plain, tmp_path, rule)
     assert ("decoder.layers.0.encoder_attn.evolution.conv.weight" in fresh) == (rule == "evolving")
     assert float(first["valid_alpha_encoder_2"]) == 0
     assert ("valid_beta_cross_1" in first) == (rule == "evolving")
+    shown = EventAccumulator(str(tmp_path / "tensorboard" / "valid"))
+    shown.Reload()
+    assert [event.value for event in shown.Scalars("alpha_encoder_2")] == [0]
     before, after = (
         torch.load(path, weights_only=True)["model"].keys() for path in (checkpoint, tmp_path / "checkpoint_last.pt")
     )
