@@ -1,4 +1,4 @@
-"""Models with learnt mixes start from fairseq's own Transformer exactly, and both their log and TensorBoard show them."""
+"""Models with learnt mixes start from fairseq's own Transformer exactly; log and TensorBoard show what they learn."""
 
 import json
 
