@@ -150,15 +150,15 @@ def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> Fa
 
 def _as_read_by(task: FairseqTask, sentences: ListDataset) -> FairseqDataset:
     """What a task of one side makes of these sentences, which it must find in a file."""
-    options = task.cfg or task.args
+    configured = task.cfg or task.args
     with tempfile.TemporaryDirectory() as folder:
         builder = make_builder(f"{folder}/train.bin", impl="mmap", vocab_size=len(task.source_dictionary))
         for sentence in sentences:
             builder.add_item(sentence)
         builder.finalize(f"{folder}/train.idx")
-        options.data, before = folder, options.data
+        configured.data, before = folder, configured.data
         task.load_dataset("train")  # maps the file, which may go when its folder does
-        options.data = before
+        configured.data = before
     return task.dataset("train")
 
 

@@ -280,9 +280,10 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold | No
     """The alignments of --gold, one for each sentence of the subset; None where there are none to be read."""
     if not args.gold:
         return None
-    if loaded.sides != BOTH:
+    if loaded.task_name != "translation":
         raise UserError(
-            f"--gold: {loaded.checkpoint} has {NAMES[loaded.sides]}; alignments are read off encoder-decoder attention"
+            f"--gold: {loaded.checkpoint} was trained for {loaded.task_name}; alignments are of sentences and their "
+            "translations, read off encoder-decoder attention"
         )
     sentences = len(_load(loaded, args.subset))
     gold = read_gold(args.gold, sentences, args.gold_from, args.gold_target_first)
