@@ -11,6 +11,7 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
+from helpers import warm
 from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once for all the tests of a process)
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
@@ -106,16 +107,17 @@ def batch(lengths, *, left_pad=False, eos_first=False, words=20, seed=1):
     return tokens
 
 
-def fairseq(name, *args, check=True, timeout=300):
+def fairseq(name, *args, check=True, timeout=300, cold=False):
     """Run ``fairseq-NAME --user-dir ea_fairseq ARGS`` in a process of its own; stdout and stderr together."""
     user_dir = [] if name == "preprocess" else ["--user-dir", REPO / "ea_fairseq"]
     command = [Path(sys.executable).parent / f"fairseq-{name}", *args, *user_dir]
-    result = subprocess.run(
+    result = (subprocess if cold else warm).run(
         [str(word) for word in command],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=timeout,
+        env=warm.ENVIRONMENT,
     )
     assert not check or result.returncode == 0, result.stdout
     return result

@@ -1,12 +1,12 @@
 """The binary data is what fairseq-preprocess writes, byte for byte, and reads back as the text it was made from."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fairseq.data import Dictionary, data_utils
+from helpers import warm
 from helpers.data_toy import Pipeline, corpus, read, recipe, text_only, write
 
 from prep import binary
@@ -19,7 +19,7 @@ def fairseq_preprocess(pipeline, folder):
         "--source-lang", "de", "--target-lang", "en", "--destdir", folder,
         "--trainpref", text / "train", "--validpref", text / "valid", "--testpref", text / "test",
     ]  # fmt: skip
-    subprocess.run(command, capture_output=True, check=True)
+    warm.run(command, capture_output=True, check=True)
 
 
 @pytest.mark.parametrize("types", [50, 65_600], ids=["uint16", "uint32"])

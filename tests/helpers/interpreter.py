@@ -1,5 +1,6 @@
 """The GPU's kernels for tests: in Triton's interpreter where there is no GPU."""
 
+import functools
 import os
 
 import pytest
@@ -21,3 +22,36 @@ def import_kernels():
         else:
             os.environ["TRITON_INTERPRET"] = before
     return gpu_kernels, gpu_trial
+
+
+def interpret_quickly(monkeypatch):
+    """Leave out work that Triton's interpreter does anew in every call of a function, which is a third of its time.
+
+    It patches Triton's language for each call; for the first call of a launch is enough. And each operation looks up
+    NumPy's name of a type in a dictionary that it makes for the purpose.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function):
+        namespace = id(function.__globals__)
+        if namespace in patched:
+            return None
+        patched.add(namespace)
+        return patch(function)
+
+    def launch_anew(self, *arguments, **options):
+        patched.clear()
+        return launch(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    slow, tl = interpreter._get_np_dtype, interpreter.tl
+    of_number = functools.cache(slow)
+
+    def numpys_type(given):
+        element = given.element_ty if isinstance(given, tl.block_type) else given
+        return of_number(element) if type(element) is tl.dtype else slow(element)
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpys_type)

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import logging
-import os
 import random
-import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +12,8 @@ import torch
 from conftest import REPO, dictionary
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
+
+from helpers import warm
 
 ENCODER = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 --dropout 0"
@@ -182,5 +182,4 @@ def choices(folder, dictionary, sizes=(("train", 32), ("valid", 8))):
 def script_output(name, *words):
     """Run a script of scripts/; its output and status."""
     command = ["bash", REPO / "scripts" / name, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment)
+    return warm.run(list(map(str, command)), capture_output=True, text=True, check=False)

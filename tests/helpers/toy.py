@@ -1,7 +1,6 @@
 """A prepared data folder and a trained run, tiny and made in seconds, for the tests of the scripts."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -11,6 +10,9 @@ from types import SimpleNamespace
 import pytest
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
+
+from helpers import warm
+from helpers.warm import ENVIRONMENT
 
 REPO = Path(__file__).resolve().parents[2]
 TINY = [
@@ -71,13 +73,9 @@ def train(data, run, *flags, arch="ea_transformer_base"):
     return run
 
 
-# One thread: the models are tiny, and threads that wait for each other are slower.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 def fairseq(name, *arguments):
     command = [Path(sys.executable).with_name(f"fairseq-{name}"), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    result = warm.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -86,10 +84,10 @@ def tool(name):
     return [sys.executable, "-P", "-m", f"ea_tools.{name}"]
 
 
-def script(name, *arguments, **options):
-    """Run scripts/NAME.sh, or the command ea_tools.NAME without its door; its output and status."""
+def script(name, *arguments, cold=False, **options):
+    """Run scripts/NAME.sh, or the command ea_tools.NAME without its door; its output and status. See warm.py."""
     command = ["bash", REPO / "scripts" / name] if name.endswith(".sh") else tool(name)
-    return subprocess.run(
+    return (subprocess if cold else warm).run(
         [*command, *map(str, arguments)],
         **{"capture_output": True, "text": True, "check": False, "env": ENVIRONMENT, **options},
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import warm
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -496,6 +497,19 @@ def test_what_does_not_fit_is_refused(what):
 
 
 @pytest.fixture
+def quick_compiler(monkeypatch, tmp_path_factory):
+    """Compiling takes seconds: this compiler gives the library that has been compiled already, after a moment."""
+    body = f"""
+        [ "$1" = --version ] && exec echo quick $VERSION
+        case "$*" in *" -o "*) ;; *) exec cc "$@" ;; esac
+        while [ "$1" != -o ]; do shift; done
+        sleep 0.5
+        cp "{cpu._library()._name}" "$2"
+    """
+    monkeypatch.setenv("CC", str(script(tmp_path_factory.mktemp("compiler"), body)))
+
+
+@pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As on a machine where nothing has been compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -577,7 +591,7 @@ def test_failures_are_one_line_in_the_log_and_the_call_is_refused(failure, fresh
     assert not [path for path in fresh.glob("ea_fairseq/*") if path.is_dir()], "nothing half made"
 
 
-def test_a_library_that_does_not_load_is_compiled_again(fresh, simple, caplog):
+def test_a_library_that_does_not_load_is_compiled_again(quick_compiler, fresh, simple, caplog):
     assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")
     cpu._load.cache_clear()
@@ -587,9 +601,7 @@ def test_a_library_that_does_not_load_is_compiled_again(fresh, simple, caplog):
     ctypes.CDLL(str(built))
 
 
-def test_another_compiler_or_c_library_has_a_library_of_its_own(fresh, simple, monkeypatch):
-    body = '[ "$1" = --version ] && exec echo $VERSION\nexec cc "$@"\n'
-    monkeypatch.setenv("CC", str(script(fresh, body)))
+def test_another_compiler_or_c_library_has_a_library_of_its_own(quick_compiler, fresh, simple, monkeypatch):
     for count, (version, c_library) in enumerate([("1.0", "a"), ("1.1", "a"), ("1.1", "b"), ("1.0", "a")], 1):
         monkeypatch.setenv("VERSION", version)
         monkeypatch.setattr(os, "confstr", lambda name, c_library=c_library: c_library)
@@ -598,14 +610,10 @@ def test_another_compiler_or_c_library_has_a_library_of_its_own(fresh, simple, m
         assert len(list(fresh.glob("ea_fairseq/*"))) == min(count, 3)
 
 
-def test_several_processes_may_compile_at_once(tmp_path):
+def test_several_processes_may_compile_at_once(quick_compiler, tmp_path):
     program = "from ea_fairseq.kernels import cpu; assert cpu._library() is not None"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    root = Path(cpu.__file__).parents[2]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=root, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    command, environment = [sys.executable, "-c", program], {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [warm.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
         assert "slower" not in process.communicate(timeout=300)[1]
         assert process.returncode == 0

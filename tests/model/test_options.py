@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, batch, build, model_args
+from helpers import warm
 
 REPO = Path(__file__).parents[2]
 
@@ -152,8 +153,8 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(flags, expected, actua
     assert name in caplog.text and "--ea-kernel-size" in caplog.text
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+def run(code, by=subprocess):
+    return by.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
 
 
 def test_import_is_silent():
@@ -166,7 +167,7 @@ def test_help_shows_every_option():
         "import sys; sys.argv = 'fairseq-train --user-dir ea_fairseq --arch ea_transformer_base --help'.split();"
         "from fairseq_cli.train import cli_main; cli_main()"
     )
-    text = run(code).stdout
+    text = run(code, by=warm).stdout
     for flag in ("alpha", "beta", "encoder-beta", "decoder-beta", "cross-beta", "kernel-size"):
         assert f"--ea-{flag} " in text
 

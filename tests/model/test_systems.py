@@ -1,13 +1,12 @@
 """What must always hold, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import amplify_, batch, build, dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from helpers import warm
 from torch.testing import assert_close
 
 PREDICTIVE = ["--ea-rule", "predictive", "--ea-alpha", 0.5]
@@ -158,9 +157,10 @@ def test_the_encoder_can_be_recorded(system):
 
 
 FRESH = """
-import sys, torch
+import runpy, sys, torch
 from conftest import build
-from test_systems import SYSTEMS, decoded
+here = runpy.run_path(sys.argv[3])
+SYSTEMS, decoded = here["SYSTEMS"], here["decoded"]
 saved = torch.load(sys.argv[1], weights_only=True)
 found = {}
 for name, weights in saved.items():
@@ -184,8 +184,8 @@ def test_a_fresh_process_decodes_what_this_one_would_have(tmp_path):
     models = {system: lively(system) for system in SYSTEMS}
     saved, found = tmp_path / "saved.pt", tmp_path / "found.pt"
     torch.save({name: model.state_dict() for name, model in models.items()}, saved)
-    command = [sys.executable, "-c", FRESH, str(saved), str(found)]
-    subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parent)  # from where test_systems is imported
+    command = [sys.executable, "-c", FRESH, str(saved), str(found), __file__]
+    warm.run(command, check=True, timeout=600)
     there = torch.load(found, weights_only=True)
     for name, model in models.items():
         (tokens, scores), (expected, expected_scores) = there[name], decoded(model)

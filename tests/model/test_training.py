@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, TINY, TRAINING, fairseq
+from helpers import warm
 
 import ea_fairseq  # noqa: F401  (lets torch.load read our checkpoints)
 
@@ -83,7 +84,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
     command += ["--distributed-no-spawn", "--distributed-init-method", f"tcp://127.0.0.1:{port}", "--distributed-rank"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [str(word) for word in [*command, rank]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

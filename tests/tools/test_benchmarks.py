@@ -5,6 +5,7 @@ import json
 import numpy
 import pytest
 import torch
+from helpers import warm
 from helpers.other_models import BART, LM, ROBERTA
 from tqdm import tqdm
 
@@ -239,7 +240,8 @@ def test_growth_and_its_plot(tmp_path):
 @pytest.mark.slow
 def test_memory_of_each_model_alone(tmp_path):
     path = tmp_path / "g.json"
-    (result,) = result_of(benchmark_training, path, *GROWTH, "--longest", 16)["results"]
+    with warm.use():
+        (result,) = result_of(benchmark_training, path, *GROWTH, "--longest", 16)["results"]
     # an optimizer keeps two numbers for each parameter
     assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in result["memory"].values())
     plot_growth.main([str(path), "--out", str(tmp_path / "g.svg")])

@@ -381,7 +381,9 @@ def test_utf16_is_named(tmp_path, encoding):
 
 @pytest.mark.slow
 def test_end_to_end(data, run, tmp_path):
-    result = script("evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path)
+    result = script(
+        "evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path, cold=True
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())
     assert [Path(path).name for path in found["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from helpers import warm
 from helpers.interpreter import import_kernels
 from helpers.toy import data  # noqa: F401  (a fixture)
 
@@ -303,7 +304,8 @@ def test_a_training_that_is_cut_off(monkeypatch, tmp_path):
 def test_rehearsal(tmp_path, data, capsys):  # noqa: F811
     """Everything once, in processes as on a GPU; then nothing is left to do."""
     flags = ["--rehearse", "--output", tmp_path / "out", "--data", data, "--minutes", 60]
-    gpu_report.main([*map(str, flags)])
+    with warm.use():
+        gpu_report.main([*map(str, flags)])
     report = (tmp_path / "out" / "report.md").read_text()
     assert report.startswith("# A rehearsal on the CPU: these numbers mean nothing")
     for section in SECTIONS:

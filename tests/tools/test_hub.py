@@ -2,10 +2,10 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
+from helpers import warm
 from helpers.data_toy import sentences as awkward
 from helpers.toy import REPO, script
 
@@ -86,5 +86,5 @@ def test_it_translates_as_the_script_does(kept):
 @pytest.mark.slow
 def test_the_extension_knows_none_of_the_tools():
     code = "import ea_fairseq, sys; print(sorted({'ea_tools', 'prep'} & {name.split('.')[0] for name in sys.modules}))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    result = warm.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

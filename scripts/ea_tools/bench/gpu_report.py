@@ -114,10 +114,10 @@ def run_process(section: str, args: argparse.Namespace, seconds: float, log: Pat
     command += ["--seconds", f"{seconds:.0f}", "--output", str(args.output)]
     command += ["--data", str(args.data)] if args.data else []
     command += ["--rehearse"] if args.rehearse else []
-    environment = {**os.environ, "TRITON_INTERPRET": "1"} if args.rehearse else None
+    interpreter = {"TRITON_INTERPRET": "1"} if args.rehearse and section == "kernels" else {}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **interpreter})
         try:
             return process.wait(seconds + GRACE / 2)
         except subprocess.TimeoutExpired:
