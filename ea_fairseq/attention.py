@@ -106,7 +106,7 @@ class EvolvingAttention(MultiheadAttention):
         score: str = "dot",
         relative_positions: int = 0,
         plain: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(embed_dim, num_heads, **kwargs)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
@@ -278,7 +278,7 @@ class EvolvingAttention(MultiheadAttention):
 class EncoderSelfAttention(EvolvingAttention):
     """Encoder self-attention: takes the map of the layer before, gives its own to the layer after."""
 
-    def __init__(self, embed_dim: int, num_heads: int, **kwargs):
+    def __init__(self, embed_dim: int, num_heads: int, **kwargs: Any):
         super().__init__(Geometry.ENCODER_SELF, embed_dim, num_heads, self_attention=True, **kwargs)
 
     def forward(

@@ -4,6 +4,7 @@ Axes: S source length, B batch, C channels of the layer. Masks: True = masked.
 """
 
 import math
+from typing import Any
 
 import torch
 from fairseq.modules.quant_noise import quant_noise
@@ -26,7 +27,7 @@ class TwoBranchSelfAttention(EncoderSelfAttention):
 
     WINDOW = 3
 
-    def __init__(self, embed_dim: int, num_heads: int, *, q_noise: float = 0.0, qn_block_size: int = 8, **kwargs):
+    def __init__(self, embed_dim: int, num_heads: int, *, q_noise: float = 0.0, qn_block_size: int = 8, **kwargs: Any):
         half = embed_dim // 2
         super().__init__(half, num_heads, q_noise=q_noise, qn_block_size=qn_block_size, **kwargs)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -41,7 +42,7 @@ class TwoBranchSelfAttention(EncoderSelfAttention):
         key: Tensor | None = None,
         value: Tensor | None = None,
         key_padding_mask: Tensor | AttentionCall | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``EncoderSelfAttention``'s: query S x B x C -> output S x B x C, attention's half first; its weights."""
         attended, weights = super().forward(query, key, value, key_padding_mask, **kwargs)  # S x B x C/2

@@ -17,6 +17,7 @@ from fairseq.models.transformer import (
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
+from .attention import IncrementalState
 from .evolution import Geometry
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
@@ -137,7 +138,7 @@ class EATransformerDecoder(TransformerDecoderBase):
     def cross_self_attention(self, value: bool) -> None:
         pass
 
-    def reorder_incremental_state_scripting(self, incremental_state, new_order: Tensor) -> None:
+    def reorder_incremental_state_scripting(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
         if self._keeps_order(incremental_state, new_order):
             return

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..evolution import Share
 from .call import Call, Result
@@ -220,7 +220,9 @@ def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, settings: Settings, *tensors: Share | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        ctx: FunctionCtx, settings: Settings, *tensors: Share | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         context, evolved = forward(Tensors(*tensors), settings)
         ctx.settings = settings
         ctx.constants = [None if isinstance(value, Tensor) else value for value in tensors]
@@ -230,7 +232,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(ctx.constants)
         pairs = zip(saved[:count], ctx.constants, strict=True)
         tensors = Tensors(*(constant if value is None else value for value, constant in pairs))
