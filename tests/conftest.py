@@ -17,8 +17,7 @@ from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made on
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_fairseq import evolution, kernels
 
-TESTS = Path(__file__).parent
-REPO = TESTS.parent
+REPO = Path(__file__).parents[1]
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
     "--decoder-attention-heads 4 --decoder-layers 2 --dropout 0"
@@ -32,9 +31,6 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The files that take longest come first, so that processes that share the tests end at about the same time."""
-    slowest = {name: place for place, name in enumerate((TESTS / "slowest.txt").read_text().split())}
-    items.sort(key=lambda item: slowest.get(item.path.relative_to(TESTS).as_posix(), len(slowest)))
     if config.getoption("--quick"):
         first = {}
         for item in items:
