@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from helpers import warm
 from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
 
 from prep import binary
@@ -41,7 +42,7 @@ Pipeline(recipe(), Path({raw!r}), Path({out!r}), workers=2).run()
 
 def run_killed(stage, middle, raw, out):
     code = KILLED.format(stage=stage, middle=middle, raw=str(raw), out=str(out))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 

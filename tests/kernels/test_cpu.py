@@ -15,28 +15,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import warm
-from torch import Tensor, nn
+from helpers.shares import AnyShares
+from torch import Tensor
 from torch.testing import assert_close
 
 from ea_fairseq import kernels
-from ea_fairseq.evolution import RULES, Coefficients, Evolution, Geometry
+from ea_fairseq.evolution import RULES, Evolution, Geometry
 from ea_fairseq.kernels import Call, cpu
 
 KINDS = list(Geometry)
 BATCH = 3
 SCALE = 0.4
-
-
-class AnyShares(Evolution):
-    """The sum of evolution.py with any five numbers; parameters, where they are learnt."""
-
-    def __init__(self, geometry, heads, kernel_size, shares, learnt=False):
-        super().__init__(geometry, heads, kernel_size)
-        numbers = [nn.Parameter(torch.tensor(share)) for share in shares] if learnt else shares
-        self.shares = nn.ParameterList(numbers) if learnt else list(numbers)
-
-    def coefficients(self, has_previous):
-        return Coefficients(*self.shares)
 
 
 @dataclass

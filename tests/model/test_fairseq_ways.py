@@ -36,7 +36,8 @@ def trained(data, folder, *flags, arch=ARCH, updates=4):
 
 def generated(data, checkpoint, *flags, parser=None, main=generate.main):
     parser = parser or options.get_generation_parser()
-    words = [data, "--path", checkpoint, "--cpu", "--required-batch-size-multiple", 1, "--batch-size", 8, *flags]
+    words = [data, "--path", checkpoint, "--cpu", "--required-batch-size-multiple", 1, "--batch-size", 8]
+    words += ["--max-len-b", 15, *flags]  # models that are hardly trained do not find an end, which takes long
     return run(main, parser, *words)[0]
 
 
@@ -146,7 +147,7 @@ def test_activations_that_are_computed_again(corpus, tmp_path, flags):
 
 
 def test_bleu_at_validation(corpus, tmp_path):
-    flags = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2}', "--best-checkpoint-metric", "bleu"]
+    flags = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 15}', "--best-checkpoint-metric", "bleu"]
     checkpoint = trained(corpus, tmp_path, *flags, "--maximize-best-checkpoint-metric")
     best = torch.load(checkpoint, weights_only=True)["extra_state"]["best"]
     assert 0 <= best <= 100 and math.isfinite(best)

@@ -19,8 +19,8 @@ def run(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     log = fairseq(
         "train", corpus, *ARCH, *TRAINING, "--save-dir", folder, "--lr", 0.005, "--max-epoch", 12,
-        "--no-epoch-checkpoints", "--validate-interval", 12, "--eval-bleu", "--eval-bleu-args", '{"beam": 5}',
-        "--eval-tokenized-bleu",
+        "--no-epoch-checkpoints", "--validate-interval", 12, "--eval-bleu", "--eval-tokenized-bleu",
+        "--eval-bleu-args", '{"beam": 5, "max_len_b": 15}',
     ).stdout  # fmt: skip
     return folder, log
 
@@ -33,8 +33,8 @@ def test_a_fresh_process_gives_the_training_processs_scores(corpus, run):
     path = ["--path", folder / "checkpoint_last.pt", "--cpu", "--max-tokens", 200, "--required-batch-size-multiple", 1]
     validated = fairseq("validate", corpus, *path, "--task", "translation", "--valid-subset", "valid").stdout
     assert re.search(r"\| loss ([\d.]+)", validated)[1] == loss, validated[-2000:]
-    scoring = ["--beam", 5, "--scoring", "sacrebleu", "--sacrebleu-tokenizer", "none"]
-    generated = fairseq("generate", corpus, *path, "--gen-subset", "valid", *scoring).stdout
+    scoring = ["--beam", 5, "--max-len-b", 15, "--scoring", "sacrebleu", "--sacrebleu-tokenizer", "none"]
+    generated = fairseq("generate", corpus, *path, "--gen-subset", "valid", *scoring, cold=True).stdout
     assert re.search(r"= ([\d.]+)", generated.splitlines()[-1])[1] == bleu, generated[-500:]
 
 

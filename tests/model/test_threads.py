@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from ea_fairseq.attention import AttentionCall, EncoderSelfAttention
 
 THREADS = 8
-CALLS = 96  # by each thread; a few are enough to fail where anything of a call is kept in a module
+CALLS = 32  # by each thread; a few are enough to fail where anything of a call is kept in a module
 
 
 def in_threads(work, count=THREADS):

@@ -48,7 +48,8 @@ def test_fairseqs_knobs(corpus, tmp_path, flags):
     curve = losses(train(corpus, tmp_path, "--max-update", 12, "--no-epoch-checkpoints", *flags.split()))
     assert len(curve) == 12 and all(math.isfinite(loss) for loss in curve)
     assert "layerdrop" in flags or sum(curve[-3:]) < sum(curve[:3])  # dropped layers make the loss jump
-    output = fairseq("generate", corpus, "--path", tmp_path / "checkpoint_last.pt", "--beam", 3, "--cpu", "--quiet")
+    decoding = ["--beam", 3, "--max-len-b", 15, "--cpu", "--quiet"]
+    output = fairseq("generate", corpus, "--path", tmp_path / "checkpoint_last.pt", *decoding)
     assert "BLEU4" in output.stdout
 
 

@@ -408,9 +408,10 @@ def test_ensemble_best_and_paired(data, run, tmp_path):
     other.mkdir()
     for name in ("checkpoint1.pt", "checkpoint_best.pt"):
         (other / name).symlink_to(run / name)
-    assert script("evaluate.sh", "--data", data, "--run", other, "--best").returncode == 0
+    short = ["--", "--max-len-b", 15]
+    assert script("evaluate.sh", "--data", data, "--run", other, "--best", *short).returncode == 0
     paths = f"{run / 'checkpoint3.pt'}:{run / 'checkpoint2.pt'}"
-    flags = ["--checkpoint", paths, "--against", other, "--other-settings"]
+    flags = ["--checkpoint", paths, "--against", other, "--other-settings", *short]
     result = script("evaluate.sh", "--data", data, "--run", run, *flags)
     assert result.returncode == 0, result.stderr
     found = json.loads((run / "eval" / "test.json").read_text())

@@ -3,11 +3,14 @@
 import ast
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import REPO
+
+from ea_tools import reproduce
 
 HEAVY = ("torch", "fairseq", "matplotlib", "sacrebleu", "sacremoses", "sentencepiece", "subword_nmt")
 DOORS = {
@@ -75,6 +78,22 @@ def test_a_door_opens_in_any_folder_whatever_lies_there(tmp_path):
 
 def test_a_plan_of_a_training_imports_nothing_heavy():
     assert imports("train", "sample", "ea_transformer_lite", "--dry-run", "--gpus", 0) == set()
+
+
+def test_a_plan_of_a_sweep_leaves_the_heavy_ones_to_another_process(tmp_path):
+    """It asks fairseq which flags there are, in a process that ends."""
+    grid = ["--grid", "ea-beta", "0", "0.1"]
+    folders = ["--runs", tmp_path / "runs", "--results", tmp_path / "results"]
+    assert imports("sweep", "sample", "ea_transformer_lite", *grid, *folders, "--dry-run") == set()
+
+
+def test_a_table_of_what_was_run_needs_no_pytorch(tmp_path):
+    """Parameters and FLOPs of its models are counted once, here, and then known."""
+    shutil.copytree(REPO / "results", tmp_path / "results")
+    folders = ["--runs", tmp_path / "runs", "--results", tmp_path / "results"]
+    command = [str(word) for word in ("multi30k-laptop", "--collect", *folders)]
+    reproduce.main(command)
+    assert imports("reproduce", *command) <= {"matplotlib", "sacrebleu", "sacremoses"}
 
 
 def test_curves_need_matplotlib_alone(tmp_path):

@@ -103,18 +103,15 @@ def test_labels_fit(length, capsys):
     assert len(panels) == 12
     titles = [text.get_window_extent() for text in figure.texts]
     for axes in panels:
-        across, down = ([label for label in side if label.get_text()] for side in _labels(axes))
-        boxes = [label.get_window_extent() for label in across]
-        assert len(boxes) == -(-axes.images[0].get_array().shape[1] // sizes.every)
-        assert _apart(boxes)
-        assert not down or (
-            len(down) == -(-axes.images[0].get_array().shape[0] // sizes.every) and _apart(_boxes(down))
-        )
-        names = [text for text in (axes.xaxis.label, axes.yaxis.label) if text.get_text()]
-        assert _apart([*_boxes(names), axes.get_window_extent()])
-        assert not any(name.overlaps(label) for name in _boxes(names) for label in _boxes(across + down))
-        assert not any(title.overlaps(box) for title in titles for box in _boxes(across + down + names))
-        for box in _boxes(across + down + names):
+        across, down = (_boxes(label for label in side if label.get_text()) for side in _labels(axes))
+        assert len(across) == -(-axes.images[0].get_array().shape[1] // sizes.every)
+        assert _apart(across)
+        assert not down or (len(down) == -(-axes.images[0].get_array().shape[0] // sizes.every) and _apart(down))
+        names = _boxes(text for text in (axes.xaxis.label, axes.yaxis.label) if text.get_text())
+        assert _apart([*names, axes.get_window_extent()])
+        assert not any(name.overlaps(label) for name in names for label in across + down)
+        assert not any(title.overlaps(box) for title in titles for box in across + down + names)
+        for box in across + down + names:
             assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1
             assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
     assert _apart(titles)

@@ -46,8 +46,7 @@ def test_convolutions_are_counted():
 
 
 def test_command_line():
-    size = ["--src-len", 10, "--tgt-len", 20]
-    result = script("profile_model", "--arch", "ea_transformer_lite", *size, "--json", cold=True)
+    result = script("profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)

@@ -49,7 +49,7 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):
         "--dropout",
         0,
     ]
-    flags += ["--no-tensorboard"]
+    flags += ["--no-tensorboard", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
     command = [*tool("train"), "sample", "ea_transformer_lite", *flags]
     command += ["--update-freq", 1, "--run", tmp_path / "two", "--nodes", 2, "--master", "10.77.0.1:29511"]
     both = subprocess.run(
