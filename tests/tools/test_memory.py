@@ -24,12 +24,9 @@ print(pages())
 
 def pages_of_a_second_block(*words, **environment):
     """Whether the C library was asked; how many pages the system gave for a block as large as one freed before."""
-    path = os.pathsep.join(sys.path)
     given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     run = [sys.executable, "-c", PROGRAM, *words]
-    result = subprocess.run(
-        run, env={**given, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(run, env={**given, **environment}, capture_output=True, text=True, check=True)
     asked, pages = map(int, result.stdout.split())
     return asked, pages
 
