@@ -1,6 +1,8 @@
 """scripts/benchmark_*.sh: what they time is what they say, in fair turns; their JSON; what they refuse."""
 
 import json
+import shlex
+import sys
 
 import numpy
 import pytest
@@ -9,6 +11,7 @@ from helpers import warm
 from helpers.other_models import BART, LM, ROBERTA
 from tqdm import tqdm
 
+from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
@@ -246,6 +249,14 @@ def test_memory_of_each_model_alone(tmp_path):
     assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in result["memory"].values())
     plot_growth.main([str(path), "--out", str(tmp_path / "g.svg")])
     assert "<svg" in (tmp_path / "g.svg").read_text()
+
+
+def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
+    words = [*small, "--max-tokens", 40, "--beam", 1, "--batch", 1, "--output", tmp_path / "d.json"]
+    monkeypatch.setattr(sys, "argv", ["python", "decoding", *map(str, words)])
+    bench.main()
+    typed = shlex.split(json.loads((tmp_path / "d.json").read_text())["command"])
+    assert typed == ["scripts/benchmark_decoding.sh", *map(str, words)]
 
 
 def test_decoding(tmp_path, small):

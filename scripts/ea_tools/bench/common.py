@@ -286,7 +286,7 @@ def record(name: str, args: argparse.Namespace, device: str, results: Sequence[M
     """What goes into the JSON file: where, with what and how the results were made, then the results."""
     return {
         "benchmark": name,
-        "command": shlex.join([f"scripts/benchmark_{'training' if name == 'growth' else name}.sh", *sys.argv[1:]]),
+        "command": shlex.join(sys.argv),
         "options": vars(args),
         **provenance(device == "cpu"),
         "threads": torch.get_num_threads(),
