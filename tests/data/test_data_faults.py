@@ -106,6 +106,7 @@ def test_empty_lines(tmp_path, filter_on):
     assert read(pipeline.text("filter", "test")[1])[5] == ""
 
 
+@pytest.mark.slow
 def test_a_line_of_100_000_tokens(tmp_path):
     """Dropped where there is a limit, in reasonable time; kept in a test, with a warning about fairseq's limit."""
     raw = tmp_path / "raw"
@@ -188,6 +189,7 @@ def test_help(tmp_path, name):
     assert "--workers" in done.stdout
 
 
+@pytest.mark.slow
 def test_strict(tmp_path):
     """Other numbers of pairs than expected are marked, and with --strict refused before there is a data folder."""
     raw = tmp_path / "raw"

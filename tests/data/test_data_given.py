@@ -127,6 +127,7 @@ def test_wrong_codes_are_refused(published, tmp_path, code, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_codes_make_other_data(published, tmp_path):
     """A changed CODE is a changed option, by which a finished folder is made again."""
     out = tmp_path / "out"

@@ -55,6 +55,7 @@ def test_contract(multi30k, tmp_path):
     assert f"{out}: ready" in done.stdout
 
 
+@pytest.mark.slow
 def test_again_is_quick_and_changes_nothing(multi30k, tmp_path):
     out = tmp_path / "out"
     prepare(multi30k, out)

@@ -116,6 +116,7 @@ def iwslt(tmp_path_factory):
     return folder, sides, tests
 
 
+@pytest.mark.slow
 def test_iwslt14(iwslt, tmp_path):
     folder, sides, tests = iwslt
 
@@ -204,6 +205,7 @@ def wmt(folder, recipe, sizes, test_set):
     ],
     ids=["en-de", "en-fr"],
 )
+@pytest.mark.slow
 def test_wmt14(recipe, sizes, test_set, every, tmp_path):
     recipe = without_checksums(recipe)
     languages = (recipe.source_lang, recipe.target_lang)

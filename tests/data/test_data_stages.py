@@ -62,6 +62,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("middle", [True, False])
+@pytest.mark.slow
 def test_killed_in_every_stage(undisturbed, tmp_path, middle):
     raw, expected = undisturbed
     out, work = tmp_path / "out", tmp_path / "out.work"
@@ -179,6 +180,7 @@ def test_two_runs_in_one_place(tmp_path, monkeypatch):
         Pipeline(recipe(), raw, tmp_path / "out").run()
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(undisturbed, tmp_path):
     """Order is preserved and both sides stay in step, with any number of processes; fairseq's binary data included."""
     raw, expected = undisturbed

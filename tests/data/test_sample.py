@@ -127,6 +127,7 @@ def test_what_german_forms_mean(german, english):
             assert re.search(english, pair[1]), pair
 
 
+@pytest.mark.slow
 def test_script(tmp_path):
     """Prepared data, the same twice; a second run finds nothing to do."""
     arguments = ["--train", "900", "--seed", "3", "--workers", "2"]

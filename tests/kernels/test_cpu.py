@@ -519,6 +519,7 @@ def script(folder: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_compiled_once_and_kept(fresh, simple):
     assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")

@@ -515,6 +515,7 @@ def test_one_map_is_kept_for_the_backward_pass(monkeypatch, rule):
 
 
 @pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_in_a_model(monkeypatch, train):
     """All three kinds of attention take the kernels, the last one too, which is asked for its weights."""
     monkeypatch.setattr(trial, "passed", lambda call, may_try: True)  # see "the trial" below

@@ -113,6 +113,7 @@ def translation_data(pretrained, folder):
     return parallel(folder, pretrained / "bin/dict.txt")
 
 
+@pytest.mark.slow
 def test_fine_tunes_on_translation_and_translates(pretrained, tmp_path):
     """The dictionary of translation has no <mask>, whose row fairseq takes off the embeddings."""
     data = translation_data(pretrained, tmp_path)
@@ -129,6 +130,7 @@ def test_fine_tunes_on_translation_and_translates(pretrained, tmp_path):
     assert generated.count("\nH-") == 20
 
 
+@pytest.mark.slow
 def test_from_a_plain_bart_to_translation(pretrained, tmp_path):
     denoise(pretrained / "bin", tmp_path / "plain", "bart_base")
     log = run(

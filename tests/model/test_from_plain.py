@@ -174,6 +174,7 @@ def fine_tune(pretrained, data, run_folder, *flags):
     )
 
 
+@pytest.mark.slow
 def test_fine_tuned_resumed_averaged_and_used(pretrained, tmp_path):
     """--finetune-from-model starts from the plain checkpoint once; the same command goes on where it was."""
     data = labelled(tmp_path, pretrained / "bin/dict.txt")

@@ -96,6 +96,7 @@ def test_heads_must_divide_the_dimension():
         build("ea_transformer_lm", "--decoder-attention-heads", 3)
 
 
+@pytest.mark.slow
 def test_trains_scores_and_samples(tmp_path):
     """fairseq-train, fairseq-eval-lm on its checkpoint, and sample() through the hub interface."""
     data = monolingual(tmp_path)

@@ -157,6 +157,7 @@ def run(code, by=subprocess):
     return by.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_import_is_silent():
     result = run("import ea_fairseq")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
@@ -172,6 +173,7 @@ def test_help_shows_every_option():
         assert f"--ea-{flag} " in text
 
 
+@pytest.mark.slow
 def test_evolution_knows_no_fairseq():
     code = (
         "import sys, importlib.util as u; s = u.spec_from_file_location('evolution', 'ea_fairseq/evolution.py');"

@@ -70,6 +70,7 @@ def test_many_threads_get_what_one_thread_gets(rule, each_way):
     assert not wrong, f"{len(wrong)} of {THREADS * CALLS} outputs are wrong"
 
 
+@pytest.mark.slow
 def test_many_threads_translate_as_one_does(each_way):
     """Beam search with its caches and reordering, each thread with a generator of its own."""
     model, words = tiny(), dictionary()

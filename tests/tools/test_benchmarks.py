@@ -215,6 +215,7 @@ def test_one_side_trains_as_its_task_does(small_models):
     assert trainer.get_num_updates() == 2
 
 
+@pytest.mark.slow
 def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
     flags = ["--max-tokens", 40, "--beam", 2, "--batch", "full", "--size"]
     for size in ("lm", "bart_base"):
@@ -228,6 +229,7 @@ def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
 GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_growth_and_its_plot(tmp_path):
     path = tmp_path / "g.json"
     found = result_of(benchmark_training, path, *GROWTH, "--longest", 32, "--memory-batches", 0)
@@ -259,6 +261,7 @@ def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
     assert typed == ["scripts/benchmark_decoding.sh", *map(str, words)]
 
 
+@pytest.mark.slow
 def test_decoding(tmp_path, small):
     flags = ["--max-tokens", 40, "--beam", 2, "--batch", 1, 3, "full"]
     found = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)

@@ -124,6 +124,7 @@ def faults(command):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
 def test_commands_of_a_page_can_be_run(page):
     found = [(shlex.join(command), faults(command)) for command in commands(page.read_text())]
     assert not [(command, wrong) for command, wrong in found if wrong]
@@ -142,6 +143,7 @@ def all_flags():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
 def test_flags_in_the_text_of_a_page_are_there(page):
     """`--like-this 3`, alone in a line of text or in a table: some command has it."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)

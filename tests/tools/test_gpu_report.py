@@ -225,6 +225,7 @@ def test_decoding_on_a_gpu(monkeypatch, no_gpu_needed):
     assert len(called) == len(set(called)) == 2 * 3 * 2
 
 
+@pytest.mark.slow
 def test_memory_on_a_gpu(monkeypatch, no_gpu_needed):
     done = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))

@@ -80,6 +80,7 @@ def test_a_plan_of_a_training_imports_nothing_heavy():
     assert imports("train", "sample", "ea_transformer_lite", "--dry-run", "--gpus", 0) == set()
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_sweep_leaves_the_heavy_ones_to_another_process(tmp_path):
     """It asks fairseq which flags there are, in a process that ends."""
     grid = ["--grid", "ea-beta", "0", "0.1"]
@@ -87,6 +88,7 @@ def test_a_plan_of_a_sweep_leaves_the_heavy_ones_to_another_process(tmp_path):
     assert imports("sweep", "sample", "ea_transformer_lite", *grid, *folders, "--dry-run") == set()
 
 
+@pytest.mark.slow
 def test_a_table_of_what_was_run_needs_no_pytorch(tmp_path):
     """Parameters and FLOPs of its models are counted once, here, and then known."""
     shutil.copytree(REPO / "results", tmp_path / "results")

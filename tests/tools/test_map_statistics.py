@@ -360,6 +360,7 @@ def test_naacls_format_gives_the_same_error_rate(there, tmp_path):
     assert rates[0] == rates[1]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = ["out/a.md", "out/a.png", "out/a.svg", "out/a.json"]

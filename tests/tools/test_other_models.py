@@ -55,6 +55,7 @@ def test_maps_of_whichever_sides_a_model_has(arch):
     "arch, heads, layers",
     [("roberta", 12, [12, 0, 0]), ("transformer_lm", 8, [0, 6, 0]), ("bart_base", 12, [6, 6, 6])],
 )
+@pytest.mark.slow
 def test_what_evolving_adds_is_its_convolutions(arch, heads, layers):
     plain, evolving = profile_model.profile(arch), profile_model.profile(f"ea_{arch}")
     assert evolving["parameters"] - plain["parameters"] == sum(layers) * (heads * heads * 9 + heads)
@@ -140,6 +141,7 @@ def drawn(trained, folder, name, *more):
 
 
 @pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.slow
 def test_pictures_of_every_model(trained, tmp_path, name):
     kinds, side, text = SHOWN[name]
     arrays = drawn(trained, tmp_path, name, "--words", "--bertviz", tmp_path / "b.json")

@@ -280,6 +280,7 @@ def arguments(checkpoint, tmp_path, *more):
     ]
 
 
+@pytest.mark.slow
 def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     files = [tmp_path / "new" / f"a{suffix}" for suffix in plot_attention.SUFFIXES]
     main(

@@ -99,6 +99,7 @@ def test_the_grid_with_one_seed_then_the_best_with_the_others(toy, trainings):
     assert (toy.parent / "results" / "sweep-toy-ea_transformer_lite-ea-alpha-ea-beta.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(toy, trainings, capsys):
     call(toy, "--seeds", 1)
     assert len(trainings.calls) == 6
