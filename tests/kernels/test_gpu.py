@@ -303,7 +303,7 @@ def test_as_plain_for_every_count_of_heads(heads):
     geometry = list(Geometry)[heads % 3]
     dtype = (SINGLE, HALF, BFLOAT, SINGLE)[heads % 4]
     check(
-        Case(geometry, heads, 3, 3, 3 if geometry != CROSS else 5, "padding rows", dtype, previous=geometry == ENCODER)
+        Case(geometry, heads, 3, 5, 5 if geometry != CROSS else 7, "padding rows", dtype, previous=geometry == ENCODER)
     )
 
 
