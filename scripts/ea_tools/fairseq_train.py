@@ -1,4 +1,4 @@
-"""fairseq-train with what long runs need; it takes fairseq-train's flags, and scripts/train.sh calls it.
+"""fairseq-train with what long runs need; it takes fairseq-train's flags and one more, and scripts/train.sh calls it.
 
 - the count of --patience survives a resume
 - checkpoint_last.pt and checkpoint_best.pt are replaced in one step, so that no kill can leave half of one
@@ -6,6 +6,7 @@
 - SAVE_DIR/train.log holds what is on the screen and what is too long for it: the command, the configuration, the model,
   the traceback of an error; SAVE_DIR/log.jsonl holds the numbers for programs
 - on a CPU, memory that a step frees is kept for the next one
+- --bf16-products, before the data: float32 products are made in the CPU's units for bfloat16
 - a line by time says how it goes; divergence, Ctrl-C and errors end in one sentence, and success with what to do next
 """
 
@@ -40,6 +41,7 @@ from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+from ea_tools import products  # noqa: E402
 from ea_tools.memory import keep_freed_memory  # noqa: E402
 from ea_tools.train import next_command  # noqa: E402
 
@@ -262,6 +264,9 @@ def _value(words: list[str], flag: str, default: str) -> str:
 
 def main(words: list[str]) -> None:
     """fairseq-train; what happens to it is said in a sentence, and at length in train.log."""
+    if words[:1] == [f"--{products.FLAG}"]:
+        products.use_bf16_products()
+        words = sys.argv[1:] = words[1:]  # fairseq reads them there
     if "--cpu" in words:
         keep_freed_memory()
     folder = Path(_value(words, "--save-dir", "checkpoints"))

@@ -25,7 +25,7 @@ from ea_tools.tables import LAUNCH
 NOT_LEARNING = LAUNCH | {
     "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
     "cpu", "fp16", "bf16", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
-    "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+    "bf16-products", "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
 }  # fmt: skip
 BATCH = "tokens an update"
 UNKNOWN = "not recorded"
@@ -148,7 +148,7 @@ def _changes(values: list) -> tuple:
 
 
 def _device(start: dict) -> str:
-    precision = next((f", {name}" for name in ("fp16", "bf16") if name in start["flags"]), "")
+    precision = next((f", {name}" for name in ("fp16", "bf16", "bf16-products") if name in start["flags"]), "")
     return (
         f"{start['processes']} x {start['device']}{precision}"
         if start["processes"] > 1

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ea_tools import flag_faults, recipes
+from ea_tools import flag_faults, products, recipes
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
 from ea_tools.common import REPO, UserError, portable, replacing, reporting
 from ea_tools.preparation import fingerprint, keep, kept_by, require_same
@@ -48,6 +48,7 @@ class Plan:
     run: Path
     launch: Launch
     flags: Flags
+    own_flags: Flags  # of ea_tools.fairseq_train, which starts fairseq-train
     command: list[str]
     environment: dict[str, str]
 
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"next: {next_command(start.data, start.run)}")
             return
         if start.launch.rank == 0:
-            record_start(start.run, start.flags, start.launch, updates(last) if last else 0, args.command)
+            done, every_flag = updates(last) if last else 0, start.flags | start.own_flags
+            record_start(start.run, every_flag, start.launch, done, args.command)
     if last:
         say(f"{start.run}: goes on after {updates(last):,} updates")
     os.execve(start.command[0], start.command, start.environment)
@@ -231,7 +233,9 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
         if chosen.pop(name.removeprefix("--"), None) is None:
             raise UserError(f"--without {name}: the recipe has no such flag")
     chosen |= batch_flags(recipe, launch, flags)
-    chosen |= precision_flags(args.precision, launch)
+    precision = choose_precision(args.precision, launch)
+    if launch.gpus and precision != "fp32":
+        chosen[precision] = True
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
         chosen |= validation_flags(read_prep(args.data))
@@ -256,8 +260,9 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     }
     everything = flag_values(given | chosen | distributed)
     script = str(REPO / "scripts" / "ea_tools" / "fairseq_train.py")
-    command = [*launcher, script, str(args.data), *spell_flags(everything)]
-    return Plan(recipe, args.arch, args.data, args.run, launch, everything, command, environment)
+    own: Flags = {products.FLAG: []} if precision == "bf16" and not launch.gpus else {}
+    command = [*launcher, script, *spell_flags(own), str(args.data), *spell_flags(everything)]
+    return Plan(recipe, args.arch, args.data, args.run, launch, everything, own, command, environment)
 
 
 def fairseq_words(start: Plan) -> list[str]:
@@ -307,14 +312,27 @@ def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     return {"max-tokens": tokens, "update-freq": accumulation, **smaller}
 
 
-def precision_flags(wanted: str, launch: Launch) -> dict[str, bool]:
-    """bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32."""
+def choose_precision(wanted: str, launch: Launch) -> str:
+    """fp32, fp16 or bf16; says which and why where it was left to us.
+
+    On a GPU bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32. On a CPU fp32; bf16
+    stands for float32 numbers whose matrix products are made in the CPU's units for bfloat16.
+    """
     if wanted == "fp16" and not launch.gpus:
-        raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has instructions for that")
-    if wanted == "auto":
-        capability = launch.capability if launch.gpus else None
-        wanted = "fp32" if not capability or capability < (7, 0) else "fp16" if capability < (8, 0) else "bf16"
-    return {} if wanted == "fp32" else {wanted: True}
+        raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has units for that")
+    if wanted == "bf16" and not launch.gpus:
+        products.require_bf16_units()
+    if wanted != "auto":
+        return wanted
+    if not launch.gpus:
+        if products.has_bf16_units():
+            say("precision: fp32; this CPU has units for bfloat16, try --precision bf16: nobody has measured its gain")
+        return "fp32"
+    if not launch.capability:  # --dry-run for another machine
+        return "fp32"
+    precision = "bf16" if launch.capability >= (8, 0) else "fp16" if launch.capability >= (7, 0) else "fp32"
+    say(f"precision: {precision}, by the GPU's compute capability, {'.'.join(map(str, launch.capability))}")
+    return precision
 
 
 def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, str]]:

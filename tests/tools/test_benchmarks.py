@@ -11,6 +11,7 @@ from helpers import warm
 from helpers.other_models import BART, LM, ROBERTA
 from tqdm import tqdm
 
+from ea_tools import products
 from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
@@ -344,6 +345,7 @@ def test_peak_memory_is_counted():
         (benchmark_training, ["--lengths", "/nowhere"], "/nowhere"),
         (benchmark_training, ["--recipe", "nonsense"], "there is no recipe 'nonsense'"),
         (benchmark_training, ["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
+        (benchmark_training, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
         (benchmark_training, ["--repetitions", "0"], "at least 1"),
         (benchmark_training, ["--memory-batches", "-1"], "--memory-batches"),
         (benchmark_decoding, ["--run-pair", "a", "b"], "--run-pair needs the --data"),
@@ -353,7 +355,8 @@ def test_peak_memory_is_counted():
         (plot_growth, [__file__, "--out", "x.txt"], "must end in .png"),
     ],
 )
-def test_refused(module, flags, said, capsys, tmp_path):
+def test_refused(module, flags, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "has_bf16_units", lambda: False)
     output = tmp_path / "result.json"
     with pytest.raises(SystemExit) as caught:
         module.main(flags if module is plot_growth else [*flags, "--output", str(output)])

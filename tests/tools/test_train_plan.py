@@ -8,7 +8,7 @@ import pytest
 from fairseq import options
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools import flag_faults, recipes, train
+from ea_tools import flag_faults, products, recipes, train
 from ea_tools.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
@@ -150,13 +150,44 @@ def test_slurm(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((9, 0), {"bf16"}), ((8, 0), {"bf16"}), ((7, 5), {"fp16"}), ((6, 1), set())]
+    ("capability", "expected"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((6, 1), "fp32"), (None, "fp32")]
 )
-def test_precision_follows_the_gpu(capability, expected):
-    assert train.precision_flags("auto", train.Launch(gpus=1, capability=capability)).keys() == expected
-    assert train.precision_flags("auto", train.Launch(gpus=0, capability=capability)) == {}
-    assert train.precision_flags("fp32", train.Launch(gpus=1, capability=capability)) == {}
-    assert train.precision_flags("fp16", train.Launch(gpus=1, capability=capability)) == {"fp16": True}
+def test_precision_follows_the_gpu(monkeypatch, capability, expected):
+    monkeypatch.setattr(train.products, "has_bf16_units", lambda: True)
+    gpu, cpu = train.Launch(gpus=1, capability=capability), train.Launch(gpus=0)
+    assert train.choose_precision("auto", gpu) == expected
+    assert train.choose_precision("auto", cpu) == "fp32"
+    assert train.choose_precision("fp32", gpu) == "fp32"
+    assert train.choose_precision("fp16", gpu) == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("flags : amx_tile amx_bf16", True),
+        ("Features : fp asimd bf16", True),
+        ("flags : fpu avx2 avx512f avx512_vnni", False),
+        ("model name : avx512_bf16", False),
+        ("", False),
+    ],
+)
+def test_units_for_bfloat16_are_found(tmp_path, line, found):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nbugs : none\n")
+    assert products.has_bf16_units(tmp_path / "cpuinfo") == found
+    assert not products.has_bf16_units(tmp_path / "no such file")
+
+
+def test_bfloat16_on_a_cpu_is_that_of_products_alone(capsys, monkeypatch):
+    """fairseq's own --bf16 would make the whole model half precise; float32 is what our kernel knows."""
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
+    command, said = dry_run(capsys, "sample", "ea_transformer_lite", "--gpus", 0, "--precision", "bf16")
+    script = next(i for i, word in enumerate(command) if word.endswith("fairseq_train.py"))
+    assert command[script + 1] == "--bf16-products"
+    assert "bf16" not in flags(command)
+    command, said = dry_run(capsys, "sample", "ea_transformer_lite", "--gpus", 0)
+    assert "--bf16-products" not in command
+    assert "precision: fp32; this CPU has units for bfloat16, try --precision bf16" in said
 
 
 def test_the_command_line_wins(capsys):
@@ -238,12 +269,14 @@ def test_own_data_must_be_prepared(capsys, tmp_path):
         (["transformer_lite", "--update-freq", "0"], "--update-freq 0: must be"),
         (["transformer_lite", "--lr", "-1"], "--lr -1: must not be negative"),
         (["transformer_lite", "--precision", "fp16"], "--precision fp16: needs a GPU"),
+        (["transformer_lite", "--precision", "bf16"], "--precision bf16: this CPU has no units for bfloat16"),
         (["transformer_lite", "--wandb", "mine"], "the package is not installed; .*pip install wandb"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monkeypatch, words, message):
     """Also with --dry-run, which said nothing of an unknown architecture."""
     monkeypatch.setattr(train, "find_spec", lambda name: None)
+    monkeypatch.setattr(products, "has_bf16_units", lambda: False)
     for dry in [[]] if "--wandb" in words else [[], ["--dry-run"]]:
         with pytest.raises(SystemExit) as end:
             train.main(["sample", *words, "--gpus", "0", "--run", str(tmp_path / "run"), *dry])

@@ -1,6 +1,7 @@
 """What training says: a line by time, one sentence at a bad end, what to type next; what is long goes to train.log."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from helpers.toy import TINY, script
 
-from ea_tools import fairseq_train, train
+from ea_tools import fairseq_train, products, train
 
 
 class Clock:
@@ -112,6 +113,24 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "Traceback" in log
     assert "more" in log
     assert "+ " in log, "the command"
+
+
+def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch):
+    """And fairseq, which does not know the flag, does not see it."""
+    matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(tmp_path / "none")]
+    found = []
+    products.use_bf16_products(False)
+    monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(
+        fairseq_train.fairseq_train, "cli_main", lambda: found.append((sys.argv[1:], matmul.fp32_precision))
+    )
+    try:
+        for before in ([], ["--bf16-products"]):
+            monkeypatch.setattr(sys, "argv", ["fairseq_train.py", *before, *words])
+            fairseq_train.main(sys.argv[1:])
+    finally:
+        products.use_bf16_products(False)
+    assert found == [(words, "ieee"), (words, "bf16")]
 
 
 def test_long_messages_are_for_the_log():

@@ -111,7 +111,13 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--size", nargs="+", choices=PAIRS, default=["lite"], help="which pair of models (default: lite)"
     )
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["fp32"],
+        help="on a CPU bf16 is that of matrix products alone (default: fp32)",
+    )
     parser.add_argument(
         "--recipe", default="iwslt14-de-en", metavar="NAME", help="flags of training (default: iwslt14-de-en)"
     )

@@ -39,6 +39,7 @@ from ea_tools.bench.common import (
 )
 from ea_tools.common import UserError, reporting
 from ea_tools.memory import keep_freed_memory
+from ea_tools.products import require_bf16_units, use_bf16_products
 from ea_tools.recipes import read, spell_flags
 from ea_tools.sides import BOTH, DECODER, ENCODER, sides_of
 
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = prepare(args)
         if device == "cpu":
             keep_freed_memory()  # as scripts/train.sh does
+            if "bf16" in args.precision:
+                require_bf16_units()
         if args.memory_of:
             print(json.dumps(memory(args, device, **json.loads(args.memory_of))))
             return
@@ -106,8 +109,11 @@ def measure(
 
 
 def trainer(args: argparse.Namespace, arch: str, device: str, precision: str) -> Trainer:
-    """fairseq's trainer with everything as the recipe has it."""
+    """fairseq's trainer with everything as the recipe has it. On a CPU bf16 is that of matrix products alone."""
     recipe = read(args.recipe)
+    if device == "cpu":
+        use_bf16_products(precision == "bf16")
+        precision = "fp32"
     flags = {name: value for name, value in recipe.flags_for(arch).items() if name != "task"}
     sides = sides_of(ARCH_MODEL_REGISTRY[arch])
     if sides != BOTH:
