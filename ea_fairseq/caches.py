@@ -8,15 +8,19 @@ Axes: T new positions, B batch, which counts hypotheses during beam search, N se
 K heads, D = C / K.
 """
 
+import threading
+
 import torch
 from torch import Tensor
+
+_taking = threading.Lock()  # of all rooms: it is held for a moment
 
 
 class Room:
     """Keys and values of all positions so far, in memory with room for more.
 
-    A state of decoding may be copied and continued twice, from the same room. Then the second to append finds that its
-    place is taken, and moves to a room of its own.
+    A state of decoding may be copied and continued twice, from the same room, by two threads at once, too. Then the
+    second to append finds that its place is taken, and moves to a room of its own.
 
     Args:
         vectors: room x B x 2 x K x D, keys and values.
@@ -39,7 +43,11 @@ class Room:
         """The room that holds the first ``length`` positions of this one, and then ``new``, T x B x 2 x K x D."""
         past = length + new.size(0)
         dtype = torch.promote_types(self.vectors.dtype, new.dtype)  # mixed precision may begin in the middle, or end
-        room = self if self._is_free(length, past, dtype) else self._copy(length, past, dtype)
+        with _taking:
+            is_free = self._is_free(length, past, dtype)
+            if is_free:
+                self.used = past
+        room = self if is_free else self._copy(length, past, dtype)
         room.vectors[length:past] = new
         room.used = past
         return room

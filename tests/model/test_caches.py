@@ -5,6 +5,8 @@ That steps equal teacher forcing while beams move is in test_incremental.py.
 
 import copy
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,6 +82,22 @@ def test_a_step_copies_no_earlier_position():
     place = buffer(module, state)["prev_key"].data_ptr()
     run(module, x[1:], state)
     assert buffer(module, state)["prev_key"].data_ptr() == place
+
+
+def test_two_threads_that_append_to_one_room_get_two(monkeypatch):
+    """Both look whether there is room before either takes it."""
+    is_free = Room._is_free
+
+    def slowly(room, *place):
+        found = is_free(room, *place)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(Room, "_is_free", slowly)
+    room = Room(torch.zeros(8, 1, 2, 1, 1), 2)
+    with ThreadPoolExecutor(2) as threads:
+        rooms = list(threads.map(lambda number: room.append(2, torch.full((1, 1, 2, 1, 1), number)), (1.0, 2.0)))
+    assert [float(each.vectors[2, 0, 0, 0, 0]) for each in rooms] == [1, 2]
 
 
 def test_a_room_from_inference_mode_is_left_outside_of_it():
