@@ -142,6 +142,16 @@ def test_training(tmp_path, small):
     assert result["ratio"]["median"] == pytest.approx(one_pass["stock"] / one_pass["ours"])
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("pa3", ("predictive", 3, False)), ("realformer", ("realformer", 1, False)), ("conv", ("evolving", 1, True))],
+)
+def test_the_papers_other_systems_have_their_flags(size, expected):
+    config = benchmark.configuration(options.PAIRS[size]["ours"], *benchmark.task_flags(options.PAIRS[size]["ours"]))
+    made = vars(config.model)
+    assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == expected
+
+
 def test_training_trains_as_the_recipe_does():
     args = options.training(["--max-tokens", "60"])
     trainer = benchmark_training.trainer(args, "ea_transformer_lite", "cpu", "fp32")

@@ -37,7 +37,7 @@ from fairseq.tasks.translation import TranslationTask
 
 from ea_tools.common import UserError, replacing
 from ea_tools.provenance import provenance
-from ea_tools.sides import BOTH, TASKS, sides_of
+from ea_tools.sides import BOTH, TASKS, Sides, sides_of
 
 Batch = dict[str, Any]  # as fairseq collates it
 Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did
@@ -97,10 +97,10 @@ def read_lengths(path: Path) -> numpy.ndarray:
 
 
 def configuration(
-    arch: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
+    model: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
 ) -> DictConfig:
-    """What fairseq-train makes of these flags."""
-    words = [str(data), "--arch", arch, "--distributed-world-size", "1", *map(str, flags)]
+    """What fairseq-train makes of these flags; `model`: words after --arch, as in options.PAIRS."""
+    words = [str(data), "--arch", *model.split(), "--distributed-world-size", "1", *map(str, flags)]
     words += ["--cpu"] if device == "cpu" else []
     words += [] if precision == "fp32" else [f"--{precision}"]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
@@ -108,9 +108,14 @@ def configuration(
     return convert_namespace_to_omegaconf(args)
 
 
-def task_flags(arch: str) -> list[str]:
+def sides_of_model(model: str) -> Sides:
+    """Which sides a model has, by words after --arch."""
+    return sides_of(ARCH_MODEL_REGISTRY[model.split()[0]])
+
+
+def task_flags(model: str) -> list[str]:
     """The flags of the task that trains such a model: translation, or that of a model with one side."""
-    sides = sides_of(ARCH_MODEL_REGISTRY[arch])
+    sides = sides_of_model(model)
     # One sentence is one sample. So many positions the model has: for 1,024 tokens, and one that masked_lm puts before.
     one_by_one = ["--sample-break-mode", "eos", "--tokens-per-sample", "1025"]
     return ["--task", TASKS[sides], *(one_by_one if sides != BOTH else [])]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from fairseq import utils
 from fairseq.checkpoint_utils import load_model_ensemble
-from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
@@ -31,6 +30,7 @@ from ea_tools.bench.common import (
     prepare,
     record,
     report_speeds,
+    sides_of_model,
     speeds,
     task_flags,
     write,
@@ -63,16 +63,16 @@ def measure(
     if not isinstance(subject, str):
         for run in subject:
             _must_translate(run)
-    arch = options.PAIRS[subject]["stock"] if isinstance(subject, str) else "transformer"
-    if "decoder" not in (sides := sides_of(ARCH_MODEL_REGISTRY[arch])):
+    stock = options.PAIRS[subject]["stock"] if isinstance(subject, str) else "transformer"
+    if "decoder" not in (sides := sides_of_model(stock)):
         raise UserError(f"--size {subject}: such models have {NAMES[sides]}, and decode nothing")
     # What differs between the two, a model brings along.
-    config = configuration(arch, *task_flags(arch), data=args.data or "data", device=device)
+    config = configuration(stock, *task_flags(stock), data=args.data or "data", device=device)
     config.generation.beam = beam
     task = make_task(args, config)
     if isinstance(subject, str):
         archs, runs, label = options.PAIRS[subject], None, subject
-        models = {name: random_model(args, task, arch) for name, arch in archs.items()}
+        models = {name: random_model(args, task, words) for name, words in archs.items()}
     else:
         runs, label = dict(zip(("ours", "stock"), subject, strict=True)), "trained"
         archs, models = trained(args, task, runs)
@@ -100,10 +100,10 @@ def measure(
     return result
 
 
-def random_model(args: argparse.Namespace, task: FairseqTask, arch: str) -> FairseqModel:
+def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
-    shared = ["--share-all-embeddings"] if sides_of(ARCH_MODEL_REGISTRY[arch]) == BOTH else []
-    config = configuration(arch, *task_flags(arch), *shared, data=args.data or "data")
+    shared = ["--share-all-embeddings"] if sides_of_model(words) == BOTH else []
+    config = configuration(words, *task_flags(words), *shared, data=args.data or "data")
     torch.manual_seed(args.seed)
     model = task.build_model(config.model)
     model.load_state_dict(model.state_dict())

@@ -10,13 +10,29 @@ from pathlib import Path
 from ea_tools.common import REPO, positive
 from ea_tools.maps import KINDS
 
-#: Ours and what it is compared with: the papers' two sizes, and fairseq's other Transformers.
+#: Ours and what it is compared with, each as words after --arch: the papers' two sizes, fairseq's other Transformers,
+#: and the papers' other translation systems.
 PAIRS = {
     "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
     "base": {"ours": "ea_transformer_base", "stock": "transformer"},
     "lm": {"ours": "ea_transformer_lm", "stock": "transformer_lm"},
     "roberta_base": {"ours": "ea_roberta_base", "stock": "roberta_base"},
     "bart_base": {"ours": "ea_bart_base", "stock": "bart_base"},
+    **{
+        name: {"ours": system, "stock": "transformer_lite"}
+        for name, system in {
+            "pa": "pa_transformer_lite",
+            "pa3": "pa_transformer_lite --ea-conv-layers 3",
+            "res": "res_transformer_lite",
+            "realformer": "res_transformer_lite --ea-rule realformer",
+            "conv": "conv_transformer_lite",
+            "pa_conv": "pa_conv_transformer_lite",
+            "relative": "ea_transformer_lite --ea-relative-positions 8",
+            "multiplicative": "ea_transformer_lite --ea-score multiplicative",
+            "additive": "ea_transformer_lite --ea-score additive",
+            "concatenative": "ea_transformer_lite --ea-score concatenative",
+        }.items()
+    },
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy
 import torch
-from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from ea_tools.bench.common import (
     random_sentences,
     record,
     report_speeds,
+    sides_of_model,
     speeds,
     task_flags,
     write,
@@ -41,7 +41,7 @@ from ea_tools.common import UserError, reporting
 from ea_tools.memory import keep_freed_memory
 from ea_tools.products import require_bf16_units, use_bf16_products
 from ea_tools.recipes import read, spell_flags
-from ea_tools.sides import BOTH, DECODER, ENCODER, sides_of
+from ea_tools.sides import BOTH, DECODER, ENCODER
 
 #: flags of recipes that only translation has, and what trains a model with one side
 OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings"}
@@ -108,19 +108,22 @@ def measure(
     return result
 
 
-def trainer(args: argparse.Namespace, arch: str, device: str, precision: str) -> Trainer:
-    """fairseq's trainer with everything as the recipe has it. On a CPU bf16 is that of matrix products alone."""
+def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -> Trainer:
+    """fairseq's trainer with everything as the recipe has it; `model`: words after --arch, as in options.PAIRS.
+
+    On a CPU bf16 is that of matrix products alone.
+    """
     recipe = read(args.recipe)
     if device == "cpu":
         use_bf16_products(precision == "bf16")
         precision = "fp32"
-    flags = {name: value for name, value in recipe.flags_for(arch).items() if name != "task"}
-    sides = sides_of(ARCH_MODEL_REGISTRY[arch])
+    flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
+    sides = sides_of_model(model)
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
-    flags = [*task_flags(arch), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
-    config = configuration(arch, *flags, data=args.data or "data", device=device, precision=precision)
+    flags = [*task_flags(model), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
+    config = configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = make_task(args, config)
     trainer = Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
