@@ -21,7 +21,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools import recipes, records, train
+from ea_tools import launch, recipes, records
 from ea_tools.common import REPO, UserError, positive
 from ea_tools.tables import Cell, Table
 
@@ -81,7 +81,7 @@ def _scored(cell: Cell, args: argparse.Namespace) -> Path:
 
 def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:
     """How many runs go at once on the CPU; 0 where they run on GPUs."""
-    if recipes.parse_flags(extra).get("gpus") != ["0"] and train.gpus()[0]:
+    if recipes.parse_flags(extra).get("gpus") != ["0"] and launch.gpus()[0]:
         return 0
     return args.at_once or len(os.sched_getaffinity(0))
 

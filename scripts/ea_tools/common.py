@@ -35,6 +35,11 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
         sys.exit(130)
 
 
+def say(text: str) -> None:
+    """Print a line on standard error, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def quiet() -> None:
     """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")

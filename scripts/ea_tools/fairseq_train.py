@@ -43,7 +43,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 from ea_tools import products  # noqa: E402
 from ea_tools.memory import keep_freed_memory  # noqa: E402
-from ea_tools.train import next_command  # noqa: E402
+from ea_tools.run_folder import next_command  # noqa: E402
 
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # what belongs into train.log and not on the screen

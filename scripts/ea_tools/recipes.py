@@ -14,6 +14,8 @@ from ea_tools.text import read_prep
 
 FOLDER = REPO / "recipes"
 
+Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -133,7 +135,7 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**base, **own, **tables}
 
 
-def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
+def parse_flags(words: Iterable[str]) -> Flags:
     """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line."""
     flags, name = {}, None
     for word in words:
@@ -154,7 +156,7 @@ def spell_flags(flags: Mapping[str, Any]) -> list[str]:
     return [word for name, values in flag_values(flags).items() for word in (f"--{name}", *values)]
 
 
-def flag_values(flags: Mapping[str, Any]) -> dict[str, list[str]]:
+def flag_values(flags: Mapping[str, Any]) -> Flags:
     """{"lr": 0.1, "fp16": True, "share": False} -> {"lr": ["0.1"], "fp16": []}: as `parse_flags` gives them."""
     given = {name: value for name, value in flags.items() if value is not False}
     return {

@@ -186,7 +186,7 @@ def _plain(value: str) -> str:
         return value
 
 
-def recipe_flags(recipe: recipes.Recipe, arch: str, given: dict[str, list[str]]) -> dict[str, str]:
+def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dict[str, str]:
     """The learning flags of a run by a recipe, with the flags that were given besides."""
     chosen = recipe.flags_for(arch) | given
     words = recipes.parse_flags(recipes.spell_flags(chosen))

@@ -8,34 +8,36 @@ Any flag of fairseq-train may follow, and replaces the recipe's: --max-update 10
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import os
 import shlex
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ea_tools import flag_faults, products, recipes
-from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
-from ea_tools.common import REPO, UserError, portable, replacing, reporting
-from ea_tools.preparation import fingerprint, keep, kept_by, require_same
-from ea_tools.provenance import provenance
-from ea_tools.recipes import Recipe, flag_values, parse_flags, spell_flags
+from ea_tools.checkpoints import load
+from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
+from ea_tools.launch import Launch, choose_precision, distribution
+from ea_tools.preparation import fingerprint
+from ea_tools.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
+from ea_tools.run_folder import (
+    LAST,
+    claim,
+    finished,
+    keep_preparation,
+    mend,
+    next_command,
+    record_start,
+    take,
+    updates,
+)
 from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
 
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
-LAST = "checkpoint_last.pt"
-
-
-Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             claim(start.run, identity(start), args.command)
             keep_preparation(start.run, start.data)
             if toml:
-                _write(start.run / "recipe.toml", toml)
+                with replacing(start.run / "recipe.toml") as temporary:
+                    temporary.write_text(toml, encoding="utf-8")
             last = mend(start.run)
         else:
             last = load(start.run / LAST) if (start.run / LAST).exists() else None
@@ -86,11 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if last:
         say(f"{start.run}: goes on after {updates(last):,} updates")
     os.execve(start.command[0], start.command, start.environment)
-
-
-def say(text: str) -> None:
-    """Print a line on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
@@ -157,73 +155,6 @@ def _default(make: Callable[[], Path], parser: argparse.ArgumentParser) -> Path:
         return make()
     except UserError as error:
         parser.exit(1, f"train: {error}\n")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Where the processes go: `gpus` (0 is the CPU) on each of `nodes` machines, this one being number `rank`."""
-
-    gpus: int
-    capability: tuple[int, int] | None = None  # of the least of the GPUs
-    nodes: int = 1
-    rank: int = 0
-    host: str = "localhost"
-    port: int = 29500
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Launch:
-        """What the command line says, else SLURM's variables, else what this machine has."""
-        there, capability = (0, None) if args.gpus == 0 else gpus()
-        wanted = there if args.gpus is None else args.gpus
-        if wanted > there and not args.dry_run:
-            raise UserError(f"--gpus {wanted}: this machine has {there}")
-        if wanted < 0:
-            raise UserError(f"--gpus {wanted}: cannot be negative")
-        slurm = os.environ
-        nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
-        if nodes == 1:
-            return cls(wanted, capability)
-        rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
-        master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
-        if rank is None or master is None:
-            raise UserError(f"{nodes} machines need --node-rank and --master HOST[:PORT], outside SLURM")
-        if not 0 <= int(rank) < nodes:
-            raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
-        host, _, port = master.partition(":")
-        return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
-
-    @property
-    def processes(self) -> int:
-        """How many processes train, on all machines together."""
-        return max(self.gpus, 1) * self.nodes
-
-    def __str__(self) -> str:
-        what = f"{self.gpus} GPU" if self.gpus else "CPU"
-        return what if self.nodes == 1 else f"{self.nodes} machines x {what}"
-
-
-#: What a GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-
-
-def gpus() -> tuple[int, tuple[int, int] | None]:
-    """How many GPUs there are, and the least compute capability among them.
-
-    PyTorch is only asked where there is a driver, for its import takes seconds.
-    """
-    if not any(Path(driver).exists() for driver in DRIVERS):
-        return 0, None
-    import torch
-
-    count = torch.cuda.device_count()
-    return count, min((torch.cuda.get_device_capability(i) for i in range(count)), default=None)
-
-
-def _slurm_master(nodelist: str | None) -> str | None:
-    if not nodelist:
-        return None
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-    return hosts.stdout.split()[0]
 
 
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
@@ -312,63 +243,6 @@ def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     return {"max-tokens": tokens, "update-freq": accumulation, **smaller}
 
 
-def choose_precision(wanted: str, launch: Launch) -> str:
-    """fp32, fp16 or bf16; says which and why where it was left to us.
-
-    On a GPU bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32. On a CPU fp32; bf16
-    stands for float32 numbers whose matrix products are made in the CPU's units for bfloat16.
-    """
-    if wanted == "fp16" and not launch.gpus:
-        raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has units for that")
-    if wanted == "bf16" and not launch.gpus:
-        products.require_bf16_units()
-    if wanted != "auto":
-        return wanted
-    if not launch.gpus:
-        if products.has_bf16_units():
-            say("precision: fp32; this CPU has units for bfloat16, try --precision bf16: nobody has measured its gain")
-        return "fp32"
-    if not launch.capability:  # --dry-run for another machine
-        return "fp32"
-    precision = "bf16" if launch.capability >= (8, 0) else "fp16" if launch.capability >= (7, 0) else "fp32"
-    say(f"precision: {precision}, by the GPU's compute capability, {'.'.join(map(str, launch.capability))}")
-    return precision
-
-
-def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """fairseq's distributed flags, the words that start Python, and the environment.
-
-    One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
-    one process on each, for which fairseq has to be told everything.
-    """
-    python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
-    # SLURM's node list would make fairseq look for the other processes by itself.
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
-    flags = {"distributed-world-size": launch.processes}
-    if launch.gpus and launch.gpus < gpus()[0]:
-        visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: launch.gpus])
-    if not launch.gpus:
-        flags["cpu"] = True
-    if launch.nodes == 1:
-        return flags, python, environment
-    if launch.gpus:
-        torchrun = [
-            str(Path(sys.executable).with_name("torchrun")),
-            *("--nnodes", str(launch.nodes), "--node-rank", str(launch.rank), "--nproc-per-node", str(launch.gpus)),
-            *("--master-addr", launch.host, "--master-port", str(launch.port)),
-        ]
-        return flags, [*torchrun, "--no-python", *python], environment
-    flags |= {
-        "distributed-backend": "gloo",
-        "ddp-backend": "legacy_ddp",
-        "distributed-no-spawn": True,
-        "distributed-rank": launch.rank,
-        "distributed-init-method": f"tcp://{launch.host}:{launch.port}",
-    }
-    return flags, python, environment
-
-
 def check_data(data: Path, recipe: Recipe) -> None:
     """The data folder must be there, complete, and of the recipe's languages."""
     prep = read_prep(data)
@@ -383,160 +257,6 @@ def identity(start: Plan) -> dict[str, str]:
     """What must not change while a run goes on: recipe, architecture, data, and the flags that make the model."""
     model = {name: " ".join(values) for name, values in start.flags.items() if name.startswith(IDENTITY)}
     return {"recipe": start.recipe.name, "arch": start.arch, "data": fingerprint(start.data), **model}
-
-
-_locks = []  # open as long as the process lives
-
-
-def take(run: Path) -> None:
-    """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive."""
-    run.mkdir(parents=True, exist_ok=True)
-    lock = (run / "lock").open("w")
-    try:
-        # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"{run}: another process trains in this folder") from None
-    os.set_inheritable(lock.fileno(), True)
-    _locks.append(lock)
-
-
-def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
-    """Write down whose folder this is, or refuse one that is somebody else's."""
-    record = run / "run.json"
-    started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
-    if record.exists() and started:
-        owner = json.loads(record.read_text(encoding="utf-8"))["identity"]
-        changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
-        if changed:
-            raise UserError(
-                f"{run} belongs to another run; choose another --run\n"
-                + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
-            )
-    elif started:
-        raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
-    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() and started else {}
-    first = before.get("command", command)  # that which began the run; each start has its own
-    _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
-
-
-def keep_preparation(run: Path, data: Path) -> None:
-    """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
-    if any(run.glob("checkpoint*")) and (kept := kept_by(run)):
-        require_same(kept, data, run)
-    else:
-        keep(run, data)
-
-
-def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str = "") -> None:
-    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags.
-
-    A run that was stopped and went on after a change of the code or of a flag says so by this, and on the screen.
-    """
-    machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
-    start = {
-        "command": command,
-        "updates": done,
-        **provenance(on_cpu=not launch.gpus),
-        "processes": launch.processes,
-        "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
-    }
-    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    if done and record["starts"]:
-        say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
-    _write_record(run, {**record, "starts": [*record["starts"], start]})
-
-
-def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Print a note for each flag of fairseq-train that a run goes on without, with, or with another value."""
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            was, is_now = (flags[name] or "given" if name in flags else "not given" for flags in (before, now))
-            say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
-
-
-def _write_record(run: Path, record: dict[str, Any]) -> None:
-    _write(run / "run.json", json.dumps(record, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def mend(run: Path) -> dict[str, Any] | None:
-    """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
-
-    Returns its contents, or None where a run starts. A checkpoint that is whole but not allowed, for it asks for more
-    than weights and settings, ends this with an error and stays where it is.
-    """
-    for path in run.glob("*.pt.tmp"):
-        path.unlink()
-    files = list(run.iterdir())
-    families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
-    newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
-    if not newest:
-        if any(run.glob("*.damaged")):
-            raise UserError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
-        return None
-    path, state = max(newest, key=lambda loaded: updates(loaded[1]))  # the first of equals: checkpoint_last.pt
-    if path.name != LAST:
-        extra = state["extra_state"]
-        for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
-            with replacing(run / name) as temporary:
-                shutil.copyfile(path, temporary)
-        say(f"train: {path.name} is newer than the {LAST} there is, or there is none: going on from it")
-    return state
-
-
-def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
-    """The last (path, contents) of [(number, path), ...] that loads; those that do not are set aside."""
-    for _, path in reversed(list(family)):
-        try:
-            state = load(path)
-            _resumable(path, state)
-            return path, state
-        except DamagedError as error:
-            aside = path.with_name(path.name + ".damaged")
-            path.replace(aside)
-            say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
-    return None
-
-
-def _resumable(path: Path, state: Mapping[str, Any]) -> None:
-    if "optimizer_history" not in state or "last_optimizer_state" not in state:
-        raise DamagedError(f"{path}: has no optimizer state, training cannot go on from it")
-
-
-def updates(state: Mapping[str, Any]) -> int:
-    """How many updates a checkpoint has seen."""
-    return state["optimizer_history"][-1]["num_updates"]
-
-
-def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
-    """Why a run with this last checkpoint has nothing left to do, or None."""
-    if state is None:
-        return None
-    wanted = int(flags.get("max-update", ["0"])[0])
-    if wanted and updates(state) >= wanted:
-        return f"{updates(state):,} updates, --max-update is {wanted:,}"
-    epochs = int(flags.get("max-epoch", ["0"])[0])
-    iterator = state["extra_state"]["train_iterator"]
-    if epochs and iterator["epoch"] > epochs:
-        return f"--max-epoch is {epochs}"
-    patience = int(flags.get("patience", ["-1"])[0])
-    runs = state["extra_state"].get("early_stopping", {}).get("num_runs") or 0
-    if patience > 0 and runs >= patience:
-        return f"{runs:.0f} validations without improvement, --patience is {patience}"
-    return None
-
-
-def next_command(data: Path, run: Path) -> str:
-    """What a user types after a training: scores of the average of the last checkpoints that there are, at most 10."""
-    files = list(run.iterdir())
-    number = min(10, max(len(numbered(files, EPOCH)), len(numbered(files, UPDATE))))
-    which = ["--average", str(number)] if number else ["--best"]
-    return portable(["scripts/evaluate.sh", "--data", str(data), "--run", str(run), *which])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from fairseq import options
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools import flag_faults, products, recipes, train
+from ea_tools import flag_faults, launch, products, recipes, train
 from ea_tools.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
@@ -153,12 +153,12 @@ def test_slurm(capsys, monkeypatch, tmp_path):
     ("capability", "expected"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((6, 1), "fp32"), (None, "fp32")]
 )
 def test_precision_follows_the_gpu(monkeypatch, capability, expected):
-    monkeypatch.setattr(train.products, "has_bf16_units", lambda: True)
-    gpu, cpu = train.Launch(gpus=1, capability=capability), train.Launch(gpus=0)
-    assert train.choose_precision("auto", gpu) == expected
-    assert train.choose_precision("auto", cpu) == "fp32"
-    assert train.choose_precision("fp32", gpu) == "fp32"
-    assert train.choose_precision("fp16", gpu) == "fp16"
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
+    gpu, cpu = launch.Launch(gpus=1, capability=capability), launch.Launch(gpus=0)
+    assert launch.choose_precision("auto", gpu) == expected
+    assert launch.choose_precision("auto", cpu) == "fp32"
+    assert launch.choose_precision("fp32", gpu) == "fp32"
+    assert launch.choose_precision("fp16", gpu) == "fp16"
 
 
 @pytest.mark.parametrize(

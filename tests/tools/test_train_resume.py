@@ -14,7 +14,7 @@ import torch
 from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
-from ea_tools import recipes, train
+from ea_tools import launch, recipes, run_folder, train
 from ea_tools.checkpoints import load
 from ea_tools.common import UserError
 
@@ -39,14 +39,14 @@ def checkpoint(path, updates, *, val_loss=1.0, best=1.0):
 
 
 def last_updates(run):
-    return train.updates(load(run / "checkpoint_last.pt"))
+    return run_folder.updates(load(run / "checkpoint_last.pt"))
 
 
 # --- what mend() makes of a folder ------------------------------------------------------------------------------------
 
 
 def test_a_new_folder_starts_from_nothing(tmp_path):
-    assert train.mend(tmp_path) is None
+    assert run_folder.mend(tmp_path) is None
 
 
 @pytest.mark.parametrize("size", [0, 100])
@@ -55,7 +55,7 @@ def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
     checkpoint(tmp_path / "checkpoint2.pt", 20)
     last = checkpoint(tmp_path / "checkpoint_last.pt", 30)
     os.truncate(last, size)
-    assert train.updates(train.mend(tmp_path)) == 20
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
     assert last_updates(tmp_path) == 20
     warning = capsys.readouterr().err
     assert "checkpoint_last.pt: " in warning
@@ -70,7 +70,7 @@ def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     os.truncate(checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
     os.truncate(checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
     (tmp_path / "checkpoint4.pt.tmp").write_text("half")
-    assert train.updates(train.mend(tmp_path)) == 25
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 25
     assert last_updates(tmp_path) == 25
     assert not (tmp_path / "checkpoint4.pt.tmp").exists()
 
@@ -80,11 +80,11 @@ def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
     for name in ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
         checkpoint(tmp_path / name, 10, val_loss=2.0, best=2.0)
     checkpoint(tmp_path / "checkpoint2.pt", 20, val_loss=1.5, best=1.5)
-    train.mend(tmp_path)
-    assert train.updates(load(tmp_path / "checkpoint_best.pt")) == 20
+    run_folder.mend(tmp_path)
+    assert run_folder.updates(load(tmp_path / "checkpoint_best.pt")) == 20
     checkpoint(tmp_path / "checkpoint3.pt", 30, val_loss=1.8, best=1.5)
-    train.mend(tmp_path)
-    assert train.updates(load(tmp_path / "checkpoint_best.pt")) == 20
+    run_folder.mend(tmp_path)
+    assert run_folder.updates(load(tmp_path / "checkpoint_best.pt")) == 20
     assert last_updates(tmp_path) == 30
 
 
@@ -93,13 +93,13 @@ def test_never_silently_from_nothing(tmp_path, capsys):
         (tmp_path / name).write_text("not a checkpoint")
     for _ in range(2):  # the second time everything has been set aside already
         with pytest.raises(UserError, match="none of its checkpoints loads"):
-            train.mend(tmp_path)
+            run_folder.mend(tmp_path)
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
     checkpoint(tmp_path / "checkpoint4.pt", 40)
-    assert train.updates(train.mend(tmp_path)) == 40
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 40
     assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
 
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
     content = (tmp_path / "checkpoint_last.pt").read_bytes()
     with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused, and nothing of it was run: it asks for "):
-        train.mend(tmp_path)
+        run_folder.mend(tmp_path)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
     assert not list(tmp_path.glob("*.damaged"))
     assert not trace.exists()
@@ -121,23 +121,23 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
-    train.claim(tmp_path, {**mine, "arch": "mistyped"})
-    train.claim(tmp_path, mine)  # nothing was saved yet
+    run_folder.claim(tmp_path, {**mine, "arch": "mistyped"})
+    run_folder.claim(tmp_path, mine)  # nothing was saved yet
     checkpoint(tmp_path / "checkpoint1.pt", 10)
-    train.claim(tmp_path, mine)
+    run_folder.claim(tmp_path, mine)
     with pytest.raises(UserError, match="belongs to another run") as refusal:
-        train.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
+        run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
     assert "arch: there a, now b" in str(refusal.value)
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
 
 
 def test_every_start_is_recorded(tmp_path):
     """The record says on which code and flags each part of a run was trained; starting afresh forgets the last try."""
-    launch = train.Launch(gpus=0)
+    on_cpu = launch.Launch(gpus=0)
 
     def start(lr, done):
-        train.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
-        train.record_start(tmp_path, {"user-dir": ["ea_fairseq"], "lr": [lr], "save-dir": ["x"]}, launch, done)
+        run_folder.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
+        run_folder.record_start(tmp_path, {"user-dir": ["ea_fairseq"], "lr": [lr], "save-dir": ["x"]}, on_cpu, done)
         return json.loads((tmp_path / "run.json").read_text())["starts"]
 
     start("0.1", 0)
@@ -153,11 +153,11 @@ def test_every_start_is_recorded(tmp_path):
 
 
 def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
-    launch = train.Launch(gpus=0)
+    on_cpu = launch.Launch(gpus=0)
     for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
-        train.claim(tmp_path, {"arch": "a"}, command)
+        run_folder.claim(tmp_path, {"arch": "a"}, command)
         extra = {"fp16": []} if done else {}
-        train.record_start(tmp_path, {"lr": [lr], "dropout": ["0"], **extra}, launch, done, command)
+        run_folder.record_start(tmp_path, {"lr": [lr], "dropout": ["0"], **extra}, on_cpu, done, command)
         checkpoint(tmp_path / "checkpoint1.pt", 10)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["command"] == "train.sh a --lr 0.1", "that which began the run"
@@ -172,14 +172,14 @@ def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
 def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 1)
     with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
-        train.claim(tmp_path, {"recipe": "sample"})
+        run_folder.claim(tmp_path, {"recipe": "sample"})
 
 
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
     words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9]
     args, flags = train.parse([*map(str, words)])
-    identity = train.identity(train.plan(recipes.read("sample"), args, flags, train.Launch(gpus=0)))
+    identity = train.identity(train.plan(recipes.read("sample"), args, flags, launch.Launch(gpus=0)))
     model = {"recipe": "sample", "arch": "ea_transformer_lite", "ea-beta": "0.3", "encoder-layers": "2", "seed": "7"}
     assert model.items() <= identity.items()
     assert identity["data"] == train.fingerprint(data)
@@ -189,17 +189,17 @@ def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
 def test_two_at_once(tmp_path):
     """The lock outlives exec, which is how train.py becomes fairseq-train, and dies with the process."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import os, pathlib; from ea_tools import train;"
-         f"train.take(pathlib.Path({str(tmp_path)!r}));"
+        [sys.executable, "-c", "import os, pathlib; from ea_tools import run_folder;"
+         f"run_folder.take(pathlib.Path({str(tmp_path)!r}));"
          "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec sleep 60'])"],
         stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout.readline() == b"held\n"
     with pytest.raises(UserError, match="another process trains in this folder"):
-        train.take(tmp_path)
+        run_folder.take(tmp_path)
     holder.kill()
     holder.wait()
-    train.take(tmp_path)
+    run_folder.take(tmp_path)
 
 
 def test_data_of_other_languages_are_refused(data, tmp_path):
@@ -336,7 +336,7 @@ def test_a_full_disk(data, tmp_path):
     assert result.returncode == 1
     assert "could not write" in result.stdout
     assert "make room and run the same command again" in result.stdout
-    whole = [path for path in saved.glob("*.pt") if train.updates(load(path))]
+    whole = [path for path in saved.glob("*.pt") if run_folder.updates(load(path))]
     assert len(whole) >= 3, "each of them loads"
     assert not list(saved.glob("*.tmp"))
     # With room again, the same command goes on.

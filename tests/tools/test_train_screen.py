@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.toy import TINY, script
 
-from ea_tools import fairseq_train, products, train
+from ea_tools import fairseq_train, products, run_folder
 
 
 class Clock:
@@ -152,10 +152,10 @@ def test_what_to_type_next(tmp_path):
     for name in ("checkpoint1.pt", "checkpoint2.pt", "checkpoint_last.pt"):
         (tmp_path / name).touch()
     command = f"scripts/evaluate.sh --data data/x --run {tmp_path} --average 2"
-    assert train.next_command(Path("data/x"), tmp_path) == command
+    assert run_folder.next_command(Path("data/x"), tmp_path) == command
     for number in range(50, 650, 50):
         (tmp_path / f"checkpoint_1_{number}.pt").touch()
-    assert train.next_command(Path("data/x"), tmp_path).endswith("--average 10")
+    assert run_folder.next_command(Path("data/x"), tmp_path).endswith("--average 10")
 
 
 @pytest.mark.slow

@@ -1,0 +1,138 @@
+"""Where the processes of a training go: GPUs and machines, the precision that they have, what starts them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ea_tools import products
+from ea_tools.common import UserError, say
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where the processes go: `gpus` (0 is the CPU) on each of `nodes` machines, this one being number `rank`."""
+
+    gpus: int
+    capability: tuple[int, int] | None = None  # of the least of the GPUs
+    nodes: int = 1
+    rank: int = 0
+    host: str = "localhost"
+    port: int = 29500
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Launch:
+        """What the command line says, else SLURM's variables, else what this machine has."""
+        there, capability = (0, None) if args.gpus == 0 else gpus()
+        wanted = there if args.gpus is None else args.gpus
+        if wanted > there and not args.dry_run:
+            raise UserError(f"--gpus {wanted}: this machine has {there}")
+        if wanted < 0:
+            raise UserError(f"--gpus {wanted}: cannot be negative")
+        slurm = os.environ
+        nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
+        if nodes == 1:
+            return cls(wanted, capability)
+        rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
+        master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
+        if rank is None or master is None:
+            raise UserError(f"{nodes} machines need --node-rank and --master HOST[:PORT], outside SLURM")
+        if not 0 <= int(rank) < nodes:
+            raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
+        host, _, port = master.partition(":")
+        return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
+
+    @property
+    def processes(self) -> int:
+        """How many processes train, on all machines together."""
+        return max(self.gpus, 1) * self.nodes
+
+    def __str__(self) -> str:
+        what = f"{self.gpus} GPU" if self.gpus else "CPU"
+        return what if self.nodes == 1 else f"{self.nodes} machines x {what}"
+
+
+#: What a GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def gpus() -> tuple[int, tuple[int, int] | None]:
+    """How many GPUs there are, and the least compute capability among them.
+
+    PyTorch is only asked where there is a driver, for its import takes seconds.
+    """
+    if not any(Path(driver).exists() for driver in DRIVERS):
+        return 0, None
+    import torch
+
+    count = torch.cuda.device_count()
+    return count, min((torch.cuda.get_device_capability(i) for i in range(count)), default=None)
+
+
+def _slurm_master(nodelist: str | None) -> str | None:
+    if not nodelist:
+        return None
+    hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    return hosts.stdout.split()[0]
+
+
+def choose_precision(wanted: str, launch: Launch) -> str:
+    """fp32, fp16 or bf16; says which and why where it was left to us.
+
+    On a GPU bf16 from compute capability 8.0 (A100), fp16 from 7.0 (V100, tensor cores), else fp32. On a CPU fp32; bf16
+    stands for float32 numbers whose matrix products are made in the CPU's units for bfloat16.
+    """
+    if wanted == "fp16" and not launch.gpus:
+        raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has units for that")
+    if wanted == "bf16" and not launch.gpus:
+        products.require_bf16_units()
+    if wanted != "auto":
+        return wanted
+    if not launch.gpus:
+        if products.has_bf16_units():
+            say("precision: fp32; this CPU has units for bfloat16, try --precision bf16: nobody has measured its gain")
+        return "fp32"
+    if not launch.capability:  # --dry-run for another machine
+        return "fp32"
+    precision = "bf16" if launch.capability >= (8, 0) else "fp16" if launch.capability >= (7, 0) else "fp32"
+    say(f"precision: {precision}, by the GPU's compute capability, {'.'.join(map(str, launch.capability))}")
+    return precision
+
+
+def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """fairseq's distributed flags, the words that start Python, and the environment.
+
+    One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
+    one process on each, for which fairseq has to be told everything.
+    """
+    python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
+    # SLURM's node list would make fairseq look for the other processes by itself.
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
+    flags = {"distributed-world-size": launch.processes}
+    if launch.gpus and launch.gpus < gpus()[0]:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: launch.gpus])
+    if not launch.gpus:
+        flags["cpu"] = True
+    if launch.nodes == 1:
+        return flags, python, environment
+    if launch.gpus:
+        torchrun = [
+            str(Path(sys.executable).with_name("torchrun")),
+            *("--nnodes", str(launch.nodes), "--node-rank", str(launch.rank), "--nproc-per-node", str(launch.gpus)),
+            *("--master-addr", launch.host, "--master-port", str(launch.port)),
+        ]
+        return flags, [*torchrun, "--no-python", *python], environment
+    flags |= {
+        "distributed-backend": "gloo",
+        "ddp-backend": "legacy_ddp",
+        "distributed-no-spawn": True,
+        "distributed-rank": launch.rank,
+        "distributed-init-method": f"tcp://{launch.host}:{launch.port}",
+    }
+    return flags, python, environment

@@ -1,0 +1,169 @@
+"""The folder of a training run: whose it is, what is recorded of each start, from which checkpoint it goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
+from ea_tools.common import UserError, portable, replacing, say
+from ea_tools.launch import Launch
+from ea_tools.preparation import keep, kept_by, require_same
+from ea_tools.provenance import provenance
+from ea_tools.recipes import Flags
+
+LAST = "checkpoint_last.pt"
+
+_locks = []  # open as long as the process lives
+
+
+def take(run: Path) -> None:
+    """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive."""
+    run.mkdir(parents=True, exist_ok=True)
+    lock = (run / "lock").open("w")
+    try:
+        # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{run}: another process trains in this folder") from None
+    os.set_inheritable(lock.fileno(), True)
+    _locks.append(lock)
+
+
+def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
+    """Write down whose folder this is, or refuse one that is somebody else's."""
+    record = run / "run.json"
+    started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
+    if record.exists() and started:
+        owner = json.loads(record.read_text(encoding="utf-8"))["identity"]
+        changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
+        if changed:
+            raise UserError(
+                f"{run} belongs to another run; choose another --run\n"
+                + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
+            )
+    elif started:
+        raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() and started else {}
+    first = before.get("command", command)  # that which began the run; each start has its own
+    _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
+
+
+def keep_preparation(run: Path, data: Path) -> None:
+    """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
+    if any(run.glob("checkpoint*")) and (kept := kept_by(run)):
+        require_same(kept, data, run)
+    else:
+        keep(run, data)
+
+
+def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str = "") -> None:
+    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags.
+
+    A run that was stopped and went on after a change of the code or of a flag says so by this, and on the screen.
+    """
+    machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
+    start = {
+        "command": command,
+        "updates": done,
+        **provenance(on_cpu=not launch.gpus),
+        "processes": launch.processes,
+        "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
+    }
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    if done and record["starts"]:
+        say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
+    _write_record(run, {**record, "starts": [*record["starts"], start]})
+
+
+def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Print a note for each flag of fairseq-train that a run goes on without, with, or with another value."""
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            was, is_now = (flags[name] or "given" if name in flags else "not given" for flags in (before, now))
+            say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
+
+
+def _write_record(run: Path, record: dict[str, Any]) -> None:
+    with replacing(run / "run.json") as temporary:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def mend(run: Path) -> dict[str, Any] | None:
+    """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
+
+    Returns its contents, or None where a run starts. A checkpoint that is whole but not allowed, for it asks for more
+    than weights and settings, ends this with an error and stays where it is.
+    """
+    for path in run.glob("*.pt.tmp"):
+        path.unlink()
+    files = list(run.iterdir())
+    families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
+    newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
+    if not newest:
+        if any(run.glob("*.damaged")):
+            raise UserError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
+        return None
+    path, state = max(newest, key=lambda loaded: updates(loaded[1]))  # the first of equals: checkpoint_last.pt
+    if path.name != LAST:
+        extra = state["extra_state"]
+        for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
+            with replacing(run / name) as temporary:
+                shutil.copyfile(path, temporary)
+        say(f"train: {path.name} is newer than the {LAST} there is, or there is none: going on from it")
+    return state
+
+
+def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
+    """The last (path, contents) of [(number, path), ...] that loads; those that do not are set aside."""
+    for _, path in reversed(list(family)):
+        try:
+            state = load(path)
+            _resumable(path, state)
+            return path, state
+        except DamagedError as error:
+            aside = path.with_name(path.name + ".damaged")
+            path.replace(aside)
+            say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
+    return None
+
+
+def _resumable(path: Path, state: Mapping[str, Any]) -> None:
+    if "optimizer_history" not in state or "last_optimizer_state" not in state:
+        raise DamagedError(f"{path}: has no optimizer state, training cannot go on from it")
+
+
+def updates(state: Mapping[str, Any]) -> int:
+    """How many updates a checkpoint has seen."""
+    return state["optimizer_history"][-1]["num_updates"]
+
+
+def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
+    """Why a run with this last checkpoint has nothing left to do, or None."""
+    if state is None:
+        return None
+    wanted = int(flags.get("max-update", ["0"])[0])
+    if wanted and updates(state) >= wanted:
+        return f"{updates(state):,} updates, --max-update is {wanted:,}"
+    epochs = int(flags.get("max-epoch", ["0"])[0])
+    iterator = state["extra_state"]["train_iterator"]
+    if epochs and iterator["epoch"] > epochs:
+        return f"--max-epoch is {epochs}"
+    patience = int(flags.get("patience", ["-1"])[0])
+    runs = state["extra_state"].get("early_stopping", {}).get("num_runs") or 0
+    if patience > 0 and runs >= patience:
+        return f"{runs:.0f} validations without improvement, --patience is {patience}"
+    return None
+
+
+def next_command(data: Path, run: Path) -> str:
+    """What a user types after a training: scores of the average of the last checkpoints that there are, at most 10."""
+    files = list(run.iterdir())
+    number = min(10, max(len(numbered(files, EPOCH)), len(numbered(files, UPDATE))))
+    which = ["--average", str(number)] if number else ["--best"]
+    return portable(["scripts/evaluate.sh", "--data", str(data), "--run", str(run), *which])
