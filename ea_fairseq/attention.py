@@ -26,6 +26,7 @@ from . import kernels
 from .caches import Room, shared_sources
 from .evolution import Evolution, Geometry
 from .kernels import Call, Result
+from .masks import additive, append_padding, combine, masked_softmax
 from .scores import SCORES, RelativePositions, dot_products
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
@@ -37,9 +38,6 @@ IncrementalState = dict[str, dict[str, Tensor | None]]
 #:     projection  in self-attention, weight and bias of three projections in one
 #:     sources     in encoder-decoder attention, B, which row of keys and values each hypothesis looks at
 Kept = dict[str, Any]
-
-#: In a float mask, what is at most this is masked: fairseq writes -1e4, -1e8 or -inf. Anything else is added.
-MASKED_FROM = -9e3
 
 
 @dataclass(eq=False)
@@ -246,7 +244,7 @@ class EvolvingAttention(MultiheadAttention):
         if above is not None:
             mixed = self.evolution.mix(logits, call.hidden, call.previous)
             kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
-        weights = _weights(a_logit, call.masked)
+        weights = masked_softmax(a_logit, call.masked)
         context = torch.matmul(self.dropout_module(weights.type_as(call.v)), _rows(call.v, call.sources))
         return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
 
@@ -265,7 +263,7 @@ class EvolvingAttention(MultiheadAttention):
         """Show the observer the maps, computed once more, so that being observed changes nothing."""
         logits, above = self._logits_and_rows_above(call)
         a_logit = self.evolution(logits, call.hidden, call.previous, above)
-        self.observer(Maps(logits, call.hidden, call.previous, above, a_logit, _weights(a_logit, call.masked)))
+        self.observer(Maps(logits, call.hidden, call.previous, above, a_logit, masked_softmax(a_logit, call.masked)))
 
     def _rows_above(self, q: Tensor, k: Tensor, kept: Kept | None) -> Tensor | None:
         """What the convolution read of earlier steps' rows, B x K x rows_above x (keys that there were), or None."""
@@ -296,7 +294,7 @@ class EncoderSelfAttention(EvolvingAttention):
         Args:
             query: S x B x C; keys and values are made of it too.
             key_padding_mask: B x S, or a call with maps: previous, keep_map and then a_logit.
-            attn_mask: S x S; see ``combine`` and ``additive``.
+            attn_mask: S x S; see ``masks.combine`` and ``masks.additive``.
 
         Returns:
             output S x B x C; weights, if asked for, as ``averaged`` gives them.
@@ -341,7 +339,7 @@ class DecoderAttention(EvolvingAttention):
                 which are the new positions only, step by step.
             incremental_state: keeps what earlier steps computed.
             static_kv: unused; the encoder's keys and values never change.
-            attn_mask: T x S; see ``combine`` and ``additive``.
+            attn_mask: T x S; see ``masks.combine`` and ``masks.additive``.
 
         Returns:
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
@@ -387,7 +385,7 @@ class DecoderAttention(EvolvingAttention):
         """Queries of the new positions, B x K x T x D; keys and values of all so far, B x K x S x D; padding, B x S."""
         padding = None if padding is None else padding.bool()
         if kept:
-            padding = _append_padding(kept["prev_key_padding_mask"], padding, kept["prev_key"], query.size(0))
+            padding = append_padding(kept["prev_key_padding_mask"], padding, kept["prev_key"], query.size(0))
         if reuses:
             q, new = self._project(query, kept)
             length = kept["prev_key"].size(2) if "prev_key" in kept else 0
@@ -460,52 +458,8 @@ def _rows(shared: Tensor, sources: Tensor | None) -> Tensor:
     return shared if sources is None else shared.index_select(0, sources)
 
 
-def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-    """What the softmax must not see: bool that broadcasts to B x K x T x S, or None.
-
-    Args:
-        key_padding_mask: B x S; anything but zero = masked.
-        attn_mask: T x S. Of floats, what is at most ``MASKED_FROM`` is masked, and ``additive`` gives the rest; of any
-            other type, anything but zero is masked.
-    """
-    masked = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
-    if attn_mask is None:
-        return masked
-    if attn_mask.dim() != 2:
-        raise ValueError(f"attn_mask must be T x S, and has the shape {tuple(attn_mask.shape)}")
-    attn_mask = (attn_mask <= MASKED_FROM if attn_mask.is_floating_point() else attn_mask.bool())[None, None]
-    return attn_mask if masked is None else masked | attn_mask
-
-
-def additive(attn_mask: Tensor | None) -> Tensor | None:
-    """What a mask of floats adds to the logits, T x S; None for masks of another type, which add nothing."""
-    if attn_mask is None or not attn_mask.is_floating_point():
-        return None
-    return attn_mask.masked_fill(attn_mask <= MASKED_FROM, 0)
-
-
-def _weights(a_logit: Tensor, masked: Tensor | None) -> Tensor:
-    """Mask and softmax, at least in float32: B x K x T x S."""
-    if masked is not None:
-        # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
-        a_logit = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-    return F.softmax(a_logit, dim=-1, dtype=torch.promote_types(a_logit.dtype, torch.float32))
-
-
 def averaged(weights: Tensor, need_weights: bool, need_head_weights: bool) -> Tensor | None:
     """B x K x T x S -> B x T x S, the mean over heads; or K x B x T x S with need_head_weights; or None."""
     if need_head_weights:
         return weights.transpose(0, 1)
     return weights.mean(dim=1) if need_weights else None
-
-
-def _append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new: int) -> Tensor | None:
-    """Padding mask of all positions, B x S, from those of the earlier and of the ``new`` ones; None = no padding."""
-    if before is None and now is None:
-        return None
-    batch, device = old_keys.size(0), old_keys.device
-    if before is None:
-        before = torch.zeros(batch, old_keys.size(2), dtype=torch.bool, device=device)
-    if now is None:
-        now = torch.zeros(batch, new, dtype=torch.bool, device=device)
-    return torch.cat([before, now], dim=1)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention, combine
+from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention
 from ea_fairseq.evolution import Evolution, Geometry
+from ea_fairseq.masks import combine
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize, write
 from ea_tools.common import reporting

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_fairseq.attention import EvolvingAttention, Maps, combine
+from ea_fairseq.attention import EvolvingAttention, Maps
 from ea_fairseq.evolution import Part
+from ea_fairseq.masks import combine
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
 
