@@ -13,24 +13,11 @@ from helpers.toy import save_model
 from ea_fairseq.evolution import Part
 from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
+from ea_tools.maps.alignments import alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.collect import LayerMaps
+from ea_tools.maps.measures import Estimate, entropy, estimate, resamples, shares, similarity, statistics_of
 from ea_tools.maps.models import load_model
-from ea_tools.maps.statistics import (
-    Estimate,
-    Sample,
-    alignment_errors,
-    check_range,
-    entropy,
-    estimate,
-    hard_alignment,
-    main,
-    read_gold,
-    resamples,
-    shares,
-    similarity,
-    statistics_of,
-    tally,
-)
+from ea_tools.maps.statistics import Sample, main, tally
 from ea_tools.preparation import keep
 
 ALL = np.ones((1, 1, 1, 4), dtype=bool)

@@ -16,8 +16,10 @@ from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import families, visual
-from ea_tools.maps import draw as plot_attention
-from ea_tools.maps.draw import Look, Row, bertviz, chosen, main, numbers, page, parse, picture
+from ea_tools.maps import KINDS, draw, picture
+from ea_tools.maps.draw import chosen, main, parse
+from ea_tools.maps.exports import bertviz, numbers, page
+from ea_tools.maps.look import AXES, PARTS, Look, Row, columns_of, of_words, parts_of
 from ea_tools.maps.models import load_model
 from ea_tools.maps.words import merged, words_of
 from ea_tools.text import Marked
@@ -94,9 +96,9 @@ def test_fonts_are_found_or_missed():
 def test_labels_fit(length, capsys):
     """No label covers another of its axis, or a title, or leaves the picture, which is not too large to be drawn."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
-    sizes = plot_attention._sizes(there)
+    sizes = picture._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
+    figure = picture._figure([picture._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     figure.draw_without_rendering()
     canvas = figure.bbox
     panels = [axes for axes in figure.axes if axes.images]
@@ -119,7 +121,7 @@ def test_labels_fit(length, capsys):
     assert sizes.font >= 6
     assert sizes.every == {150: 2, 400: 5}.get(length, 1)
     assert ("an .html page has all of them" in capsys.readouterr().err) == (length > 60)
-    assert figure.get_size_inches().max() * plot_attention.DOTS < 2**14
+    assert figure.get_size_inches().max() * picture.DOTS < 2**14
 
 
 def _labels(axes):
@@ -136,9 +138,9 @@ def _apart(boxes):
 
 def test_one_colour_scale_per_row_and_the_right_maps():
     there = look()
-    sizes = plot_attention._sizes(there)
+    sizes = picture._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = plot_attention._figure([plot_attention._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
+    figure = picture._figure([picture._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
     images = [axes.images[0] for axes in figure.axes if axes.images]
     for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
         maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]
@@ -155,10 +157,10 @@ def test_one_colour_scale_per_row_and_the_right_maps():
 
 def test_a_picture_in_words_with_rollout():
     there = replace(look(9, 9), in_words=True)
-    parts = plot_attention.columns_of(there, ["map", "rollout"])
+    parts = columns_of(there, ["map", "rollout"])
     assert parts == ["map", "rollout", "baseline", "baseline_rollout"]
-    assert plot_attention.columns_of(there, ["rollout"]) == ["rollout", "baseline_rollout"]
-    line = plot_attention._Line(there, Row("encoder", 3, 2), parts, plot_attention._sizes(there))
+    assert columns_of(there, ["rollout"]) == ["rollout", "baseline_rollout"]
+    line = picture._Line(there, Row("encoder", 3, 2), parts, picture._sizes(there))
     assert line._across == [*"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(), "</s>"]
     numbers = there.words["source"].numbers
     weights = there.maps["encoder", 3].weights[0].numpy()
@@ -166,14 +168,14 @@ def test_a_picture_in_words_with_rollout():
     rollout = there.rollouts["rollout"]["encoder", 3][None]
     numpy.testing.assert_allclose(line._maps["rollout"], merged(rollout, numbers, numbers)[0], atol=1e-6)
     assert line._row_title == "query: source word"
-    assert picture(there, [Row("encoder", 3, 2)], parts, "svg")
+    assert picture.picture(there, [Row("encoder", 3, 2)], parts, "svg")
 
 
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_pictures_are_the_same_again(form):
     there, rows, parts = look(), ROWS[:1], ["map", "own"]
-    first = picture(there, rows, parts, form)
-    assert picture(there, rows, parts, form) == first
+    first = picture.picture(there, rows, parts, form)
+    assert picture.picture(there, rows, parts, form) == first
     if form == "svg":
         assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
     else:
@@ -183,20 +185,20 @@ def test_pictures_are_the_same_again(form):
 def test_a_part_that_one_kind_has_not():
     there = look(flags=("--ea-cross-beta", "0"), compare=False)
     assert there.parts == ["map", "own", "convolution"]
-    assert picture(there, [Row("cross", 3, 1)], there.parts, "svg")
+    assert picture.picture(there, [Row("cross", 3, 1)], there.parts, "svg")
     assert look(arch="transformer", compare=False).parts == ["map"]
 
 
 def test_a_picture_of_everything_is_refused_as_png():
     there = look(30, 30, compare=False)
-    rows = [Row(kind, layer, head) for kind in plot_attention.KINDS for layer in range(1, 7) for head in range(1, 9)]
+    rows = [Row(kind, layer, head) for kind in KINDS for layer in range(1, 7) for head in range(1, 9)]
     with pytest.raises(UserError, match="pixels high"):
-        picture(there, rows, ["map"], "png")
+        picture.picture(there, rows, ["map"], "png")
 
 
 def test_a_missing_letter_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(plot_attention, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
-    picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
+    monkeypatch.setattr(picture, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
+    picture.picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
     said = capsys.readouterr().err
     assert said.count("no installed font has 𒀀;") == 1
     assert "Glyph" not in said
@@ -282,7 +284,7 @@ def arguments(checkpoint, tmp_path, *more):
 
 @pytest.mark.slow
 def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
-    files = [tmp_path / "new" / f"a{suffix}" for suffix in plot_attention.SUFFIXES]
+    files = [tmp_path / "new" / f"a{suffix}" for suffix in draw.SUFFIXES]
     main(
         [
             *("--checkpoint", str(checkpoints.evolving), "--compare", str(checkpoints.stock)),
@@ -358,7 +360,7 @@ def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, mes
 
 def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):
     words = iter([["a"], ["b"]])
-    monkeypatch.setattr(plot_attention, "_words", lambda loaded: next(words))
+    monkeypatch.setattr(draw, "_words", lambda loaded: next(words))
     with pytest.raises(SystemExit, match="its dictionaries are others than those of"):
         main(arguments(checkpoints.evolving, tmp_path, "--compare", str(checkpoints.stock)))
 
@@ -378,7 +380,7 @@ def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):
     def full(look, start):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plot_attention, "page", full)
+    monkeypatch.setattr(draw, "page", full)
     with pytest.raises(SystemExit, match="No space left"):
         main(
             arguments(
@@ -400,7 +402,7 @@ def test_a_language_without_spaces_keeps_its_subwords(checkpoints, capsys):
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
     loaded.prep = {**loaded.prep, "tokenizer": "none", "source_lang": "th"}
     assert loaded.words(symbols, "source").labels == ["h", "und", "</s>"]
-    plot_attention._say_where_words_are_not_known(loaded, ["source", "predicted", "read"])
+    draw._say_where_words_are_not_known(loaded, ["source", "predicted", "read"])
     assert capsys.readouterr().err.count("th is written without spaces") == 1
     loaded.prep = {**loaded.prep, "tokenizer": "given", "source_lang": "zh"}
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
@@ -487,7 +489,7 @@ def test_the_page_in_a_browser(chromium, tmp_path):
         assert set(found) == {"map in use", "own query-key logits", "convolution", "baseline"} | rollouts
         for name, number in found.items():
             assert number == pytest.approx(value(there, kind, layer, head, name, row, column), abs=1e-4)
-        rows, columns = plot_attention.AXES[kind][:2]
+        rows, columns = AXES[kind][:2]
         assert f"⁨{there.tokens[rows][row]}⁩ → ⁨{there.tokens[columns][column]}⁩" in text
         assert not chromium.run("return document.getElementById('tip').hidden")
 
@@ -527,15 +529,15 @@ def test_words_in_a_browser(chromium, tmp_path):
     before = shown(hover_labelled(chromium, "map", 4, 5).split("\u2069: ")[1])["map in use"]
     assert before == pytest.approx(there.maps["cross", 6].weights[0, 2, 4, 5].item(), abs=1e-4)
     chromium.press("w")
-    values = plot_attention.parts_of(there, "cross", 6)
-    expected = {part: plot_attention.of_words(there, "cross", all_heads)[2, 4, 5] for part, all_heads in values.items()}
+    values = parts_of(there, "cross", 6)
+    expected = {part: of_words(there, "cross", all_heads)[2, 4, 5] for part, all_heads in values.items()}
     text = hover_labelled(chromium, "map", 4, 5)
     assert "⁨Donaudampfschifffahrt⁩ → ⁨in⁩" in text
     found = shown(text.split("\u2069: ")[1])
-    assert found == {plot_attention.PARTS[part]: pytest.approx(value, abs=1e-4) for part, value in expected.items()}
+    assert found == {PARTS[part]: pytest.approx(value, abs=1e-4) for part, value in expected.items()}
     assert "query: word to predict" in chromium.text("#most")
     chromium.press("ArrowUp")  # decoder self-attention, where the future stays hidden
-    decoder = plot_attention.of_words(there, "decoder", plot_attention.parts_of(there, "decoder", 6)["map"])
+    decoder = of_words(there, "decoder", parts_of(there, "decoder", 6)["map"])
     assert numpy.isnan(decoder[2, 1, 2])
     assert "map in use –" in hover_labelled(chromium, "map", 1, 2)
     chromium.click("#tokens")

@@ -8,18 +8,13 @@ The model may be one for translation, a BART, a RoBERTa or a language model, ove
 split: with masks for masked_lm and denoising, pairs of sentences for some tasks of GLUE.
 """
 
-# Axes: B batch, K heads, T target (query) length, S source (key) length. Masks: True = masked.
-
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import io
-import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,42 +24,20 @@ from tqdm import tqdm
 
 from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
-from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
+from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
+from ea_tools.maps.statistics_report import Report, render
 from ea_tools.provenance import provenance
 from ea_tools.sides import BOTH, NAMES
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from fairseq.data import FairseqDataset
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from torch import Tensor
 
     from ea_tools.maps.collect import LayerMaps
     from ea_tools.maps.models import Loaded
 
-Place = tuple[str, str, int]  # statistic, kind of attention, layer
-Sums = np.ndarray  # 2 x sentences: for each sentence the sum over heads and rows, and how many were summed
-
-STATISTICS = {
-    "entropy": "entropy (nats)",
-    "normalised": "normalised entropy",
-    "same_head": "similarity to the layer before: same head",
-    "head_mean": "similarity to the layer before: mean over heads",
-    "own": "share of the logits: own query-key logits",
-    "skip": "share of the logits: skip connection",
-    "convolution": "share of the logits: convolution",
-    "aer": "alignment error rate",
-}
-#: the summands of the logits, by the names of LayerMaps: what the statistics call them
-PARTS = {"logits": "own", "previous": "skip", "convolution": "convolution"}
-DIFFERENCE = ": difference"
 SUFFIXES = (".md", ".png", ".svg", ".json")
-RESAMPLES = 1000
 BATCH_TOKENS = 1000  # of the longer side, padding included: the maps of all layers are in memory at once
-
-LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
-STYLES = (("-", None), ("--", "white"))  # of the model, of the baseline: line, inside of the markers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,75 +93,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--gold-from and --gold-target-first say how to read --gold FILE, which is missing")
     args.command = ["scripts/map_statistics.sh", *arguments]
     return args
-
-
-# ---- the statistics of maps: numpy arrays, B x K x T x S, in float64; visible, B x 1 x T x S, is the mask's opposite
-
-
-def entropy(weights: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """-sum_j A_ij ln A_ij over the visible keys, in nats: B x K x T."""
-    return -_times_log(np.where(visible, weights, 0.0)).sum(axis=3)
-
-
-def similarity(one: np.ndarray, other: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """1 - the Jensen-Shannon divergence in bits of two maps' rows, from 0 (nothing shared) to 1 (equal): B x K x T."""
-    one, other = np.where(visible, one, 0.0), np.where(visible, other, 0.0)
-    divergence = (_times_log(one) + _times_log(other)).sum(axis=3) / 2 - _times_log((one + other) / 2).sum(axis=3)
-    return 1 - divergence / np.log(2)
-
-
-def _times_log(p: np.ndarray) -> np.ndarray:
-    """p ln p, 0 for p = 0."""
-    return p * np.log(np.where(p > 0, p, 1.0))
-
-
-def shares(parts: Mapping[str, np.ndarray], visible: np.ndarray) -> dict[str, np.ndarray]:
-    """Each part's share of the logits' variation along a row, part -> B x K x T; NaN in a row where nothing varies.
-
-    The softmax does not see what is the same for all keys of a row. So a part's size is its standard deviation over the
-    row's visible keys, and its share that size over the sum of the sizes.
-    """
-    sizes = {name: spread(part, visible) for name, part in parts.items()}
-    total = sum(sizes.values())
-    return {name: np.divide(size, total, out=np.full_like(total, np.nan), where=total > 0)
-            for name, size in sizes.items()}  # fmt: skip
-
-
-def spread(part: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Standard deviation over the visible keys of each row: B x K x T; 0 where there are none."""
-    keys = np.maximum(visible.sum(axis=3), 1)
-    mean = np.where(visible, part, 0.0).sum(axis=3) / keys
-    return np.sqrt((np.where(visible, part - mean[..., None], 0.0) ** 2).sum(axis=3) / keys)
-
-
-def statistics_of(maps: LayerMaps, before: LayerMaps | None) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(statistic, sums, counts) of one layer, two arrays over the sentences of the batch; their quotient is the mean.
-
-    Over heads and rows. A row that sees fewer than two keys has nothing to divide its attention between, and is left
-    out of everything: padding, and the decoder's first.
-
-    Args:
-        before: the same kind's map in the layer before; None in the first.
-    """
-    weights, visible = _numpy(maps.weights), ~maps.masked.numpy()
-    keys = visible.sum(axis=3)  # B x 1 x T
-    rows = keys > 1
-    own_entropy = entropy(weights, visible)
-    statistics = {"entropy": own_entropy, "normalised": own_entropy / np.log(np.maximum(keys, 2))}
-    if before is not None:
-        earlier = _numpy(before.weights)
-        statistics["same_head"] = similarity(weights, earlier, visible)
-        statistics["head_mean"] = similarity(*(w.mean(axis=1, keepdims=True) for w in (weights, earlier)), visible)
-    if len(maps.parts) > 1:
-        parts = {PARTS[name]: part.share * _numpy(part.map) for name, part in maps.parts.items()}
-        statistics |= shares(parts, visible)
-    for name, values in statistics.items():
-        counted = rows & ~np.isnan(values)
-        yield name, np.where(counted, values, 0.0).sum(axis=(1, 2)), counted.sum(axis=(1, 2))
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return x.double().numpy()
 
 
 # ---- a test set
@@ -339,59 +243,6 @@ def _sentence_errors(maps: LayerMaps, number: int, pair: Pair) -> tuple[int, int
     return alignment_errors(links, *pair.gold)
 
 
-# ---- means and intervals
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over the rows of all sentences, and its 95% interval by bootstrap over sentences."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def half(self) -> float:
-        """Half the width of the interval."""
-        return (self.high - self.low) / 2
-
-    @property
-    def clear(self) -> bool:
-        """As a difference: zero is not in the interval."""
-        return self.low > 0 or self.high < 0
-
-
-@functools.cache
-def resamples(sentences: int) -> np.ndarray:
-    """How often a sentence is in each of RESAMPLES samples with replacement, RESAMPLES x sentences; always the same."""
-    return np.random.default_rng(1).multinomial(sentences, np.full(sentences, 1 / sentences), size=RESAMPLES)
-
-
-def estimate(one: Sums, other: Sums | None = None) -> Estimate:
-    """The mean of one statistic, or its difference from another's on the same samples of sentences."""
-    times = np.vstack([np.ones(len(one[0])), resamples(len(one[0]))])
-    with np.errstate(invalid="ignore"):  # a sample may hold no sentence that counts
-        mean, *values = _quotient(times, one) - (0 if other is None else _quotient(times, other))
-    low, high = np.nanpercentile(values, [2.5, 97.5])
-    return Estimate(float(mean), float(low), float(high))
-
-
-def _quotient(times: np.ndarray, statistic: Sums) -> np.ndarray:
-    sums, counts = statistic
-    return (times @ sums) / (times @ counts)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that is written down."""
-
-    facts: dict[str, Any]  # what the numbers are of
-    names: list[str]  # of the model and, if there is one, of the baseline
-    estimates: list[dict[Place, Estimate]]  # of each model
-    differences: dict[Place, Estimate]  # model - baseline; {} without one
-    mixes: list[dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
-
-
 def examine(args: argparse.Namespace) -> Report:
     """Load the models, go through the sentences."""
     from ea_fairseq.mixes import learnt_mixes
@@ -449,142 +300,6 @@ def _names(checkpoints: Sequence[Path]) -> list[str]:
     while one[0] == other[0] and min(len(one), len(other)) > 1:  # "multi30k-de-en-" says nothing here
         del one[0], other[0]
     return ["-".join(one), "-".join(other)]
-
-
-# ---- writing
-
-
-def render(report: Report, suffix: str) -> bytes:
-    """The contents of a file of this kind."""
-    if suffix == ".json":
-        return (json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n").encode()
-    return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """{..., "statistics": {statistic: {kind: {layer: {"run": ..., "compare": ..., "difference": ...}}}}}"""
-    statistics = {}
-    for who, estimates in zip(("run", "compare"), report.estimates, strict=False):
-        _insert(statistics, who, estimates)
-    _insert(statistics, "difference", report.differences)
-    return {**report.facts, "names": report.names, "statistics": statistics, "learnt_mixes": report.mixes}
-
-
-def _insert(statistics: dict[str, dict], who: str, estimates: Mapping[Place, Estimate]) -> None:
-    for (statistic, kind, layer), one in estimates.items():
-        layers = statistics.setdefault(statistic, {}).setdefault(kind, {})
-        layers.setdefault(str(layer), {})[who] = vars(one)
-
-
-def table(report: Report) -> str:
-    """Markdown: a table for each statistic, a column for each layer."""
-    facts = report.facts
-    aligned = f", {facts['aligned_sentences']:,} of them with gold alignments" if facts["gold"] else ""
-    lines = [
-        f"{facts['data']}, {facts['subset']}: {facts['sentences']:,} sentences{aligned}. Means over heads and rows, "
-        "± half of the 95% interval by bootstrap over sentences."
-    ]
-    if report.differences:
-        lines[0] += " Differences: {} - {}, paired by sentence; bold: zero is not in the interval.".format(
-            *report.names
-        )
-    for statistic, title in STATISTICS.items():
-        if rows := _rows(report, statistic):
-            layers = sorted({layer for _, by_layer in rows for layer in by_layer})
-            lines += ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-            for name, by_layer in rows:
-                sign = "+" if name.endswith(DIFFERENCE) else ""
-                lines.append(f"| {name} | {' | '.join(_cell(by_layer.get(layer), sign) for layer in layers)} |")
-    for name, mixes in zip(report.names, report.mixes, strict=True):
-        lines += _table_of_mixes(name, mixes)
-    lines += ["", *(f"- {name}: `{path}`" for name, path in zip(report.names, facts["checkpoints"], strict=True))]
-    lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
-    return "\n".join(lines) + "\n"
-
-
-def _table_of_mixes(name: str, mixes: Mapping[str, float]) -> list[str]:
-    """Lines of Markdown: a row for each kind's learnt alpha and beta, a column for each layer; none without any."""
-    rows = {}
-    for place, value in mixes.items():
-        share, kind, layer = place.split("_")
-        rows.setdefault(f"{kind}: {share}", {})[int(layer)] = value
-    if not rows:
-        return []
-    layers = sorted(set().union(*rows.values()))
-    lines = ["", f"| learnt by {name} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-    for title, values in rows.items():
-        cells = (f"{values[layer]:.4f}" if layer in values else "-" for layer in layers)
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
-
-
-def _rows(report: Report, statistic: str) -> list[tuple[str, dict[int, Estimate]]]:
-    """[(name, {layer: Estimate}), ...]: for each kind the models, then their difference."""
-    rows = []
-    for kind in KINDS:
-        for name, estimates in zip(report.names, report.estimates, strict=True):
-            rows.append((f"{kind}: {name}", of_layers(estimates, statistic, kind)))
-        rows.append((f"{kind}{DIFFERENCE}", of_layers(report.differences, statistic, kind)))
-    return [(name, by_layer) for name, by_layer in rows if by_layer]
-
-
-def of_layers(estimates: Mapping[Place, Estimate], statistic: str, kind: str) -> dict[int, Estimate]:
-    """{layer: Estimate}, the lowest layer first."""
-    return {place[2]: one for place, one in sorted(estimates.items()) if place[:2] == (statistic, kind)}
-
-
-def _cell(one: Estimate | None, sign: str) -> str:
-    if one is None:
-        return "-"
-    mean = f"{one.mean:{sign}.3f}"
-    return f"{f'**{mean}**' if sign and one.clear else mean} ± {one.half:.3f}"
-
-
-def picture(report: Report, form: str) -> bytes:
-    """PNG or SVG: a panel for each statistic, layers across."""
-    shown = [name for name in STATISTICS if name != "own" and _rows(report, name)]
-    columns = 3 if len(shown) < 7 else 4
-    rows = -(-len(shown) // columns)
-    figure, panels = style.panels(rows, columns, (3.6 * columns, 0.9 + 2.9 * rows), sharex=True)
-    for panel, statistic in zip(panels.flat, [*shown, *[None] * (rows * columns - len(shown))], strict=True):
-        _panel(panel, report, statistic) if statistic else panel.remove()
-    figure.legend(handles=_legend(report), loc="outside lower center", ncols=len(LOOKS), fontsize=9, frameon=False)
-    file = io.BytesIO()
-    style.save(figure, file, form)
-    return file.getvalue()
-
-
-def _legend(report: Report) -> list[Artist]:
-    """Kinds of attention above, models below: matplotlib fills column after column."""
-    from matplotlib.lines import Line2D
-
-    kinds = [Line2D([], [], color=colour, marker=marker, label=KINDS[kind]) for kind, (colour, marker) in LOOKS.items()]
-    models = [
-        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=name)
-        for name, (dashes, fill) in zip(report.names, STYLES, strict=False)
-    ]
-    models += [Line2D([], [], linestyle="", label=" ") for _ in range(len(kinds) - len(models))]
-    return [handle for column in zip(kinds, models, strict=True) for handle in column]
-
-
-def _panel(panel: Axes, report: Report, statistic: str) -> None:
-    """Lines over layers: a colour for each kind of attention, a style for each model; the interval is shaded."""
-    from matplotlib.ticker import MaxNLocator
-
-    for estimates, (dashes, fill) in zip(report.estimates, STYLES, strict=False):
-        for kind, (colour, marker) in LOOKS.items():
-            by_layer = of_layers(estimates, statistic, kind)
-            means, low, high = ([getattr(one, name) for one in by_layer.values()] for name in ("mean", "low", "high"))
-            face = {"markerfacecolor": fill or colour, "markersize": 5}
-            panel.plot(list(by_layer), means, dashes, color=colour, marker=marker, **face)
-            panel.fill_between(list(by_layer), low, high, color=colour, alpha=0.2, linewidth=0)
-    panel.set_title(STATISTICS[statistic].replace(": ", ":\n"), fontsize=10)
-    panel.set_xlabel("layer", fontsize=9)
-    panel.tick_params(labelsize=9, labelbottom=True)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if statistic in PARTS.values():
-        panel.set_ylim(0, 1.08 * panel.dataLim.y1)
-    panel.grid(alpha=0.3)
 
 
 if __name__ == "__main__":
