@@ -73,3 +73,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
 def portable(command: Iterable[str]) -> str:
     """A command as it can be run from the repository's folder on any machine."""
     return shlex.join(command).replace(f"{REPO}/", "")
+
+
+def listed(words: Iterable, between: str = ", ") -> str:
+    """Words one after the other: "1, 2, 3"."""
+    return between.join(map(str, words))

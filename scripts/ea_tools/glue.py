@@ -24,6 +24,8 @@ from typing import Any
 
 from ea_tools import checkpoints, recipes
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
+from ea_tools.glue_report import markdown, read_results
+from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
 
 TABLE = recipes.FOLDER / "tables" / "glue.toml"
@@ -281,75 +283,6 @@ def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict,
     return scores
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
-
-
-def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list[float]]:
-    """What a model predicts for each row of a split, class or number, and what is right, in the same order."""
-    import ea_fairseq  # noqa: F401  (registers the models; first, for fairseq is less talkative then)
-
-    # isort: split
-    import torch
-    from fairseq import checkpoint_utils, utils
-
-    (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(data)}
-    )
-    model = model.eval().to("cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu")
-    task.load_dataset(split)
-    batches = task.get_batch_iterator(task.dataset(split), max_sentences=64).next_epoch_itr(shuffle=False)
-    predicted, expected = [], []
-    for sample in batches:
-        sample = utils.move_to_cuda(sample) if next(model.parameters()).is_cuda else sample
-        with torch.no_grad():
-            logits, _ = model(
-                **sample["net_input"],
-                features_only=True,
-                classification_head_name=cfg.task.classification_head_name,
-            )
-        answers = logits.view(-1) if cfg.task.regression_target else logits.argmax(dim=1)
-        predicted += answers.tolist()
-        expected += sample["target"].view(-1).tolist()
-    return predicted, expected
-
-
-def _matthews(expected: list, predicted: list) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(expected, predicted))
-
-
-def _accuracy(expected: list, predicted: list) -> float:
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(expected, predicted))
-
-
-def _f1(expected: list, predicted: list) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(expected, predicted))
-
-
-def _correlation(name: str, expected: list, predicted: list) -> float:
-    """0 where one side is constant, which has no correlation."""
-    from scipy import stats
-
-    if len(set(expected)) == 1 or len(set(predicted)) == 1:
-        return 0.0
-    return float(getattr(stats, name)(expected, predicted).statistic)
-
-
-#: (expected, predicted) -> the metric, at most 1
-METRICS = {
-    "matthews": _matthews,
-    "accuracy": _accuracy,
-    "f1": _f1,
-    "pearson": lambda expected, predicted: _correlation("pearsonr", expected, predicted),
-    "spearman": lambda expected, predicted: _correlation("spearmanr", expected, predicted),
-}
-
-
 def pick(scores: dict[Setting, dict[int, dict]], metrics: list[str]) -> dict:
     """The setting with the best mean over seeds, metrics and splits, and what it and all others reached."""
 
@@ -369,65 +302,6 @@ def pick(scores: dict[Setting, dict[int, dict]], metrics: list[str]) -> dict:
         "scores": summary,
         "all": [{"setting": asdict(setting), "scores": seeds} for setting, seeds in scores.items()],
     }
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-def read_results(folder: Path) -> list[dict]:
-    """What results/glue/ holds."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
-def markdown(table: dict, results: list[dict]) -> str:
-    """The papers' rows and ours, and where ours come from."""
-    tasks = table["tasks"]
-    lines = [f"# {table['title']}", "", _row(["Model", *tasks]), _row(["---"] + ["---:"] * len(tasks))]
-    for label, paper in table["paper"].items():
-        lines.append(_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
-    names = list(dict.fromkeys(result["name"] for result in results))
-    names += [row["arch"] for row in table["paper"].values() if "arch" in row and row["arch"] not in names]
-    for name in names:
-        own = {result["task"]: result for result in results if result["name"] == name}
-        lines.append(_row([name, *(_cell(own.get(task)) for task in tasks)]))
-    metrics = ", ".join(f"{task}: {'/'.join(content['metrics'])}" for task, content in tasks.items())
-    lines += [
-        "",
-        f"{metrics}, all x 100; MNLI: matched/mismatched. Mean ± standard deviation over the seeds, where there are "
-        'several. "not run": nobody has run it. The epoch and the setting were chosen on the same development set.',
-        "",
-        "## Where the numbers come from",
-        "",
-    ]
-    for result in results:
-        lines.append(
-            f"- {result['name']}, {result['task']}: from {result['checkpoint'] or 'scratch'}; {result['device']}; "
-            f"commit {(result['commit'] or 'unknown')[:10]}; {result['date']}; `{result['command']}`"
-        )
-    return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cell(result: dict | None) -> str:
-    if result is None:
-        return "not run"
-    scores = result["scores"].values()
-    return (
-        " / ".join(
-            f"{score['mean']:.1f}" + ("" if score["deviation"] is None else f" ± {score['deviation']:.1f}")
-            for score in scores
-        )
-        + f" ({result_seeds(result)})"
-    )
-
-
-def result_seeds(result: dict) -> str:
-    """How many seeds a result has, in words."""
-    seeds = next(iter(result["scores"].values()))["seeds"]
-    return "1 seed" if seeds == 1 else f"{seeds} seeds"
 
 
 if __name__ == "__main__":

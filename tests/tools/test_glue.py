@@ -11,6 +11,8 @@ from helpers.other_models import ROBERTA, build, script_output
 
 from ea_tools import glue, tables
 from ea_tools.common import UserError
+from ea_tools.glue_report import markdown
+from ea_tools.glue_scores import METRICS
 from prep import glue as prep
 
 EXPECTED, PREDICTED = [1, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 0, 1, 1, 0, 0]
@@ -19,18 +21,18 @@ EXPECTED, PREDICTED = [1, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 0, 1, 1, 0, 0]
 def test_metrics_are_those_of_their_formulas():
     pairs = list(zip(EXPECTED, PREDICTED, strict=True))
     tp, tn, fp, fn = (pairs.count(pair) for pair in ((1, 1), (0, 0), (0, 1), (1, 0)))
-    assert glue.METRICS["accuracy"](EXPECTED, PREDICTED) == (tp + tn) / 8
-    assert glue.METRICS["f1"](EXPECTED, PREDICTED) == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    assert METRICS["accuracy"](EXPECTED, PREDICTED) == (tp + tn) / 8
+    assert METRICS["f1"](EXPECTED, PREDICTED) == pytest.approx(2 * tp / (2 * tp + fp + fn))
     matthews = (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
-    assert glue.METRICS["matthews"](EXPECTED, PREDICTED) == pytest.approx(matthews)
+    assert METRICS["matthews"](EXPECTED, PREDICTED) == pytest.approx(matthews)
     x, y = [0.1, 0.9, 0.4, 0.6], [0.2, 0.8, 0.6, 0.5]
     dx, dy = ([value - sum(side) / 4 for value in side] for side in (x, y))
     pearson = sum(a * b for a, b in zip(dx, dy, strict=True)) / math.sqrt(
         sum(a * a for a in dx) * sum(b * b for b in dy)
     )
-    assert glue.METRICS["pearson"](x, y) == pytest.approx(pearson)
-    assert glue.METRICS["spearman"](x, y) == pytest.approx(1 - 6 * (0 + 0 + 1 + 1) / (4 * 15))
-    assert glue.METRICS["pearson"](x, [0.5] * 4) == 0
+    assert METRICS["pearson"](x, y) == pytest.approx(pearson)
+    assert METRICS["spearman"](x, y) == pytest.approx(1 - 6 * (0 + 0 + 1 + 1) / (4 * 15))
+    assert METRICS["pearson"](x, [0.5] * 4) == 0
 
 
 def cola(folder, rows=40):
@@ -81,7 +83,7 @@ def test_the_best_mean_over_seeds_is_picked():
 def test_the_table_has_the_papers_numbers_and_says_what_nobody_has_run():
     result = {"name": "mine", "task": "MRPC", "checkpoint": None, "device": "d", "commit": "c", "date": "t"}
     result |= {"command": "glue.sh", "scores": {"valid/f1": {"mean": 91.25, "deviation": 0.5, "seeds": 3}}}
-    text = glue.markdown(glue.read_table(), [result])
+    text = markdown(glue.read_table(), [result])
     assert (
         "| EA-RoBERTa-Large (paper) | 68.1 | 96.8 | 92.0/88.7 | 92.3/92.2 | 92.3/89.7 | 90.6/90.4 | 95.0 | 85.3 |"
         in text

@@ -1,0 +1,60 @@
+"""The table of GLUE: the papers' rows, those of results/glue/, and where these come from."""
+
+import json
+from pathlib import Path
+
+
+def read_results(folder: Path) -> list[dict]:
+    """What results/glue/ holds."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def markdown(table: dict, results: list[dict]) -> str:
+    """The papers' rows and ours, and where ours come from."""
+    tasks = table["tasks"]
+    lines = [f"# {table['title']}", "", _row(["Model", *tasks]), _row(["---"] + ["---:"] * len(tasks))]
+    for label, paper in table["paper"].items():
+        lines.append(_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
+    names = list(dict.fromkeys(result["name"] for result in results))
+    names += [row["arch"] for row in table["paper"].values() if "arch" in row and row["arch"] not in names]
+    for name in names:
+        own = {result["task"]: result for result in results if result["name"] == name}
+        lines.append(_row([name, *(_cell(own.get(task)) for task in tasks)]))
+    metrics = ", ".join(f"{task}: {'/'.join(content['metrics'])}" for task, content in tasks.items())
+    lines += [
+        "",
+        f"{metrics}, all x 100; MNLI: matched/mismatched. Mean ± standard deviation over the seeds, where there are "
+        'several. "not run": nobody has run it. The epoch and the setting were chosen on the same development set.',
+        "",
+        "## Where the numbers come from",
+        "",
+    ]
+    for result in results:
+        lines.append(
+            f"- {result['name']}, {result['task']}: from {result['checkpoint'] or 'scratch'}; {result['device']}; "
+            f"commit {(result['commit'] or 'unknown')[:10]}; {result['date']}; `{result['command']}`"
+        )
+    return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(result: dict | None) -> str:
+    if result is None:
+        return "not run"
+    scores = result["scores"].values()
+    return (
+        " / ".join(
+            f"{score['mean']:.1f}" + ("" if score["deviation"] is None else f" ± {score['deviation']:.1f}")
+            for score in scores
+        )
+        + f" ({result_seeds(result)})"
+    )
+
+
+def result_seeds(result: dict) -> str:
+    """How many seeds a result has, in words."""
+    seeds = next(iter(result["scores"].values()))["seeds"]
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"

@@ -1,0 +1,111 @@
+"""The grid of a sweep: its cells, what they have come to, and which of them are worth more seeds."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ea_tools import fairseq_flags, recipes, table_report, train
+from ea_tools.common import UserError
+from ea_tools.tables import Cell, Column, Row, Table
+
+Values = tuple[str, ...]  # one value of each flag of the grid: the place of a cell in it
+Scores = dict[Values, dict[int, float]]  # the score of each cell with each seed
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A table of one column, whose rows are the combinations of the grid's values."""
+
+    name: str
+    recipe: str
+    grid: dict[str, list[str]]  # flag -> its values, as they were given
+    rows: dict[Values, Row]
+    default: Values | None  # the values that a run has without the grid's flags, where the grid holds them
+    seeds: Sequence[int]  # the first one's runs choose, the others' confirm
+    confirm: int  # how many of the best cells are run with the other seeds
+    score: str  # what decides, a key of LABELS
+    runs: Path  # the runs' folders are below it
+    flags: list[str]  # of train.sh, for every run
+    table: Table
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, flags: list[str]) -> Sweep:
+        """The sweep that the command line describes, or an error before anything is trained."""
+        grid = {name: values for name, *values in args.grid}
+        recipe = recipes.read(args.recipe)
+        combinations = itertools.product(*grid.values())
+        rows = {values: _row(args.arch, dict(zip(grid, values, strict=True))) for values in combinations}
+        column = Column(args.recipe, recipe.name, args.score, "valid")
+        title = f"{args.arch} on {recipe.name}: {' x '.join(grid)}"
+        table = Table("", title, [column], list(rows.values()))
+        lines = [training_flags(recipe, args.arch, [*row.flags, *flags]) for row in rows.values()]
+        *of_rows, stock = fairseq_flags.values(list(grid), [*lines, training_flags(recipe, args.arch, flags)])
+        meanings = dict(zip(rows, of_rows, strict=True))
+        default = next((values for values, meaning in meanings.items() if meaning == stock), None)
+        folders = {
+            values: table.cell(row, args.recipe, args.seeds[0], args.runs, flags).folder for values, row in rows.items()
+        }
+        for what in (meanings, folders):
+            if same := _same(what):
+                raise UserError(
+                    f"these cells of the grid are the same: {'; '.join(rows[values].label for values in same)}"
+                )
+        name = f"sweep-{args.name or '-'.join([recipe.name, args.arch, *grid])}"
+        return cls(
+            name, args.recipe, grid, rows, default, args.seeds, args.confirm, args.score, args.runs, flags, table
+        )
+
+    def cells(self, keys: Iterable[Values], seeds: Sequence[int]) -> list[Cell]:
+        """Those rows with each seed, a whole seed before the next one."""
+        rows = [self.rows[key] for key in keys]
+        return [self.table.cell(row, self.recipe, seed, self.runs, self.flags) for seed in seeds for row in rows]
+
+    def label(self, key: Values) -> str:
+        """What a cell is called in the report."""
+        return self.rows[key].label + (" (default)" if key == self.default else "")
+
+
+def _row(arch: str, chosen: dict[str, str]) -> Row:
+    label = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    return Row(label, arch, recipes.spell_flags(chosen))
+
+
+def _same(mapping: Mapping[Values, Any]) -> tuple[Values, Values] | None:
+    """Two keys with the same value, or None."""
+    return next(((a, b) for a, b in itertools.combinations(mapping, 2) if mapping[a] == mapping[b]), None)
+
+
+def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> list[str]:
+    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out."""
+    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
+    return ["data", "--arch", arch, *recipes.spell_flags({**recipe.flags_for(arch), **flags})]
+
+
+def gather(sweep: Sweep) -> dict[tuple[str, str], dict]:
+    """What the runs of all cells have come to."""
+    return table_report.gather(sweep.table, sweep.runs, sweep.seeds, sweep.flags)
+
+
+def scores_of(sweep: Sweep, summaries: dict[tuple[str, str], dict]) -> Scores:
+    """What has been run."""
+    column = sweep.table.columns[0]
+    return {
+        key: {
+            seed: record["scores"][column.score]["score"]
+            for seed, record in summaries[row.label, column.label]["results"].items()
+        }
+        for key, row in sweep.rows.items()
+    }
+
+
+def candidates(sweep: Sweep, scores: Scores) -> list[Values]:
+    """The cells to confirm: the best `sweep.confirm` by the first seed, best first, and the default one."""
+    first = sweep.seeds[0]
+    ranked = sorted((key for key in scores if first in scores[key]), key=lambda key: -scores[key][first])
+    best = ranked[: sweep.confirm]
+    return best + [sweep.default] * (sweep.default in ranked and sweep.default not in best)
