@@ -102,6 +102,7 @@ def sizes(models: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
     keys = [" ".join([arch, *flags]) for arch, flags in models]
     missing = {key: model for key, model in zip(keys, models, strict=True) if key not in known}
     if missing:
+        quiet()
         known |= {key: profile(*model) for key, model in missing.items()}
         with contextlib.suppress(OSError), replacing(cache) as temporary:  # without a cache it is only slower
             temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

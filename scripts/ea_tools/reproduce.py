@@ -1,7 +1,8 @@
 """Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
 
 scripts/reproduce.sh is how it is called. What is finished is not done again; what was interrupted goes on. Cells that
-nobody ran say so. Flags of fairseq-train go to every training run: --max-update 1500
+nobody ran say so. Flags of fairseq-train go to every training run, whose table is then another page:
+--max-update 300 writes results/TABLE-max-update300.md.
 
 Without a GPU as many runs go at once as there are cores, each on one thread. The small files of a finished run are kept
 in results/runs, from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     args, extra = parse(arguments)
     with reporting("reproduce"):
-        table = tables.read(args.table)
+        table = tables.read(args.table).with_flags(extra)
         args.seeds = args.seeds or table.seeds
         chosen = wanted(table, args, extra)
         failed = [] if args.collect else cells.run_missing(table, chosen, args, extra)

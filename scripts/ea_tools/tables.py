@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ea_tools import recipes
@@ -83,6 +83,18 @@ class Table:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
         name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
+
+    def with_flags(self, extra: Sequence[str]) -> Table:
+        """The table of runs that have these flags besides their own, which has its own page and a title that says so.
+
+        Flags by which no other model is learnt change nothing.
+        """
+        names = _slug(extra)
+        if not names:
+            return self
+        given = {name: values for name, values in recipes.parse_flags(extra).items() if name not in LAUNCH}
+        words = " ".join(recipes.spell_flags(given))
+        return replace(self, name="-".join([self.name, *names]), title=f"{self.title}, all with {words}")
 
 
 # How and where a model is trained, which is no part of what it is.

@@ -223,6 +223,17 @@ def test_pages_that_show_the_table(toy):
     assert page.read_text() == shown
 
 
+def test_runs_with_other_flags_have_a_page_of_their_own(toy):
+    """Their scores must not stand where the table's own are expected. Flags of the launch change nothing."""
+    pretend(toy, "Plain", 1, 10.0)
+    own = collect(toy, "--gpus", "0")
+    assert "10.00" in own
+    assert collect(toy, "--max-update", "7") == own
+    other = (toy / "results" / "tiny-max-update7.md").read_text()
+    assert other.splitlines()[0].endswith(", all with --max-update 7")
+    assert "10.00" not in other
+
+
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])
 def test_the_published_results_are_what_the_records_say(name, tmp_path):
     """Nothing in results/ is typed by hand: the records below results/runs give every page again, word for word."""
