@@ -94,8 +94,16 @@ def test_lines_translated_before_are_not_sent(data):
     assert sent.getvalue() == b"HAUS.\n"
 
 
+@pytest.fixture
+def minds_ctrl_c():
+    """What a shell starts in the background ignores Ctrl-C, and so does all that this starts: tests, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
-def test_ctrl_c_at_a_waiting_terminal_is_one_line(run):
+def test_ctrl_c_at_a_waiting_terminal_is_one_line(run, minds_ctrl_c):
     """Python used to abort, for a thread held its standard input."""
     words = [*tool("translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
