@@ -81,7 +81,8 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
             draw(table, summaries, temporary)
     print(text)
     print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
-    for page in (folder / "README.md", folder.parent / "README.md"):
+    pages = [folder / "README.md", folder.parent / "README.md", *sorted((folder.parent / "docs").glob("*.md"))]
+    for page in pages:
         if page.exists() and show_in(page, table, summaries):
             print(f"brought up to date: {page}")
 
@@ -167,9 +168,11 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
             counts = []
             for word, sign in (("better", 1), ("worse", -1)):
                 seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
-                clear = sum(cell["p"].get(seed, 1) < SIGNIFICANT for seed in seeds)
+                p = [cell["p"][seed] for seed in seeds if seed in cell["p"]]
                 if seeds:
-                    counts.append(f"{word} in {len(seeds)}, significantly in {clear}")
+                    clear = f"significantly in {sum(value < SIGNIFICANT for value in p)}" if p else "not tested"
+                    untested = f" of {len(p)} that were tested" if 0 < len(p) < len(seeds) else ""
+                    counts.append(f"{word} in {len(seeds)}, {clear}{untested}")
             number = len(cell["differences"])
             lines.append(
                 f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} over "
