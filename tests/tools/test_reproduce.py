@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import cells, launch, recipes, records, reproduce, tables, text
+from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text
 from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -221,6 +221,23 @@ def test_pages_that_show_the_table(toy):
     assert "old" not in shown
     collect(toy)
     assert page.read_text() == shown
+
+
+@pytest.mark.parametrize(
+    ("p", "said"),
+    [
+        ({}, "better in 2, not tested"),
+        ({1: 0.01}, "better in 2, significantly in 1 of 1 that were tested"),
+        ({1: 0.01, 2: 0.3}, "better in 2, significantly in 1."),
+    ],
+)
+def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, p, said):
+    """The test needs the reference texts, which are not in the records."""
+    table = tables.read(str(toy / "tiny.toml"))
+    evolving, column = table.row("Evolving"), table.columns[0]
+    cell = {"differences": {1: 0.5, 2: 1.5}, "difference": {"mean": 1.0, "deviation": 0.7}, "p": p}
+    summaries = {(row.label, column.label): cell if row is evolving else {} for row in table.rows}
+    assert said in table_report.verdicts(table, summaries)[0]
 
 
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
