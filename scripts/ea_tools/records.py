@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import logs, recipes, train
-from ea_tools.common import UserError, replacing
+from ea_tools.common import REPO, UserError, replacing
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 
@@ -32,11 +32,12 @@ UNKNOWN = "not recorded"
 
 
 def keep(run: Path, record: Path, subset: str) -> None:
-    """Copy what is small of a run that was scored on `subset` to its place among the records."""
+    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path."""
     scores = run / "eval" / f"{subset}.json"
     if not scores.exists():
         return
-    scored, target = json.loads(scores.read_text(encoding="utf-8")), record / "eval" / f"{subset}.json"
+    scored = json.loads(scores.read_text(encoding="utf-8").replace(f"{REPO}/", ""))
+    target = record / "eval" / f"{subset}.json"
     (record / "eval").mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():

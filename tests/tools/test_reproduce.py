@@ -240,6 +240,16 @@ def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, p, sa
     assert said in table_report.verdicts(table, summaries)[0]
 
 
+def test_records_hold_no_path_of_this_machine(tmp_path):
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "eval" / "test.json").write_text(
+        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"})
+    )
+    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
+    records.keep(tmp_path / "run", tmp_path / "record", "test")
+    assert records.read(tmp_path / "record", "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
+
+
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     """Their scores must not stand where the table's own are expected. Flags of the launch change nothing."""
     pretend(toy, "Plain", 1, 10.0)
