@@ -24,7 +24,7 @@ class Room:
 
     Args:
         vectors: room x B x 2 x K x D, keys and values.
-        used: positions that have been written, by anybody.
+        used: positions that have been written, or taken to be written, by anybody.
     """
 
     __slots__ = ("used", "vectors")
@@ -49,7 +49,6 @@ class Room:
                 self.used = past
         room = self if is_free else self._copy(length, past, dtype)
         room.vectors[length:past] = new
-        room.used = past
         return room
 
     def _is_free(self, length: int, past: int, dtype: torch.dtype) -> bool:
@@ -60,7 +59,7 @@ class Room:
         _, batch, *rest = self.vectors.shape
         batch = batch if order is None else order.numel()
         twice = past + max(self.SPARE, length)
-        room = Room(self.vectors.new_empty(twice, batch, *rest, dtype=dtype), length)
+        room = Room(self.vectors.new_empty(twice, batch, *rest, dtype=dtype), past)
         if order is None:
             room.vectors[:length] = self.vectors[:length]
         else:

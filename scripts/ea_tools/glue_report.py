@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from ea_tools.table_report import markdown_row
+
 
 def read_results(folder: Path) -> list[dict]:
     """What results/glue/ holds."""
@@ -12,14 +14,14 @@ def read_results(folder: Path) -> list[dict]:
 def markdown(table: dict, results: list[dict]) -> str:
     """The papers' rows and ours, and where ours come from."""
     tasks = table["tasks"]
-    lines = [f"# {table['title']}", "", _row(["Model", *tasks]), _row(["---"] + ["---:"] * len(tasks))]
+    lines = [f"# {table['title']}", "", markdown_row(["Model", *tasks]), markdown_row(["---"] + ["---:"] * len(tasks))]
     for label, paper in table["paper"].items():
-        lines.append(_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
+        lines.append(markdown_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
     names = list(dict.fromkeys(result["name"] for result in results))
     names += [row["arch"] for row in table["paper"].values() if "arch" in row and row["arch"] not in names]
     for name in names:
         own = {result["task"]: result for result in results if result["name"] == name}
-        lines.append(_row([name, *(_cell(own.get(task)) for task in tasks)]))
+        lines.append(markdown_row([name, *(_cell(own.get(task)) for task in tasks)]))
     metrics = ", ".join(f"{task}: {'/'.join(content['metrics'])}" for task, content in tasks.items())
     lines += [
         "",
@@ -35,10 +37,6 @@ def markdown(table: dict, results: list[dict]) -> str:
             f"commit {(result['commit'] or 'unknown')[:10]}; {result['date']}; `{result['command']}`"
         )
     return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _cell(result: dict | None) -> str:

@@ -7,11 +7,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ea_tools import table_report
-from ea_tools.common import listed, replacing
+from ea_tools.common import listed
 from ea_tools.figures import style
 from ea_tools.scores import LABELS
 from ea_tools.sweep_grid import Scores, Sweep, Values, candidates, gather, scores_of
@@ -23,17 +24,11 @@ if TYPE_CHECKING:
 
 def write(sweep: Sweep, args: argparse.Namespace) -> None:
     """results/sweep-NAME.md and, where there is anything to show, .png."""
-    folder, summaries = args.results, gather(sweep)
+    summaries = gather(sweep)
     scores = scores_of(sweep, summaries)
     picture = any(scores.values())
     text = "\n".join(report(sweep, summaries, scores, args.command, picture)) + "\n"
-    with replacing(folder / f"{sweep.name}.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    if picture:
-        with replacing(folder / f"{sweep.name}.png") as temporary:
-            draw(sweep, scores, temporary)
-    print(text)
-    print(f"written: {folder / sweep.name}.md" + (", .png" if picture else ""))
+    table_report.write_page(args.results, sweep.name, text, partial(draw, sweep, scores) if picture else None)
 
 
 def report(

@@ -2,8 +2,9 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ea_tools import recipes, records
@@ -71,20 +72,24 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
 
 def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None:
     """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it."""
-    folder.mkdir(parents=True, exist_ok=True)
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
-    with replacing(folder / f"{table.name}.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    if picture:
-        with replacing(folder / f"{table.name}.png") as temporary:
-            draw(table, summaries, temporary)
-    print(text)
-    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
+    write_page(folder, table.name, text, partial(draw, table, summaries) if picture else None)
     pages = [folder / "README.md", folder.parent / "README.md", *sorted((folder.parent / "docs").glob("*.md"))]
     for page in pages:
         if page.exists() and show_in(page, table, summaries):
             print(f"brought up to date: {page}")
+
+
+def write_page(folder: Path, name: str, text: str, draw_to: Callable[[Path], None] | None) -> None:
+    """Write FOLDER/NAME.md and, where there is something to draw, .png; print the text, and where it is."""
+    with replacing(folder / f"{name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if draw_to:
+        with replacing(folder / f"{name}.png") as temporary:
+            draw_to(temporary)
+    print(text)
+    print(f"written: {folder / name}.md" + (", .png" if draw_to else ""))
 
 
 def show_in(page: Path, table: Table, summaries: dict) -> bool:

@@ -81,7 +81,7 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        name = "-".join([row.arch, *(_slug(row.flags, extra)), f"seed{seed}"])
+        name = "-".join([row.arch, *_slug(_learning(row.flags, extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
     def with_flags(self, extra: Sequence[str]) -> Table:
@@ -89,23 +89,26 @@ class Table:
 
         Flags by which no other model is learnt change nothing.
         """
-        names = _slug(extra)
-        if not names:
+        given = _learning(extra)
+        if not given:
             return self
-        given = {name: values for name, values in recipes.parse_flags(extra).items() if name not in LAUNCH}
         words = " ".join(recipes.spell_flags(given))
-        return replace(self, name="-".join([self.name, *names]), title=f"{self.title}, all with {words}")
+        return replace(self, name="-".join([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
 
 
 # How and where a model is trained, which is no part of what it is.
 LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
 
 
-def _slug(*flags: Iterable[str]) -> list[str]:
-    """ "--ea-alpha 0 --lr 5e-3" -> "ea-alpha0", "lr5e-3"."""
+def _learning(*flags: Iterable[str]) -> recipes.Flags:
+    """What these words say of the model and how it learns; of two that contradict each other the later one."""
     given = {name: values for words in flags for name, values in recipes.parse_flags(words).items()}
-    given = {name: values for name, values in given.items() if name not in LAUNCH}
-    return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in given.items()]
+    return {name: values for name, values in given.items() if name not in LAUNCH}
+
+
+def _slug(flags: recipes.Flags) -> list[str]:
+    """ "--ea-alpha 0 --lr 5e-3" -> "ea-alpha0", "lr5e-3"."""
+    return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in flags.items()]
 
 
 def names() -> list[str]:
