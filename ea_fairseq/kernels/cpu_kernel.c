@@ -73,7 +73,9 @@ typedef struct {
     int64_t Sp, Dp, pitch;  /* S and D, rounded up to whole vectors; floats from row to row */
     int64_t chunk, chunks;  /* rows in one, how many there are */
     int64_t band, tall;     /* rows in one at most, and with those kept of the band before */
+    int64_t floats;         /* in an array of maps */
     int64_t packed;         /* floats of one head's packed matrices */
+    int64_t taps;           /* of one head's kernel for another, without its strict upper triangle if that is left out */
 } Plan;
 
 /* One thread's maps of a band, K x tall x pitch if nothing else is said. Row i of X, L and shown lies at row
@@ -130,7 +132,7 @@ static void pack_head(const Plan *w, int64_t b, int64_t h, float *packed) {
 /* Element s of row r of an array of maps, which is not padded, and what follows; zeros past the row's end. */
 INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r, int64_t s) {
     const float *from = maps + r * w->p.S + s;
-    if (from + V <= maps + w->p.B * w->p.K * w->p.T * w->p.S) return keep(load(from), loadi(m->inside + s));
+    if (from + V <= maps + w->floats) return keep(load(from), loadi(m->inside + s));
     vf v = spread(0); /* the end of the array */
     memcpy(&v, from, least(V, w->p.S - s) * sizeof(float));
     return v;
@@ -247,15 +249,18 @@ static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
     }
 }
 
-/* The kernel's taps for output heads o, o + 1, ... side by side: ((o / 4, c, a, b), o % 4), zero where there are none. */
+/* Columns of the kernel's row a that have taps: without its strict upper triangle, up to the diagonal. */
+INLINE int64_t taps_past(int lower, int64_t size, int64_t a) { return lower ? a + 1 : size; }
+
+/* The kernel's taps for output heads o, o + 1, ... side by side: ((o / 4, c, a, b), o % 4). */
 static void order_taps(const Problem *p, float *to) {
     int64_t K = p->K, k = p->k;
     for (int64_t first = 0; first < K; first += 4)
         for (int64_t c = 0; c < K; c++)
             for (int64_t a = 0; a < k; a++)
-                for (int64_t b = 0; b < k; b++)
+                for (int64_t b = 0; b < taps_past((int)p->lower, k, a); b++)
                     for (int64_t o = first; o < first + 4; o++)
-                        *to++ = o < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+                        *to++ = o < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
 }
 
 /* The same for the gradient of the input: heads c side by side, the kernel turned round. */
@@ -264,19 +269,21 @@ static void order_taps_turned(const Problem *p, float *to) {
     for (int64_t first = 0; first < K; first += 4)
         for (int64_t o = 0; o < K; o++)
             for (int64_t a = k - 1; a >= 0; a--)
-                for (int64_t b = k - 1; b >= 0; b--)
+                for (int64_t b = taps_past((int)p->lower, k, a) - 1; b >= 0; b--)
                     for (int64_t c = first; c < first + 4; c++)
-                        *to++ = c < K && !(p->lower && b > a) ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+                        *to++ = c < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
 }
 
 /* Four heads' convolution, with a kernel of `size`, at `vectors` places: acc[o][j] += taps * maps, whose first row and
    column are given. */
-INLINE void convolve_at(const int vectors, int64_t size, const Plan *w, const float *maps, const float *taps,
-                        vf acc[4][3]) {
+INLINE void convolve_at(const int vectors, const int lower, const int turned, int64_t size, const Plan *w,
+                        const float *maps, const float *taps, vf acc[4][3]) {
     for (int64_t c = 0; c < w->p.K; c++)
         for (int64_t a = 0; a < size; a++) {
             const float *row = maps + (c * w->tall + a) * w->pitch;
-            for (int64_t b = 0; b < size; b++, taps += 4)
+            int64_t b = turned ? size - taps_past(lower, size, size - 1 - a) : 0;
+            int64_t past = turned ? size : taps_past(lower, size, a);
+            for (; b < past; b++, taps += 4)
                 for (int j = 0; j < vectors; j++) {
                     vf x = load(row + b + j * V);
                     hold(&x);
@@ -285,13 +292,16 @@ INLINE void convolve_at(const int vectors, int64_t size, const Plan *w, const fl
         }
 }
 
-INLINE void convolve(int vectors, const Plan *w, const float *maps, const float *taps, int64_t first, vf acc[4][3]) {
+INLINE void convolve(const int vectors, const int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
+                     vf acc[4][3]) {
     int64_t size = w->p.k;
-    taps += first * w->p.K * size * size;
-    if (vectors == 2 && size == 3) convolve_at(2, 3, w, maps, taps, acc);
-    else if (vectors == 2) convolve_at(2, size, w, maps, taps, acc);
-    else if (vectors == 3) convolve_at(3, size, w, maps, taps, acc);
-    else convolve_at(1, size, w, maps, taps, acc);
+    int lower = (int)w->p.lower;
+    taps += first * w->p.K * w->taps;
+    if (vectors == 2 && size == 3 && lower) convolve_at(2, 1, turned, 3, w, maps, taps, acc);
+    else if (vectors == 2 && size == 3) convolve_at(2, 0, turned, 3, w, maps, taps, acc);
+    else if (vectors == 2) convolve_at(2, lower, turned, size, w, maps, taps, acc);
+    else if (vectors == 3) convolve_at(3, lower, turned, size, w, maps, taps, acc);
+    else convolve_at(1, lower, turned, size, w, maps, taps, acc);
 }
 
 /* What is carried at head h, row i, from column s on. */
@@ -308,6 +318,32 @@ INLINE void foresee(const Plan *w, const float *maps, int64_t tall) {
     for (int64_t h = 0; h < w->p.K; h++) __builtin_prefetch(maps + h * tall * w->pitch + 4 * V);
 }
 
+/* P = A_logit of four heads at `vectors` places of row i; in the backward pass G = ReLU(Conv(X)). The number is constant,
+   so that sums stay in registers. */
+INLINE void evolve_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i, int64_t s) {
+    const Problem *p = &w->p;
+    int64_t row = i - (band->from - w->down), heads = least(4, p->K - first), tall = w->tall * w->pitch;
+    int backward = w->backward, same = (int)p->same;
+    float c = p->c, *P = m->P + (first * w->band + row) * w->pitch + s;
+    float *G = m->G + first * tall + (row + p->k - 1) * w->pitch + s;
+    const float *X = m->X + first * tall + (i - band->from + p->k - 1) * w->pitch + s;
+    vf acc[4][3];
+    for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(o < heads ? p->bias[first + o] : 0);
+    convolve(vectors, 0, w, m->X + row * w->pitch + s - p->left, m->taps, first, acc);
+    for (int o = 0; o < 4; o++) {
+        if (o == heads) break;
+        for (int j = 0; j < vectors; j++) {
+            vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
+            vf x = same ? load(X + j * V) : carried(w, m, band, first + o, i, s + j * V);
+            if (backward) store(G + j * V, r);
+            store(P + j * V, c * r + (1 - c) * x);
+        }
+        X += tall;
+        G += tall;
+        P += w->band * w->pitch;
+    }
+}
+
 /* P = A_logit of one row; in the backward pass G = ReLU(Conv(X)). */
 static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
     const Problem *p = &w->p;
@@ -317,20 +353,12 @@ static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
         foresee(w, m->X + (row + p->k - 1) * w->pitch + s, w->tall);
         foresee(w, m->P + row * w->pitch + s, w->band);
         if (w->backward) foresee(w, m->G + (row + p->k - 1) * w->pitch + s, w->tall);
-        for (int64_t first = 0; first < p->K; first += 4) {
-            vf acc[4][3];
-            for (int o = 0; o < 4; o++)
-                for (int j = 0; j < 3; j++) acc[o][j] = spread(first + o < p->K ? p->bias[first + o] : 0);
-            convolve((int)vectors, w, m->X + row * w->pitch + s - p->left, m->taps, first, acc);
-            for (int64_t o = 0; o < 4 && first + o < p->K; o++)
-                for (int j = 0; j < vectors; j++) {
-                    int64_t h = first + o, at = s + j * V;
-                    vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
-                    if (w->backward) store(m->G + (h * w->tall + row + p->k - 1) * w->pitch + at, r);
-                    vf x = p->c * r + (1 - p->c) * carried(w, m, band, h, i, at);
-                    store(m->P + (h * w->band + row) * w->pitch + at, x);
-                }
-        }
+        for (int64_t first = 0; first < p->K; first += 4)
+            switch (vectors) {
+            case 1: evolve_at(1, w, m, band, first, i, s); break;
+            case 2: evolve_at(2, w, m, band, first, i, s); break;
+            default: evolve_at(3, w, m, band, first, i, s);
+            }
     }
 }
 
@@ -534,7 +562,7 @@ INLINE void taps_of(const int heads, const Plan *w, int64_t rows, int64_t end, c
     int64_t k = w->p.k;
     for (int64_t c = 0; c < w->p.K; c++, X += w->tall * w->pitch)
         for (int64_t a = 0; a < k; a++, to += k * 4 * V) {
-            int64_t e = 0, taps = w->p.lower ? a + 1 : k;
+            int64_t e = 0, taps = taps_past((int)w->p.lower, k, a);
             for (; e + 3 <= taps; e += 3) taps_at(heads, 3, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
             if (e + 2 == taps) taps_at(heads, 2, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
             else if (e + 1 == taps) taps_at(heads, 1, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
@@ -594,24 +622,35 @@ INLINE void split_gradient(const Plan *w, Scratch *m, const Band *band, int64_t 
     }
 }
 
+/* Of four heads at `vectors` places of row i: A = gradient of the logits, times their scale; that of the previous map. */
+INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
+                            int64_t s, Shares *shares) {
+    const Problem *p = &w->p;
+    vf acc[4][3];
+    for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
+    const float *G = m->G + (i - band->from + p->k - 1) * w->pitch - (p->k - 1 - p->left);
+    if (p->kernel) convolve(vectors, 1, w, G + s, m->turned, first, acc);
+    for (int o = 0; o < 4; o++) {
+        if (first + o == p->K) break;
+        for (int j = 0; j < vectors; j++) split_gradient(w, m, band, first + o, i, s + j * V, acc[o][j], shares);
+    }
+}
+
 /* A = gradient of the logits, times their scale, of rows i to past; that of the previous map, and of the shares. */
 static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
     const Problem *p = &w->p;
     for (; i < past; i++) {
-        Shares shares = {0};
-        const float *G = m->G + (i - band->from + p->k - 1) * w->pitch - (p->k - 1 - p->left);
+        Shares shares = {0}, *wanted = p->d_shares ? &shares : NULL;
         for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
             vectors = vectors_at(s, band->end);
-            if (p->kernel) foresee(w, G + (p->k - 1) * w->pitch + s, w->tall);
+            if (p->kernel) foresee(w, m->G + (i - band->from + 2 * (p->k - 1)) * w->pitch + s, w->tall);
             foresee(w, m->A + (i - band->from + w->down + p->k - 1) * w->pitch + s, w->tall);
-            for (int64_t first = 0; first < p->K; first += 4) {
-                vf acc[4][3];
-                for (int o = 0; o < 4; o++) for (int j = 0; j < 3; j++) acc[o][j] = spread(0);
-                if (p->kernel) convolve((int)vectors, w, G + s, m->turned, first, acc);
-                for (int64_t o = 0; o < 4 && first + o < p->K; o++)
-                    for (int j = 0; j < vectors; j++)
-                        split_gradient(w, m, band, first + o, i, s + j * V, acc[o][j], p->d_shares ? &shares : NULL);
-            }
+            for (int64_t first = 0; first < p->K; first += 4)
+                switch (vectors) {
+                case 1: mix_backward_at(1, w, m, band, first, i, s, wanted); break;
+                case 2: mix_backward_at(2, w, m, band, first, i, s, wanted); break;
+                default: mix_backward_at(3, w, m, band, first, i, s, wanted);
+                }
         }
         m->d_shares[0] += sum(shares.previous_mixed);
         m->d_shares[1] += sum(shares.logits_mixed);
@@ -796,8 +835,10 @@ static Plan plan(const Problem *p, int backward) {
     }
     w.skips = p->masked.data && !p->a_logit && !p->d_a_logit && (!p->kernel || p->hidden.data);
     w.logits = !p->kernel || !w.p.same || (backward && p->d_shares);
+    w.floats = p->B * p->K * p->T * p->S;
     w.down = w.p.k - 1 - w.p.top;
     w.gap = whole(w.p.k - 1);
+    w.taps = p->lower ? w.p.k * (w.p.k + 1) / 2 : w.p.k * w.p.k;
     w.Sp = whole(p->S);
     w.Dp = whole(p->D);
     w.pitch = w.Sp + w.gap;
@@ -845,10 +886,12 @@ static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, flo
     }
 #pragma omp for schedule(dynamic, 1) ordered
     for (int64_t i = 0; i < tasks; i++) {
-        int64_t end = 0;
-        if (m->packs) end = work_on_chunk(w, m, b + i / w->chunks, i % w->chunks, packs + i / w->chunks * K * w->packed);
+        /* Every other sentence backwards: where later chunks have more columns, the short one after a long one would
+           otherwise have to wait for it. */
+        int64_t number = i / w->chunks, at = i % w->chunks, chunk = number % 2 ? w->chunks - 1 - at : at, end = 0;
+        if (m->packs) end = work_on_chunk(w, m, b + number, chunk, packs + number * K * w->packed);
 #pragma omp ordered
-        if (m->packs) add_up(w, m, b + i / w->chunks, end, i % w->chunks == 0);
+        if (m->packs) add_up(w, m, b + number, end, at == 0);
     }
 }
 

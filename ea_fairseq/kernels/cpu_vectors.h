@@ -161,15 +161,26 @@ static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, i
                           A + i * rs + d * cs, rs, cs, B, C + i * ldc, ldc, add || d > 0);
 }
 
+/* Ask for the vector that is packed a few vectors later: they may lie so far apart that processors do not foresee it, and
+   that caches keep few of them. */
+INLINE void foresee_vector(const float *from, int64_t stride, int64_t D) {
+    for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(from + 6 * stride + d);
+}
+
 /* Pack count x D vectors, `stride` apart, as the matrix B that has them as its rows: count x Dp, zeros from D on. */
 static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Dp, float *to) {
-    for (int64_t d = 0; d < Dp;) {
-        int64_t width = vectors_at(d, Dp) * V, filled = least(width, D - d);
-        for (int64_t t = 0; t < count; t++, to += width) {
-            memcpy(to, from + t * stride + d, filled * sizeof(float));
-            for (int64_t i = filled; i < width; i++) to[i] = 0;
+    for (int64_t t = 0; t < count; t++, from += stride) {
+        foresee_vector(from, stride, D);
+        for (int64_t d = 0, width; d < Dp; d += width) {
+            width = vectors_at(d, Dp) * V;
+            float *row = to + d * count + t * width;
+            for (int64_t i = 0; i < width; i += V) {
+                vf v = spread(0);
+                if (d + i + V <= D) v = load(from + d + i);
+                else memcpy(&v, from + d + i, most(D - d - i, 0) * sizeof(float));
+                store(row + i, v);
+            }
         }
-        d += width;
     }
 }
 
@@ -177,10 +188,12 @@ static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t 
 static void pack_columns(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Sp, float *to) {
     for (int64_t s = 0; s < Sp;) {
         int64_t width = vectors_at(s, Sp) * V, filled = least(width, count - s);
-        for (int64_t d = 0; d < D; d++) {
-            for (int64_t i = 0; i < filled; i++) to[d * width + i] = from[(s + i) * stride + d];
-            for (int64_t i = filled; i < width; i++) to[d * width + i] = 0;
+        for (int64_t i = 0; i < filled; i++, from += stride) {
+            foresee_vector(from, stride, D);
+            for (int64_t d = 0; d < D; d++) to[d * width + i] = from[d];
         }
+        for (int64_t i = filled; i < width; i++)
+            for (int64_t d = 0; d < D; d++) to[d * width + i] = 0;
         to += D * width;
         s += width;
     }
