@@ -87,7 +87,7 @@ typedef struct {
     float *dropped, *noise; /* one head's weights after dropout, band x pitch; what they were multiplied with, band x Sp */
     int32_t *seen, *shown;  /* all bits where attention, band x pitch, and where the convolution may see, tall x pitch */
     int32_t *inside;        /* Sp: all bits in the S columns that there are */
-    float *few, *out;       /* one head's vectors of a band, packed; their product, band x Dp */
+    float *few, *out;       /* one head's vectors of a band, side by side or packed; their product, band x Dp */
     float *d_key, *d_v;     /* K x S x Dp: the chunk's part */
     float *taps, *turned;   /* the kernel in the order of the loops, and turned round for the backward pass */
     float *d_taps, *d_bias; /* the chunk's part of their gradients, whole vectors that are still to be summed */
@@ -201,6 +201,11 @@ INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
     return of_previous * previous + of_logits * logits;
 }
 
+/* Vectors i to past, side by side: they may lie so far apart that the first cache keeps only a few of them. */
+static void gather(const float *from, int64_t stride, int64_t i, int64_t past, int64_t D, int64_t Dp, float *to) {
+    for (from += i * stride; i < past; i++, from += stride, to += Dp) copy(from, D, to);
+}
+
 /* The logits of head h, rows i to past, before they are scaled. */
 static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past,
                       const Packs *packs, float *to) {
@@ -214,7 +219,8 @@ static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t
         row_of_products(q, vectors_of(p, &p->key, band->b, h), p->key.st, least(p->S, band->end), p->D, to);
         zero(to + p->S, w->Sp - p->S);
     } else {
-        product(past - i, w->Sp, band->end, p->D, p->D, q + i * p->q.st, p->q.st, 1, packs->keys_across, to, w->pitch, 0);
+        gather(q, p->q.st, i, past, p->D, w->Dp, m->few);
+        product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, 1, packs->keys_across, to, w->pitch, 0);
     }
 }
 
@@ -442,7 +448,7 @@ static const float *dropped(const Plan *w, Scratch *m, const Band *band, int64_t
 
 static void scatter(const float *from, int64_t Dp, const Vectors *x, int64_t b, int64_t h, int64_t i, int64_t past,
                     int64_t D) {
-    for (; i < past; i++, from += Dp) memcpy(x->data + b * x->sb + h * x->sh + i * x->st, from, D * sizeof(float));
+    for (; i < past; i++, from += Dp) copy(from, D, x->data + b * x->sb + h * x->sh + i * x->st);
 }
 
 /* The context of rows i to past. */
@@ -522,8 +528,8 @@ static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *p
         if (d_context && i < past) {
             d_context += band->b * p->d_context.sb + h * p->d_context.sh;
             Packs packs = packs_of(w, packed + h * w->packed);
-            product(past - i, w->Sp, band->end, p->D, p->D, d_context + i * p->d_context.st, p->d_context.st, 1,
-                    packs.values_across, A, w->pitch, 0);
+            gather(d_context, p->d_context.st, i, past, p->D, w->Dp, m->few);
+            product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, 1, packs.values_across, A, w->pitch, 0);
             const float *kept = dropped(w, m, band, h, i, past) + (own - i) * w->pitch;
             if (own < own_past) {
                 pack_rows(d_context + own * p->d_context.st, p->d_context.st, own_past - own, p->D, w->Dp, m->few);
@@ -592,47 +598,52 @@ static void kernel_backward(const Plan *w, Scratch *m, const Band *band, int64_t
 /* Sums that make the gradients of a, b, d and e. */
 typedef struct { vf previous_mixed, logits_mixed, previous_carried, logits_carried; } Shares;
 
-/* At head h, row i, from column s on: the gradients of what is mixed, without what comes by way of what is carried, and
-   of A_logit are turned into those of the logits, which take the place of A_logit's, and of the previous map. */
-INLINE void split_gradient(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s, vf d_mixed,
-                           Shares *shares) {
+/* At head h, row i, from column s on: what the gradients of what is mixed and of what is carried add to the shares'. */
+INLINE void add_shares(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s, vf d_mixed,
+                       vf d_carried, Shares *shares) {
     const Problem *p = &w->p;
-    int64_t row = i - band->from + p->k - 1, r = row_number(w, band->b, h, i);
-    float *A = m->A + (h * w->tall + row + w->down) * w->pitch + s;
-    vf d_carried = (p->kernel ? 1 - p->c : 1) * load(A);
-    if (p->same) {
-        d_mixed += d_carried;
-        d_carried = spread(0);
-    }
-    if (p->kernel) d_mixed = keep(d_mixed, loadi(m->shown + row * w->pitch + s));
-    if (shares) {
-        vf logits = load(m->L + (h * w->tall + row) * w->pitch + s), previous = spread(0);
-        if (p->previous) previous = row_load(w, m, p->previous, r, s);
-        shares->previous_mixed += d_mixed * previous;
-        shares->logits_mixed += d_mixed * logits;
-        shares->previous_carried += d_carried * previous;
-        shares->logits_carried += d_carried * logits;
-    }
-    store(A, (p->given ? 1 : p->scale) * (p->b * d_mixed + p->e * d_carried));
-    if (p->d_previous) {
-        vf d_previous = p->a * d_mixed + p->d * d_carried;
-        float *to = p->d_previous + r * p->S + s;
-        if (s + V <= p->S) store(to, d_previous);
-        else memcpy(to, &d_previous, (p->S - s) * sizeof(float));
-    }
+    vf logits = load(m->L + (h * w->tall + i - band->from + p->k - 1) * w->pitch + s), previous = spread(0);
+    if (p->previous) previous = row_load(w, m, p->previous, row_number(w, band->b, h, i), s);
+    shares->previous_mixed += d_mixed * previous;
+    shares->logits_mixed += d_mixed * logits;
+    shares->previous_carried += d_carried * previous;
+    shares->logits_carried += d_carried * logits;
 }
 
-/* Of four heads at `vectors` places of row i: A = gradient of the logits, times their scale; that of the previous map. */
+/* Of four heads at `vectors` places of row i: A, the gradient of A_logit, is turned into that of the logits, times their
+   scale; that of the previous map, and of the shares. */
 INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
                             int64_t s, Shares *shares) {
     const Problem *p = &w->p;
+    int64_t row = i - band->from + p->k - 1, heads = least(4, p->K - first), S = p->S;
+    int convolved = p->kernel != NULL, same = (int)p->same;
+    float of_carried = convolved ? 1 - p->c : 1, scale = p->given ? 1 : p->scale;
+    float mixed_logits = scale * p->b, carried_logits = scale * p->e, mixed_previous = p->a, carried_previous = p->d;
+    const int32_t *shown = m->shown + row * w->pitch + s;
+    float *A = m->A + (first * w->tall + row + w->down) * w->pitch + s;
+    float *d_previous = p->d_previous ? p->d_previous + row_number(w, band->b, first, i) * S + s : NULL;
     vf acc[4][3];
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
-    const float *G = m->G + (i - band->from + p->k - 1) * w->pitch - (p->k - 1 - p->left);
-    if (p->kernel) convolve(vectors, 1, w, G + s, m->turned, first, acc);
+    if (convolved)
+        convolve(vectors, 1, w, m->G + row * w->pitch + s - (p->k - 1 - p->left), m->turned, first, acc);
     for (int o = 0; o < 4; o++) {
-        if (first + o == p->K) break;
-        for (int j = 0; j < vectors; j++) split_gradient(w, m, band, first + o, i, s + j * V, acc[o][j], shares);
+        if (o == heads) break;
+        for (int j = 0; j < vectors; j++) {
+            vf d_mixed = acc[o][j], d_carried = of_carried * load(A + j * V);
+            if (same) {
+                d_mixed += d_carried;
+                d_carried = spread(0);
+            }
+            if (convolved) d_mixed = keep(d_mixed, loadi(shown + j * V));
+            if (shares) add_shares(w, m, band, first + o, i, s + j * V, d_mixed, d_carried, shares);
+            store(A + j * V, mixed_logits * d_mixed + carried_logits * d_carried);
+            if (!d_previous) continue;
+            vf to_previous = mixed_previous * d_mixed + carried_previous * d_carried;
+            if (s + (j + 1) * V <= S) store(d_previous + j * V, to_previous);
+            else memcpy(d_previous + j * V, &to_previous, (S - s - j * V) * sizeof(float));
+        }
+        A += w->tall * w->pitch;
+        if (d_previous) d_previous += p->T * S;
     }
 }
 
@@ -767,7 +778,7 @@ static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int 
             for (int64_t s = 0; s < (begins ? p->S : least(p->S, end)); s++) {
                 float *row = to[number]->data + b * to[number]->sb + h * to[number]->sh + s * to[number]->st;
                 const float *part = parts[number] + (h * p->S + s) * w->Dp;
-                if (begins) memcpy(row, part, p->D * sizeof(float));
+                if (begins) copy(part, p->D, row);
                 else for (int64_t d = 0; d < p->D; d++) row[d] += part[d];
             }
         if (!p->kernel) continue;

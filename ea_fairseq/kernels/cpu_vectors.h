@@ -28,6 +28,11 @@ static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE void copy(const float *from, int64_t floats, float *to) { /* few: a call would take as long */
+    int64_t i = 0;
+    for (; i + V <= floats; i += V) store(to + i, load(from + i));
+    for (; i < floats; i++) to[i] = from[i];
+}
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
