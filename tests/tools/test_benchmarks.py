@@ -253,6 +253,15 @@ def test_growth_and_its_plot(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_growth_gives_models_the_positions_it_needs():
+    args = options.training(["--growth", "--max-tokens", "60"])
+    trainer = benchmark_training.trainer(args, "transformer_lite", "cpu", "fp32")
+    assert trainer.model.max_positions() == (2048, 2048) == 2 * options.LENGTHS[-1:]
+    args.growth = False
+    trainer = benchmark_training.trainer(args, "transformer_lite", "cpu", "fp32")
+    assert trainer.model.max_positions() == (1024, 1024)
+
+
 @pytest.mark.slow
 def test_memory_of_each_model_alone(tmp_path):
     path = tmp_path / "g.json"

@@ -21,6 +21,7 @@ from ea_fairseq.masks import combine
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize, write
 from ea_tools.common import reporting
+from ea_tools.memory import keep_freed_memory
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
 KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     with reporting("benchmark_attention"):
         device = prepare(args)
+        if device == "cpu":
+            keep_freed_memory()  # as scripts/train.sh does
         for precision in args.precision:
             peaks = machine(device, DTYPES[precision])
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")

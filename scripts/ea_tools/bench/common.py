@@ -113,12 +113,18 @@ def sides_of_model(model: str) -> Sides:
     return sides_of(ARCH_MODEL_REGISTRY[model.split()[0]])
 
 
-def task_flags(model: str) -> list[str]:
-    """The flags of the task that trains such a model: translation, or that of a model with one side."""
+def task_flags(model: str, longest: int = 1024) -> list[str]:
+    """The flags of the task that trains such a model: translation, or that of a model with one side.
+
+    Args:
+        longest: sentence that the model has positions for, in tokens.
+    """
     sides = sides_of_model(model)
-    # One sentence is one sample. So many positions the model has: for 1,024 tokens, and one that masked_lm puts before.
-    one_by_one = ["--sample-break-mode", "eos", "--tokens-per-sample", "1025"]
-    return ["--task", TASKS[sides], *(one_by_one if sides != BOTH else [])]
+    if sides == BOTH:
+        positions = ["--max-source-positions", str(longest), "--max-target-positions", str(longest)]
+    else:  # one sentence is one sample; masked_lm puts a token before it
+        positions = ["--sample-break-mode", "eos", "--tokens-per-sample", str(longest + 1)]
+    return ["--task", TASKS[sides], *positions]
 
 
 def make_task(args: argparse.Namespace, config: DictConfig) -> FairseqTask:

@@ -35,7 +35,7 @@ PAIRS = {
     },
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_DIM = {4: 40, 8: 64, 12: 64, 16: 64}  # by number of heads: lite, base, RoBERTa and BART: base, large
 PATHS = ("ours", "plain", "compiled", "sdpa")
 
@@ -115,7 +115,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is
     measured in a process of its own for each model, over many batches of many shapes, as in a real epoch. With
-    --growth, batches of sentences of one length each, from 16 to 1024 tokens, take the place of the corpus;
+    --growth, batches of sentences of one length each, from 16 to 2048 tokens, take the place of the corpus;
     scripts/plot_growth.sh draws them. A language model (lm) and a RoBERTa read the source alone, by their own task and
     criterion, with the recipe's other flags; --data is then a folder that data-prep/one-side.sh made.
 
@@ -148,7 +148,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--growth", action="store_true", help="one length after another, in the place of a corpus")
     parser.add_argument(
-        "--longest", type=int, choices=LENGTHS, default=1024, help="where --growth ends, in tokens (default: 1024)"
+        "--longest", type=int, choices=LENGTHS, default=2048, help="where --growth ends, in tokens (default: 2048)"
     )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # the process that measures memory: model and precision
     args = parser.parse_args(arguments)

@@ -122,7 +122,8 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
-    flags = [*task_flags(model), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
+    longest = max(1024, args.longest) if args.growth else 1024  # fairseq's own number of positions, if that will do
+    flags = [*task_flags(model, longest), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
     config = configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = make_task(args, config)
