@@ -142,16 +142,14 @@ class EvolvingAttention(MultiheadAttention):
             output T x B x C; attention weights B x K x T x S, at least float32, before dropout, or None where they are
             not needed.
         """
-        result = None if kept is None else self._next_step(q, k, v, own, kept, need_weights)
+        call = self._call(q, k, v, own, kept, need_weights)
+        if self.observer is not None:
+            self._show(call)
+        result = self._by_kernel(call)
+        if kept is not None and "steps" not in kept:
+            kept["steps"] = None if result is None else self._prepare_steps(call)
         if result is None:
-            call = self._call(q, k, v, own, kept, need_weights)
-            if self.observer is not None:
-                self._show(call)
-            result = self._by_kernel(call)
-            if kept is not None and "steps" not in kept:
-                kept["steps"] = None if result is None else kernels.prepare(call)
-            if result is None:
-                result = self._compose(call)
+            result = self._compose(call)
         if kept is not None:
             kept["rows"] = result.kept
         own.a_logit = result.a_logit
@@ -196,22 +194,15 @@ class EvolvingAttention(MultiheadAttention):
             need_weights=need_weights,
         )
 
-    def _next_step(
-        self, q: Tensor, k: Tensor, v: Tensor, own: AttentionCall, kept: Kept, need_weights: bool
-    ) -> Result | None:
-        """The result of a step that is like the one before it, in a fraction of a call's time; None where it is not."""
-        steps = kept.get("steps")
-        if (
-            steps is None
-            or own.attn_mask is not None
-            or own.query_padding is not None
-            or self.observer is not None
-            or self.plain
-            or self.dropout_module.training
-        ):
+    def _prepare_steps(self, call: Call) -> kernels.Steps | None:
+        """The steps that follow this one; None where there are none, or where something listens to a projection."""
+        parts = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+        if not all(kernels.untouched(part, nn.Linear) for part in parts):
             return None
-        masked = None if own.key_padding is None else own.key_padding[:, None, None, :]
-        return steps.attend(q, k, v, own.sources, masked, kept["rows"], need_weights)
+        q, k, v, out = ((part.weight, part.bias) for part in parts)
+        if self.encoder_decoder_attention:
+            k = v = None
+        return kernels.prepare(call, kernels.Projections(q, k, v, out))
 
     def _given(self, q: Tensor, k: Tensor, attn_mask: Tensor | None) -> Tensor | None:
         """Logits that are more than scaled dot products, B x K x T x S, or None: then they are for the kernel."""
@@ -349,6 +340,11 @@ class DecoderAttention(EvolvingAttention):
         reuses = kept is not None and _may_reuse()
         if kept and not reuses:
             kept["steps"] = None
+        stepped = self._next_step(query, own, kept, attn_mask, need_weights or need_head_weights)
+        if stepped is not None:
+            self._set_input_buffer(incremental_state, kept)
+            output, weights = stepped
+            return output, averaged(weights, need_weights, need_head_weights)
         sources = None
         if self.encoder_decoder_attention:
             q, query_padding = self.split_heads(self.q_proj(query)), own.query_padding
@@ -362,6 +358,40 @@ class DecoderAttention(EvolvingAttention):
             kept |= {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
             self._set_input_buffer(incremental_state, kept)
         return output, averaged(weights, need_weights, need_head_weights)
+
+    def _next_step(
+        self, query: Tensor, own: AttentionCall, kept: Kept | None, attn_mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Output, 1 x B x C, and weights, B x K x 1 x S, of a step like the one before it; None where it is not so.
+
+        It takes a fraction of a call's time, projections included.
+        """
+        steps = kept.get("steps") if kept else None
+        query_padding = own.query_padding if self.encoder_decoder_attention else own.key_padding
+        if (
+            steps is None
+            or attn_mask is not None
+            or query_padding is not None
+            or self.observer is not None
+            or self.plain
+            or self.dropout_module.training
+        ):
+            return None
+        k, v, padding = kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
+        sources, room = kept.get("sources"), kept.get("room")
+        if self.self_attention:
+            if room is None:
+                return None
+            padding, length = append_padding(padding, None, k, 1), k.size(2)
+            room = room.reserve(length, 1, query.dtype)
+            k, v = room.keys_and_values(length + 1)
+        masked = None if padding is None else padding[:, None, None, :]
+        result = steps.run(query, k, v, sources, masked, kept["rows"], need_weights)
+        if result is None:
+            return None
+        output, weights, rows = result
+        kept |= {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "rows": rows, "room": room}
+        return output, weights
 
     def _source(
         self, key: Tensor | None, padding: Tensor | None, batch: int, kept: Kept | None, reuses: bool
@@ -420,9 +450,12 @@ class DecoderAttention(EvolvingAttention):
         )
 
     def _joined_projections(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of queries', keys' and values' projections one under the other; None where hooks listen."""
+        """Weight and bias of queries', keys' and values' projections one under the other; None where hooks listen.
+
+        On a CPU they serve the first step only, and are not worth a copy.
+        """
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        if not all(kernels.untouched(part, nn.Linear) for part in parts):
+        if not all(kernels.untouched(part, nn.Linear) for part in parts) or self.q_proj.weight.is_cpu:
             return None
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         return torch.cat([part.weight for part in parts]), bias

@@ -41,15 +41,19 @@ class Room:
 
     def append(self, length: int, new: Tensor) -> "Room":
         """The room that holds the first ``length`` positions of this one, and then ``new``, T x B x 2 x K x D."""
-        past = length + new.size(0)
-        dtype = torch.promote_types(self.vectors.dtype, new.dtype)  # mixed precision may begin in the middle, or end
+        room = self.reserve(length, new.size(0), new.dtype)
+        room.vectors[length : length + new.size(0)] = new
+        return room
+
+    def reserve(self, length: int, count: int, dtype: torch.dtype) -> "Room":
+        """The room that holds the first ``length`` positions of this one, and then ``count`` that are to be written."""
+        past = length + count
+        dtype = torch.promote_types(self.vectors.dtype, dtype)  # mixed precision may begin in the middle, or end
         with _taking:
             is_free = self._is_free(length, past, dtype)
             if is_free:
                 self.used = past
-        room = self if is_free else self._copy(length, past, dtype)
-        room.vectors[length:past] = new
-        return room
+        return self if is_free else self._copy(length, past, dtype)
 
     def _is_free(self, length: int, past: int, dtype: torch.dtype) -> bool:
         frozen = self.vectors.is_inference() and not torch.is_inference_mode_enabled()

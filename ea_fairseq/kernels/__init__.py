@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..evolution import Evolution
 from . import cpu, gpu
 from .call import Call, Result
-from .cpu import Steps
+from .cpu_steps import Projections, Steps
 
 #: Types of tensors whose memory is what it seems: a subclass may stand for anything.
 _PLAIN = (Tensor, nn.Parameter)
 
-__all__ = ["Call", "Result", "Steps", "attend", "is_looked_at", "known", "prepare", "untouched"]
+__all__ = ["Call", "Projections", "Result", "Steps", "attend", "is_looked_at", "known", "prepare", "untouched"]
 
 
 def attend(call: Call) -> Result | None:
@@ -30,10 +30,10 @@ def attend(call: Call) -> Result | None:
     return None
 
 
-def prepare(call: Call) -> Steps | None:
+def prepare(call: Call, projections: Projections) -> Steps | None:
     """The steps that follow this one in a search, by a kernel that knows them; None where there is none."""
     may_be = call.step and not is_looked_at() and _fits(call) and cpu.knows(call)
-    return Steps(call) if may_be and Steps.knows(call) else None
+    return Steps(call, projections) if may_be and Steps.knows(call, projections) else None
 
 
 def known(evolution: nn.Module) -> bool:

@@ -13,7 +13,7 @@
    outside of its own rows. Nothing of a map is kept for the backward pass, which computes it again.
 
    How rows are shared out depends on shapes alone, and every sum has one order: so bits do not depend on the number of
-   threads. evolution.py has the mathematics; cpu.py calls this.
+   threads. evolution.py has the mathematics; cpu.py and cpu_steps.py call this.
 
    Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 
@@ -865,11 +865,9 @@ static Plan plan(const Problem *p, int backward) {
 }
 
 /* Threads that have enough to do: waking one takes as long as about a million operations. */
-static int worthwhile(const Plan *w, int threads) {
-    const Problem *p = &w->p;
-    double operations = (double)p->B * p->K * p->T * p->S * (4 * p->D + (p->kernel ? 2 * p->K * p->k * p->k : 0));
+static int worthwhile(double operations, int64_t tasks, int threads) {
     double useful = 1 + operations / 1e6;
-    if (useful > p->B * w->chunks) useful = p->B * w->chunks;
+    if (useful > tasks) useful = tasks;
     return useful < threads ? (int)useful : threads;
 }
 
@@ -917,7 +915,8 @@ static int run(const Problem *p, int backward, int threads) {
     int64_t group = w.chunks == 1 ? p->B : least(p->B, most(1, PACKED_BYTES / (int64_t)most(sentence, 1)));
     float *packs = w.chunks == 1 ? NULL : (float *)take_arena(1, group * sentence);
     int failed = w.chunks > 1 && !packs;
-    threads = worthwhile(&w, threads);
+    double of_pixel = 4 * p->D + (p->kernel ? 2 * p->K * p->k * p->k : 0);
+    threads = worthwhile(of_pixel * p->B * p->K * p->T * p->S, p->B * w.chunks, threads);
     if (failed) return failed;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -940,3 +939,33 @@ static int run(const Problem *p, int backward, int threads) {
 
 int evolving_attention_forward(const Problem *p, int threads) { return run(p, 0, threads); }
 int evolving_attention_backward(const Problem *p, int threads) { return run(p, 1, threads); }
+
+/* A linear layer, C x C and C; bias may be NULL, and weight where the layer is not wanted. */
+typedef struct { const float *weight, *bias; } Projection;
+
+/* A step of a search: one new row, from the attention's input to its output. q and context of the problem are B x C. */
+typedef struct {
+    Problem attention;
+    const float *input; /* B x C */
+    Projection q, k, v, out;
+    float *output; /* B x C */
+} Step;
+
+static void projected(const Problem *p, const float *x, const Projection *by, float *y, int64_t ys, int threads) {
+    int64_t C = p->K * p->D;
+    project(p->B, C, x, by->weight, by->bias, y, ys, worthwhile(2.0 * p->B * C * C, (C + 3) / 4, threads));
+}
+
+/* Where keys and values are projected, theirs is the last place. */
+int evolving_attention_step(const Step *step, int threads) {
+    const Problem *p = &step->attention;
+    int64_t last = p->S - 1;
+    projected(p, step->input, &step->q, p->q.data, p->q.sb, threads);
+    if (step->k.weight) {
+        projected(p, step->input, &step->k, p->key.data + last * p->key.st, p->key.sb, threads);
+        projected(p, step->input, &step->v, p->v.data + last * p->v.st, p->v.sb, threads);
+    }
+    int failed = run(p, 0, threads);
+    if (!failed) projected(p, p->context.data, &step->out, step->output, p->context.sb, threads);
+    return failed;
+}

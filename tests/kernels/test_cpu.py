@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 from ea_fairseq import kernels
 from ea_fairseq.evolution import RULES, Evolution, Geometry
-from ea_fairseq.kernels import Call, cpu
+from ea_fairseq.kernels import Call, cpu, cpu_library
 
 KINDS = list(Geometry)
 BATCH = 3
@@ -493,7 +493,7 @@ def quick_compiler(monkeypatch, tmp_path_factory):
         case "$*" in *" -o "*) ;; *) exec cc "$@" ;; esac
         while [ "$1" != -o ]; do shift; done
         sleep 0.5
-        cp "{cpu._library()._name}" "$2"
+        cp "{cpu_library.library()._name}" "$2"
     """
     monkeypatch.setenv("CC", str(script(tmp_path_factory.mktemp("compiler"), body)))
 
@@ -502,9 +502,9 @@ def quick_compiler(monkeypatch, tmp_path_factory):
 def fresh(monkeypatch, tmp_path):
     """As on a machine where nothing has been compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu._load.cache_clear()
+    cpu_library._load.cache_clear()
     yield tmp_path
-    cpu._load.cache_clear()
+    cpu_library._load.cache_clear()
 
 
 @pytest.fixture
@@ -524,7 +524,7 @@ def test_compiled_once_and_kept(fresh, simple):
     assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")
     made = built.stat().st_mtime_ns
-    cpu._load.cache_clear()
+    cpu_library._load.cache_clear()
     assert cpu.knows(simple)
     assert [built.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in fresh.glob("ea_fairseq/*")] == [made]
 
@@ -536,7 +536,7 @@ def no_home(monkeypatch, folder):
 
 
 def slow_compiler(monkeypatch, folder):
-    monkeypatch.setattr(cpu, "_COMPILING_TAKES_AT_MOST", 0.5)
+    monkeypatch.setattr(cpu_library, "_COMPILING_TAKES_AT_MOST", 0.5)
     body = """
         [ "$1" = --version ] && exec echo slow 1.0
         echo warning: this takes long >&2
@@ -584,7 +584,7 @@ def test_failures_are_one_line_in_the_log_and_the_call_is_refused(failure, fresh
 def test_a_library_that_does_not_load_is_compiled_again(quick_compiler, fresh, simple, caplog):
     assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")
-    cpu._load.cache_clear()
+    cpu_library._load.cache_clear()
     built.unlink()  # what is loaded must not be changed
     built.write_bytes(b"made for another machine")
     assert cpu.knows(simple) and not caplog.messages
@@ -595,13 +595,13 @@ def test_another_compiler_or_c_library_has_a_library_of_its_own(quick_compiler, 
     for count, (version, c_library) in enumerate([("1.0", "a"), ("1.1", "a"), ("1.1", "b"), ("1.0", "a")], 1):
         monkeypatch.setenv("VERSION", version)
         monkeypatch.setattr(os, "confstr", lambda name, c_library=c_library: c_library)
-        cpu._load.cache_clear()
+        cpu_library._load.cache_clear()
         assert cpu.knows(simple)
         assert len(list(fresh.glob("ea_fairseq/*"))) == min(count, 3)
 
 
 def test_several_processes_may_compile_at_once(quick_compiler, tmp_path):
-    program = "from ea_fairseq.kernels import cpu; assert cpu._library() is not None"
+    program = "from ea_fairseq.kernels import cpu_library; assert cpu_library.library() is not None"
     command, environment = [sys.executable, "-c", program], {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [warm.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:

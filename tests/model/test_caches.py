@@ -17,6 +17,7 @@ from ea_fairseq import kernels
 from ea_fairseq.attention import DecoderAttention
 from ea_fairseq.caches import Room, shared_sources
 from ea_fairseq.evolution import Geometry
+from ea_fairseq.kernels import cpu_library
 
 STEPS = 40  # more than a room has at first
 
@@ -134,6 +135,43 @@ def test_prepared_steps_are_the_calls_they_stand_for(monkeypatch):
     module.observer = seen.append
     assert_close(run(module, x[5:], state), expected[5:], rtol=1e-5, atol=1e-6)
     assert len(asked) == 2 and len(seen) == 1
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("size", "beams"), [(12, 1), (15, 5), (48, 9)])
+@torch.no_grad()
+def test_steps_project_as_their_layers_do(size, beams, few, monkeypatch):
+    """For few hypotheses the kernel's own products, for more PyTorch's: of any size, for any number of rows."""
+    monkeypatch.setattr(kernels.Steps, "FEW", size * beams if few else size * beams - 1)
+    calls = []
+    call = cpu_library.call
+    monkeypatch.setattr(cpu_library, "call", lambda name, *given: calls.append(name) or call(name, *given))
+    x, source = 3 * torch.randn(6, beams, size), 3 * torch.randn(5, beams, size)
+    own, cross, states = attention(size=size), attention(Geometry.ENCODER_DECODER, size), ({}, {})
+    outputs = torch.cat([cross(row[None], source, source, incremental_state=states[1])[0] for row in x])
+    assert_close(outputs, cross(x, source, source)[0], rtol=1e-5, atol=1e-5)
+    assert_close(run(own, x, states[0]), at_once(own, x), rtol=1e-5, atol=1e-5)
+    assert calls.count("evolving_attention_step") == (10 if few else 0)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+@torch.no_grad()
+def test_who_listens_to_a_projection_hears_every_step(name, each_way):
+    module, x, heard = attention(), 3 * torch.randn(6, 2, 12), []
+    expected = at_once(module, x)
+    getattr(module, name).register_forward_hook(lambda *_: heard.append(name))
+    assert_close(run(module, x, {}), expected, rtol=1e-5, atol=1e-5)
+    assert len(heard) == 6
+
+
+@torch.no_grad()
+def test_steps_under_autocast_are_its_own():
+    """Whoever asks for bfloat16 in the middle of a search gets it."""
+    module, x, state = attention(), torch.randn(4, 2, 12), {}
+    run(module, x[:2], state)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(x[2:3], x[2:3], x[2:3], incremental_state=state)[0]
+    assert output.dtype == torch.bfloat16
 
 
 @torch.no_grad()
