@@ -203,7 +203,10 @@ INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
 
 /* Vectors i to past, side by side: they may lie so far apart that the first cache keeps only a few of them. */
 static void gather(const float *from, int64_t stride, int64_t i, int64_t past, int64_t D, int64_t Dp, float *to) {
-    for (from += i * stride; i < past; i++, from += stride, to += Dp) copy(from, D, to);
+    for (from += i * stride; i < past; i++, from += stride, to += Dp) {
+        foresee_vector(from, stride, D);
+        copy(from, D, to);
+    }
 }
 
 /* The logits of head h, rows i to past, before they are scaled. */

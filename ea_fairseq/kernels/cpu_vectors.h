@@ -189,18 +189,53 @@ static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t 
     }
 }
 
+/* Elements of two vectors in turns: from their first halves, and from their second. */
+#ifdef __AVX512F__
+static const vi low_halves = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+static const vi high_halves = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#else
+static const vi low_halves = {0, 8, 1, 9, 2, 10, 3, 11};
+static const vi high_halves = {4, 12, 5, 13, 6, 14, 7, 15};
+#endif
+#ifdef __clang__ /* which has no shuffle by a vector, and vectorises this */
+INLINE vf shuffle(vf a, vf b, vi places) {
+    vf v;
+    for (int i = 0; i < V; i++) v[i] = places[i] < V ? a[places[i]] : b[places[i] - V];
+    return v;
+}
+#else
+INLINE vf shuffle(vf a, vf b, vi places) { return __builtin_shuffle(a, b, places); }
+#endif
+
+/* A square of V vectors, turned over its diagonal: so many perfect shuffles of its rows as V has powers of two. */
+INLINE void transpose(vf x[V]) {
+    for (int round = 1; round < V; round *= 2) {
+        vf y[V];
+        for (int i = 0; i < V / 2; i++) {
+            y[2 * i] = shuffle(x[i], x[i + V / 2], low_halves);
+            y[2 * i + 1] = shuffle(x[i], x[i + V / 2], high_halves);
+        }
+        memcpy(x, y, sizeof y);
+    }
+}
+
 /* Pack them as the matrix B that has them as its columns: D x Sp, zeros from `count` on. */
 static void pack_columns(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Sp, float *to) {
-    for (int64_t s = 0; s < Sp;) {
-        int64_t width = vectors_at(s, Sp) * V, filled = least(width, count - s);
-        for (int64_t i = 0; i < filled; i++, from += stride) {
-            foresee_vector(from, stride, D);
-            for (int64_t d = 0; d < D; d++) to[d * width + i] = from[d];
+    for (int64_t s = 0, width; s < Sp; s += width, to += D * width) {
+        width = vectors_at(s, Sp) * V;
+        for (int64_t i = 0; i < width; i += V) {
+            int64_t filled = most(0, least(V, count - s - i)), d = 0;
+            const float *columns = from + (s + i) * stride;
+            for (int64_t j = 0; j < filled; j++) foresee_vector(columns + j * stride, stride, D);
+            for (; d + V <= D; d += V) {
+                vf x[V];
+                for (int j = 0; j < V; j++) x[j] = j < filled ? load(columns + j * stride + d) : spread(0);
+                transpose(x);
+                for (int j = 0; j < V; j++) store(to + (d + j) * width + i, x[j]);
+            }
+            for (; d < D; d++)
+                for (int64_t j = 0; j < V; j++) to[d * width + i + j] = j < filled ? columns[j * stride + d] : 0;
         }
-        for (int64_t i = filled; i < width; i++)
-            for (int64_t d = 0; d < D; d++) to[d * width + i] = 0;
-        to += D * width;
-        s += width;
     }
 }
 
