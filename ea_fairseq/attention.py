@@ -372,7 +372,6 @@ class DecoderAttention(EvolvingAttention):
             steps is None
             or attn_mask is not None
             or query_padding is not None
-            or self.observer is not None
             or self.plain
             or self.dropout_module.training
         ):
@@ -389,6 +388,9 @@ class DecoderAttention(EvolvingAttention):
         result = steps.run(query, k, v, sources, masked, kept["rows"], need_weights)
         if result is None:
             return None
+        if self.observer is not None:
+            call = AttentionCall(padding, sources=sources)
+            self._show(self._call(self.split_heads(self.q_proj(query)), k, v, call, kept, need_weights))
         output, weights, rows = result
         kept |= {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding, "rows": rows, "room": room}
         return output, weights
