@@ -37,7 +37,8 @@ def trained(data, folder, *flags, arch=ARCH, updates=4):
 def generated(data, checkpoint, *flags, parser=None, main=generate.main):
     parser = parser or options.get_generation_parser()
     words = [data, "--path", checkpoint, "--cpu", "--required-batch-size-multiple", 1, "--batch-size", 8]
-    words += ["--max-len-b", 15, *flags]  # models that are hardly trained do not find an end, which takes long
+    # Models that are hardly trained do not find an end, which takes long; so does pytest's waiting for a data loader.
+    words += ["--max-len-b", 15, "--num-workers", 0, *flags]
     return run(main, parser, *words)[0]
 
 

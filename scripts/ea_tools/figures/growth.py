@@ -76,7 +76,7 @@ def draw(record: dict[str, Any], path: Path, form: str) -> None:
     tokens = record["results"][0]["batches"][0]
     figure.suptitle(
         f"One training step against sentence length, about {tokens['sentences'] * tokens['target']:,} tokens a batch\n"
-        f"{record['device']}, {record['threads']} thread{'s' if record['threads'] > 1 else ''}",
+        f"{record['device']}",
         fontsize=12,
     )
     style.save(figure, path, form)
