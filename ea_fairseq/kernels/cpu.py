@@ -1,7 +1,6 @@
 """Evolving attention on the CPU, in float32, by ``cpu_kernel.c``: the plain composition's numbers, one pass.
 
-The C file is compiled with the machine's own compiler when it is first needed, in a few seconds, and kept in the
-user's cache folder. Where that is not possible, one line is logged and the plain composition does the work.
+Where the C file cannot be compiled (cpu_library.py), the plain composition does the work.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """

@@ -110,10 +110,10 @@ class Steps:
         maps = batch, heads, 1, columns
         weights = problem.result("weights", maps) if need_weights else None
         kept = problem.result("kept", (batch, heads, self._rows_above, columns)) if self._rows_above else None
-        context = torch.empty(1, batch, width)
+        context = query.new_empty(query.shape)  # of its type, whatever the default is: C writes there
         problem.context = context.data_ptr(), width, size, width
         if batch * width <= self.FEW:
-            q, output = torch.empty(batch, width), torch.empty(1, batch, width)
+            q, output = query.new_empty(query.shape), query.new_empty(query.shape)
             step.input, step.output = address(query, copies), output.data_ptr()
             problem.q = q.data_ptr(), width, size, width
             cpu_library.call("evolving_attention_step", step, maps)

@@ -159,6 +159,22 @@ def test_steps_project_as_their_layers_do(size, beams, few, monkeypatch):
     assert calls.count("evolving_attention_step") == (10 if few else 0)
 
 
+@pytest.mark.parametrize("few", [True, False])
+@torch.no_grad()
+def test_steps_do_not_depend_on_the_default_type(few, monkeypatch):
+    """The kernel writes float32, whatever type new tensors have."""
+    monkeypatch.setattr(kernels.Steps, "FEW", 10**9 if few else 0)
+    module, x = attention(), 3 * torch.randn(6, 2, 12)
+    expected = at_once(module, x)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        output = run(module, x, {})
+    finally:
+        torch.set_default_dtype(default)
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 @torch.no_grad()
 def test_who_listens_to_a_projection_hears_every_step(name, each_way):
