@@ -11,11 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..evolution import Evolution
 from . import cpu, gpu
-from .call import Call, Result
+from .call import PLAIN, Call, Result
 from .cpu_steps import Projections, Steps
-
-#: Types of tensors whose memory is what it seems: a subclass may stand for anything.
-_PLAIN = (Tensor, nn.Parameter)
 
 __all__ = ["Call", "Projections", "Result", "Steps", "attend", "is_looked_at", "known", "prepare", "untouched"]
 
@@ -81,7 +78,7 @@ def _fits(call: Call) -> bool:
     for x in call.tensors:
         # masks and numbers have types of their own; learnt shares stay float32 under automatic mixed precision
         may_differ = x is call.hidden or x is call.masked or x is call.sources or x.dim() == 0
-        if type(x) not in _PLAIN or x.layout is not torch.strided or x.device != device:
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.device != device:
             return False
         if x.dtype is not dtype and not may_differ:
             return False

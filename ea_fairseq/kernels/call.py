@@ -8,9 +8,12 @@ Masks: True = masked.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..evolution import Coefficients, Geometry
+
+#: Types of tensors whose memory is what it seems: a subclass may stand for anything.
+PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(eq=False, slots=True)

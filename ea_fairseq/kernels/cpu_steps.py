@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import cpu_library
-from .call import Call
+from .call import PLAIN, Call
 from .cpu_structures import Problem, Projection, Step, address, mask_of, vectors
 
 
@@ -128,4 +128,4 @@ class Steps:
 
 
 def is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32 and x.is_cpu and not x.is_neg()
+    return type(x) in PLAIN and x.dtype is torch.float32 and x.is_cpu and not x.is_neg()

@@ -54,6 +54,7 @@ CORRELATION = 0.971
 LONGEST, RATIO = 175, 1.5  # the recipe's filter, there in words
 SENTENCES = 160_239  # IWSLT'14's training text
 WORDS = 10_148  # of a joint dictionary of 10k merges, about
+POSITIONS = 1024  # fairseq's own number for a model
 
 
 def prepare(args: argparse.Namespace) -> str:
@@ -113,7 +114,7 @@ def sides_of_model(model: str) -> Sides:
     return sides_of(ARCH_MODEL_REGISTRY[model.split()[0]])
 
 
-def task_flags(model: str, longest: int = 1024) -> list[str]:
+def task_flags(model: str, longest: int = POSITIONS) -> list[str]:
     """The flags of the task that trains such a model: translation, or that of a model with one side.
 
     Args:
@@ -181,7 +182,7 @@ def pick(dataset: FairseqDataset, count: int, seed: int, **limits: int) -> list[
     """
     with numpy_seed(seed):
         order = dataset.ordered_indices()  # by length
-    longest = min(1024, limits.get("max_tokens", 1024))  # positions that models have, or what fits into a batch
+    longest = min(POSITIONS, limits.get("max_tokens", POSITIONS))  # or what fits into a batch
     order, _ = dataset.filter_indices_by_size(order, (longest, longest))
     if not len(order):
         raise UserError(f"no sentence has at most {longest} tokens; a larger --max-tokens may help")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ea_tools.bench import options
 from ea_tools.bench.common import (
+    POSITIONS,
     Batch,
     Candidate,
     calls,
@@ -122,7 +123,7 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
-    longest = max(1024, args.longest) if args.growth else 1024  # fairseq's own number of positions, if that will do
+    longest = max(POSITIONS, args.longest) if args.growth else POSITIONS
     flags = [*task_flags(model, longest), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
     config = configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
