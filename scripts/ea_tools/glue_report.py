@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ea_tools.table_report import markdown_row
+from ea_tools.table_report import markdown_row, short_commit
 
 
 def read_results(folder: Path) -> list[dict]:
@@ -16,7 +16,8 @@ def markdown(table: dict, results: list[dict]) -> str:
     tasks = table["tasks"]
     lines = [f"# {table['title']}", "", markdown_row(["Model", *tasks]), markdown_row(["---"] + ["---:"] * len(tasks))]
     for label, paper in table["paper"].items():
-        lines.append(markdown_row([f"{label} (paper)", *("/".join(f"{x:.1f}" for x in paper[task]) for task in tasks)]))
+        scores = ("/".join(f"{score:.1f}" for score in paper[task]) for task in tasks)
+        lines.append(markdown_row([f"{label} (journal)", *scores]))
     names = list(dict.fromkeys(result["name"] for result in results))
     names += [row["arch"] for row in table["paper"].values() if "arch" in row and row["arch"] not in names]
     for name in names:
@@ -25,8 +26,9 @@ def markdown(table: dict, results: list[dict]) -> str:
     metrics = ", ".join(f"{task}: {'/'.join(content['metrics'])}" for task, content in tasks.items())
     lines += [
         "",
-        f"{metrics}, all x 100; MNLI: matched/mismatched. Mean ± standard deviation over the seeds, where there are "
-        'several. "not run": nobody has run it. The epoch and the setting were chosen on the same development set.',
+        f"(journal): the journal paper's table 5. {metrics}, all x 100; MNLI: matched/mismatched. Mean ± standard "
+        'deviation over the seeds, where there are several. "not run": nobody has run it. The epoch and the setting '
+        "were chosen on the same development set.",
         "",
         "## Where the numbers come from",
         "",
@@ -34,7 +36,7 @@ def markdown(table: dict, results: list[dict]) -> str:
     for result in results:
         lines.append(
             f"- {result['name']}, {result['task']}: from {result['checkpoint'] or 'scratch'}; {result['device']}; "
-            f"commit {(result['commit'] or 'unknown')[:10]}; {result['date']}; `{result['command']}`"
+            f"commit {short_commit(result['commit'])}; {result['date']}; `{result['command']}`"
         )
     return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
 

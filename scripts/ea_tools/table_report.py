@@ -279,7 +279,7 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
         for subset in dict.fromkeys(subset for run in same for subset in run.scores):
             texts = {str(run): run.scores[subset].get("references") for run in same if subset in run.scores}
             lines += _kinds(f"References of {recipe}, {subset}", texts)
-    commits = {str(run): " and then ".join(map(_short, run.training.commits)) or None for run in runs}
+    commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}
     lines += _kinds("Commit of the code in training", commits)
     if lines:
         return ["**The runs of this table are not alike in everything:**", "", *lines]
@@ -295,7 +295,7 @@ def _kinds(what: str, values: dict[str, str | None]) -> list[str]:
     return [f"- {what} differs or is not known. {said}."]
 
 
-def _short(commit: str | None) -> str:
+def short_commit(commit: str | None) -> str:
     """The first ten digits of a commit, and what follows it in words."""
     first, _, rest = (commit or records.UNKNOWN).partition(" ")
     return f"{first[:10]} {rest}".strip()
@@ -316,8 +316,8 @@ def _run_rows(runs: list[Made]) -> list[str]:
                     _all(str(len(one["averaged"]) or 1) for one in scores),
                     f"{training.hours:.2f}" if training.hours else records.UNKNOWN,
                     _all(training.devices) or f"{records.UNKNOWN}; scored on {_all(one['device'] for one in scores)}",
-                    _all(map(_short, training.commits)) or records.UNKNOWN,
-                    _all(f"{_short(one['commit'])}, {one['date'][:10]}" for one in scores),
+                    _all(map(short_commit, training.commits)) or records.UNKNOWN,
+                    _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores),
                 ]
             )
         )

@@ -81,13 +81,15 @@ def test_the_best_mean_over_seeds_is_picked():
 
 
 def test_the_table_has_the_papers_numbers_and_says_what_nobody_has_run():
-    result = {"name": "mine", "task": "MRPC", "checkpoint": None, "device": "d", "commit": "c", "date": "t"}
-    result |= {"command": "glue.sh", "scores": {"valid/f1": {"mean": 91.25, "deviation": 0.5, "seeds": 3}}}
+    result = {"name": "mine", "task": "MRPC", "checkpoint": None, "device": "d", "date": "t"}
+    result |= {"commit": "0123456789abcdef with local changes", "command": "glue.sh"}
+    result |= {"scores": {"valid/f1": {"mean": 91.25, "deviation": 0.5, "seeds": 3}}}
     text = markdown(glue.read_table(), [result])
     assert (
-        "| EA-RoBERTa-Large (paper) | 68.1 | 96.8 | 92.0/88.7 | 92.3/92.2 | 92.3/89.7 | 90.6/90.4 | 95.0 | 85.3 |"
+        "| EA-RoBERTa-Large (journal) | 68.1 | 96.8 | 92.0/88.7 | 92.3/92.2 | 92.3/89.7 | 90.6/90.4 | 95.0 | 85.3 |"
         in text
     )
+    assert "; d; commit 0123456789 with local changes; t; " in text
     assert "| mine | not run | not run | 91.2 ± 0.5 (3 seeds) | not run |" in text
     assert "| ea_roberta_large | not run | not run |" in text
 
