@@ -182,7 +182,7 @@ class EvolvingAttention(MultiheadAttention):
             coefficients=evolution.coefficients(previous is not None),
             weight=weight,
             bias=conv_bias,
-            given=self._given(q, _rows(k, own.sources), own.attn_mask),
+            given=self._given(q, k, own),
             sources=own.sources,
             hidden=hidden,
             masked=masked,
@@ -204,15 +204,16 @@ class EvolvingAttention(MultiheadAttention):
             k = v = None
         return kernels.prepare(call, kernels.Projections(q, k, v, out))
 
-    def _given(self, q: Tensor, k: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+    def _given(self, q: Tensor, k: Tensor, own: AttentionCall) -> Tensor | None:
         """Logits that are more than scaled dot products, B x K x T x S, or None: then they are for the kernel."""
-        bias = additive(attn_mask)
+        bias = additive(own.attn_mask)
         if self.score is None and self.relative_positions is None and bias is None:
             return None
+        k = _rows(k, own.sources)
         logits = dot_products(q, k, self.scaling) if self.score is None else self.score(q, k)
         if self.relative_positions is not None:
             logits = logits + self.relative_positions(q * self.scaling, k.size(2))
-        return logits if bias is None else logits + bias
+        return logits if bias is None else logits + bias.type_as(logits)
 
     def _by_kernel(self, call: Call) -> Result | None:
         """The result by the device's kernels, or None where none knows this call."""
@@ -223,8 +224,9 @@ class EvolvingAttention(MultiheadAttention):
         ):
             return None
         if self.evolution.stacked:
-            coefficients, previous = self.evolution.for_one_convolution(call.hidden, call.previous)
-            call = replace(call, coefficients=coefficients, previous=previous)
+            if kernels.kernel_for(call) is None:  # then the convolutions before the last would have been for nothing
+                return None
+            call = replace(call, previous=self.evolution.for_one_convolution(call.hidden, call.previous))
         return kernels.attend(call)
 
     def _compose(self, call: Call) -> Result:

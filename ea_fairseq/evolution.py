@@ -141,6 +141,31 @@ class Part(NamedTuple):
     map: Tensor  # B x K x T x S
 
 
+class MapConvolution(nn.Conv2d):
+    """PyTorch's convolution of K channels by a k x k kernel, which lies over a map as its geometry says.
+
+    It is always called as a module, so that hooks, weight normalisation and pruning work.
+    """
+
+    def __init__(self, geometry: Geometry, heads: int, kernel_size: int):
+        super().__init__(heads, heads, kernel_size)
+        self.geometry = geometry
+
+    def forward(self, maps: Tensor, above: Tensor | None = None) -> Tensor:
+        """B x K x T x S to the same. ``above``, B x K x (k - 1) x S, in decoders: the rows before these, else zeros."""
+        (size, _), weight, bias = self.kernel_size, self.weight, self.bias
+        if self.geometry == Geometry.ENCODER_SELF:
+            return F.conv2d(maps, weight, bias, padding=size // 2)
+
+        top = size - 1
+        if above is not None:
+            maps, top = torch.cat([above, maps], dim=2), 0
+        if self.geometry == Geometry.DECODER_SELF:
+            # tril, not a product with zeros: a removed tap has no effect whatever its weight holds
+            return F.conv2d(F.pad(maps, (size - 1, 0, top, 0)), weight.tril(), bias)
+        return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2))
+
+
 class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
@@ -183,10 +208,10 @@ class Evolution(nn.Module):
         #: whether a map of the layer before has any effect
         self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta)
         convolves = RULES[rule].coefficients(alpha, beta, takes_map).c != 0
-        self.conv = nn.Conv2d(heads, heads, kernel_size) if convolves else None
+        self.conv = MapConvolution(geometry, heads, kernel_size) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
         self.stacked = nn.ModuleList(
-            nn.Conv2d(heads, heads, kernel_size) for _ in range(conv_layers - 1 if convolves else 0)
+            MapConvolution(geometry, heads, kernel_size) for _ in range(conv_layers - 1 if convolves else 0)
         )
 
     @property
@@ -230,7 +255,7 @@ class Evolution(nn.Module):
     def convolve(self, mixed: Tensor, above: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Conv(mixed), before its ReLU. Arguments and result as in ``forward``, with ``mix``'s result as mixed."""
         assert self.conv is not None, "this layer has no convolution"
-        return self._convolve(self.conv, self.before_last(mixed, hidden), above)
+        return self.conv(self.before_last(mixed, hidden), above)
 
     def before_last(self, mixed: Tensor, hidden: Tensor | None = None) -> Tensor:
         """What the last convolution reads: ``mix``'s result, through the convolutions before it, zero at hidden places.
@@ -238,27 +263,12 @@ class Evolution(nn.Module):
         Only encoders have several, so that there are no rows above.
         """
         for conv in self.stacked:
-            mixed = _hide(F.relu(self._convolve(conv, mixed)), hidden)
+            mixed = _hide(F.relu(conv(mixed)), hidden)
         return mixed
 
-    def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> tuple[Coefficients, Tensor | None]:
-        """Coefficients and previous map for something that computes the same with one convolution, ``conv``."""
-        if self.stacked and previous is not None:
-            previous = self.before_last(_hide(previous, hidden), hidden)
-        return self.coefficients(previous is not None), previous
-
-    def _convolve(self, conv: nn.Conv2d, maps: Tensor, above: Tensor | None = None) -> Tensor:
-        weight, bias = conv.weight, conv.bias
-        if self.geometry == Geometry.ENCODER_SELF:
-            return F.conv2d(maps, weight, bias, padding=self.kernel_size // 2)
-
-        top = self.kernel_size - 1
-        if above is not None:
-            maps, top = torch.cat([above, maps], dim=2), 0
-        if self.geometry == Geometry.DECODER_SELF:
-            # tril, not a product with zeros: a removed tap has no effect whatever its weight holds
-            return F.conv2d(F.pad(maps, (self.kernel_size - 1, 0, top, 0)), weight.tril(), bias)
-        return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, self.kernel_size // 2))
+    def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> Tensor | None:
+        """The previous map for something that computes the same with one convolution, ``conv``."""
+        return previous if previous is None else self.before_last(_hide(previous, hidden), hidden)
 
     def parts(
         self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None
@@ -279,8 +289,10 @@ class Evolution(nn.Module):
         return parts
 
     def extra_repr(self) -> str:
-        alpha, beta = (share.item() if isinstance(share, Tensor) else share for share in (self.alpha, self.beta))
-        return f"{self.rule}, {self.geometry.value}, alpha={alpha:g}, beta={beta:g}"
+        def spell(share: Share) -> str:
+            return "learnt" if isinstance(share, Tensor) and share.is_meta else f"{float(share):g}"
+
+        return f"{self.rule}, {self.geometry.value}, alpha={spell(self.alpha)}, beta={spell(self.beta)}"
 
 
 def _is(share: Share, constant: float) -> bool:

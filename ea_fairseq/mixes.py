@@ -1,7 +1,6 @@
 """Learnt alpha and beta, by name, and in the log of every validation."""
 
 from collections import Counter
-from typing import Any
 
 import torch
 from fairseq.logging import metrics
@@ -29,8 +28,8 @@ def learnt_mixes(model: nn.Module) -> dict[str, float]:
     return dict(zip(mixes, torch.stack(list(mixes.values())).tolist(), strict=True))  # one transfer from the GPU
 
 
-def log_mixes(model: nn.Module, args: Any) -> None:
-    """A hook before a model's forward: while fairseq validates, give it the learnt mixes for its log and TensorBoard.
+def log_mixes(model: nn.Module) -> None:
+    """While fairseq validates, give it a model's learnt mixes for its log and TensorBoard.
 
     fairseq's log takes what is given to ``metrics`` while it collects, which it does in validation and in training. A
     model that is evaluated outside of that gives nothing to anybody.

@@ -169,6 +169,8 @@ class EvolvingModel:
 
     #: the sides that the model has
     SIDES: tuple[str, ...] = ("encoder", "decoder")
+    #: whether alpha and beta are parameters
+    learns_mix = False
 
     @classmethod
     def hub_models(cls) -> dict[str, Any]:
@@ -183,9 +185,14 @@ class EvolvingModel:
     def build_model(cls, args: argparse.Namespace, task: Any) -> "EvolvingModel":
         check_options(args, cls.SIDES)
         model = super().build_model(args, task)
-        if Settings.of(args).learn_mix:
-            model.register_forward_pre_hook(log_mixes)
+        model.learns_mix = Settings.of(args).learn_mix
         return model
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """As fairseq's; and the learnt mixes go to fairseq's log, which a hook would do too, but not while tracing."""
+        if self.learns_mix:
+            log_mixes(self)
+        return super().forward(*arguments, **options)
 
     def load_state_dict(
         self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None

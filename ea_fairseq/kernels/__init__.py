@@ -4,27 +4,44 @@ A kernel that does not know something refuses, and the caller does the work by P
 plain composition, which the kernels are tested against. So a new rule is right at once; a kernel can only make it fast.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..evolution import Evolution
+from ..evolution import Evolution, MapConvolution
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
 from .cpu_steps import Projections, Steps
 
-__all__ = ["Call", "Projections", "Result", "Steps", "attend", "is_looked_at", "known", "prepare", "untouched"]
+__all__ = [
+    "Call",
+    "Projections",
+    "Result",
+    "Steps",
+    "attend",
+    "is_looked_at",
+    "kernel_for",
+    "known",
+    "prepare",
+    "untouched",
+]
 
 
 def attend(call: Call) -> Result | None:
     """The result of a call by the first kernel that knows all of it, or None: then it is the plain composition's."""
+    kernel = kernel_for(call)
+    return None if kernel is None else kernel.attend(call)
+
+
+def kernel_for(call: Call) -> ModuleType | None:
+    """The first kernel that knows all of a call; None where there is none."""
     if is_looked_at() or not _fits(call):
         return None
-    for kernel in (cpu, gpu):
-        if kernel.knows(call):
-            return kernel.attend(call)
-    return None
+    return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 
 
 def prepare(call: Call, projections: Projections) -> Steps | None:
@@ -41,8 +58,8 @@ def known(evolution: nn.Module) -> bool:
     if not untouched(evolution, Evolution):
         return False
     parts = vars(evolution)["_modules"]  # nn.Module's own way to look them up takes longer than the rest of this
-    conv, stacked = parts.get("conv"), parts["stacked"]
-    return (conv is None or untouched(conv, nn.Conv2d)) and all(untouched(other, nn.Conv2d) for other in stacked)
+    convolutions = [conv for conv in (parts.get("conv"), *parts["stacked"]) if conv is not None]
+    return all(untouched(conv, MapConvolution) for conv in convolutions)
 
 
 def untouched(module: nn.Module, kind: type) -> bool:
@@ -53,10 +70,11 @@ def untouched(module: nn.Module, kind: type) -> bool:
 
 
 def is_looked_at() -> bool:
-    """Whether operations are being recorded, transformed or counted, which must see them one by one.
+    """Whether operations or modules are being recorded, transformed or counted, which must see them one by one.
 
     True while torch.jit.trace, torch.compile or torch.export run the model, under torch.func's transformations and
-    forward-mode differentiation, and under a dispatch mode such as PyTorch's counter of FLOPs.
+    forward-mode differentiation, under a dispatch mode such as PyTorch's counter of FLOPs, and while a hook of all
+    modules is there.
     """
     return (
         torch.jit.is_tracing()
@@ -64,6 +82,7 @@ def is_looked_at() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or _get_current_dispatch_mode() is not None
+        or _has_any_global_hook()
     )
 
 
@@ -89,7 +108,7 @@ def _fits(call: Call) -> bool:
     return (
         v.shape[:3] == (sentences, heads, columns)
         and (call.given is not None or k.shape == (sentences, heads, columns, q.size(3)))
-        and (call.sources is None or _are_rows(call.sources, batch, sentences))
+        and (call.sources is None or _are_numbers(call.sources, batch))
         and (call.given is None or call.given.shape == maps)
         and (call.previous is None or call.previous.shape == maps)
         and (weight is None) == (bias is None)
@@ -102,14 +121,8 @@ def _fits(call: Call) -> bool:
     )
 
 
-def _are_rows(numbers: Tensor, count: int, rows: int) -> bool:
-    return (
-        numbers.shape == (count,)
-        and numbers.dtype == torch.int64
-        and numbers.is_contiguous()
-        and int(numbers.min()) >= 0
-        and int(numbers.max()) < rows
-    )
+def _are_numbers(numbers: Tensor, count: int) -> bool:
+    return numbers.shape == (count,) and numbers.dtype == torch.int64 and numbers.is_contiguous()
 
 
 def _fits_above(call: Call, maps: tuple[int, int, int, int]) -> bool:

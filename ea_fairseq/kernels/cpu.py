@@ -40,6 +40,7 @@ def knows(call: Call) -> bool:
         and not (by_rows and call.geometry == Geometry.ENCODER_SELF)
         and not ((by_rows or call.sources is not None) and _wants_gradients(call))
         and not any(x.is_neg() for x in call.tensors)  # such a tensor's memory holds its opposite
+        and (call.sources is None or 0 <= int(call.sources.min()) <= int(call.sources.max()) < call.v.size(0))
         and cpu_library.library() is not None
     )
 

@@ -770,7 +770,7 @@ static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk
     return band.end;
 }
 
-/* The chunk's parts of sums over a sentence's rows; the first chunk begins them. */
+/* The chunk's parts of sums over a sentence's rows; the chunk that is worked on first begins them. */
 static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int begins) {
     const Problem *p = &w->p;
     int64_t K = p->K, k = p->k;
@@ -885,7 +885,7 @@ static void share_sentences(const Plan *w, Scratch *m) {
     }
 }
 
-/* Sentences b to past, by chunks: threads share what is packed. Later chunks add to sums after earlier ones. */
+/* Sentences b to past, by chunks: threads share what is packed. Chunks add to sums in the order in which they are worked on. */
 static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, float *packs) {
     int64_t K = w->p.K, tasks = (past - b) * w->chunks;
 #pragma omp for schedule(static)

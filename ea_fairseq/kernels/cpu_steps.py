@@ -92,7 +92,7 @@ class Steps:
             or not all(is_plain(x) for x in (query, k, v, above) if x is not None)
             or torch.is_autocast_enabled("cpu")
             or not k.shape == v.shape == (sentences, heads, columns, size)
-            or (sources is None and sentences != batch)
+            or (sentences != batch if sources is None else sources.shape != (batch,))
             or (masked is not None and masked.shape != (batch, 1, 1, columns))
             or (above is None) != (self._rows_above == 0)
             or (above is not None and above.shape[:3] != (batch, heads, self._rows_above))

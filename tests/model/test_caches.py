@@ -195,6 +195,18 @@ def test_steps_under_autocast_are_its_own():
     assert output.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("hypotheses", [2, 6])
+@pytest.mark.parametrize("kernel_size", [1, 3])
+@torch.no_grad()
+def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(kernel_size, hypotheses, each_way):
+    options = {"encoder_decoder_attention": True, "beta": 0.5, "kernel_size": kernel_size}
+    module, state = DecoderAttention(Geometry.ENCODER_DECODER, 16, 4, **options).eval(), {}
+    source = torch.randn(5, 2, 16).repeat_interleave(2, dim=1)
+    module(torch.randn(1, 4, 16), source, source, incremental_state=state)
+    with pytest.raises((RuntimeError, IndexError)):
+        module(torch.randn(1, hypotheses, 16), source, source, incremental_state=state)
+
+
 @torch.no_grad()
 def test_steps_that_are_prepared_drop_nothing_silently():
     """A module that is set to training in the middle drops weights again."""

@@ -38,6 +38,17 @@ class EncoderOutput(nn.Module):
         return self.encoder(tokens)["encoder_out"][0]
 
 
+class Scores(nn.Module):
+    """A model whose result is the scores alone, B x T x V."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tokens):
+        return self.model(*tokens)[0]
+
+
 class OneStep(nn.Module):
     """The first step of a decoder: the scores of the next word, B x 1 x V."""
 
@@ -63,6 +74,14 @@ def test_jit_trace_gives_the_numbers_for_other_sentences_too():
     traced = torch.jit.trace(encoder, (SOURCE,), check_trace=False)
     for source in (SOURCE, OTHER_SOURCE, batch([6, 6], seed=3)):
         assert_close(traced(source), encoder(source), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_jit_trace_of_a_whole_model_that_learns_its_mixes():
+    model = Scores(amplify_(build("ea_transformer_base", "--ea-learn-mix"))).eval()
+    inputs = SOURCE, torch.tensor([6, 3]), batch([4, 4], eos_first=True)
+    traced = torch.jit.trace(model, inputs, check_trace=False)
+    assert_close(traced(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -110,6 +129,28 @@ def test_counters_see_all_operations(asked):
     # projections; q k^T and the product with v; the convolution
     assert counter.get_total_flops() == 2 * (4 * 5 * 8 * 8 + 2 * 2 * 5 * 5 * 4 + 2 * 2 * 9 * 5 * 5)
     assert asked == [False]
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_counters_see_each_of_several_convolutions_once(layers):
+    module = EncoderSelfAttention(8, 2, alpha=0.5, rule="predictive", conv_layers=layers).eval()
+    call = AttentionCall(previous=torch.randn(1, 2, 5, 5))
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randn(5, 1, 8), key_padding_mask=call)
+    assert counter.flop_counts["Global"][torch.ops.aten.convolution] == layers * 2 * 2 * 2 * 9 * 5 * 5
+
+
+@torch.no_grad()
+def test_a_hook_of_all_modules_sees_all_of_them():
+    module, state, seen = DecoderAttention(Geometry.DECODER_SELF, 8, 2, self_attention=True).eval(), {}, []
+    handle = nn.modules.module.register_module_forward_hook(lambda called, *_: seen.append(called))
+    try:
+        for x in torch.randn(3, 1, 2, 8):
+            module(x, x, x, incremental_state=state)
+    finally:
+        handle.remove()
+    for part in (module.q_proj, module.out_proj, module.evolution.conv, module.dropout_module, module):
+        assert sum(called is part for called in seen) >= 3, part
 
 
 def hundredfold(evolution):
@@ -181,6 +222,15 @@ def test_a_mask_of_floats_is_added(kind, each_way):
         stock, _ = super(type(module).__mro__[1], module).forward(x, x, x, attn_mask=bias)
         assert_close(output, stock, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(module(x, x, x, attn_mask=bias.clamp(max=0) * 0)[0], output, atol=1e-3)
+
+
+def test_a_mask_of_floats_under_autocast(each_way):
+    """What is added has its own type; the logits keep theirs."""
+    module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(5, 2, 8)
+    bias = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = module(x, attn_mask=bias)
+    assert_close(output.float(), module(x, attn_mask=bias)[0], rtol=0.05, atol=0.05)
 
 
 def test_other_masks_are_refused_or_read_as_masks():

@@ -86,5 +86,5 @@ def test_heads_must_divide_the_dimension():
 
 def test_learnt_mixes_are_logged_as_of_every_model():
     """What all models with evolving attention share is not passed over by building RoBERTa in a way of its own."""
-    assert build("ea_roberta", "--ea-learn-mix")._forward_pre_hooks
-    assert not build("ea_roberta")._forward_pre_hooks
+    assert build("ea_roberta", "--ea-learn-mix").learns_mix
+    assert not build("ea_roberta").learns_mix

@@ -1,0 +1,62 @@
+"""What PyTorch and its users do to a module, they can do to the convolution: then the plain composition calls it."""
+
+import pytest
+import torch
+from torch.nn.utils import prune, weight_norm
+from torch.testing import assert_close
+
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
+from ea_fairseq.evolution import Geometry
+
+
+@pytest.fixture(params=list(Geometry), ids=lambda geometry: geometry.name)
+def attention(request):
+    """A function that makes the same attention of a kind at every call."""
+
+    def make():
+        torch.manual_seed(1)
+        if request.param == Geometry.ENCODER_SELF:
+            return EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5)
+        own = {"self_attention": request.param == Geometry.DECODER_SELF}
+        return DecoderAttention(request.param, 8, 2, beta=0.5, encoder_decoder_attention=not any(own.values()), **own)
+
+    return make
+
+
+def output(module):
+    x = torch.linspace(-2, 2, 5 * 2 * 8).sin().view(5, 2, 8)
+    return module(x, x, x)[0]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weight_normalisation(attention):
+    module, doubled = attention(), attention()
+    weight_norm(module.evolution.conv)
+    assert_close(output(module), output(doubled))
+    module.evolution.conv.weight_g.mul_(2)
+    doubled.evolution.conv.weight.mul_(2)
+    assert_close(output(module), output(doubled))
+
+
+def test_pruning(attention):
+    module, other = attention(), attention()
+    for each in (module, other):
+        prune.l1_unstructured(each.evolution.conv, "weight", amount=0.5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        output(module).square().sum().backward()
+        optimizer.step()
+    other.load_state_dict(module.state_dict())
+    assert_close(output(other), output(module))
+
+
+@torch.no_grad()
+def test_hooks(attention):
+    module, without = attention(), attention()
+    module.evolution.conv.register_forward_hook(lambda conv, inputs, result: 0 * result)
+    for parameter in without.evolution.conv.parameters():
+        parameter.zero_()
+    assert_close(output(module), output(without))
+    assert not torch.allclose(output(module), output(attention()), atol=1e-4)
