@@ -12,10 +12,13 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from helpers import warm
+from helpers.interpreter import import_triton
 from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once for all the tests of a process)
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_fairseq import evolution, kernels
+
+import_triton()
 
 REPO = Path(__file__).parents[1]
 TINY = (

@@ -1,26 +1,40 @@
 """The GPU's kernels for tests: in Triton's interpreter where there is no GPU."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 
-def import_kernels():
-    """gpu_kernels and gpu_trial. Triton decides on its interpreter when it is imported; other tests must not find it
-    switched on."""
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Where there is no GPU, what imports Triton or makes kernels in here gets the interpreter; others must not."""
     before = os.environ.get("TRITON_INTERPRET")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        pytest.importorskip("triton")
-        from ea_fairseq.kernels import gpu_kernels, gpu_trial
+        yield
     finally:
         if before is None:
             os.environ.pop("TRITON_INTERPRET", None)
         else:
             os.environ["TRITON_INTERPRET"] = before
+
+
+def import_triton():
+    """Triton decides on its interpreter when it is imported, which PyTorch does where tests ask for other things."""
+    with interpreted(), contextlib.suppress(ImportError):
+        import triton.language  # noqa: F401
+
+
+def import_kernels():
+    """gpu_kernels and gpu_trial."""
+    with interpreted():
+        pytest.importorskip("triton")
+        from ea_fairseq.kernels import gpu_kernels, gpu_trial
     return gpu_kernels, gpu_trial
 
 
