@@ -35,7 +35,7 @@ from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines, lower_case_lines
 
-RULES = 2  # raise this when the same options come to make other text
+RULES = 3  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
 LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
@@ -225,6 +225,11 @@ class Pipeline:
                         file.write(line)
         if not kept:
             raise PrepError(f"no training pair is left; dropped: {dict(dropped)}")
+        if rules.valid_every and kept < rules.valid_every:
+            raise PrepError(
+                f"valid: no pair is left: --valid-every {rules.valid_every} of {kept:,} training pairs; "
+                "choose a smaller number"
+            )
         return {"train": {"in": read, "out": kept, "dropped": dict(dropped)}} if rules.filter_on == "words" else {}
 
     # --- learn ------------------------------------------------------------------------------------------------------
@@ -236,6 +241,9 @@ class Pipeline:
         for _, counts in self._read(count_words, train, "count words"):
             for total, count in zip(words, counts, strict=True):
                 total.update(count)
+        if not (words[0] or words[1]):
+            files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
+            raise PrepError(f"train: no words to learn subwords from, only empty lines, in {files}")
         if self.codes:
             self._codes(folder).write_bytes(self.codes)
         elif rules.bpe == "sentencepiece":
@@ -245,6 +253,11 @@ class Pipeline:
         if rules.vocabulary_threshold:
             for lang, side in zip(self.languages, words, strict=True):
                 allowed = subwords.frequent(side, self._codes(folder), rules.vocabulary_threshold)
+                if not allowed:  # which subword-nmt takes for no list at all
+                    raise PrepError(
+                        f"--vocabulary-threshold {rules.vocabulary_threshold}: no {lang} subword is that frequent; "
+                        "choose a smaller number"
+                    )
                 (folder / f"vocabulary.{lang}").write_text("".join(f"{word}\n" for word in allowed), encoding="utf-8")
         report = zip(self.languages, words, strict=True)
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
