@@ -65,7 +65,7 @@ class Pipeline:
             ]
             for split, parts in corpus.splits().items()
         }  # split -> part -> side
-        self.work = out.with_name(out.name + ".work")
+        self.work = stages.work_folder(out)
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
         self.folder = folder | {"binarise": out}
         # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
@@ -74,11 +74,13 @@ class Pipeline:
 
     def run(self, force: str | None = None) -> dict:
         """Makes what is missing and returns the contents of PREP.json."""
-        if self.out.exists() and not (self.out / stages.STAMP).exists() and any(self.out.iterdir()):
-            raise PrepError(f"{self.out}: exists and was not made here; move it away or choose another --out")
+        stages.refuse_others(self.out)
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
-        summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        try:
+            summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PrepError(f"{self.out}/PREP.json: is damaged ({error}); --force binarise makes it again") from error
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
@@ -151,7 +153,7 @@ class Pipeline:
             side.path: side.part for parts in self.sides.values() for sides in parts for side in sides if side.public
         }
         known = {path.name: (part.size, part.sha256) for path, part in public.items()}
-        download.verify(public, self.work / download.SUMS, known)
+        download.verify(public, self.work / stages.SUMS, known)
         return {split: self._extract(folder, split) for split in self.sides}
 
     def _extract(self, folder: Path, split: str) -> int:
