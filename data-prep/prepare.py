@@ -176,13 +176,17 @@ def raw_text_error(args: argparse.Namespace) -> str | None:
 
 
 def prefix_error(args: argparse.Namespace) -> str | None:
-    """Which option names a file where the prefix of two files is wanted, or None."""
+    """Which option names a file where the prefix of two files is wanted, or a test twice; or None."""
     prefixes = [("--train", name) for name in args.train] + [("--test", name) for name in args.test]
     for option, name in [*prefixes, *([("--valid", args.valid)] if args.valid else [])]:
         stem, dot, language = name.removesuffix(".gz").rpartition(".")
         if dot and language in (args.source_lang, args.target_lang) and Path(name).is_file():
             both = f"{stem}.{args.source_lang} and {stem}.{args.target_lang}"
             return f"{option} {name}: is a file; the prefix of two files is wanted: {option} {stem}, for {both}"
+    tests = [Path(name).resolve() for name in args.test]
+    for name, path in zip(args.test, tests, strict=True):
+        if tests.count(path) > 1:
+            return f"--test {name}: is named twice; leave one of them out"
     return None
 
 
