@@ -142,6 +142,17 @@ PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
 }
 
 
+def _test_names(prefixes: list[str]) -> list[str]:
+    """What people call each test: the last part of its prefix, with the folders before it that tell it from others."""
+    every = [Path(prefix).absolute().parts for prefix in prefixes]
+
+    def name(parts: tuple[str, ...]) -> str:
+        ends = (parts[-length:] for length in range(1, len(parts) + 1))
+        return "/".join(next(end for end in ends if sum(other[-len(end) :] == end for other in every) == 1))
+
+    return [name(parts) for parts in every]
+
+
 def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Corpus:
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
@@ -159,6 +170,6 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
         target_lang=target,
         train=sum(map(part, train), ()),
         valid=part(valid) if valid else (),
-        tests={Path(prefix).name: part(prefix) for prefix in tests},
+        tests=dict(zip(_test_names(tests), map(part, tests), strict=True)),
         rules=rules,
     )

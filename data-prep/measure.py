@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from itertools import cycle, islice, zip_longest
 from pathlib import Path
@@ -166,12 +167,7 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
         ))  # fmt: skip
         for processes in workers:
             pipeline = Pipeline(corpus, raw, folder / f"out{size}-{processes}", processes)
-            child = os.fork()  # so that peak memory is this run's alone
-            if not child:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                pipeline.run()
-                os._exit(0)
-            os.waitpid(child, 0)
+            cpu_seconds(partial(quietly, pipeline))  # a process of its own, so that peak memory is this run's alone
             total = Counter()
             for name in NAMES:
                 took = json.loads((pipeline.folder[name] / STAMP).read_text(encoding="utf-8"))["took"]
@@ -180,6 +176,12 @@ def scale(source: Path, target: Path, sizes: list[int], workers: list[int], fold
             row(size, processes, "all", {**total, "peak_mib": took["peak_mib"]})
             shutil.rmtree(pipeline.out)
             shutil.rmtree(pipeline.work)
+
+
+def quietly(pipeline: Pipeline) -> None:
+    """Run a pipeline without its progress and its report; what it raises is for the caller to show."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        pipeline.run()
 
 
 def roundtrip(text: Path, lang: str) -> None:

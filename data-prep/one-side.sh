@@ -13,7 +13,8 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit
 fi
 [[ $# == 3 ]] || die "wanted: FOLDER LANGUAGE OUT; see --help"
-folder=$1 language=$2 out=$3
+folder=$1 language=$2 out=${3%/}
+[[ -n $out && ! -e $out ]] || die "$3: is there already; delete it, or name another"
 [[ -f $folder/PREP.json ]] || die "$folder/PREP.json: no such file; is $folder a folder made by data-prep/?"
 [[ -f $folder/dict.$language.txt ]] || die "$folder: has no dict.$language.txt; its languages are" \
     "$(cd "$folder" && echo dict.*.txt)"
@@ -35,6 +36,5 @@ prep = json.load(open(sys.argv[1], encoding="utf-8"))
 kept = {name: prep[name] for name in ("name", "tokenizer", "unicode", "lowercase", "bpe", "rules") if name in prep}
 print(json.dumps({**kept, "source_lang": sys.argv[2], "target_lang": sys.argv[2]}, indent=1))
 ' "$folder/PREP.json" "$language" > "$temporary/PREP.json"
-[[ ! -e $out ]] || die "$out: is there already; delete it, or name another"
 mv "$temporary" "$out"
 echo "$out: ready"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import corpora
 import sample
+from prep import stages
 from prep.corpus import Corpus, Rules, default_tokenizer
-from prep.stages import NAMES
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -77,8 +77,8 @@ def common_options() -> argparse.ArgumentParser:
     add("--vocabulary-threshold", type=positive, metavar="N",
         help="split subwords again that occur fewer than N times on their side of the training text")  # fmt: skip
     add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")
-    add("--force", choices=NAMES, metavar="STAGE",
-        help=f"make a finished stage again, and those after it: {', '.join(NAMES)}")  # fmt: skip
+    add("--force", choices=stages.NAMES, metavar="STAGE",
+        help=f"make a finished stage again, and those after it: {', '.join(stages.NAMES)}")  # fmt: skip
     add("--strict", action="store_true", help="fail if the numbers of pairs are not the expected ones")
     return parser
 
@@ -176,13 +176,17 @@ def raw_text_error(args: argparse.Namespace) -> str | None:
 
 
 def prefix_error(args: argparse.Namespace) -> str | None:
-    """Which option names a file where the prefix of two files is wanted, or None."""
+    """Which option names a file where the prefix of two files is wanted, or a test twice; or None."""
     prefixes = [("--train", name) for name in args.train] + [("--test", name) for name in args.test]
     for option, name in [*prefixes, *([("--valid", args.valid)] if args.valid else [])]:
         stem, dot, language = name.removesuffix(".gz").rpartition(".")
         if dot and language in (args.source_lang, args.target_lang) and Path(name).is_file():
             both = f"{stem}.{args.source_lang} and {stem}.{args.target_lang}"
             return f"{option} {name}: is a file; the prefix of two files is wanted: {option} {stem}, for {both}"
+    tests = [Path(name).resolve() for name in args.test]
+    for name, path in zip(args.test, tests, strict=True):
+        if tests.count(path) > 1:
+            return f"--test {name}: is named twice; leave one of them out"
     return None
 
 
@@ -217,13 +221,15 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
     if args.command == "custom":
         return Path.cwd()
     if args.command == "sample":
-        raw = out.with_name(out.name + ".work") / "raw"
         try:
             pairs = sample.corpus(args.train, 500, 500, args.seed)
         except ValueError as error:
             sys.exit(f"sample.sh: --train {args.train}: {error}")
-        sample.write(pairs, raw)
-        return raw
+        work = stages.work_folder(out)
+        work.mkdir(parents=True, exist_ok=True)
+        (work / stages.LOCK).touch()  # which marks the folder as made here
+        sample.write(pairs, work / "raw")
+        return work / "raw"
     if args.raw:
         return args.raw.resolve()
     from prep import download
@@ -241,10 +247,13 @@ def main() -> None:
     out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from prep.pipeline import Pipeline
-    from prep.text import PrepError
+    from prep.text import PrepError, refuse_undecodable_names
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     try:
+        members = [part.member for parts in corpus.splits().values() for part in parts]
+        refuse_undecodable_names([*sys.argv[1:], str(out), *members])
+        stages.refuse_others(out)
         raw = raw_folder(args, corpus, out)
         Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
     except OSError as error:

@@ -1,12 +1,10 @@
 """A small German-English corpus made from a grammar: real grammar to learn, no download, the same for the same seed.
 
-    python data-prep/sample.py --out DIR [--train N] [--valid N] [--test N] [--seed N]
-
-Writes DIR/{train,valid,test}.{de,en}. Every sentence is correct German with its English translation, and the
-translation is a function of the German sentence alone. What there is to learn: gender, number and case of articles;
-weak, mixed and strong adjective endings; the verb's second place, its place at the end of a subordinate clause, and
-separable prefixes; perfect, future and modal brackets; "nicht" and "kein"; place against direction (dative or
-accusative after "in"); relative clauses; word order of time, dative and accusative objects.
+Every sentence is correct German with its English translation, and the translation is a function of the German sentence
+alone. What there is to learn: gender, number and case of articles; weak, mixed and strong adjective endings; the verb's
+second place, its place at the end of a subordinate clause, and separable prefixes; perfect, future and modal brackets;
+"nicht" and "kein"; place against direction (dative or accusative after "in"); relative clauses; word order of time,
+dative and accusative objects.
 
 Held-out sentences never occur in training, and are made only of words that do.
 """
@@ -434,7 +432,7 @@ def write(splits: dict[str, list[tuple[str, str]]], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets {train,valid,test}.{de,en}")
     parser.add_argument("--train", type=int, default=12000, metavar="N", help="training pairs (default: %(default)s)")
     parser.add_argument("--valid", type=int, default=500, metavar="N", help="default: %(default)s")
     parser.add_argument("--test", type=int, default=500, metavar="N", help="default: %(default)s")

@@ -20,7 +20,6 @@ from .text import PrepError, reading
 BLOCK = 1 << 20
 ATTEMPTS = 5
 PAUSE = 2.0  # seconds before the second attempt, doubled for each one after it
-SUMS = "SHA256SUMS"  # in sha256sum's format: `sha256sum -c SHA256SUMS` works
 
 
 def fetch(url: str, path: Path, size: int = 0) -> None:

@@ -8,6 +8,8 @@ or .gz, in DIR or in DIR/TASK. The finished folder holds
     raw/               the sentences of valid, as they were
     PREP.json          what was done; written last
 
+A folder that was made from the same files with the same options is not made again; one made from others is replaced.
+
 Subwords: with --gpt2 DIR those of GPT-2, which public RoBERTa models know (DIR holds encoder.json, vocab.bpe and the
 model's dict.txt), else pieces of SentencePiece, learnt on the task's own training sentences.
 """
@@ -21,13 +23,13 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import binary, download
 from .subwords import CODES, Apply, learn_sentencepiece
-from .text import PrepError, checked_lines, open_bytes, reading
+from .text import PrepError, checked_lines, open_bytes, reading, refuse_undecodable_names
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 URL = "https://dl.fbaipublicfiles.com/glue/data/"
@@ -151,7 +153,9 @@ def downloaded(name: str) -> Path:
                 if member.endswith(".tsv") and not (folder / name / Path(member).name).exists():
                     target = folder / name / Path(member).name
                     target.parent.mkdir(exist_ok=True)
-                    target.write_bytes(contents.read(member))
+                    part = target.with_name(target.name + ".part")
+                    part.write_bytes(contents.read(member))
+                    part.rename(target)
     except zipfile.BadZipFile as error:
         raise PrepError(f"{path}: truncated or damaged ({error}); delete it, and it is fetched again") from error
     return folder / name
@@ -170,11 +174,20 @@ def own_pieces(texts: Iterable[str], pieces: int, folder: Path) -> Encode:
     return lambda sentence: apply(([f"{sentence}\n".encode()],))[0][0].decode().strip()
 
 
-def gpt2(given: Path, folder: Path) -> Encode:
-    """GPT-2's subwords as fairseq's encoder makes them; its files go into the folder too."""
+def gpt2_files(given: Path) -> dict[str, Path]:
+    """The files of GPT-2's subwords by name.
+
+    Raises:
+        PrepError: one of them is not there.
+    """
     missing = [name for name in GPT2_FILES if not (given / name).is_file()]
     if missing:
         raise PrepError(f"--gpt2 {given}: has no {', '.join(missing)}; wanted are {', '.join(GPT2_FILES)}")
+    return {name: given / name for name in GPT2_FILES}
+
+
+def gpt2(given: Path, folder: Path) -> Encode:
+    """GPT-2's subwords as fairseq's encoder makes them; its files go into the folder too."""
     for name in GPT2_FILES[:2]:
         shutil.copyfile(given / name, folder / name)
     from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
@@ -214,11 +227,42 @@ def write_column(folder: Path, lines: dict[str, list[str]], words: list[tuple[st
     return unknown
 
 
-def prepare(name: str, raw: Path, out: Path, pieces: int, gpt2_folder: Path | None) -> None:
-    """Fill the folder `out`, which gets its name only when it is complete."""
-    task = TASKS[name]
+def made_before(out: Path) -> dict:
+    """PREP.json of a folder that this command made; empty where there is nothing yet.
+
+    Raises:
+        PrepError: there is something else.
+    """
+    try:
+        prep = json.loads((out / "PREP.json").read_text(encoding="utf-8"))
+        if prep["task"] in TASKS:
+            return prep
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        pass
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise PrepError(f"{out}: exists and was not made here; move it away or choose another --out")
+    return {}
+
+
+def _digests(paths: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+    return {name: {"file": path.name, "sha256": download.sha256(path)} for name, path in paths.items()}
+
+
+def prepare(name: str, raw: Path, out: Path, pieces: int, gpt2_folder: Path | None) -> bool:
+    """Fill the folder `out`, which gets its name only when it is complete; False where it was made before."""
+    task, before = TASKS[name], made_before(out)
+    if raw.is_relative_to(out):
+        raise PrepError(f"--out {out}: holds the files of --raw {raw}; choose another")
     files = {"train": "train", **{"valid" + (str(i) if i else ""): dev for i, dev in enumerate(task.dev)}}
     paths = {split: find(raw, name, file) for split, file in files.items()}
+    options = {
+        "task": name,
+        "bpe": "gpt2" if gpt2_folder else "sentencepiece",
+        "subwords": _digests(gpt2_files(gpt2_folder)) if gpt2_folder else {"pieces": pieces},
+        "files": _digests(paths),
+    }
+    if options.items() <= before.items():
+        return False
     splits = {split: read_split(path, task) for split, path in paths.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
@@ -227,19 +271,17 @@ def prepare(name: str, raw: Path, out: Path, pieces: int, gpt2_folder: Path | No
         sentences = (text for column in splits["train"].sentences for text in column)
         encode = gpt2(gpt2_folder, folder) if gpt2_folder else own_pieces(sentences, pieces, folder)
         unknown = _write(folder, task, splits, encode, gpt2_folder)
-        record = {
-            "task": name,
-            "bpe": "gpt2" if gpt2_folder else "sentencepiece",
+        record = options | {
             "labels": task.labels,
             "sentences": len(task.sentences),
             "splits": {split: {"rows": len(part.labels), "dropped": part.dropped} for split, part in splits.items()},
             "unknown_subwords": unknown,
-            "files": {split: {"file": path.name, "sha256": download.sha256(path)} for split, path in paths.items()},
         }
         (folder / "PREP.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if out.exists():
-            shutil.rmtree(out)
+            out.rename(folder.with_name("replaced"))
         folder.rename(out)
+    return True
 
 
 def _write(folder: Path, task: Task, splits: dict[str, Split], encode: Encode, gpt2_folder: Path | None) -> int:
@@ -293,9 +335,15 @@ def main() -> None:
     args = parser.parse_args()
     out = (args.out or DATA / "glue" / args.task).resolve()
     try:
-        prepare(args.task, args.raw.resolve() if args.raw else downloaded(args.task), out, args.pieces, args.gpt2)
+        refuse_undecodable_names([*sys.argv[1:], str(out)])
+        made_before(out)  # refuses somebody else's folder before anything is downloaded
+        raw = args.raw.resolve() if args.raw else downloaded(args.task)
+        if not prepare(args.task, raw, out, args.pieces, args.gpt2):
+            print("nothing to do: made before, with the same options from the same files", file=sys.stderr)
     except (PrepError, OSError) as error:
         sys.exit(f"glue.sh: {error}")
+    except KeyboardInterrupt:
+        sys.exit("glue.sh: interrupted; run it again")
     print(f"{out}: ready")
 
 

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import wait
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from .text import PrepError
 
 CHUNK_LINES = 4000
 CHUNK_BYTES = 1 << 20
@@ -75,6 +78,10 @@ def ordered_map(function: Callable[[Chunk], Any], source: Iterator[Chunk], worke
             while pending:
                 done, future = pending.popleft()
                 yield done, future.result()
+        except BrokenProcessPool as error:
+            raise PrepError(
+                "one of the worker processes was killed, probably for want of memory; run it again with fewer --workers"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -35,7 +35,7 @@ from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines, lower_case_lines
 
-RULES = 2  # raise this when the same options come to make other text
+RULES = 3  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
 LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
@@ -65,7 +65,7 @@ class Pipeline:
             ]
             for split, parts in corpus.splits().items()
         }  # split -> part -> side
-        self.work = out.with_name(out.name + ".work")
+        self.work = stages.work_folder(out)
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
         self.folder = folder | {"binarise": out}
         # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
@@ -74,11 +74,13 @@ class Pipeline:
 
     def run(self, force: str | None = None) -> dict:
         """Makes what is missing and returns the contents of PREP.json."""
-        if self.out.exists() and not (self.out / stages.STAMP).exists() and any(self.out.iterdir()):
-            raise PrepError(f"{self.out}: exists and was not made here; move it away or choose another --out")
+        stages.refuse_others(self.out)
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
-        summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        try:
+            summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PrepError(f"{self.out}/PREP.json: is damaged ({error}); --force binarise makes it again") from error
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
@@ -151,7 +153,7 @@ class Pipeline:
             side.path: side.part for parts in self.sides.values() for sides in parts for side in sides if side.public
         }
         known = {path.name: (part.size, part.sha256) for path, part in public.items()}
-        download.verify(public, self.work / download.SUMS, known)
+        download.verify(public, self.work / stages.SUMS, known)
         return {split: self._extract(folder, split) for split in self.sides}
 
     def _extract(self, folder: Path, split: str) -> int:
@@ -225,6 +227,11 @@ class Pipeline:
                         file.write(line)
         if not kept:
             raise PrepError(f"no training pair is left; dropped: {dict(dropped)}")
+        if rules.valid_every and kept < rules.valid_every:
+            raise PrepError(
+                f"valid: no pair is left: --valid-every {rules.valid_every} of {kept:,} training pairs; "
+                "choose a smaller number"
+            )
         return {"train": {"in": read, "out": kept, "dropped": dict(dropped)}} if rules.filter_on == "words" else {}
 
     # --- learn ------------------------------------------------------------------------------------------------------
@@ -236,6 +243,9 @@ class Pipeline:
         for _, counts in self._read(count_words, train, "count words"):
             for total, count in zip(words, counts, strict=True):
                 total.update(count)
+        if not (words[0] or words[1]):
+            files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
+            raise PrepError(f"train: no words to learn subwords from, only empty lines, in {files}")
         if self.codes:
             self._codes(folder).write_bytes(self.codes)
         elif rules.bpe == "sentencepiece":
@@ -245,6 +255,11 @@ class Pipeline:
         if rules.vocabulary_threshold:
             for lang, side in zip(self.languages, words, strict=True):
                 allowed = subwords.frequent(side, self._codes(folder), rules.vocabulary_threshold)
+                if not allowed:  # which subword-nmt takes for no list at all
+                    raise PrepError(
+                        f"--vocabulary-threshold {rules.vocabulary_threshold}: no {lang} subword is that frequent; "
+                        "choose a smaller number"
+                    )
                 (folder / f"vocabulary.{lang}").write_text("".join(f"{word}\n" for word in allowed), encoding="utf-8")
         report = zip(self.languages, words, strict=True)
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import regex
@@ -12,6 +13,7 @@ from .parallel import Chunk
 from .words import composed, words
 
 NON_PRINTING = regex.compile(r"\p{C}")
+OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
 
 
 class Steps:
@@ -54,7 +56,10 @@ def plain_apostrophes(chunk: Chunk) -> Chunk:
 
 
 class Tokenise:
-    """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case."""
+    """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case and its spaces.
+
+    White space of any kind becomes a plain space there: BPE would keep another inside a word, and fairseq split at it.
+    """
 
     def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
         self._words = [words(rules.tokenizer, lang, rules.split_dashes) for lang in languages]
@@ -68,7 +73,8 @@ class Tokenise:
 
     def _line(self, tokenize: Callable[[str], str], line: bytes) -> bytes:
         text = line.decode()
-        text = text.removesuffix("\n") if self._rules.tokenizer == "given" else tokenize(text)
+        given = self._rules.tokenizer == "given"
+        text = OTHER_SPACE.sub(" ", text.removesuffix("\n")) if given else tokenize(text)
         return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
 
 

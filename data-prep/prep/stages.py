@@ -4,8 +4,8 @@
     NAME.work/2-clean/...
 
 A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
-any other is made again, and so is everything after it. A killed run leaves NAME.work/*.tmp, which the next run
-removes.
+any other is made again, and so is everything after it. A killed run leaves NAME.work/STAGE.*.tmp and the like, which
+the next run removes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,47 @@ from .text import PrepError
 
 STAMP = ".stamp.json"
 NAMES = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")
+SUMS = "SHA256SUMS"  # in NAME.work, of the public files; in sha256sum's format: `sha256sum -c SHA256SUMS` works
+LOCK = "lock"  # in NAME.work, from its beginning: a folder without it was not made here
+REPLACED, GONE = "replaced.tmp", ".gone.tmp"
+#: What a killed run leaves in NAME.work.
+LEFT_OVER = (REPLACED, f"{SUMS}.tmp", *(f"*-{name}{GONE}" for name in NAMES), *(f"{name}.*.tmp" for name in NAMES))
+
+
+def work_folder(out: Path) -> Path:
+    """The folder for the stages of the finished folder `out`.
+
+    Raises:
+        PrepError: `out` has no name.
+    """
+    if not out.name:
+        raise PrepError(f"--out {out}: is the root of the file system; name a folder")
+    return out.with_name(out.name + ".work")
+
+
+def refuse_others(out: Path) -> None:
+    """Refuse to work where one of the two folders, `out` and that of its stages, has something that was not made here.
+
+    Raises:
+        PrepError: names the folder.
+    """
+    work = work_folder(out)
+    if out.exists() and any(out.iterdir()):
+        if not (out / STAMP).exists():
+            raise PrepError(f"{out}: exists and was not made here; move it away or choose another --out")
+        if read_stamp(out) is None:
+            raise PrepError(f"{out / STAMP}: is empty or damaged; move {out} away or choose another --out")
+    if work.exists() and any(work.iterdir()) and not (work / LOCK).exists():
+        raise PrepError(f"{work}: exists and was not made here; move it away or choose another --out")
+
+
+def read_stamp(folder: Path) -> dict | None:
+    """The stamp of a finished stage; None where there is none, or something else in its place."""
+    try:
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) and {"key", "report"} <= stamp.keys() else None
 
 
 @dataclass
@@ -43,11 +84,8 @@ class Stage:
 
     def report(self) -> dict | None:
         """The report of the finished stage, or None if it has to be made (again)."""
-        try:
-            stamp = json.loads((self.folder / STAMP).read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return stamp["report"] if stamp["key"] == self.key else None
+        stamp = read_stamp(self.folder)
+        return stamp["report"] if stamp and stamp["key"] == self.key else None
 
 
 def chain(stages: list[Stage]) -> None:
@@ -89,7 +127,7 @@ def _make(stage: Stage) -> dict[str, float]:
         stamp = json.dumps({"key": stage.key, "report": report, "took": took}, indent=1, ensure_ascii=False)
         (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
         stage.folder.parent.mkdir(parents=True, exist_ok=True)
-        replaced = stage.work / "replaced.tmp"
+        replaced = stage.work / REPLACED
         if stage.folder.exists():
             stage.folder.rename(replaced)
         temporary.rename(stage.folder)
@@ -123,7 +161,7 @@ def _umask() -> int:
 def _remove(folder: Path) -> None:
     """Removes a folder so that it is never seen half-removed under its own name."""
     if folder.exists():
-        gone = folder.with_name(folder.name + ".gone.tmp")
+        gone = folder.with_name(folder.name + GONE)
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)
         shutil.rmtree(gone)
@@ -133,7 +171,7 @@ def _remove(folder: Path) -> None:
 def alone(work: Path) -> Iterator[None]:
     """Keeps a second run out of the same folder, and removes what a killed one left."""
     work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
+    with (work / LOCK).open("w") as lock:
         for patience in range(50, -1, -1):  # the workers of a killed run take a moment to go
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,10 +180,10 @@ def alone(work: Path) -> Iterator[None]:
                 if not patience:
                     raise PrepError(f"{work}: another run is at work here") from error
                 time.sleep(0.1)
-        for left in work.glob("*.tmp"):
-            shutil.rmtree(left)
+        for left in [path for pattern in LEFT_OVER for path in work.glob(pattern)]:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             yield
         finally:
-            if not any(path.is_dir() for path in work.iterdir()):  # nothing was made: leave no trace
+            if {path.name for path in work.iterdir()} <= {LOCK, SUMS}:  # nothing was made: leave no trace
                 shutil.rmtree(work)

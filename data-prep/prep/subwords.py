@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from .parallel import Chunk, tqdm_options
 from .text import PrepError, checked_lines, open_bytes, reading
 
 CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
+VERSION = "#version:"  # the first line of a file of codes, with a number
 CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
 
 
@@ -52,11 +53,17 @@ def count_given_words(chunk: Chunk) -> tuple[Counter, Counter]:
 
 
 def learn(words: Counter, merges: int, folder: Path) -> None:
-    """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words."""
+    """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words.
+
+    Where no word has two characters, at which subword-nmt stumbles, that is nothing but the first line.
+    """
     learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", **tqdm_options())  # its own has no name
     entries = [f"{word.decode()} {count}" for word, count in words.items()]
     with (folder / CODES["subword_nmt"]).open("w", encoding="utf-8", newline="\n") as file:
-        learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
+        if any(len(word.decode()) > 1 for word in words):
+            learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
+        else:
+            file.write(f"{VERSION} 0.2\n")
 
 
 def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = "--merges") -> None:
@@ -83,8 +90,12 @@ def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:
     return sorted(subword.decode() for subword, count in counts.items() if count >= threshold)
 
 
-def _codes(path: Path) -> io.StringIO:
-    return io.StringIO(path.read_text(encoding="utf-8"))
+def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> apply_bpe.BPE:
+    """What splits words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
+    codes = path.read_text(encoding="utf-8")
+    # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
+    no_merges = codes.startswith(VERSION) and "\n" not in codes.strip()
+    return apply_bpe.BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
 
 
 class Apply:
@@ -97,10 +108,7 @@ class Apply:
         if codes.name == CODES["sentencepiece"]:
             self.sides = [_Pieces(codes)] * len(vocabularies)
         else:
-            self.sides = [
-                _Words(apply_bpe.BPE(_codes(codes), vocab=vocabulary and set(vocabulary)))
-                for vocabulary in vocabularies
-            ]
+            self.sides = [_Words(segmenter(codes, vocabulary)) for vocabulary in vocabularies]
 
     def __call__(self, chunk: Chunk) -> Chunk:
         return tuple([side.line(line) for line in lines] for side, lines in zip(self.sides, chunk, strict=True))

@@ -18,6 +18,7 @@ from typing import IO
 
 BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+UTF32_BOMS = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 
 
 class PrepError(Exception):
@@ -49,8 +50,8 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         if number == 0 and batch[0].startswith(BOM):
             batch[0] = batch[0].removeprefix(BOM)
         block = b"".join(batch)
-        if number == 0 and utf16(batch[0]):
-            raise PrepError(f"{name}: is UTF-16, not UTF-8; convert it first: iconv -f UTF-16 -t UTF-8")
+        if number == 0 and (encoding := wide_encoding(batch[0])):
+            raise PrepError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
         try:
             block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
         except UnicodeDecodeError:
@@ -64,9 +65,33 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         yield from batch
 
 
-def utf16(line: bytes) -> bool:
-    """Whether a file that begins with these bytes is UTF-16: it has that form's mark, or every other byte is zero."""
-    return line.startswith(UTF16_BOMS) or 5 * line.count(0) >= 2 * len(line) > 2
+def wide_encoding(line: bytes) -> str | None:
+    """iconv's name for the encoding of a file that begins with these bytes, where that is UTF-16 or UTF-32, else None.
+
+    It has that form's mark, or many bytes are zero; where they are tells how many bytes a character has, and their
+    order.
+    """
+    if line.startswith(UTF32_BOMS):
+        return "UTF-32"
+    if line.startswith(UTF16_BOMS):
+        return "UTF-16"
+    if not 5 * line.count(0) >= 2 * len(line) > 2:
+        return None
+    zero = [2 * line[place::4].count(0) > len(line[place::4]) for place in range(4)]  # of each four bytes
+    if zero[2] and zero[3]:
+        return "UTF-32LE"
+    if zero[0] and zero[1]:
+        return "UTF-32BE"
+    return "UTF-16BE" if line[0::2].count(0) > line[1::2].count(0) else "UTF-16LE"
+
+
+def refuse_undecodable_names(names: Iterable[str]) -> None:
+    """Refuse arguments and paths whose bytes are not UTF-8: PREP.json, which names them, could not be written."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise PrepError(f"{name!r}: the bytes of this name are not UTF-8; rename the file or folder") from error
 
 
 def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.common import UserError
-from prep.text import utf16
+from prep.text import wide_encoding
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
 
@@ -52,8 +52,8 @@ def read_lines(path: Path | str) -> list[str]:
 
 def decode(line: bytes, path: Path | str, number: int) -> str:
     """One line of bytes as text without its end, or an error that names the file and the line's number."""
-    if utf16(line):
-        raise UserError(f"{path}:{number}: not UTF-8 but UTF-16; convert it first: iconv -f UTF-16 -t UTF-8")
+    if encoding := wide_encoding(line):
+        raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -212,9 +212,8 @@ def subwords(data: Path, kind: str, language: str) -> Subwords:
 
         model = SentencePieceProcessor(model_file=str(path))
         return Pieces(lambda line: " ".join(model.encode(line, out_type=str)))
-    from subword_nmt.apply_bpe import BPE
+    from prep.subwords import segmenter
 
     vocabulary = data / f"vocabulary.{language}"  # where rare subwords are split again
-    allowed = set(read_lines(vocabulary)) if vocabulary.is_file() else None
-    with path.open(encoding="utf-8") as codes:
-        return Marked(BPE(codes, vocab=allowed).process_line)
+    allowed = read_lines(vocabulary) if vocabulary.is_file() else None
+    return Marked(segmenter(path, allowed).process_line)

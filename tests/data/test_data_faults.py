@@ -1,9 +1,16 @@
 """Faults in a user's data: what is said, what happens, and that nothing is left behind."""
 
-import pytest
-from helpers.data_toy import corpora, corpus, parallel, read, recipe, script, text_only, write
+import dataclasses
+import os
+import signal
+import sys
 
+import pytest
+from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, recipe, script, text_only, write
+
+import measure
 import prepare
+from prep import parallel as in_parallel
 from prep.text import PrepError
 
 
@@ -43,6 +50,99 @@ def test_a_side_of_blank_lines(tmp_path):
         text_only(recipe(), raw, tmp_path / "out")
     with pytest.raises(PrepError, match=r"train: no pair is left; dropped: {'empty': 200}"):
         text_only(recipe(filter_on="subwords"), raw, tmp_path / "out")
+
+
+@pytest.mark.parametrize("bpe", ["subword_nmt", "sentencepiece"])
+def test_both_sides_of_blank_lines(tmp_path, bpe):
+    raw = corpus(tmp_path / "raw")
+    for side in ("de", "en"):
+        write(raw / f"train.{side}", [" "] * 200)
+    with pytest.raises(PrepError, match=r"^train: .*only empty lines, in .*/train\.de and .*/train\.en$"):
+        text_only(recipe(filter_on="subwords", bpe=bpe), raw, tmp_path / "out")
+
+
+def test_words_without_a_pair_of_characters_to_merge(tmp_path):
+    """As many subwords as the text gives: its characters. The same where every pair occurs but once."""
+    raw = corpus(tmp_path / "raw")
+    for german, english, split in (("1 2 3", "4 5 6", "1 2 3"), ("ab cd", "gh ij", "a@@ b c@@ d")):
+        write(raw / "train.de", [german])
+        write(raw / "train.en", [english])
+        pipeline = text_only(recipe(), raw, tmp_path / "out")
+        assert read(pipeline.folder["learn"] / "code") == ["#version: 0.2"]
+        assert read(pipeline.text("filter", "train")[0]) == [split]
+
+
+def test_a_vocabulary_threshold_that_no_subword_reaches(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    with pytest.raises(PrepError, match=r"^--vocabulary-threshold 1000000: no de subword is that frequent; choose a"):
+        text_only(recipe(vocabulary_threshold=1_000_000), raw, tmp_path / "out")
+
+
+def test_too_few_pairs_for_valid_every(tmp_path):
+    rules = dataclasses.replace(recipe(valid_every=201, filter_on="subwords"), valid=())
+    message = "^valid: no pair is left: --valid-every 201 of 200 training pairs; choose a smaller number$"
+    with pytest.raises(PrepError, match=message):
+        text_only(rules, corpus(tmp_path / "raw"), tmp_path / "out")
+
+
+def test_tests_of_one_name_in_two_folders(tmp_path, capsys):
+    """Both are prepared, in their order, by names that tell them apart; one that is named twice is refused."""
+    languages = ("--source-lang", "de", "--target-lang", "en", "--test")
+    prefixes = [tmp_path / "a/test", tmp_path / "b/test", tmp_path / "b/news"]
+    made = prepare_command(*languages, *prefixes)
+    assert made.test_names() == {"test": "a/test", "test1": "b/test", "test2": "news"}
+    members = [part.member for parts in made.tests.values() for part in parts]
+    assert members == [f"{prefix}.{{lang}}" for prefix in prefixes]
+    with pytest.raises(SystemExit):
+        prepare_command(*languages, *prefixes, tmp_path / "b/../a/test")
+    assert f"--test {tmp_path}/a/test: is named twice" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_killed_from_outside():
+    def killed(chunk):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PrepError, match=r"^one of the worker processes was killed, .* fewer --workers$"):
+        list(in_parallel.ordered_map(killed, iter([([b"a\n"], [b"b\n"])]), 2))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("/", "--out /: is the root of the file system; name a folder"),
+        (b"caf\xe9", r"caf\udce9': the bytes of this name are not UTF-8; rename the file or folder"),
+        ("thesis", "thesis: exists and was not made here"),
+    ],
+)
+def test_an_unusable_out_is_refused_before_anything_is_made(tmp_path, monkeypatch, out, message):
+    write(tmp_path / "thesis/chapter.tex", ["years of work"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "sample", "--out", os.fsdecode(out)])
+    with pytest.raises(SystemExit) as error:
+        prepare.main()
+    assert message in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_one_side_with_a_slash_after_its_folder(tmp_path):
+    """Its second run, into a folder that is there, is refused before anything is made."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    for name in ("PREP.json", "dict.en.txt", "train.de-en.en.bin", "train.de-en.en.idx"):
+        write(data / name, ["{}"])
+    for refused in (False, True):
+        done = script("one-side", data, "en", f"{out}/", check=False)
+        assert done.returncode == refused
+        assert ("is there already; delete it, or name another" in done.stderr) == refused
+        assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
+    assert {path.name for path in out.iterdir()} == {"PREP.json", "dict.txt", "train.bin", "train.idx"}
+
+
+def test_a_measured_run_that_fails_says_why(tmp_path, capfd):
+    for side in ("de", "en"):
+        write(tmp_path / f"text.{side}", ["ein Haus"])
+    with pytest.raises(SystemExit, match="a measured step failed"):
+        measure.scale(tmp_path / "text.de", tmp_path / "text.en", [5], [1], tmp_path)
+    assert "valid: no pair is left: --valid-every 1000 of 5 training pairs" in capfd.readouterr().err
 
 
 def test_a_missing_file(tmp_path):
@@ -187,6 +287,7 @@ def test_help(tmp_path, name):
     done = script(name, "--help", cwd=tmp_path)
     assert done.stdout.startswith(f"usage: {name}.sh")
     assert "--workers" in done.stdout
+    assert ".py" not in done.stdout, "no command but the one that was asked"
 
 
 @pytest.mark.slow

@@ -78,6 +78,14 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
     assert (prep["tokenizer"], prep["bpe_merges"], prep["lowercase"]) == ("given", 50, False)
 
 
+def test_white_space_of_any_kind_separates_tokens():
+    """BPE would keep another one inside a word, at which fairseq splits it: 10, 000 would be joined as 10000."""
+    line = "10\u00a0000 a\u2028b\u0085c\td\x0ce\u3000f  g \n".encode()
+    for lowercase in (False, True):
+        tokenise = rules.Tokenise(("de", "en"), Rules(tokenizer="given", lowercase=lowercase))
+        assert tokenise(([line], [])) == ([b"10 000 a b c d e f  g \n"], [])
+
+
 def test_references_are_the_given_tokens(published, tmp_path):
     """Tokenised BLEU compares with the very tokens that were given; what people would have written is detokenised."""
     out = tmp_path / "out"

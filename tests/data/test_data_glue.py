@@ -1,7 +1,11 @@
 """GLUE's files to fairseq's data: the right columns of each task, and what is wrong with a file by name and line."""
 
+import errno
 import gzip
 import json
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 from fairseq.data import Dictionary, data_utils
@@ -120,6 +124,66 @@ def test_rows_of_qqp_that_lack_columns_are_dropped_and_counted(tmp_path):
     path.write_text(path.read_text() + "0\t1\t2\n")
     glue.prepare("QQP", tmp_path / "raw", tmp_path / "out", 40, None)
     assert json.loads((tmp_path / "out/PREP.json").read_text())["splits"]["train"] == {"rows": 12, "dropped": 1}
+
+
+def test_what_is_finished_is_not_made_twice_and_an_own_folder_is_replaced(tmp_path):
+    raw, out = write(tmp_path / "raw", "RTE"), tmp_path / "out"
+    assert glue.prepare("RTE", raw, out, 40, None)
+    before = (out / "PREP.json").stat().st_ino
+    assert not glue.prepare("RTE", raw, out, 40, None)
+    assert (out / "PREP.json").stat().st_ino == before
+    assert glue.prepare("RTE", raw, out, 38, None)
+    assert json.loads((out / "PREP.json").read_text())["subwords"] == {"pieces": 38}
+    write(raw, "RTE", rows=14)
+    assert glue.prepare("RTE", raw, out, 38, None)
+    assert json.loads((out / "PREP.json").read_text())["splits"]["train"]["rows"] == 14
+    assert {entry.name for entry in tmp_path.iterdir()} == {"raw", "out"}
+    (out / "raw/RTE").mkdir()
+    with pytest.raises(PrepError, match=r"--out .*/out: holds the files of --raw .*/out/raw; choose another"):
+        glue.prepare("RTE", out / "raw", out, 38, None)
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path):
+    """The folder of the raw files themselves, one with a PREP.json of something else, and a file."""
+    raw = write(tmp_path / "raw", "RTE")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "PREP.json").write_text('{"name": "multi30k-de-en"}')
+    for out in (raw, other, raw / "dev.tsv"):
+        with pytest.raises(PrepError, match=f"{out}: exists and was not made here; move it away or choose another"):
+            glue.prepare("RTE", raw, out, 40, None)
+    assert {path.name for path in tmp_path.rglob("*.*")} == {"train.tsv", "dev.tsv", "PREP.json"}
+
+
+def test_a_file_whose_unpacking_was_cut_off_is_unpacked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(glue, "DATA", tmp_path)
+    folder = tmp_path / "downloads/glue"
+    raw = write(tmp_path / "raw", "RTE")
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / "RTE.zip", "w") as archive:
+        archive.write(raw / "train.tsv", "RTE/train.tsv")
+
+    def write_half(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(Path, "write_bytes", write_half)
+        glue.downloaded("RTE")
+    assert (glue.downloaded("RTE") / "train.tsv").read_bytes() == (raw / "train.tsv").read_bytes()
+    assert [path.name for path in (folder / "RTE").iterdir()] == ["train.tsv"]
+
+
+def test_interrupted(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(glue, "prepare", interrupted)
+    monkeypatch.setattr(sys, "argv", ["glue.py", "RTE", "--raw", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as error:
+        glue.main()
+    assert str(error.value) == "glue.sh: interrupted; run it again"
 
 
 def test_a_file_of_another_task_a_missing_one_and_files_that_are_not_gpt2s(tmp_path):

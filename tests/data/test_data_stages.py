@@ -172,6 +172,42 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
 
+def test_somebody_elses_work_folder_is_left_alone(tmp_path):
+    """Before a run that would be refused for its data, too."""
+    raw = corpus(tmp_path / "raw")
+    write(raw / "valid.en", ["one line"])
+    write(tmp_path / "out.work/notes.txt", ["years of work"])
+    with pytest.raises(PrepError, match=r"out\.work: exists and was not made here"):
+        Pipeline(recipe(), raw, tmp_path / "out").run()
+    assert [path.name for path in (tmp_path / "out.work").iterdir()] == ["notes.txt"]
+
+
+def test_only_what_a_killed_run_left_is_removed(tmp_path):
+    work = tmp_path / "out.work"
+    kept = {write(work / name, ["mine"]) for name in ("notes.txt", "mine.tmp", "folder.tmp/file")}
+    kept.add(write(work / "lock", []))
+    for name in ("SHA256SUMS.tmp", "extract.abc.tmp/train.de", "4-learn.gone.tmp/code", "replaced.tmp/code"):
+        write(work / name, ["half"])
+    with stages.alone(work):
+        pass
+    assert {path for path in work.rglob("*") if path.is_file()} == kept
+
+
+@pytest.mark.parametrize("stamp", ["", "{}", "[]", '{"key":'])
+def test_a_damaged_stamp(tmp_path, stamp):
+    """A stage counts as not made; a finished folder might be anybody's, and is named."""
+    raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
+    made(recipe(), raw, out)
+    (tmp_path / "out.work/6-filter" / stages.STAMP).write_text(stamp)
+    assert made(recipe(), raw, out) == ["filter"]
+    out.mkdir()
+    (out / stages.STAMP).write_text(stamp)
+    with pytest.raises(
+        PrepError, match=r"out/\.stamp\.json: is empty or damaged; move .* away or choose another --out"
+    ):
+        Pipeline(recipe(), raw, out).run()
+
+
 def test_two_runs_in_one_place(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.time, "sleep", lambda seconds: None)
     raw = corpus(tmp_path / "raw")

@@ -30,10 +30,12 @@ def test_not_utf8_names_file_line_and_byte(number):
         checked(lines)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_utf16_is_named(encoding):
-    data = "Hallo\nWelt\n".encode(encoding)
-    with pytest.raises(PrepError, match=r"^file: is UTF-16, not UTF-8; convert it first: iconv -f UTF-16 -t UTF-8$"):
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE"])
+@pytest.mark.parametrize("line", ["Hallo", "Zwei Hunde spielen."])
+def test_utf16_and_utf32_are_named(encoding, line):
+    data = f"{line}\nWelt\n".encode(encoding)
+    message = f"^file: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8$"
+    with pytest.raises(PrepError, match=message):
         checked([line + b"\n" for line in data.split(b"\n")])
 
 

@@ -46,6 +46,13 @@ def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):
         assert ours.subwords(line) == tools(line), line
 
 
+def test_codes_without_a_merge_split_words_into_characters(data, tmp_path):
+    shutil.copyfile(data / "PREP.json", tmp_path / "PREP.json")
+    (tmp_path / "code").write_text("#version: 0.2\n")
+    for source in (Text(tmp_path).subwords, Source(tmp_path, json.loads((data / "PREP.json").read_text()))):
+        assert source("Ab c") == "a@@ b c"
+
+
 def test_decomposed_text_is_composed(data):
     assert Text(data).subwords("Gru\u0308n") == Text(data).subwords("Grün")
 
