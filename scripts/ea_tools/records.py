@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import logs, recipes, train
-from ea_tools.common import REPO, UserError, replacing
+from ea_tools.common import REPO, UserError, replacing, say
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 
@@ -31,10 +31,20 @@ BATCH = "tokens an update"
 UNKNOWN = "not recorded"
 
 
-def keep(run: Path, record: Path, subset: str) -> None:
-    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path."""
-    scores = run / "eval" / f"{subset}.json"
-    if not scores.exists():
+def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
+    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path.
+
+    `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
+    """
+    evaluations = [run / "eval" / f"{name}.json" for name in (subset, f"{subset}.{wanted}")]
+    contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in evaluations if path.exists()}
+    scores = next((path for path, content in contents.items() if settings(content) == wanted), None)
+    if scores is None:
+        for path, content in contents.items():
+            say(
+                f"note: {path} is by {settings(content)}, and this table's scores are by {wanted}: not taken. Run this "
+                "without --collect to have it scored again, or with another --average"
+            )
         return
     scored = json.loads(scores.read_text(encoding="utf-8").replace(f"{REPO}/", ""))
     target = record / "eval" / f"{subset}.json"
@@ -45,10 +55,16 @@ def keep(run: Path, record: Path, subset: str) -> None:
     kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     if {**kept, "paired": None} == {**scored, "paired": None}:
         return
-    translations = (run / "eval" / f"{subset}.hyp.txt").read_bytes()
+    translations = scores.with_suffix(".hyp.txt").read_bytes()
     with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
         temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
     _write(target, scored)
+
+
+def settings(scored: dict) -> str:
+    """By which settings a score was made, as evaluate.sh names them; older records hold the settings and no name."""
+    lenpen = f".lenpen{scored['lenpen']:g}" if scored.get("lenpen", 1) != 1 else ""
+    return scored.get("settings_name") or f"beam{scored.get('beam')}{lenpen}.average{len(scored['averaged'])}"
 
 
 def read(record: Path, subset: str) -> dict | None:

@@ -121,7 +121,15 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     hypotheses = references if better else [line.replace("the", "a") for line in references]
     (cell.folder / "eval" / "test.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
-    one = {"scores": kinds, "averaged": [], "device": "d", "commit": COMMIT, "date": "now", "command": "x"}
+    one = {
+        "scores": kinds,
+        "averaged": [],
+        "settings_name": "beam5.average2",
+        "device": "d",
+        "commit": COMMIT,
+        "date": "now",
+        "command": "x",
+    }
     one |= {"references": records.digest(references), "updates": 1500}
     (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
     flags = (
@@ -208,6 +216,63 @@ def test_runs_of_before_what_is_recorded_now(toy):
     assert "not recorded: Plain, toy, seed 1" in written
 
 
+def score_again(run, name, score):
+    """What evaluate.sh leaves behind after another evaluation, by other settings."""
+    one = json.loads((run / "eval" / "test.json").read_text())
+    one |= {"settings_name": name, "scores": {kind: {**old, "score": score} for kind, old in one["scores"].items()}}
+    for stem in ("test", f"test.{name}"):
+        (run / "eval" / f"{stem}.json").write_text(json.dumps(one))
+        (run / "eval" / f"{stem}.hyp.txt").write_text("other\n")
+
+
+def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
+    """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
+    plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
+    for kind in ("json", "hyp.txt"):
+        shutil.copyfile(plain / "eval" / f"test.{kind}", plain / "eval" / f"test.beam5.average2.{kind}")
+    score_again(plain, "beam1.average1", 8.0)
+    score_again(evolving, "beam1.average1", 8.0)
+    written = collect(toy)
+    assert "| Plain | 1 | 10.00 (" in written
+    assert "| Evolving | 1 |" not in written
+    assert "is by beam1.average1, and this table's scores are by beam5.average2: not taken" in capsys.readouterr().err
+    score_again(evolving, "beam5.average3", 12.0)
+    written = collect(toy, "--average", "3")
+    assert "- Beam and averaged checkpoints of the scores of" in written
+    assert "beam5.average2: Plain, toy, seed 1. beam5.average3: Evolving, toy, seed 1." in written
+    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", "--average", "3", "--dry-run"])
+    table = tables.read(args.table)
+    (plain / "checkpoint1.pt").touch()
+    capsys.readouterr()
+    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
+    said = capsys.readouterr()
+    assert said.err.count("done already: Evolving") == 1
+    assert f"--run {plain} --average 3 --subset test" in said.out
+
+
+def test_seeds_choose_what_is_run_and_hide_nothing(toy):
+    for seed in (1, 4):
+        pretend(toy, "Plain", seed, 10.0 + seed)
+    assert "| Plain | 4 |" not in collect(toy)
+    written = collect(toy, "--seeds", "4")
+    assert "| Plain | 1 | 11.00 (" in written
+    assert "| Plain | 4 | 14.00 (" in written
+
+
+def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
+    """Not those of `--results mine`, typed in the repository's folder."""
+    pages = [toy / name for name in ("README.md", "docs/page.md", "mine/README.md")]
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
+    monkeypatch.setattr(table_report, "REPO", toy)
+    pretend(toy, "Plain", 1, 10.0)
+    reproduce.main([*map(str, options(toy)), "--collect", "--results", str(toy / "mine")])
+    assert ["old" in page.read_text() for page in pages] == [True, True, False]
+    collect(toy)
+    assert ["old" in page.read_text() for page in pages] == [False, False, False]
+
+
 def test_pages_that_show_the_table(toy):
     page = toy / "results" / "README.md"
     page.parent.mkdir()
@@ -243,11 +308,12 @@ def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, p, sa
 def test_records_hold_no_path_of_this_machine(tmp_path):
     (tmp_path / "run" / "eval").mkdir(parents=True)
     (tmp_path / "run" / "eval" / "test.json").write_text(
-        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"})
+        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"})
     )
     (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
-    records.keep(tmp_path / "run", tmp_path / "record", "test")
-    assert records.read(tmp_path / "record", "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
+    records.keep(tmp_path / "run", tmp_path / "record", "test", "s")
+    kept = {"run": "runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"}
+    assert records.read(tmp_path / "record", "test") == kept
 
 
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
