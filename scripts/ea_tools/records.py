@@ -26,6 +26,8 @@ NOT_LEARNING = LAUNCH | {
     "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
     "cpu", "fp16", "bf16", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
     "bf16-products", "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+    "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
+    "eval-bleu-print-samples", "eval-tokenized-bleu",
 }  # fmt: skip
 BATCH = "tokens an update"
 UNKNOWN = "not recorded"
@@ -186,12 +188,9 @@ def learning_flags(flags: dict[str, str]) -> dict[str, str]:
     """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
     learning = {name: _plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
     if "max-tokens" in flags:
-        factors = [
-            int(flags["max-tokens"]),
-            int(flags.get("update-freq", 1)),
-            int(flags.get("distributed-world-size", 1)),
-        ]
-        learning[BATCH] = str(factors[0] * factors[1] * factors[2])
+        tokens = int(flags["max-tokens"]) * int(flags.get("distributed-world-size", 1))
+        frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
+        learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
     return learning
 
 
@@ -207,8 +206,9 @@ def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dic
     """The learning flags of a run by a recipe, with the flags that were given besides."""
     chosen = recipe.flags_for(arch) | given
     words = recipes.parse_flags(recipes.spell_flags(chosen))
-    flags = {name: " ".join(values) for name, values in words.items()}
-    batch = {} if {"max-tokens", "update-freq"} & given.keys() else {BATCH: str(recipe.batch.total)}
+    flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
+    # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
+    batch = {} if "update-freq" in given else {BATCH: str(recipe.batch.total)}
     return learning_flags(flags) | batch
 
 

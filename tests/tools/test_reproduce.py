@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text
+from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text, train
 from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -271,6 +271,20 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
     assert ["old" in page.read_text() for page in pages] == [True, True, False]
     collect(toy)
     assert ["old" in page.read_text() for page in pages] == [False, False, False]
+
+
+def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
+    """BLEU at validations changes nothing that is learnt; --update-freq may be a list."""
+    recipe = toy / "toy.toml"
+    recipe.write_text(f"eval-bleu = true\n{recipe.read_text()}")
+    for given in ([], ["--update-freq", "2,4"], ["--max-tokens", "128"]):
+        args, flags = train.parse([str(recipe), "transformer", *TINY, "--seed", "1", "--gpus", "0", *given])
+        start = train.plan(recipes.read(args.recipe), args, flags, launch.Launch.of(args))
+        trained = records.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
+        assert "eval-bleu" in start.flags
+        expected = records.recipe_flags(start.recipe, args.arch, flags)
+        assert records.differences(records.Training(flags=(trained,)), expected) == [], given
+        assert trained[records.BATCH] == ("512,1024" if "2,4" in given else "256")
 
 
 def test_pages_that_show_the_table(toy):
