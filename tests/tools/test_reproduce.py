@@ -273,6 +273,33 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
     assert ["old" in page.read_text() for page in pages] == [False, False, False]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: score comet: no table and no sweep makes it"),
+        ('"tokenised_bleu"', '"compound_split_bleu"', "is made for en-de alone, and toy is de-en"),
+        (
+            "[[row]]",
+            '[[column]]\nrecipe = "sample"\nlabel = "Toy"\nscore = "chrf"\n[[row]]',
+            "several columns have the label",
+        ),
+        ('"Evolving"', '"Plain"', "tiny.toml: several rows have the label 'Plain'; give each a label of its own"),
+    ],
+)
+def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
+    path = toy / "tiny.toml"
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(UserError, match=re.escape(message)):
+        tables.read(str(path))
+
+
+def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
+    """Where the model writes raw text, there are no tokens to score."""
+    monkeypatch.setattr(tables, "read_prep", lambda data: {"tokenizer": "none"})
+    with pytest.raises(UserError, match=r"Toy: score tokenised_bleu: needs text in tokens, and .* is raw text"):
+        tables.read(str(toy / "tiny.toml"))
+
+
 def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
     """BLEU at validations changes nothing that is learnt; --update-freq may be a list."""
     recipe = toy / "toy.toml"

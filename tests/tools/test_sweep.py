@@ -221,6 +221,8 @@ def test_nothing_half_written(toy, trainings, monkeypatch):
         ([*ALPHA, "--run", "x"], "--run: use --runs"),
         ([*ALPHA, "--no-such-flag", "1"], "unrecognized arguments: --no-such-flag 1"),
         ([*ALPHA, "--save-dir", "x"], "use --run"),
+        ([*ALPHA, "--score", "comet"], "--score comet: no table and no sweep makes it"),
+        ([*ALPHA, "--score", "compound_split_bleu"], "is made for en-de alone, and toy is de-en"),
         ([*ALPHA, "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
         ([], "the following arguments are required: --grid"),
     ],
