@@ -21,7 +21,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools import launch, recipes, records
+from ea_tools import evaluate, launch, recipes, records
 from ea_tools.common import REPO, UserError, positive
 from ea_tools.tables import Cell, Table
 
@@ -44,7 +44,7 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
     missing, without_data = [], []
     for cell in cells:
         data = recipes.read(cell.recipe).data
-        if all(records.read(_scored(cell, args), subset) for subset in table.subsets(cell.recipe)):
+        if all(_is_done(cell, subset, args) for subset in table.subsets(cell.recipe)):
             say(f"done already: {cell}")
         elif not (data / "PREP.json").exists() and not args.dry_run:
             without_data.append(f"{cell}: not run, {data} is not prepared, see data-prep/")
@@ -73,10 +73,29 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
     return [*without_data, *(outcome for outcome in outcomes if outcome)]
 
 
-def _scored(cell: Cell, args: argparse.Namespace) -> Path:
-    """The folder that holds a cell's scores: its record if there is one, else its run."""
-    record = args.results / "runs" / cell.folder.parent.name / cell.folder.name
-    return record if record.exists() else cell.folder
+def record(cell: Cell, args: argparse.Namespace) -> Path:
+    """The folder for the small files that are kept of a cell's run."""
+    return args.results / "runs" / cell.folder.parent.name / cell.folder.name
+
+
+def settings(args: argparse.Namespace) -> str:
+    """What evaluate.sh calls the settings by which `commands` lets it score."""
+    return evaluate.settings_name(evaluate.parse(["--data", "", "--run", "", "--average", str(args.average)]))
+
+
+def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
+    """Whether a cell has a score of this split, in its record or its run.
+
+    A score by other settings is made again by these where the run's checkpoints are still there; else it stays.
+    """
+    scores = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
+    if not scores or any(records.settings(one) == settings(args) for one in scores):
+        return bool(scores)
+    if any(cell.folder.glob("checkpoint*.pt")):
+        return False
+    has, wanted = records.settings(scores[0]), settings(args)
+    say(f"note: {cell}: the score of {subset} is by {has}, not {wanted}, and there are no checkpoints to score again")
+    return True
 
 
 def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:

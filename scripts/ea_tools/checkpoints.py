@@ -43,7 +43,8 @@ def load(path: Path | str) -> dict[str, Any]:
 
     Raises:
         DamagedError: what is there is not a whole checkpoint.
-        UserError: there is no such file, or it asks for something that no checkpoint needs.
+        UserError: there is no such file, it asks for something that no checkpoint needs, or the machine could not read
+            it, which says nothing of the file.
     """
     import torch
 
@@ -63,13 +64,22 @@ def load(path: Path | str) -> dict[str, Any]:
             raise DamagedError(f"{path}: torn or damaged, or not a checkpoint") from None
         reason = f"it asks for {asked[1]}, which is neither weights nor settings"
         raise UserError(f"{path}: refused, and nothing of it was run: {reason}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError, MemoryError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if _of_the_machine(error):
+            raise UserError(f"{path}: could not be read, which says nothing of the file itself: {reason}") from None
         raise DamagedError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise DamagedError(f"{path}: not a fairseq checkpoint: it has no model weights")
     return state
+
+
+def _of_the_machine(error: Exception) -> bool:
+    """Whether reading failed by the disk, a permission or too little memory, and not by what is in the file."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _safe_globals() -> list:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import logs, recipes, train
-from ea_tools.common import REPO, UserError, replacing
+from ea_tools.common import REPO, UserError, replacing, say
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 
@@ -26,15 +26,27 @@ NOT_LEARNING = LAUNCH | {
     "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
     "cpu", "fp16", "bf16", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
     "bf16-products", "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+    "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
+    "eval-bleu-print-samples", "eval-tokenized-bleu",
 }  # fmt: skip
 BATCH = "tokens an update"
 UNKNOWN = "not recorded"
 
 
-def keep(run: Path, record: Path, subset: str) -> None:
-    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path."""
-    scores = run / "eval" / f"{subset}.json"
-    if not scores.exists():
+def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
+    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path.
+
+    `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
+    """
+    evaluations = [run / "eval" / f"{name}.json" for name in (subset, f"{subset}.{wanted}")]
+    contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in evaluations if path.exists()}
+    scores = next((path for path, content in contents.items() if settings(content) == wanted), None)
+    if scores is None:
+        for path, content in contents.items():
+            say(
+                f"note: {path} is by {settings(content)}, and this table's scores are by {wanted}: not taken. Run this "
+                "without --collect to have it scored again, or with another --average"
+            )
         return
     scored = json.loads(scores.read_text(encoding="utf-8").replace(f"{REPO}/", ""))
     target = record / "eval" / f"{subset}.json"
@@ -45,10 +57,16 @@ def keep(run: Path, record: Path, subset: str) -> None:
     kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     if {**kept, "paired": None} == {**scored, "paired": None}:
         return
-    translations = (run / "eval" / f"{subset}.hyp.txt").read_bytes()
+    translations = scores.with_suffix(".hyp.txt").read_bytes()
     with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
         temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
     _write(target, scored)
+
+
+def settings(scored: dict) -> str:
+    """By which settings a score was made, as evaluate.sh names them; older records hold the settings and no name."""
+    lenpen = f".lenpen{scored['lenpen']:g}" if scored.get("lenpen", 1) != 1 else ""
+    return scored.get("settings_name") or f"beam{scored.get('beam')}{lenpen}.average{len(scored['averaged'])}"
 
 
 def read(record: Path, subset: str) -> dict | None:
@@ -170,12 +188,9 @@ def learning_flags(flags: dict[str, str]) -> dict[str, str]:
     """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
     learning = {name: _plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
     if "max-tokens" in flags:
-        factors = [
-            int(flags["max-tokens"]),
-            int(flags.get("update-freq", 1)),
-            int(flags.get("distributed-world-size", 1)),
-        ]
-        learning[BATCH] = str(factors[0] * factors[1] * factors[2])
+        tokens = int(flags["max-tokens"]) * int(flags.get("distributed-world-size", 1))
+        frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
+        learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
     return learning
 
 
@@ -191,8 +206,9 @@ def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dic
     """The learning flags of a run by a recipe, with the flags that were given besides."""
     chosen = recipe.flags_for(arch) | given
     words = recipes.parse_flags(recipes.spell_flags(chosen))
-    flags = {name: " ".join(values) for name, values in words.items()}
-    batch = {} if {"max-tokens", "update-freq"} & given.keys() else {BATCH: str(recipe.batch.total)}
+    flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
+    # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
+    batch = {} if "update-freq" in given else {BATCH: str(recipe.batch.total)}
     return learning_flags(flags) | batch
 
 

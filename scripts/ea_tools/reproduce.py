@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ea_tools import cells, recipes, records, tables
 from ea_tools.common import UserError, reporting
@@ -32,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed = [] if args.collect else cells.run_missing(table, chosen, args, extra)
         if args.dry_run:
             return
-        keep(table, chosen, args.results)
-        write(table, gather(table, args.results / "runs", args.seeds, extra), args.results, extra)
+        keep(table, chosen, args)
+        seeds = list(dict.fromkeys([*table.seeds, *args.seeds]))  # --seeds says what is run, and hides no other seed
+        write(table, gather(table, args.results / "runs", seeds, extra), args.results, extra)
     if failed:
         sys.exit("reproduce: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
 
@@ -48,7 +48,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         allow_abbrev=False,
     )
     parser.add_argument("table", metavar="TABLE", help=f"{', '.join(tables.names())}, or a .toml file of your own")
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="(default: the table's)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", metavar="N", help="to run (default: the table's, which are always shown)"
+    )
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these recipes' columns")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
     cells.add_run_options(parser, "reproduce")
@@ -73,11 +75,11 @@ def wanted(table: Table, args: argparse.Namespace, extra: list[str]) -> list[Cel
     return [table.cell(row, name, seed, args.runs, extra) for seed in args.seeds for name in names for row in rows]
 
 
-def keep(table: Table, finished: list[Cell], results: Path) -> None:
+def keep(table: Table, finished: list[Cell], args: argparse.Namespace) -> None:
     """Copy the small files of the cells that are finished to results/runs."""
     for cell in finished:
         for subset in table.subsets(cell.recipe):
-            records.keep(cell.folder, results / "runs" / cell.folder.parent.name / cell.folder.name, subset)
+            records.keep(cell.folder, cells.record(cell, args), subset, cells.settings(args))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def mend(run: Path) -> dict[str, Any] | None:
     """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
 
     Returns its contents, or None where a run starts. A checkpoint that is whole but not allowed, for it asks for more
-    than weights and settings, ends this with an error and stays where it is.
+    than weights and settings, ends this with an error and stays where it is; so does one that the machine cannot read.
     """
     for path in run.glob("*.pt.tmp"):
         path.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 
 from ea_tools import fairseq_flags, recipes, table_report, train
 from ea_tools.common import UserError
-from ea_tools.tables import Cell, Column, Row, Table
+from ea_tools.tables import Cell, Column, Row, Table, check_score
 
 Values = tuple[str, ...]  # one value of each flag of the grid: the place of a cell in it
 Scores = dict[Values, dict[int, float]]  # the score of each cell with each seed
@@ -38,6 +38,7 @@ class Sweep:
         """The sweep that the command line describes, or an error before anything is trained."""
         grid = {name: values for name, *values in args.grid}
         recipe = recipes.read(args.recipe)
+        check_score("--score", args.score, recipe)
         combinations = itertools.product(*grid.values())
         rows = {values: _row(args.arch, dict(zip(grid, values, strict=True))) for values in combinations}
         column = Column(args.recipe, recipe.name, args.score, "valid")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ea_tools import table_report
 from ea_tools.common import listed
 from ea_tools.figures import style
+from ea_tools.records import settings
 from ea_tools.scores import LABELS
 from ea_tools.sweep_grid import Scores, Sweep, Values, candidates, gather, scores_of
 
@@ -118,9 +119,7 @@ def unlike(summaries: dict[tuple[str, str], dict]) -> str:
     """In what the results are not comparable with each other, or ""."""
     records = [record for summary in summaries.values() for record in summary["results"].values()]
     of = {
-        "numbers of averaged checkpoints": {len(record["averaged"]) for record in records},
-        "beams": {record.get("beam") for record in records},
-        "length penalties": {record.get("lenpen") for record in records},
+        "settings": {settings(record) for record in records},
         "reference texts": {record.get("references") for record in records},
     }
     different = [f"{name} ({listed(sorted(values, key=str))})" for name, values in of.items() if len(values) > 1]

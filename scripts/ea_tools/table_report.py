@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ea_tools import recipes, records
-from ea_tools.common import UserError, replacing
+from ea_tools.common import REPO, UserError, replacing
 from ea_tools.figures import style
 from ea_tools.profile_model import sizes
 from ea_tools.scores import LABELS
@@ -71,11 +71,16 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
 
 
 def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None:
-    """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it."""
+    """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it.
+
+    README.md and docs/ show what is in the repository's own results, and nothing from another folder.
+    """
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
     write_page(folder, table.name, text, partial(draw, table, summaries) if picture else None)
-    pages = [folder / "README.md", folder.parent / "README.md", *sorted((folder.parent / "docs").glob("*.md"))]
+    pages = [folder / "README.md"]
+    if folder.resolve() == (REPO / "results").resolve():
+        pages += [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
     for page in pages:
         if page.exists() and show_in(page, table, summaries):
             print(f"brought up to date: {page}")
@@ -259,7 +264,7 @@ def _seed_cell(cell: dict, column: Column, seed: int) -> str:
 
 
 def unlike(runs: list[Made], extra: list[str]) -> list[str]:
-    """Whether the runs are alike, and if not, in what: recipe, flags, training data, references, commit of the code."""
+    """Whether the runs are alike, and if not, in what: recipe, flags, training data, references, settings, commit."""
     lines, by_others = [], {}
     for run in runs:
         recipe = recipes.read(run.recipe)
@@ -277,8 +282,11 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
         same = [run for run in runs if run.recipe == recipe]
         lines += _kinds(f"Training data of {recipe}", {str(run): run.training.data for run in same})
         for subset in dict.fromkeys(subset for run in same for subset in run.scores):
-            texts = {str(run): run.scores[subset].get("references") for run in same if subset in run.scores}
+            scored = {str(run): run.scores[subset] for run in same if subset in run.scores}
+            texts = {run: one.get("references") for run, one in scored.items()}
             lines += _kinds(f"References of {recipe}, {subset}", texts)
+            by = {run: records.settings(one) for run, one in scored.items()}
+            lines += _kinds(f"Beam and averaged checkpoints of the scores of {recipe}, {subset}", by)
     commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}
     lines += _kinds("Commit of the code in training", commits)
     if lines:

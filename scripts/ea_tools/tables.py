@@ -2,13 +2,14 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] where it is not given
-[[column]]    recipe, label, score (a key of scores.LABELS), subset ("test" where it is not given)
+[[column]]    recipe, label, score (a key of scores.LABELS, but comet), subset ("test" where it is not given)
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from ea_tools import recipes
 from ea_tools.common import UserError
 from ea_tools.scores import LABELS
+from ea_tools.text import read_prep
 
 FOLDER = recipes.FOLDER / "tables"
 
@@ -141,8 +143,24 @@ def read(name: str) -> Table:
     for row in table.rows:
         if row.baseline and row.baseline not in labels:
             raise UserError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
+    for kind, its_labels in (("rows", labels), ("columns", [column.label for column in table.columns])):
+        if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
+            raise UserError(f"{path}: several {kind} have the label {twice!r}; give each a label of its own")
     for column in table.columns:
-        recipes.read(column.recipe)
-        if column.score not in LABELS:
-            raise UserError(f"{path}: {column.label}: score {column.score!r} is not one of {', '.join(LABELS)}")
+        check_score(f"{path}: {column.label}: score", column.score, recipes.read(column.recipe))
     return table
+
+
+def check_score(where: str, score: str, recipe: recipes.Recipe) -> None:
+    """Refuse a score that the cells of a table never get, for evaluate.sh does not make it of this recipe's text."""
+    languages, raw = (recipe.source_lang, recipe.target_lang), False
+    with contextlib.suppress(UserError):  # where nothing is prepared yet, nobody knows
+        raw = read_prep(recipe.data)["tokenizer"] == "none"
+    if score not in LABELS:
+        raise UserError(f"{where} {score!r} is not one of {', '.join(LABELS)}")
+    if score == "comet":
+        raise UserError(f"{where} comet: no table and no sweep makes it; score a run with scripts/evaluate.sh --comet")
+    if score == "compound_split_bleu" and languages != ("en", "de"):
+        raise UserError(f"{where} {score}: is made for en-de alone, and {recipe.name} is {'-'.join(languages)}")
+    if score in ("tokenised_bleu", "compound_split_bleu") and raw:
+        raise UserError(f"{where} {score}: needs text in tokens, and {recipe.data} is raw text; choose sacrebleu")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import queue
@@ -37,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = "run it again with --resume to go on" if args.output else "nothing is lost of what is above"
     with reporting("translate", again):
         checkpoint = args.checkpoint or choose(args.run)
-        with _input(args.input) as lines, _output(args, checkpoint) as (write, done):
-            translate(args, checkpoint, lines, write, done)
+        with _input(args.input) as file:
+            _refuse_to_replace(file, args.output)
+            with _output(args, checkpoint, file) as (lines, write, done):
+                translate(args, checkpoint, lines, write, done)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,46 +93,91 @@ def _input(path: Path | None) -> Iterator[IO[bytes]]:
             yield file
 
 
-@contextlib.contextmanager
-def _output(args: argparse.Namespace, checkpoint: Path) -> Iterator[tuple[Callable[[str], None], int]]:
-    """A function that writes one line, and how many input lines have been translated before.
+def _refuse_to_replace(file: IO[bytes], output: Path | None) -> None:
+    """Refuse an --output that is the input itself, by whatever name."""
+    if output and output.exists() and os.path.samestat(os.fstat(file.fileno()), output.stat()):
+        raise UserError(f"--output {output}: is the input, which would be lost; give it another name")
 
-    What goes to a file is first FILE.partial, with its settings beside it; it is FILE when it is complete.
+
+@contextlib.contextmanager
+def _output(
+    args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes]
+) -> Iterator[tuple[Iterable[bytes], Callable[[str], None], int]]:
+    """The input's lines, a function that writes one line, and how many input lines have been translated before.
+
+    What goes to a file is first FILE.partial, and FILE when it is complete. FILE.partial.jsonl beside it says what it
+    is made of: the settings in its first line, then a digest of each input line, as they are read.
     """
     if args.output is None:
         sys.stdout.reconfigure(encoding="utf-8")
-        yield lambda line: print(line, flush=True), 0
+        yield lines, lambda line: print(line, flush=True), 0
         return
-    partial, record = (args.output.with_name(args.output.name + end) for end in (".partial", ".partial.json"))
+    partial, record = (args.output.with_name(args.output.name + end) for end in (".partial", ".partial.jsonl"))
+    with checkpoint.open("rb") as weights:
+        digest = hashlib.file_digest(weights, "sha256").hexdigest()[:16]
     used = {
-        "checkpoint": [str(checkpoint.resolve()), checkpoint.stat().st_size],
+        "checkpoint": f"{checkpoint.resolve()} (sha256 {digest})",
         **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "interactive_flags")},
     }
-    done = _translated_before(partial, record, used, args)
-    with replacing(record) as temporary:
-        temporary.write_text(json.dumps(used), encoding="utf-8")
-    with partial.open("a", encoding="utf-8") as file:
-        yield lambda line: print(line, file=file, flush=True), done
-    partial.replace(args.output)
-    record.unlink()
+    with partial.open("a+b") as file:
+
+        def write(line: str) -> None:
+            file.write(f"{line}\n".encode())
+            file.flush()
+
+        _lock(file, partial)
+        before = _translated_before(file, partial, record, used, args)
+        with replacing(record) as temporary:
+            temporary.write_text("".join(f"{json.dumps(entry)}\n" for entry in (used, *before)), encoding="utf-8")
+        with record.open("a", encoding="utf-8") as notes:
+            yield _noted(lines, before, notes, partial), write, len(before)
+        partial.replace(args.output)
+        record.unlink()
 
 
-def _translated_before(partial: Path, record: Path, used: dict[str, Any], args: argparse.Namespace) -> int:
-    """How many input lines an interrupted run has translated; what it wrote of another is cut off."""
-    if not partial.exists():
-        return 0
-    text = partial.read_bytes()
-    lines = text.split(b"\n")[:-1]
-    done = len(lines) // (args.nbest or 1)
+def _lock(file: IO[bytes], partial: Path) -> None:
+    """Keep a second process out of FILE.partial for as long as this one has it open."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())  # not FILE by now
+    except (BlockingIOError, PermissionError):
+        free = False
+    if not free:
+        raise UserError(f"{partial}: another process writes this file; let it end, or choose another --output")
+
+
+def _translated_before(
+    file: IO[bytes], partial: Path, record: Path, used: dict[str, Any], args: argparse.Namespace
+) -> list[str]:
+    """Digests of the input lines that an interrupted run has translated; what it wrote of another is cut off."""
+    file.seek(0)
+    lines = file.read().split(b"\n")[:-1]
+    each = args.nbest or 1
+    done = len(lines) // each
     if done and not args.resume:
         raise UserError(f"{partial}: holds {done:,} lines of an interrupted run; go on with --resume, or remove it")
-    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    noted = record.read_text(encoding="utf-8").split("\n")[:-1] if done and record.exists() else []
+    before, *digests = map(json.loads, noted or ["{}"])
     for name, value in used.items():
         if done and before.get(name) != value:
             raise UserError(f"--resume: {partial} was made with {name} {before.get(name)}, and now it is {value}")
-    with partial.open("r+b") as file:
-        file.truncate(sum(len(line) + 1 for line in lines[: done * (args.nbest or 1)]))
-    return done
+    digests = digests[:done]
+    file.truncate(sum(len(line) + 1 for line in lines[: len(digests) * each]))
+    return digests
+
+
+def _noted(lines: Iterable[bytes], before: Sequence[str], notes: IO[str], partial: Path) -> Iterator[bytes]:
+    """The input's lines, whose digests go to `notes`; the first ones must be those whose digests are `before`."""
+    number = 0
+    for number, line in enumerate(lines, 1):
+        digest = hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()[:16]
+        if number > len(before):
+            print(json.dumps(digest), file=notes, flush=True)
+        elif digest != before[number - 1]:
+            raise UserError(f"--resume: {partial} was made from another input: line {number:,} is not the same")
+        yield line
+    if number < len(before):
+        raise UserError(f"--resume: {partial} holds {len(before):,} lines, and the input has only {number:,}")
 
 
 def translate(

@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text
+from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text, train
 from ea_tools.common import REPO, UserError
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -121,7 +121,15 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     hypotheses = references if better else [line.replace("the", "a") for line in references]
     (cell.folder / "eval" / "test.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
-    one = {"scores": kinds, "averaged": [], "device": "d", "commit": COMMIT, "date": "now", "command": "x"}
+    one = {
+        "scores": kinds,
+        "averaged": [],
+        "settings_name": "beam5.average2",
+        "device": "d",
+        "commit": COMMIT,
+        "date": "now",
+        "command": "x",
+    }
     one |= {"references": records.digest(references), "updates": 1500}
     (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
     flags = (
@@ -208,6 +216,104 @@ def test_runs_of_before_what_is_recorded_now(toy):
     assert "not recorded: Plain, toy, seed 1" in written
 
 
+def score_again(run, name, score):
+    """What evaluate.sh leaves behind after another evaluation, by other settings."""
+    one = json.loads((run / "eval" / "test.json").read_text())
+    one |= {"settings_name": name, "scores": {kind: {**old, "score": score} for kind, old in one["scores"].items()}}
+    for stem in ("test", f"test.{name}"):
+        (run / "eval" / f"{stem}.json").write_text(json.dumps(one))
+        (run / "eval" / f"{stem}.hyp.txt").write_text("other\n")
+
+
+def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
+    """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
+    plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
+    for kind in ("json", "hyp.txt"):
+        shutil.copyfile(plain / "eval" / f"test.{kind}", plain / "eval" / f"test.beam5.average2.{kind}")
+    score_again(plain, "beam1.average1", 8.0)
+    score_again(evolving, "beam1.average1", 8.0)
+    written = collect(toy)
+    assert "| Plain | 1 | 10.00 (" in written
+    assert "| Evolving | 1 |" not in written
+    assert "is by beam1.average1, and this table's scores are by beam5.average2: not taken" in capsys.readouterr().err
+    score_again(evolving, "beam5.average3", 12.0)
+    written = collect(toy, "--average", "3")
+    assert "- Beam and averaged checkpoints of the scores of" in written
+    assert "beam5.average2: Plain, toy, seed 1. beam5.average3: Evolving, toy, seed 1." in written
+    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", "--average", "3", "--dry-run"])
+    table = tables.read(args.table)
+    (plain / "checkpoint1.pt").touch()
+    capsys.readouterr()
+    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
+    said = capsys.readouterr()
+    assert said.err.count("done already: Evolving") == 1
+    assert f"--run {plain} --average 3 --subset test" in said.out
+
+
+def test_seeds_choose_what_is_run_and_hide_nothing(toy):
+    for seed in (1, 4):
+        pretend(toy, "Plain", seed, 10.0 + seed)
+    assert "| Plain | 4 |" not in collect(toy)
+    written = collect(toy, "--seeds", "4")
+    assert "| Plain | 1 | 11.00 (" in written
+    assert "| Plain | 4 | 14.00 (" in written
+
+
+def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
+    """Not those of `--results mine`, typed in the repository's folder."""
+    pages = [toy / name for name in ("README.md", "docs/page.md", "mine/README.md")]
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
+    monkeypatch.setattr(table_report, "REPO", toy)
+    pretend(toy, "Plain", 1, 10.0)
+    reproduce.main([*map(str, options(toy)), "--collect", "--results", str(toy / "mine")])
+    assert ["old" in page.read_text() for page in pages] == [True, True, False]
+    collect(toy)
+    assert ["old" in page.read_text() for page in pages] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: score comet: no table and no sweep makes it"),
+        ('"tokenised_bleu"', '"compound_split_bleu"', "is made for en-de alone, and toy is de-en"),
+        (
+            "[[row]]",
+            '[[column]]\nrecipe = "sample"\nlabel = "Toy"\nscore = "chrf"\n[[row]]',
+            "several columns have the label",
+        ),
+        ('"Evolving"', '"Plain"', "tiny.toml: several rows have the label 'Plain'; give each a label of its own"),
+    ],
+)
+def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
+    path = toy / "tiny.toml"
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(UserError, match=re.escape(message)):
+        tables.read(str(path))
+
+
+def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
+    """Where the model writes raw text, there are no tokens to score."""
+    monkeypatch.setattr(tables, "read_prep", lambda data: {"tokenizer": "none"})
+    with pytest.raises(UserError, match=r"Toy: score tokenised_bleu: needs text in tokens, and .* is raw text"):
+        tables.read(str(toy / "tiny.toml"))
+
+
+def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
+    """BLEU at validations changes nothing that is learnt; --update-freq may be a list."""
+    recipe = toy / "toy.toml"
+    recipe.write_text(f"eval-bleu = true\n{recipe.read_text()}")
+    for given in ([], ["--update-freq", "2,4"], ["--max-tokens", "128"]):
+        args, flags = train.parse([str(recipe), "transformer", *TINY, "--seed", "1", "--gpus", "0", *given])
+        start = train.plan(recipes.read(args.recipe), args, flags, launch.Launch.of(args))
+        trained = records.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
+        assert "eval-bleu" in start.flags
+        expected = records.recipe_flags(start.recipe, args.arch, flags)
+        assert records.differences(records.Training(flags=(trained,)), expected) == [], given
+        assert trained[records.BATCH] == ("512,1024" if "2,4" in given else "256")
+
+
 def test_pages_that_show_the_table(toy):
     page = toy / "results" / "README.md"
     page.parent.mkdir()
@@ -243,11 +349,12 @@ def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, p, sa
 def test_records_hold_no_path_of_this_machine(tmp_path):
     (tmp_path / "run" / "eval").mkdir(parents=True)
     (tmp_path / "run" / "eval" / "test.json").write_text(
-        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"})
+        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"})
     )
     (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
-    records.keep(tmp_path / "run", tmp_path / "record", "test")
-    assert records.read(tmp_path / "record", "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
+    records.keep(tmp_path / "run", tmp_path / "record", "test", "s")
+    kept = {"run": "runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"}
+    assert records.read(tmp_path / "record", "test") == kept
 
 
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):

@@ -37,7 +37,7 @@ class Trainings:
         score = {"score": self.scores.get(key, 20.0) + SEEDS[seed], "signature": "s"}
         one = {"scores": {"sacrebleu": score, "tokenised_bleu": score}, "averaged": ["a"] * args.average, "beam": 5}
         one |= {"device": "d", "commit": "c" * 40, "date": "now", "command": "scripts/evaluate.sh"}
-        (cell.folder / "eval").mkdir(parents=True)
+        (cell.folder / "eval").mkdir(parents=True, exist_ok=True)
         (cell.folder / "eval" / "valid.json").write_text(json.dumps(one))
         return True
 
@@ -172,9 +172,13 @@ def test_results_that_cannot_be_compared(toy, trainings):
     call(toy, "--seeds", 1, grid=BETA)
     trainings.scores[None, "0.5"] = 1.0
     call(toy, "--seeds", 1, "--average", 3, "--name", "mixed", grid=[*BETA, "0.5"])
-    assert "Beware: the cells were scored with different numbers of averaged checkpoints (10, 3)." in report(
-        toy, "mixed"
-    )
+    beware = "Beware: the cells were scored with different settings (beam5.average10, beam5.average3)."
+    assert beware in report(toy, "mixed")
+    for run in (toy.parent / "runs" / "toy").iterdir():
+        (run / "checkpoint1.pt").touch()  # the runs were there no more; now they can be scored again
+    call(toy, "--seeds", 1, "--average", 3, "--name", "mixed", grid=[*BETA, "0.5"])
+    assert len(trainings.calls) == 3 + 2, "one had been scored in this way already"
+    assert "Beware" not in report(toy, "mixed")
 
 
 def test_a_dry_run_runs_nothing(toy, trainings, capsys):
@@ -217,6 +221,8 @@ def test_nothing_half_written(toy, trainings, monkeypatch):
         ([*ALPHA, "--run", "x"], "--run: use --runs"),
         ([*ALPHA, "--no-such-flag", "1"], "unrecognized arguments: --no-such-flag 1"),
         ([*ALPHA, "--save-dir", "x"], "use --run"),
+        ([*ALPHA, "--score", "comet"], "--score comet: no table and no sweep makes it"),
+        ([*ALPHA, "--score", "compound_split_bleu"], "is made for en-de alone, and toy is de-en"),
         ([*ALPHA, "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
         ([], "the following arguments are required: --grid"),
     ],

@@ -1,5 +1,6 @@
 """scripts/train.sh run again: it goes on where a kill, a torn file or a full disk left it, and nowhere else."""
 
+import errno
 import json
 import os
 import random
@@ -114,6 +115,38 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
     assert not list(tmp_path.glob("*.damaged"))
     assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EIO, "Input/output error"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+    ids=["permission", "disk", "memory", "python's memory"],
+)
+def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch, error):
+    """The next start may read it. A torn one beside it is set aside as ever."""
+    for number in (1, 2):
+        checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
+    os.truncate(checkpoint(tmp_path / "checkpoint3.pt", 30), 100)
+    read = torch.load
+
+    def unreadable(path, **options):
+        if path.name == "checkpoint2.pt":
+            raise error
+        return read(path, **options)
+
+    monkeypatch.setattr(torch, "load", unreadable)
+    with pytest.raises(UserError, match=r"checkpoint2\.pt: could not be read"):
+        run_folder.mend(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged",
+    ]  # fmt: skip
+    monkeypatch.undo()
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
 
 
 # --- whose folder it is -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
@@ -41,25 +42,37 @@ def test_bad_bytes_are_named():
 def test_output_is_kept_and_gone_on_with(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out")])
-        with translate._output(args, args.checkpoint) as (write, done):
+        with translate._output(args, args.checkpoint, [b"eins\n", b"zwei\n"]) as (lines, write, done):
+            assert list(lines) == [b"eins\n", b"zwei\n"], "lines are read ahead of those that are written"
             write("first")
             raise KeyboardInterrupt
     assert (tmp_path / "out.partial").read_text() == "first\n", "written as it came"
     args.resume = True
     with (tmp_path / "out.partial").open("a") as file:
         file.write("half a li")
-    with translate._output(args, args.checkpoint) as (write, done):
+    for other, message in [
+        ([b"eins, anders\n", b"zwei\n"], "from another input: line 1 is not the same"),
+        ([], "holds 1 lines, and the input has only 0"),
+    ]:
+        with pytest.raises(UserError, match=message), translate._output(args, args.checkpoint, other) as (lines, *_):
+            list(lines)
+    with translate._output(args, args.checkpoint, [b"eins\n", b"zwei, anders\n"]) as (lines, write, done):
+        list(lines)
         write(f"after {done}")
     assert (tmp_path / "out").read_text() == "first\nafter 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_other_settings_do_not_go_on_with_it(tmp_path):
-    def output(*flags):
-        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out"), *flags])
-        return translate._output(args, args.checkpoint)
+    checkpoint = tmp_path / "average.pt"
+    checkpoint.write_text("weights")
 
-    with pytest.raises(KeyboardInterrupt), output("--nbest", "2") as (write, _):
+    def output(*flags):
+        args = translate.parse(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *flags])
+        return translate._output(args, args.checkpoint, [b"x\n", b"y\n"])
+
+    with pytest.raises(KeyboardInterrupt), output("--nbest", "2") as (lines, write, _):
+        list(lines)
         for line in ("0 ||| a ||| -1", "0 ||| b ||| -2", "1 ||| c ||| -1"):
             write(line)
         raise KeyboardInterrupt
@@ -70,9 +83,46 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
         output("--nbest", "2", "--beam", "4", "--resume"),
     ):
         pass
-    with output("--nbest", "2", "--resume") as (write, done):
+    checkpoint.write_text("Weights")  # made again under its name, and as long
+    with (
+        pytest.raises(UserError, match=r"made with checkpoint .*average\.pt .*, and now"),
+        output("--nbest", "2", "--resume"),
+    ):
+        pass
+    checkpoint.write_text("weights")
+    with output("--nbest", "2", "--resume") as (*_, done):
         assert done == 1
     assert (tmp_path / "out").read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
+
+
+def test_two_at_once_do_not_write_one_file(tmp_path):
+    """Each would add its lines to the other's."""
+    args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out"), "--resume"])
+    code = "import fcntl, sys\nfile = open(sys.argv[1], 'a')\n"
+    code += "fcntl.lockf(file, fcntl.LOCK_EX)\nprint('locked', flush=True)\ninput()"
+    words = [sys.executable, "-c", code, str(tmp_path / "out.partial")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        refused = pytest.raises(UserError, match=r"out\.partial: another process writes this file")
+        with refused, translate._output(args, args.checkpoint, []):
+            pass
+        other.communicate(b"\n")
+    with translate._output(args, args.checkpoint, []):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["in", "symbolic", "hard"])
+def test_the_input_is_not_replaced(tmp_path, name):
+    (tmp_path / "in").write_text("Hund.\n")
+    (tmp_path / "symbolic").symlink_to("in")
+    (tmp_path / "hard").hardlink_to(tmp_path / "in")
+    with pytest.raises(SystemExit, match=f"--output .*{name}: is the input"):
+        translate.main(
+            ["--checkpoint", __file__, "--input", str(tmp_path / "in"), "--output", str(tmp_path / name), "--resume"]
+        )
+    assert (tmp_path / "in").read_text() == "Hund.\n"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_n_best_with_scores():
