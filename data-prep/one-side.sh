@@ -17,7 +17,7 @@ folder=$1 language=$2 out=${3%/}
 [[ -n $out && ! -e $out ]] || die "$3: is there already; delete it, or name another"
 [[ -f $folder/PREP.json ]] || die "$folder/PREP.json: no such file; is $folder a folder made by data-prep/?"
 [[ -f $folder/dict.$language.txt ]] || die "$folder: has no dict.$language.txt; its languages are" \
-    "$(cd "$folder" && echo dict.*.txt)"
+    "$(CDPATH= cd -- "$folder" && echo dict.*.txt)"
 
 temporary=$out.tmp.$$
 trap 'rm -rf "$temporary"' EXIT

@@ -1,7 +1,8 @@
 # Shared by the shell scripts here and in data-prep/: source it, do not run it.
 # Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup, tool; and PYTHONPATH.
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# Without CDPATH, for with it cd prints the folder that it goes to.
+repo=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
 
 # Where Python finds ea_fairseq, ea_tools and data-prep's prep: none of them is installed.
@@ -17,8 +18,9 @@ usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
 }
 
+# What set-up says goes to standard error: a command's standard output is its result.
 require_setup() {
-    bash "$repo/scripts/setup.sh"
+    bash "$repo/scripts/setup.sh" >&2
 }
 
 # tool NAME ARGS...: become the command ea_tools.NAME. -P: the folder that one is in has no say in what Python imports.

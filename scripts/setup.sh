@@ -15,8 +15,9 @@ case ${1:-} in
     *) echo "setup.sh takes no argument '$1'; see --help" >&2; exit 2 ;;
 esac
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
+[[ ${PYTHON:-} != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON   # relative to where one is now
 cd "$repo"   # Python imports what lies in the folder that one is in
 stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it has been installed
 

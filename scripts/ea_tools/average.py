@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, structure
-from ea_tools.common import UserError, positive, replacing, reporting
+from ea_tools.common import UserError, listed, positive, replacing, reporting
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,27 +50,31 @@ def select(
     upper_bound: int | None = None,
 ) -> list[Path]:
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
-    files = []
-    for path in map(Path, inputs):
+    paths = [Path(path) for path in inputs]
+    for number, path in enumerate(paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-        files += sorted(path.iterdir()) if path.is_dir() else [path]
+        if path.resolve() in {other.resolve() for other in paths[:number]}:
+            raise UserError(f"--inputs {path}: is given twice, and would count twice")
+    folders = [path for path in paths if path.is_dir()]
     if num_epochs is None and num_updates is None:
-        folders = [path for path in inputs if Path(path).is_dir()]
         if folders:
             raise UserError(
                 f"{folders[0]}: is a folder; say how many of its checkpoints with "
                 "--num-epoch-checkpoints N or --num-update-checkpoints N"
             )
-        return files
+        return paths
+    if len(paths) != 1 or not folders:
+        raise UserError(
+            f"--inputs {listed(paths, ' ')}: the last N checkpoints are those of one run; give its folder alone, or "
+            "name every checkpoint, without a number"
+        )
     pattern, wanted, kind = (EPOCH, num_epochs, "epoch") if num_epochs else (UPDATE, num_updates, "update")
-    candidates = [(number, path) for number, path in numbered(files, pattern) if number <= (upper_bound or number)]
+    files = numbered(folders[0].iterdir(), pattern)
+    candidates = [(number, path) for number, path in files if number <= (upper_bound or number)]
     if len(candidates) < wanted:
         bound = f" up to {kind} {upper_bound}" if upper_bound else ""
-        raise UserError(
-            f"{' '.join(map(str, inputs))}: {wanted} {kind} checkpoints are wanted "
-            f"and there are {len(candidates)}{bound}"
-        )
+        raise UserError(f"{folders[0]}: {wanted} {kind} checkpoints are wanted and there are {len(candidates)}{bound}")
     return [path for _, path in candidates[-wanted:]]
 
 

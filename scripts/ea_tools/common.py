@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -9,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]
@@ -30,6 +32,9 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
         yield
     except (UserError, OSError) as error:
         sys.exit(f"{command}: {error}")
+    except UnicodeDecodeError as error:
+        near = error.object[max(error.start - 20, 0) : error.end + 20]
+        sys.exit(f"{command}: a file that was read is not UTF-8 text ({error.reason}), near {near!r}; convert it first")
     except KeyboardInterrupt:
         print(f"\n{command}: interrupted; {again}", file=sys.stderr)
         sys.exit(130)
@@ -59,8 +64,17 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Give a temporary name beside `path`. What is written there becomes `path` at the end, or is gone."""
+    """Give a temporary name beside `path`. What is written there becomes `path` at the end, or is gone.
+
+    A link stays one, and what it leads to is replaced. A pipe or a device cannot be replaced, and is written to.
+    """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -68,6 +82,18 @@ def replacing(path: Path | str) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        UserError: it is empty, torn or something else; the message names it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
 
 
 def portable(command: Iterable[str]) -> str:

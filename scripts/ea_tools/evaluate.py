@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
-from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting
+from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting
 from ea_tools.preparation import digest as preparation_digest
 from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
@@ -198,7 +198,7 @@ def settings_name(args: argparse.Namespace) -> str:
     if args.best:
         parts.append("best")
     elif args.checkpoint:
-        parts.append("+".join(Path(path).stem for path in args.checkpoint.split(":")))
+        parts.append("+".join(_checkpoint_name(Path(path), args.run) for path in args.checkpoint.split(":")))
     else:
         parts.append(f"average{args.average or 10}")
     given = parse_flags(args.generate_flags).items()
@@ -206,6 +206,13 @@ def settings_name(args: argparse.Namespace) -> str:
     if others:
         parts.append("flags-" + hashlib.sha256(json.dumps(others).encode()).hexdigest()[:6])
     return ".".join(parts)
+
+
+def _checkpoint_name(path: Path, run: Path) -> str:
+    """A checkpoint in a file name: by its own name where it is the run's, else with a digest of where it is."""
+    if path.parent.resolve() == run.resolve():
+        return path.stem
+    return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
 def describe(state: dict) -> dict[str, Any]:
@@ -243,7 +250,7 @@ def read_baseline(args: argparse.Namespace, name: str, references: Sequence[str]
             f"--against {args.against}: {folder / stem}.json does not exist; evaluate that run first, with the same "
             "settings" + (f". There are: {', '.join(there)}; --other-settings takes the last of them" if there else "")
         )
-    result = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    result = read_json(folder / f"{stem}.json")
     if result.get("references") != digest(references):
         raise UserError(f"--against {args.against}: its {args.subset} has other references, of {result['data']}")
     return read_lines(folder / f"{stem}.hyp.txt")

@@ -20,18 +20,17 @@ from ea_tools.common import REPO, UserError
 USAGE = "fairseq-train --user-dir ea_fairseq --arch {arch} --help lists all flags"
 
 
-def check(arch: str, command: Sequence[str], flags_given: bool) -> None:
+def check(arch: str, command: Sequence[str], by_user: bool) -> None:
     """Refuse an unknown architecture or flag, or a value that fairseq does not take.
 
     Args:
         command: the words after fairseq-train.
-        flags_given: whether some of them are the user's own, and not only a recipe's.
+        by_user: whether some of them are the user's own, from the command line or from a recipe of theirs.
     """
-    if arch in ours() and not flags_given:
+    if arch in ours() and not by_user:
         return
     logging.disable(logging.INFO)
     try:
-        from fairseq import options
         from fairseq.models import ARCH_MODEL_REGISTRY
 
         import ea_fairseq  # noqa: F401  (registers the architectures)
@@ -39,10 +38,17 @@ def check(arch: str, command: Sequence[str], flags_given: bool) -> None:
         if arch not in ARCH_MODEL_REGISTRY:
             near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
             raise UserError(f"ARCH {arch}: there is no such architecture; near it are: {', '.join(near)}")
-        with mock.patch.object(argparse.ArgumentParser, "error", _raise):
-            options.parse_args_and_arch(options.get_training_parser(), list(command))
+        parse(command)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def parse(command: Sequence[str]) -> argparse.Namespace:
+    """What the words after fairseq-train say, or a UserError where fairseq's parser takes one of them for a fault."""
+    from fairseq import options
+
+    with mock.patch.object(argparse.ArgumentParser, "error", _raise):
+        return options.parse_args_and_arch(options.get_training_parser(), list(command))
 
 
 def ours() -> set[str]:
@@ -68,6 +74,6 @@ def _raise(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def positive_number(flag: str, value: str) -> int:
     """The whole number after a flag; anything that is not at least 1 is refused."""
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise UserError(f"--{flag} {value}: must be a whole number of at least 1")
     return int(value)

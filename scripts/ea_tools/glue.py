@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ea_tools import checkpoints, recipes
-from ea_tools.common import REPO, UserError, positive, replacing, reporting
+from ea_tools import checkpoints, recipes, run_folder
+from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
@@ -178,11 +178,9 @@ def read_prep(data: Path, task: str) -> dict:
     """DATA/PREP.json, which data-prep/glue.sh writes last."""
     path = data / "PREP.json"
     try:
-        prep = json.loads(path.read_text(encoding="utf-8"))
+        prep = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; make {data} with data-prep/glue.sh {task}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
     if prep.get("task") != task:
         raise UserError(f"{data}: holds {prep.get('task', 'no task of GLUE')}, and not {task}")
     return prep
@@ -264,11 +262,11 @@ def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict,
     """One run's scores by split and metric, from folder/glue.json or made now."""
     record = folder / "glue.json"
     if record.exists():
-        before = json.loads(record.read_text(encoding="utf-8"))
+        before = read_json(record)
         if before["command"] != command:
             raise UserError(f"{folder}: was made by another command; delete it, or choose another --name")
         return before["scores"]
-    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.take(folder)  # the same command may be at work on it
     print("+ " + shlex.join(command), file=sys.stderr, flush=True)
     if subprocess.run(command, env=os.environ, check=False).returncode:
         raise UserError(f"{folder}: training failed, see above; the same command goes on")

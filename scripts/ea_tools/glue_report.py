@@ -1,14 +1,14 @@
 """The table of GLUE: the papers' rows, those of results/glue/, and where these come from."""
 
-import json
 from pathlib import Path
 
+from ea_tools.common import read_json
 from ea_tools.table_report import markdown_row, short_commit
 
 
 def read_results(folder: Path) -> list[dict]:
     """What results/glue/ holds."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [read_json(path) for path in sorted(folder.glob("*.json"))]
 
 
 def markdown(table: dict, results: list[dict]) -> str:

@@ -45,6 +45,8 @@ class Launch:
         if not 0 <= int(rank) < nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
+        if port and not (port.isdecimal() and 0 < int(port) < 2**16):
+            raise UserError(f"--master {master}: what follows the colon is no port, a number from 1 to 65535")
         return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
 
     @property

@@ -5,14 +5,13 @@ The tools read them there, and refuse data that were prepared in another way.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools.checkpoints import check_dictionaries, section
-from ea_tools.common import UserError
+from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines, read_prep
 
 FOLDER = "prepared"  # in a run's folder
@@ -155,7 +154,7 @@ def _check_fingerprint(run: Path, data: Path) -> None:
     record = run / "run.json"
     if not record.is_file():
         return
-    stated = json.loads(record.read_text(encoding="utf-8")).get("identity", {}).get("data")
+    stated = read_json(record).get("identity", {}).get("data")
     if stated and stated != (found := fingerprint(data)):
         raise UserError(
             f"{data} is not what {run} was trained on, or was prepared anew: the digest of its dictionaries and "

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.common import REPO, quiet, replacing
+from ea_tools import flag_faults
+from ea_tools.common import REPO, UserError, quiet, replacing, reporting
 from ea_tools.sides import TASKS, arguments, sides_of
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: print the counts of one architecture."""
     quiet()
     args, flags = parse(arguments)
-    counts = profile(args.arch, flags, args.src_len, args.tgt_len)
+    with reporting("profile_model"):
+        counts = profile(args.arch, flags, args.src_len, args.tgt_len)
     if args.json:
         print(json.dumps(counts))
         return
@@ -73,8 +75,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: int = 30) -> dict[str, Any]:
     """{"arch", "parameters", "flops", "flops_by_part", ...} of an architecture with these model flags."""
-    model = build(arch, flags)
-    flops = count_flops(model, src_len, tgt_len)
+    try:
+        model = build(arch, flags)
+        flops = count_flops(model, src_len, tgt_len)
+    except (AttributeError, TypeError) as error:
+        raise UserError(
+            f"--arch {arch}: only what is made and called as fairseq's Transformers are can be counted: {error}"
+        ) from error
     return {
         "arch": arch,
         "flags": list(flags),
@@ -114,14 +121,12 @@ def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
     import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
     # isort: split
-    from fairseq import options
     from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 
     task_name = TASKS[sides_of(ARCH_MODEL_REGISTRY[arch])]
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", task_name, *flags])
+    args = flag_faults.parse(["data", "--arch", arch, "--task", task_name, *flags])
     args.ea_plain = True  # the counter does not see into kernels
     words = Dictionary()
     for number in range(WORDS):

@@ -78,7 +78,9 @@ def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
             architectures=merged.get("arch", {}),
             eval_bleu=merged.get("eval-bleu", False),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
+        raise UserError(f"{path}: {error.args[0]} is missing") from None
+    except TypeError as error:
         raise UserError(f"{path}: {error}") from None
 
 
@@ -119,14 +121,35 @@ def for_data(data: Path) -> tuple[Recipe, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no TOML, or no UTF-8
         raise UserError(f"{path}: {error}") from None
+    _check_tables(path, content)
+    return content
+
+
+def _check_tables(path: Path, content: dict[str, Any]) -> None:
+    """Refuse another value where a recipe has a table, and numbers of the batch that cannot be."""
+    tables = {name: content[name] for name in ("batch", "flags", "arch") if name in content}
+    if isinstance(tables.get("arch"), dict):
+        tables |= {f"arch.{name}": own for name, own in tables["arch"].items()}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UserError(f"{path}: {name} = {table!r}: must be a table, which begins with a line [{name}]")
+    for name, number in tables.get("batch", {}).items():
+        if type(number) is not int or number < 1:
+            raise UserError(f"{path}: {name} = {number!r} in [batch]: must be a whole number of at least 1")
 
 
 def _inherited(path: Path) -> dict[str, Any]:
     own = _read(path)
-    return _merge(_inherited(FOLDER / f"{own['inherit']}.toml"), own) if "inherit" in own else own
+    if "inherit" not in own:
+        return own
+    base = FOLDER / f"{own['inherit']}.toml"
+    if not base.is_file():
+        there = ", ".join(sorted(other.stem for other in FOLDER.glob("*.toml")))
+        raise UserError(f"{path}: inherit = {own['inherit']!r}: there is no such recipe; there are: {there}")
+    return _merge(_inherited(base), own)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
-from ea_tools.common import UserError, portable, replacing, say
+from ea_tools.common import UserError, portable, read_json, replacing, say
 from ea_tools.launch import Launch
 from ea_tools.preparation import keep, kept_by, require_same
 from ea_tools.provenance import provenance
@@ -39,8 +39,9 @@ def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
     """Write down whose folder this is, or refuse one that is somebody else's."""
     record = run / "run.json"
     started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
+    before = {}
     if record.exists() and started:
-        owner = json.loads(record.read_text(encoding="utf-8"))["identity"]
+        before, owner = _read_record(record)
         changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
         if changed:
             raise UserError(
@@ -49,7 +50,6 @@ def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
             )
     elif started:
         raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
-    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() and started else {}
     first = before.get("command", command)  # that which began the run; each start has its own
     _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
 
@@ -75,7 +75,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
         "processes": launch.processes,
         "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
     }
-    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    record = read_json(run / "run.json")
     if done and record["starts"]:
         say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
     _write_record(run, {**record, "starts": [*record["starts"], start]})
@@ -87,6 +87,18 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         if before.get(name) != now.get(name):
             was, is_now = (flags[name] or "given" if name in flags else "not given" for flags in (before, now))
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
+
+
+def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What run.json holds, and of that whose folder it is."""
+    try:
+        record = read_json(path)
+        return record, dict(record["identity"])
+    except (UserError, KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{path}: is torn, or not what scripts/train.sh wrote, and the checkpoints beside it may be anyone's; "
+            "put it back as it was, or choose another --run"
+        ) from None
 
 
 def _write_record(run: Path, record: dict[str, Any]) -> None:
@@ -166,4 +178,5 @@ def next_command(data: Path, run: Path) -> str:
     files = list(run.iterdir())
     number = min(10, max(len(numbered(files, EPOCH)), len(numbered(files, UPDATE))))
     which = ["--average", str(number)] if number else ["--best"]
-    return portable(["scripts/evaluate.sh", "--data", str(data), "--run", str(run), *which])
+    # Absolute, for the command may have come from another folder than the one in which the next is to be typed.
+    return portable(["scripts/evaluate.sh", "--data", str(data.absolute()), "--run", str(run.absolute()), *which])

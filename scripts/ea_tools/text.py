@@ -1,11 +1,10 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import UserError
+from ea_tools.common import UserError, read_json
 from prep.text import wide_encoding
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
@@ -15,11 +14,9 @@ def read_prep(data: Path | str) -> dict[str, Any]:
     """The contents of DATA/PREP.json, which data-prep/ writes last, when everything else is in place."""
     path = Path(data) / "PREP.json"
     try:
-        prep = json.loads(path.read_text(encoding="utf-8"))
+        prep = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; is {data} a folder made by data-prep/?") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(prep, dict):
         raise UserError(f"{path}: is not of the form that data-prep/ writes")
     missing = [key for key in ("source_lang", "target_lang", "tokenizer", "lowercase", "bpe") if key not in prep]

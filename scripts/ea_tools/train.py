@@ -11,7 +11,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,14 +57,15 @@ class Plan:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
-    args, flags = parse(sys.argv[1:] if arguments is None else arguments)
     with reporting("train"):
+        args, flags = parse(sys.argv[1:] if arguments is None else arguments)
         recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data)
         if toml:
             say(f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}")
         check_values(flags, args)
         start = plan(recipe, args, flags, Launch.of(args))
-        flag_faults.check(args.arch, fairseq_words(start), flags_given=bool(flags))
+        by_user = bool(flags) or args.recipe.endswith(".toml")
+        flag_faults.check(args.arch, fairseq_words(start), by_user)
         if args.dry_run:
             print(shlex.join(start.command))
             return
@@ -122,7 +123,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--without", action="append", default=[], metavar="FLAG", help="leave out a flag of the recipe")
     if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
-    words = _data_last(arguments)
+    words = data_last(arguments)
     leading = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     if leading == 1 and words[leading:] and words[-2] == "--data":
         words = ["", *words]  # no recipe: one is made for the data
@@ -137,24 +138,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         if name in flags:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
     args.command = portable(["scripts/train.sh", *arguments])
-    args.data = args.data or _default(lambda: recipes.read(args.recipe).data, parser)
+    args.data = args.data or recipes.read(args.recipe).data
     args.run = args.run or REPO / "runs" / f"{Path(args.recipe or args.data.resolve()).stem}-{args.arch}"
     return args, flags
 
 
-def _data_last(arguments: Sequence[str]) -> list[str]:
+def data_last(arguments: Sequence[str]) -> list[str]:
     """The words with --data and its value at the end, so that RECIPE and ARCH may stand after it, too."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("--data")
     given, rest = parser.parse_known_args(arguments)
     return rest if given.data is None else [*rest, "--data", given.data]
-
-
-def _default(make: Callable[[], Path], parser: argparse.ArgumentParser) -> Path:
-    try:
-        return make()
-    except UserError as error:
-        parser.exit(1, f"train: {error}\n")
 
 
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
@@ -204,6 +198,8 @@ def fairseq_words(start: Plan) -> list[str]:
 def check_values(flags: Flags, args: argparse.Namespace) -> None:
     """Refuse values that fairseq-train takes, and fails by later or trains nothing sensible with."""
     for name in ("max-tokens", "batch-size", "log-interval", "update-freq"):
+        if flags.get(name) == []:
+            raise UserError(f"--{name}: a number is missing after it")
         for value in flags.get(name, []):
             for number in value.split(","):
                 flag_faults.positive_number(name, number)

@@ -253,6 +253,12 @@ def test_growth_and_its_plot(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_growth_of_nothing_is_named(tmp_path):
+    (tmp_path / "g.json").write_text('{"benchmark": "growth", "device": "cpu", "results": []}')
+    with pytest.raises(SystemExit, match=r"g\.json: holds no results; run benchmark_training\.sh --growth once more"):
+        plot_growth.main([str(tmp_path / "g.json")])
+
+
 def test_growth_gives_models_the_positions_it_needs():
     args = options.training(["--growth", "--max-tokens", "60"])
     trainer = benchmark_training.trainer(args, "transformer_lite", "cpu", "fp32")
@@ -372,6 +378,7 @@ def test_peak_memory_is_counted():
         (plot_growth, ["/nowhere"], "/nowhere"),
         (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
         (plot_growth, [__file__, "--out", "x.txt"], "must end in .png"),
+        (plot_growth, ["."], "Is a directory: '.'"),
     ],
 )
 def test_refused(module, flags, said, capsys, tmp_path, monkeypatch):

@@ -115,6 +115,13 @@ def test_results_are_named_by_their_settings():
     assert settings("--best") == "beam5.best"
     assert settings("--checkpoint", "r/checkpoint3.pt:r/checkpoint2.pt") == "beam5.checkpoint3+checkpoint2"
     assert settings("--", "--cpu", "--batch-size", "4") == settings()
+    elsewhere = (
+        "b/checkpoint3.pt",
+        "c/checkpoint3.pt",
+        "b/checkpoint3.pt:c/checkpoint3.pt",
+        "c/checkpoint3.pt:c/checkpoint3.pt",
+    )
+    assert len({settings("--checkpoint", path) for path in ("r/checkpoint3.pt", *elsewhere)}) == 5
     longer, shorter = (settings("--", "--max-len-b", number) for number in ("20", "10"))
     assert len({longer, shorter, settings()}) == 3
 
@@ -134,6 +141,9 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
         read("--beam", "5")
     assert read("--beam", "5", "--other-settings") == ["b"]
+    (other / "test.json").write_text('{"references": ')
+    with pytest.raises(UserError, match=r"eval/test\.json: not JSON"):
+        read("--beam", "5", "--other-settings")
 
 
 @pytest.mark.parametrize(("language", "signature"), [("zh", "zh"), ("zh_CN", "zh"), ("de", "13a"), ("th", "13a")])

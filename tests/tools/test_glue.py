@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -143,6 +145,18 @@ def test_bad_command_lines_end_with_one_line(words, message, capsys):
         glue.main(words)
     assert stop.value.code not in (0, None)
     assert message in (capsys.readouterr().err + str(stop.value.code))
+
+
+def test_two_at_once(tmp_path, monkeypatch):
+    """The second is refused before it trains; what it starts is not waited for."""
+    lock = f"import fcntl, time; file = open({str(tmp_path / 'lock')!r}, 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    command = [sys.executable, "-c", f"{lock}; print('held', flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(glue.subprocess, "run", lambda *words, **options: pytest.fail("it trains"))
+        with pytest.raises(UserError, match="another process trains in this folder"):
+            glue.trained_and_scored(tmp_path, ["train"], tmp_path, {}, [])
+        holder.kill()
 
 
 @pytest.mark.slow

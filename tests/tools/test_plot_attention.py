@@ -196,6 +196,10 @@ def test_a_picture_of_everything_is_refused_as_png():
         picture.picture(there, rows, ["map"], "png")
 
 
+def test_dollars_are_no_formula():
+    assert picture.picture(look(words=["$$"]), ROWS[:1], ["map"], "svg")
+
+
 def test_a_missing_letter_is_said_once(capsys, monkeypatch):
     monkeypatch.setattr(picture, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
     picture.picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
@@ -290,7 +294,7 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
             *("--checkpoint", str(checkpoints.evolving), "--compare", str(checkpoints.stock)),
             *("--source", "Hund, Katze.", "--target", "the dog, the cat."),
             *("--layer", "1", "--head", "mean", "--words", "--bertviz", str(tmp_path / "bertviz.json")),
-            *("--out", *map(str, files)),
+            *("--out", *map(str, files), str(files[0])),  # one of them twice
         ]
     )
     (tmp_path / "bertviz.json").rename(tmp_path / "new" / "bertviz.json")

@@ -190,6 +190,19 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
     assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]
 
 
+@pytest.mark.parametrize(
+    "places", ["--data {} ea_transformer_lite", "ea_transformer_lite --data {}", "toy --data {} x"]
+)
+def test_a_run_is_known_wherever_its_data_stand_in_the_command(tmp_path, places):
+    folder = make(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["command"] = f"scripts/train.sh {places.format('data/x')} --gpus 0 --lr 5e-4"
+    (folder / "run.json").write_text(json.dumps(record))
+    run = plot_curves.read(folder)
+    assert run.seed == "1"
+    assert run.settings == {key: record["identity"][key] for key in run.settings.keys() - {"lr"}} | {"lr": "5e-4"}
+
+
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):
     long, short = (
         make(tmp_path / "long", seed=1),
@@ -291,6 +304,17 @@ def drawn(monkeypatch, tmp_path, *runs):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: (figures.append(figure), path.touch()))
     plot_curves.main([*map(str, runs), "--x", "updates", "--out", str(tmp_path / "curves.png")])
     return figures[0]
+
+
+def test_names_that_mean_something_to_matplotlib_are_names(tmp_path, monkeypatch):
+    """It leaves what begins with _ out of legends, and reads formulas between dollars."""
+    log = tmp_path / "_old.jsonl"
+    log.write_text("\n".join(JOURNAL))
+    (tmp_path / "$$").mkdir()
+    (tmp_path / "$$" / "log.jsonl").write_text("\n".join(JOURNAL))
+    plot_curves.main([str(log), str(tmp_path / "$$"), "--out", str(tmp_path / "curves.svg")])
+    figure = drawn(monkeypatch, tmp_path, log, tmp_path / "$$")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_old", "$$"]
 
 
 @pytest.mark.parametrize("updates", [range(1, 11), range(1, 61)])

@@ -57,3 +57,18 @@ def test_command_line():
     assert result.returncode == 2
     assert "there is no --arch nonsense" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lstm"], "--arch lstm: only what is made and called as fairseq's Transformers are can be counted: "),
+        (["s2t_transformer_s"], "--arch s2t_transformer_s: only what is made"),
+        (["ea_transformer_lite", "--ea-alfa", "1"], "--ea-alfa: there is no such flag; is --ea-alpha meant?"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, words, message):
+    with pytest.raises(SystemExit) as end:
+        profile_model.main(["--arch", *words])
+    assert end.value.code.startswith(f"profile_model: {message}")
+    assert "\n" not in end.value.code + capsys.readouterr().err

@@ -30,9 +30,11 @@ def interpreter(path, version):
     return str(path)
 
 
-@pytest.mark.parametrize("version", ["3.10.13", "3.13.0"])
-def test_other_versions_of_python_are_refused(checkout, version):
-    result = setup(checkout, PYTHON=interpreter(checkout / "python", version))
+@pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.13.0", "")])
+def test_other_versions_of_python_are_refused(checkout, version, start):
+    """Also one whose path begins at the folder that one is in, which is / here."""
+    path = interpreter(checkout / "python", version)
+    result = setup(checkout, PYTHON=start + path.removeprefix("/"))
     assert result.returncode == 1
     assert "Python 3.11 or 3.12 is needed" in result.stderr and f"Python {version}" in result.stderr
     assert not (checkout / ".venv").exists()
@@ -48,6 +50,35 @@ def test_nothing_to_do_takes_no_time():
     result = setup(REPO)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert time.perf_counter() - start < 2
+
+
+def test_cdpath_leads_nowhere(checkout):
+    """With it cd prints the folder that it goes to, which made the repository's path two lines."""
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    interpreter(python, "3.12.0")
+    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
+    environment = os.environ | {"CDPATH": str(checkout), "PYTHON": "/no/such/python"}
+
+    def run(*command):
+        return subprocess.run(["bash", *command], cwd=checkout, env=environment, capture_output=True, text=True)
+
+    result = run("scripts/setup.sh")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    (checkout / "data").mkdir()
+    for name in ("PREP.json", "dict.de.txt"):
+        (checkout / "data" / name).touch()
+    said = run(str(REPO / "data-prep" / "one-side.sh"), "data", "en", "out").stderr
+    assert said.endswith("its languages are dict.de.txt\n")
+
+
+def test_what_set_up_says_is_not_the_commands_output(checkout):
+    shutil.copy(REPO / "scripts" / "lib.sh", checkout / "scripts")
+    (checkout / "scripts" / "setup.sh").write_text("echo set-up done\n")
+    command = ["bash", "-c", 'source scripts/lib.sh; require_setup; echo "$repo"']
+    environment = os.environ | {"CDPATH": str(checkout)}
+    result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == (f"{checkout}\n", "set-up done\n")
 
 
 def test_help_and_unknown_arguments(checkout):

@@ -208,6 +208,7 @@ def test_the_command_line_wins(capsys):
         (["sample", "transformer", "--without", "nonsense"], "the recipe has no such flag"),
         (["sample", "transformer", "--lr", "1", "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
         (["sample", "transformer", "1"], "'1' stands where a flag"),
+        (["sample", "transformer", "--data"], "train.sh: error: argument --data: expected one argument"),
     ],
 )
 def test_mistakes(capsys, arguments, message):
@@ -266,7 +267,11 @@ def test_own_data_must_be_prepared(capsys, tmp_path):
         (["transformer_lite", "--dropout", "much"], "argument --dropout: invalid float value: 'much'"),
         (["transformer_lite", "--max-tokens", "0"], "--max-tokens 0: must be a whole number of at least 1"),
         (["transformer_lite", "--max-tokens", "many"], "--max-tokens many: must be"),
+        (["transformer_lite", "--max-tokens", "²"], "--max-tokens ²: must be"),
+        (["transformer_lite", "--max-tokens"], "--max-tokens: a number is missing after it"),
         (["transformer_lite", "--update-freq", "0"], "--update-freq 0: must be"),
+        (["transformer_lite", "--update-freq", "--fp16"], "--update-freq: a number is missing after it"),
+        (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:b"], "--master a:b: .* is no port"),
         (["transformer_lite", "--lr", "-1"], "--lr -1: must not be negative"),
         (["transformer_lite", "--precision", "fp16"], "--precision fp16: needs a GPU"),
         (["transformer_lite", "--precision", "bf16"], "--precision bf16: this CPU has no units for bfloat16"),
@@ -284,6 +289,35 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monke
         assert "\n" not in end.value.code
     assert "usage:" not in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('inherit = "smaple"', r"inherit = 'smaple': there is no such recipe; there are: base, .*sample"),
+        ("# \xe9", "'utf-8' codec can't decode byte 0xe9"),
+        ("batch =", "Invalid value"),
+        ('inherit = "sample"\nbatch = 5', r"batch = 5: must be a table, which begins with a line \[batch\]"),
+        ('inherit = "sample"\n[arch]\ntransformer = 5', r"arch.transformer = 5: must be a table"),
+        ('inherit = "sample"\n[batch]\ntokens = "1000"', r"tokens = '1000' in \[batch\]: must be a whole number"),
+        ('inherit = "sample"\n[batch]\ntokns = 1000', "unexpected keyword argument 'tokns'"),
+        ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(SystemExit) as end:
+        train.main([str(path), "transformer_lite", "--gpus", "0", "--dry-run"])
+    assert re.search(f"^train: {path}: .*{message}", end.value.code), end.value.code
+    assert "\n" not in end.value.code
+
+
+def test_flags_of_a_recipe_of_ones_own_are_checked(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('inherit = "sample"\n[flags]\nlabel-smothing = 0.1\n')
+    with pytest.raises(SystemExit, match="--label-smothing: there is no such flag; is --label-smoothing meant"):
+        train.main([str(path), "transformer_lite", "--gpus", "0", "--dry-run"])
 
 
 def test_our_architectures_are_known_without_fairseq():

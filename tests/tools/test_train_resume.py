@@ -164,6 +164,15 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"identity": 1}', "\xe4"])
+def test_a_folder_whose_record_is_torn_is_nobodys(tmp_path, content):
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    (tmp_path / "run.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match=r"run\.json: is torn, or .* choose another --run"):
+        run_folder.claim(tmp_path, {"arch": "a"})
+    assert (tmp_path / "run.json").read_text(encoding="latin-1") == content
+
+
 def test_every_start_is_recorded(tmp_path):
     """The record says on which code and flags each part of a run was trained; starting afresh forgets the last try."""
     on_cpu = launch.Launch(gpus=0)

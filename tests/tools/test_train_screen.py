@@ -10,6 +10,7 @@ import torch
 from helpers.toy import TINY, script
 
 from ea_tools import fairseq_train, products, run_folder
+from ea_tools.common import REPO
 
 
 class Clock:
@@ -148,14 +149,17 @@ def test_parameters_are_counted():
     assert fairseq_train.describe(model, cuda=False).startswith("60 parameters, 20 without embeddings")
 
 
-def test_what_to_type_next(tmp_path):
+def test_what_to_type_next(tmp_path, monkeypatch):
     for name in ("checkpoint1.pt", "checkpoint2.pt", "checkpoint_last.pt"):
         (tmp_path / name).touch()
     command = f"scripts/evaluate.sh --data data/x --run {tmp_path} --average 2"
-    assert run_folder.next_command(Path("data/x"), tmp_path) == command
+    data = REPO / "data/x"
+    assert run_folder.next_command(data, tmp_path) == command
+    monkeypatch.chdir(tmp_path.parent)
+    assert run_folder.next_command(data, Path(tmp_path.name)) == command, "to be typed in the repository's folder"
     for number in range(50, 650, 50):
         (tmp_path / f"checkpoint_1_{number}.pt").touch()
-    assert run_folder.next_command(Path("data/x"), tmp_path).endswith("--average 10")
+    assert run_folder.next_command(data, tmp_path).endswith("--average 10")
 
 
 @pytest.mark.slow

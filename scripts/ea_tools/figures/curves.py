@@ -31,6 +31,7 @@ from ea_tools.logs import AXES, QUANTITIES, Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -181,7 +182,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     figure, panels = style.panels(len(rows), len(axes), size, sharex="col", sharey="row")
     for row, quantity in zip(panels, rows, strict=True):
         for panel, axis in zip(row, axes, strict=True):
-            _panel(panel, lines, quantity, axis, tops.get(quantity))
+            handles = _panel(panel, lines, quantity, axis, tops.get(quantity))
         row[0].set_ylabel(QUANTITIES[quantity])
         if quantity in tops:
             row[0].set_ylim(top=tops[quantity])
@@ -192,7 +193,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     recipes = dict.fromkeys(run.settings["recipe"] for line in lines for run in line.runs if run.settings)
     if title or recipes:
         figure.suptitle(title or ", ".join(recipes))
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    labels = [line.label for line in lines]
     wrapped = [textwrap.fill(label, 45 * len(axes), break_on_hyphens=False) for label in labels]
     columns = max(1, int(45 * len(axes) // (max(map(len, labels)) + 8)))
     figure.legend(handles, wrapped, loc="outside lower center", ncols=min(len(labels), columns))
@@ -211,12 +212,14 @@ def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
     return line
 
 
-def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> None:
+def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> list[Line2D]:
+    """Draw the lines, and return them for the legend: by itself it leaves out a line with a label like "_old"."""
+    handles = []
     looks = zip(cycle(style.COLOURS), cycle(style.LINES), strict=False)
     for line, (colour, dashes) in zip(lines, looks, strict=False):
         x, mean, lowest, highest = band(line, quantity, axis)
         marker = "o" if len(x) <= 30 else None
-        panel.plot(x, mean, dashes, color=colour, label=line.label, linewidth=1.6, marker=marker, markersize=3)
+        handles += panel.plot(x, mean, dashes, color=colour, linewidth=1.6, marker=marker, markersize=3)
         above = (mean > top) if top and len(x) and mean[-1] > top else np.zeros(len(x), bool)
         if above.any():  # marks at the upper edge say where a run is that has diverged
             edge = np.full(above.sum(), top)
@@ -224,6 +227,7 @@ def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: fl
         if len(line.runs) > 1:
             panel.fill_between(x, lowest, highest, color=colour, alpha=0.2, linewidth=0)
     panel.grid(alpha=0.3)
+    return handles
 
 
 def _top(lines: Sequence[Line], quantity: str) -> float | None:

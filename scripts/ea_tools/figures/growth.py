@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=".png, .svg or .pdf (default: FILE's name with .png)",
     )
     args = parser.parse_args(arguments)
-    out = args.out or args.results.with_suffix(".png")
     with reporting("plot_growth"):
         record = read(args.results)
+        out = args.out or args.results.with_suffix(".png")
         with replacing(out) as temporary:
             draw(record, temporary, out.suffix[1:])
     print(f"written: {out}")
@@ -53,6 +53,8 @@ def read(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: of the benchmark {record['benchmark']!r}, not of benchmark_training.sh --growth")
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not a result of benchmark_training.sh --growth") from None
+    if not record.get("results"):
+        raise UserError(f"{path}: holds no results; run benchmark_training.sh --growth once more")
     return record
 
 
@@ -120,7 +122,6 @@ def draw_memory(ax: Axes, results: Sequence[dict]) -> None:
 
 def note(ax: Axes, x: float, y: float, text: str) -> None:
     """A small figure above a point."""
-    above = {"textcoords": "offset points", "xytext": (-2, 6), "ha": "right"}
     above = {"textcoords": "offset points", "xytext": (-2, 6), "ha": "right"}
     ax.annotate(text, (x, y), **above, fontsize=9, color=style.COLOURS[0])
 

@@ -46,8 +46,10 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
         size: width and height in inches.
         options: of matplotlib's Figure.subplots.
     """
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # names and sentences may have dollars in them
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         look = examine(args)
         rows = chosen(look, args)
         with contextlib.ExitStack() as stack:
-            for path in args.out:
+            for path in dict.fromkeys(args.out):
                 print(f"drawing {path}", file=sys.stderr)
                 temporary = stack.enter_context(replacing(path))
                 temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))

@@ -10,7 +10,6 @@ A language model has no source, and a RoBERTa no target: `loaded.sides`.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 from argparse import Namespace
@@ -29,7 +28,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from ea_tools.checkpoints import choose, load, section, settings
-from ea_tools.common import UserError
+from ea_tools.common import UserError, read_json
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.words import Words, words_of
 from ea_tools.preparation import file_difference, of_model
@@ -270,6 +269,6 @@ def _prep_of_one_language(data: Path) -> dict:
     """PREP.json of a task of GLUE, whose text was split as it came, or of what data-prep/one-side.sh made."""
     path = data / "PREP.json"
     if (data / "input0").is_dir() and path.is_file():
-        prep = json.loads(path.read_text(encoding="utf-8"))
+        prep = read_json(path)
         return {"name": prep["task"], "bpe": prep["bpe"], "tokenizer": "none", "source_lang": "en"}
     return read_prep(data)

@@ -56,7 +56,7 @@ def picture(look: Look, rows: list[Row], parts: list[str], form: str) -> bytes:
     import matplotlib
 
     sizes = _sizes(look)
-    settings = {"font.family": sizes.families, "axes.linewidth": 0.6}
+    settings = {"font.family": sizes.families, "axes.linewidth": 0.6, "text.parse_math": False}
     file = io.BytesIO()
     with matplotlib.rc_context(settings), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

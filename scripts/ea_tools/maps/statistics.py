@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with reporting("map_statistics"):
         report = examine(args)
         with contextlib.ExitStack() as stack:
-            for path in args.out:
+            for path in dict.fromkeys(args.out):
                 stack.enter_context(replacing(path)).write_bytes(render(report, path.suffix.lower()))
     print(f"written: {', '.join(map(str, args.out))}")
 

@@ -1,0 +1,57 @@
+"""What commands share: files that are replaced when they are complete, and mistakes that are one line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ea_tools.common import UserError, read_json, replacing, reporting
+
+
+def write(path, text):
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/file")
+    for text in ("first", "second"):
+        write(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "there/file").read_text() == text
+    assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
+def test_a_pipe_stays_and_is_written_to(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        write(tmp_path / "pipe", "through")
+        assert reader.stdout.read() == b"through"
+    assert (tmp_path / "pipe").is_fifo()
+    code = "from ea_tools.common import replacing\nwith replacing('/dev/stdout') as path: path.write_text('out')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "out", "")
+
+
+def test_a_folder_is_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, "."):
+        with pytest.raises(UserError, match="is a folder; give the name of a file"):
+            write(path, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xe9"])
+def test_a_torn_json_file_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.json: not JSON: "):
+        read_json(tmp_path / "a.json")
+
+
+def test_text_that_is_not_utf8_is_one_line():
+    with pytest.raises(SystemExit) as end, reporting("tool"):
+        b"caf\xe9 au lait".decode()
+    assert end.value.code.startswith("tool: a file that was read is not UTF-8 text (")
+    assert "caf\\xe9 au lait" in end.value.code
