@@ -125,6 +125,8 @@ def mend(run: Path) -> dict[str, Any] | None:
     if path.name != LAST:
         extra = state["extra_state"]
         for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
+            if (run / name).is_symlink():  # to another checkpoint, which stays as it is
+                (run / name).unlink()
             with replacing(run / name) as temporary:
                 shutil.copyfile(path, temporary)
         say(f"train: {path.name} is newer than the {LAST} there is, or there is none: going on from it")
