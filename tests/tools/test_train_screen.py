@@ -88,7 +88,13 @@ def ended_by(error, monkeypatch, folder):
 
 
 @pytest.fixture
-def logged(tmp_path, caplog):
+def no_journal(monkeypatch):
+    """As in a new process: trainings in this one, by other tests, may have left a journal open."""
+    monkeypatch.setattr(fairseq_train.Journal, "file", None)
+
+
+@pytest.fixture
+def logged(tmp_path, caplog, no_journal):
     """A run's folder; what is opened there is closed again. fairseq-train logs from INFO on, pytest from WARNING."""
     caplog.set_level(logging.INFO)
     handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
@@ -98,7 +104,6 @@ def logged(tmp_path, caplog):
         logging.getLogger().removeHandler(handler)
         handler.close()
     fairseq_train.Journal.file.close()
-    fairseq_train.Journal.file = None
 
 
 def test_an_interruption_says_how_to_go_on(logged, monkeypatch, capsys):
@@ -116,7 +121,7 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "+ " in log, "the command"
 
 
-def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch):
+def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
     """And fairseq, which does not know the flag, does not see it."""
     matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(tmp_path / "none")]
     found = []
