@@ -89,7 +89,8 @@ def known_to_fairseq(name, command):
     given = dict(zip(command, [*command[1:], ""], strict=True))
     if name != "fairseq-train":
         task = given.get("--task", "language_modeling" if name == "fairseq-eval-lm" else "translation")
-        return fairseqs(name, "--path", "x", "--task", task)
+        bpe = ("--bpe", given["--bpe"]) if "--bpe" in given else ()  # which has flags of its own
+        return fairseqs(name, "--path", "x", "--task", task, *bpe)
     arch = given.get("--arch") or next(
         (word for word in command[1:] if re.match("(ea_|pa_|res_|conv_)?[a-z]+_", word)), ""
     )
