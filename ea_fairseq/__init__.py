@@ -14,9 +14,11 @@ from .compatibility import mend_fairseq  # noqa: E402
 from .hub import Translator, load  # noqa: E402
 from .loading import allow_in_checkpoints  # noqa: E402
 from .options import show_options_in_help  # noqa: E402
+from .quantisation import quantise_map_convolutions  # noqa: E402
 
 allow_in_checkpoints()
 mend_fairseq()
+quantise_map_convolutions()
 show_options_in_help()
 
 __all__ = [

@@ -153,17 +153,22 @@ class MapConvolution(nn.Conv2d):
 
     def forward(self, maps: Tensor, above: Tensor | None = None) -> Tensor:
         """B x K x T x S to the same. ``above``, B x K x (k - 1) x S, in decoders: the rows before these, else zeros."""
-        (size, _), weight, bias = self.kernel_size, self.weight, self.bias
-        if self.geometry == Geometry.ENCODER_SELF:
-            return F.conv2d(maps, weight, bias, padding=size // 2)
+        return convolve(self.geometry, maps, above, self.weight, self.bias)
 
-        top = size - 1
-        if above is not None:
-            maps, top = torch.cat([above, maps], dim=2), 0
-        if self.geometry == Geometry.DECODER_SELF:
-            # tril, not a product with zeros: a removed tap has no effect whatever its weight holds
-            return F.conv2d(F.pad(maps, (size - 1, 0, top, 0)), weight.tril(), bias)
-        return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2))
+
+def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """What a MapConvolution with this weight, K x K x k x k, and this bias does; arguments else as its forward's."""
+    size = weight.size(-1)
+    if geometry == Geometry.ENCODER_SELF:
+        return F.conv2d(maps, weight, bias, padding=size // 2)
+
+    top = size - 1
+    if above is not None:
+        maps, top = torch.cat([above, maps], dim=2), 0
+    if geometry == Geometry.DECODER_SELF:
+        # tril, not a product with zeros: a removed tap has no effect whatever its weight holds
+        return F.conv2d(F.pad(maps, (size - 1, 0, top, 0)), weight.tril(), bias)
+    return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2))
 
 
 class Evolution(nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fairseq.modules.quantization.scalar import quantize_model_
 from torch.nn.utils import prune, weight_norm
 from torch.testing import assert_close
 
@@ -60,3 +61,15 @@ def test_hooks(attention):
         parameter.zero_()
     assert_close(output(module), output(without))
     assert not torch.allclose(output(module), output(attention()), atol=1e-4)
+
+
+def test_quantisation_noise(attention, monkeypatch):
+    """fairseq's --quant-noise-scalar, which wants a GPU. In training with no noise all is as it was."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    module, rounded, before = attention(), attention(), output(attention())
+    quantize_model_(module, p=0, bits=8)
+    quantize_model_(rounded, p=1, bits=8)
+    assert_close(output(module), before, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(output(rounded), before, atol=1e-4)
+    output(rounded).square().sum().backward()
+    assert rounded.evolution.conv.weight.grad.abs().max() > 0
