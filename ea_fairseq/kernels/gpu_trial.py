@@ -56,7 +56,7 @@ class Variant(NamedTuple):
     hidden: bool
     masked: bool
     dropped: bool
-    gradients: bool  # whether they are wanted: else they are not tried, which would compile them
+    gradients: bool  # whether they may be wanted: else they are not tried, which would compile them
 
     @classmethod
     def of(cls, call: Call) -> "Variant":
@@ -67,14 +67,15 @@ class Variant(NamedTuple):
         most_rows, most_columns = gpu_kernels.largest_blocks(call.v)
         return cls(
             *(call.v.device, call.v.dtype, call.geometry, call.kernel_size, heads),
-            *(_like(length, most_rows), _like(columns, most_columns)),
+            *(_like(length, most_rows, False), _like(columns, most_columns, columns % 16 == 0)),
             *(call.q.size(3) if call.given is None else 0, call.v.size(3)),
             tuple(gpu_kernels.kind(share) for share in shares),
             next((share.dtype for share in shares if isinstance(share, Tensor)), None),
             settings[3:],
             *(tensor is not None for tensor in (tensors.given, tensors.previous, tensors.hidden, tensors.masked)),
             call.dropout > 0,
-            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors),
+            # With dropout always: a layer that is computed again for its gradients must drop the same as before.
+            call.dropout > 0 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)),
         )
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ def passed(call: Call, may_try: bool) -> bool:
     """Whether the variant that does this call has been seen to be right; it is tried now if it was not before.
 
     Neither the random numbers nor the mode of autograd of whoever calls change. Where memory is short, nothing is said
-    about the variant, and only this call is the plain composition's.
+    about the variant, and only this call is the plain composition's; with dropout, all later ones are, too.
 
     Args:
         may_try: False while a CUDA graph is captured.
@@ -102,24 +103,46 @@ def passed(call: Call, may_try: bool) -> bool:
             verdict = _verdicts.get(variant)
             if verdict is None:
                 verdict = _try(variant)
+                if verdict is None and variant.dropped:
+                    logger.warning("evolving attention takes its slower way for %s: memory was short", variant)
+                    verdict = False
                 if verdict is not None:
                     _verdicts[variant] = verdict
     return bool(verdict)
 
 
 def _try(variant: Variant) -> bool | None:
-    """Whether a variant is right; None if memory was short."""
+    """Whether a variant is right; None if memory was short.
+
+    Raises:
+        RuntimeError: the trial has broken the device for this process.
+    """
     try:
         # In a thread of its own there are no autocast, inference mode, or hooks on saved tensors of whoever calls.
         with ThreadPoolExecutor(1) as thread:
             reason = thread.submit(find_difference, variant).result()
-    except torch.OutOfMemoryError:
-        return None
     except Exception as error:  # whatever it is, there is a path without kernels
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        # drivers and cuBLAS have words of their own for it
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
+            return None
+        _check_device(variant, error)
     if reason is not None:
         logger.warning("evolving attention takes its slower way for %s: %s", variant, reason)
     return reason is None
+
+
+def _check_device(variant: Variant, error: Exception) -> None:
+    """Raise where nothing runs any more on the device, as after an illegal address."""
+    if variant.device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(variant.device)
+    except RuntimeError as lost:
+        raise RuntimeError(
+            f"a kernel of evolving attention broke the device when it was tried for {variant} ({error}); start again "
+            "with --ea-plain"
+        ) from lost
 
 
 def find_difference(variant: Variant) -> str | None:
@@ -136,9 +159,16 @@ def find_difference(variant: Variant) -> str | None:
 
 def tolerance(variant: Variant) -> float:
     """The largest error that passes."""
-    if variant.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if variant.dtype == torch.float32 and not _multiplies_in_full():
         return ROUNDED_TOLERANCE
     return TOLERANCE[variant.dtype]
+
+
+def _multiplies_in_full() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # as it is where the precision was set by PyTorch's newer names for it
+        return torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
 def errors(variant: Variant) -> dict[str, float]:
@@ -153,7 +183,24 @@ def errors(variant: Variant) -> dict[str, float]:
     found = {}
     for name, true in truth.items():
         found[name] = float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6))
-    return found
+    return found | _errors_of_fine_numbers(variant)
+
+
+def _errors_of_fine_numbers(variant: Variant) -> dict[str, float]:
+    """The same for results of float32 numbers with all their bits, of which a product in TF32 would leave some out.
+
+    Values only: where ReLU changes, they do not jump, as gradients do.
+    """
+    if variant.dtype != torch.float32:
+        return {}
+    values_only = variant._replace(dropped=False, gradients=False)
+    problem = make_problem(values_only, fine=2.0**-12)
+    ours, _ = _by_kernels(values_only, problem)
+    truth = _by_plain_composition(values_only, problem, None)
+    return {
+        f"{name}, of numbers with many bits,": float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6))
+        for name, true in truth.items()
+    }
 
 
 class Problem(NamedTuple):
@@ -164,8 +211,8 @@ class Problem(NamedTuple):
     grads: tuple[Tensor | None, ...]  # of context, A_logit and weights
 
 
-def make_problem(variant: Variant) -> Problem:
-    """A small problem that needs all that the variant does.
+def make_problem(variant: Variant, fine: float = 1.0) -> Problem:
+    """A small problem that needs all that the variant does; ``fine``: what steps between numbers are multiplied by.
 
     What the convolution is made of are multiples of a power of two, of so few bits that no type rounds any of it. So
     ReLU lets the same pixels through in every type, and results differ only by the rounding that comes after.
@@ -174,6 +221,7 @@ def make_problem(variant: Variant) -> Problem:
     batch, heads, rows, columns, size = 2, variant.heads, variant.rows, variant.columns, variant.kernel_size
 
     def multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
+        step *= fine
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
 
     def vectors(length: int, width: int, step: float = 1 / 32) -> Tensor:
@@ -288,7 +336,12 @@ def _named(gradients: gpu.Tensors) -> dict[str, Tensor]:
     return named
 
 
-def _like(size: int, most: int) -> int:
-    """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several."""
+def _like(size: int, most: int, aligned: bool) -> int:
+    """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several.
+
+    A multiple of 16 stands for those that are one, where Triton makes other code for them.
+    """
     block = min(most, max(16, 1 << (size - 1).bit_length()))
+    if aligned:
+        return block + 16 if block == most else block
     return block + 5 if block == most else block - 5

@@ -21,8 +21,10 @@ import shutil
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +76,10 @@ class LongRunTrainer(Trainer):
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> Any:
         """Save with the state of early stopping; a full disk ends the run with a message, and so does divergence."""
-        if Path(filename).name == "crash.pt":  # fairseq is about to look for the operation that gave no number
-            _end_diverged(self)
+        if Path(filename).name == "crash.pt":  # of a step that failed, by this error
+            if isinstance(sys.exc_info()[1], FloatingPointError):  # whose operation fairseq is about to look for
+                _end_diverged(self)
+            return None  # fairseq goes on to raise it; the checkpoints that there are are what a run goes on from
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
         with _room_on_disk(Path(filename)):
@@ -238,6 +242,17 @@ def _log_to(folder: Path) -> None:
 # At import and not in main(): with several GPUs fairseq starts processes that import this file and no more.
 fairseq_train.Trainer = LongRunTrainer
 PathManager.copy = staticmethod(copy_in_one_step)
+_configuration = fairseq_train.convert_namespace_to_omegaconf
+
+
+def _configuration_without_tpu(args: Namespace) -> DictConfig:
+    """fairseq takes --bf16 for a TPU and ends where there is none, whatever the model; GPUs compute in bf16, too."""
+    if args.bf16 and find_spec("torch_xla") is None:
+        args.tpu = False
+    return _configuration(args)
+
+
+fairseq_train.convert_namespace_to_omegaconf = _configuration_without_tpu
 _progress_bar = progress_bar.progress_bar
 
 

@@ -1,10 +1,10 @@
 """What a table of results says: its scores, what follows from them, and where each of them comes from."""
 
 import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ea_tools import recipes, records
@@ -77,7 +77,7 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
     """
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
-    write_page(folder, table.name, text, partial(draw, table, summaries) if picture else None)
+    write_page(folder, table.name, text, functools.partial(draw, table, summaries) if picture else None)
     pages = [folder / "README.md"]
     if folder.resolve() == (REPO / "results").resolve():
         pages += [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -143,8 +143,14 @@ def _size(table: Table, row: Row) -> list[str]:
     """Parameters and FLOPs of a row's model, whose sizes may be in the recipe."""
     flags = recipes.read(table.columns[0].recipe).flags_for(row.arch)
     model = {name: value for name, value in flags.items() if name.startswith(("ea-", "encoder-", "decoder-"))}
-    (size,) = sizes([(row.arch, [*recipes.spell_flags(model), *row.flags])])
-    return [f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"]
+    return list(_size_of(row.arch, (*recipes.spell_flags(model), *row.flags)))
+
+
+@functools.cache
+def _size_of(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
+    """Of one model; several tables show the same ones."""
+    (size,) = sizes([(arch, list(flags))])
+    return f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"
 
 
 def markdown_row(cells: list[str]) -> str:

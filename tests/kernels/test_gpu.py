@@ -302,9 +302,8 @@ def test_as_plain_in_several_blocks(case):
 def test_as_plain_for_the_counts_of_heads_that_are_not_above(heads):
     geometry = list(Geometry)[heads % 3]
     dtype = (SINGLE, HALF, BFLOAT, SINGLE)[heads % 4]
-    check(
-        Case(geometry, heads, 3, 5, 5 if geometry != CROSS else 7, "padding rows", dtype, previous=geometry == ENCODER)
-    )
+    columns = 3 if geometry != CROSS else 4
+    check(Case(geometry, heads, 3, 3, columns, "padding rows", dtype, previous=geometry == ENCODER, batch=1))
 
 
 @pytest.mark.parametrize("wanted", ["context", "a_logit", "weights"])
@@ -606,7 +605,7 @@ assert "ea_fairseq.kernels.gpu_kernels" not in sys.modules
 @pytest.fixture
 def small_trial(monkeypatch):
     """The trial's problem at its smallest: the interpreter is slow."""
-    monkeypatch.setattr(trial, "_like", lambda size, most: 6)
+    monkeypatch.setattr(trial, "_like", lambda size, most, aligned: 6)
 
 
 @pytest.mark.parametrize(
@@ -622,7 +621,7 @@ def small_trial(monkeypatch):
 )
 def test_trial_passes_what_is_right(monkeypatch, case):
     """With room to spare: on another device rounding differs."""
-    monkeypatch.setattr(trial, "_like", lambda size, most: 5)
+    monkeypatch.setattr(trial, "_like", lambda size, most, aligned: 5)
     variant = trial.Variant.of(call_of(evolution_of(case), tensors_of(case), masks_of(case), dropout=0.1))
     errors = trial.errors(variant)
     assert {"the context", "A_logit", "the weights", "the gradient of v"} <= errors.keys()
@@ -671,6 +670,59 @@ def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, br
     (line,) = caplog.messages
     assert "differs from the plain composition's by" in line
     assert "encoder self-attention, with a convolution, k = 1, 1 heads, bfloat16" in line
+
+
+def test_trial_finds_products_of_fewer_bits(monkeypatch, small_trial, caplog):
+    """As TF32's, which leave out the last 13 bits of a factor."""
+    case = Case(ENCODER, 1, 1, previous=False)
+    call, mix = call_of(evolution_of(case), tensors_of(case), masks_of(case)), kernels.mix
+
+    def short(x):
+        return (x.contiguous().view(torch.int32) & -(2**13)).view(SINGLE)
+
+    monkeypatch.setattr(kernels, "mix", lambda q, k, *rest: mix(short(q), short(k), *rest))
+    assert not gpu.knows(call)
+    assert "of numbers with many bits, differs" in caplog.text
+
+
+def test_a_layer_that_is_computed_again_takes_the_same_way(monkeypatch, caplog):
+    """fairseq computes a checkpointed layer without gradients first: both must draw dropout in one way."""
+    tried = []
+    monkeypatch.setattr(trial, "errors", lambda variant: tried.append(variant) or {})
+    call = small_call(dropout=0.1)
+    with torch.no_grad():
+        assert gpu.knows(call)
+    assert gpu.knows(call)
+    assert len(tried) == 1
+    assert tried[0].gradients
+
+    def short(variant):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr(trial, "errors", short)
+    assert not gpu.knows(small_call(dropout=0.1, need_weights=True))
+    monkeypatch.setattr(trial, "errors", lambda variant: {})
+    assert not gpu.knows(small_call(dropout=0.1, need_weights=True))
+    assert "memory was short" in caplog.text
+
+
+def test_sizes_that_get_other_machine_code_are_tried_by_themselves():
+    cases = [Case(heads=1, k=1, length=3, columns=size, previous=False) for size in (48, 50, 64, 1000, 1008)]
+    columns = [trial.Variant.of(call_of(evolution_of(case), tensors_of(case), {})).columns for case in cases]
+    assert columns[:3] == [64, 59, 64]
+    assert [size % 16 == 0 for size in columns] == [True, False, True, False, True]
+
+
+def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
+    variant = trial.Variant.of(small_call())._replace(device=torch.device("cuda"))
+
+    def fail(_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(trial, "errors", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match=r"broke the device when it was tried for .*--ea-plain"):
+        trial._try(variant)
 
 
 def test_each_variant_is_tried_once(monkeypatch):

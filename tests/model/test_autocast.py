@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import amplify_
 from torch.testing import assert_close
 
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
@@ -56,6 +57,17 @@ def test_values_and_gradients(build, plain):
         if theirs is not None:
             assert mine.dtype == parameter.dtype
             assert_close(mine, theirs, rtol=0.1, atol=0.02 * theirs.abs().max().item() + 0.02, msg=name)
+
+
+@torch.no_grad()
+def test_the_map_of_the_layer_before_counts():
+    module = amplify_(EncoderSelfAttention(16, 4, alpha=0.4, beta=0.5))
+    x, previous = torch.randn(6, 2, 16), 3 * torch.randn(2, 4, 6, 6)
+    expected, _ = module(x, key_padding_mask=AttentionCall(previous=previous))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = module(x, key_padding_mask=AttentionCall(previous=previous.bfloat16()))
+    assert (output.float() - expected).norm() < 0.02 * expected.norm()
+    assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("build", [decoder, steps])

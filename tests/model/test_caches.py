@@ -48,6 +48,63 @@ def test_a_long_sentence_outgrows_its_room(each_way):
     assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_long_sentence_whose_hypotheses_change_places(each_way):
+    """Places alone: where one is copied, the others' older positions are soon those of its copies."""
+    module, x, state = attention(), 3 * torch.randn(STEPS, 3, 12), {}
+    for step in range(STEPS):
+        if step:
+            order = torch.tensor([[1, 2, 0], [0, 2, 1], [2, 1, 0]][step % 3])
+            module.reorder_incremental_state(state, order)
+            x[:step] = x[:step, order].clone()
+        output = run(module, x[step : step + 1], state)
+        assert_close(output[0], at_once(module, x[: step + 1])[-1], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_moves_with_its_hypothesis(each_way):
+    module, x, state = attention(), 3 * torch.randn(4, 2, 12), {}
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    padding[1, 1] = True
+    for row, mask in zip(x[:3], padding[:, :3].T, strict=True):
+        mask = mask[:, None] if mask.any() else None
+        module(row[None], row[None], row[None], key_padding_mask=mask, incremental_state=state)
+    order = torch.tensor([1, 0])
+    module.reorder_incremental_state(state, order)
+    x, padding = x[:, order], padding[order]
+    future = torch.full((4, 4), -torch.inf).triu(1)
+    expected, _ = module(x, x, x, key_padding_mask=padding, attn_mask=future)
+    assert_close(run(module, x[3:], state)[0], expected[3], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_projections_in_one_product(monkeypatch):
+    """As on a GPU, for which the parameters of this module pass."""
+    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+    expected = at_once(module, x)
+    monkeypatch.setattr(torch.nn.Parameter, "is_cpu", False)
+    assert_close(run(module, x, state), expected, rtol=1e-5, atol=1e-5)
+    assert buffer(module, state)["projection"] is not None
+
+
+@torch.no_grad()
+def test_a_step_that_raises_can_be_tried_again(each_way):
+    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+
+    def fail(*_):
+        raise InterruptedError
+
+    for step in range(6):
+        for kept in state.values():
+            kept["steps"] = None  # prepared steps call no module
+        hook = module.out_proj.register_forward_pre_hook(fail)
+        with pytest.raises(InterruptedError):
+            run(module, x[step : step + 1], state)
+        hook.remove()
+        output = run(module, x[step : step + 1], state)
+        assert_close(output[0], at_once(module, x[: step + 1])[-1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("duplicate", [lambda state: {key: dict(kept) for key, kept in state.items()}, dict])
 @torch.no_grad()
 def test_a_state_that_is_continued_twice(duplicate, each_way):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import amplify_, batch, build
+from torch import nn
 from torch.testing import assert_close
 
+from ea_fairseq import kernels
 from ea_fairseq.attention import DecoderAttention
 from ea_fairseq.evolution import Geometry
 
@@ -20,11 +22,38 @@ def teacher_forced(model, tokens, encoder_out):
 @pytest.mark.parametrize("k", [1, 3, 5])
 @torch.no_grad()
 def test_equals_teacher_forcing_while_beams_move(k, pre_norm, beam_size_known):
-    """Three sentences with two beams each; every step reorders beams within sentences, steps 3 and 5 drop one."""
-    flags = ["--ea-kernel-size", k, "--ea-beta", 0.5]
+    flags = ["--ea-kernel-size", k]
     if pre_norm:
         flags += ["--encoder-normalize-before", "--decoder-normalize-before"]
-    model = amplify_(build("ea_transformer_base", *flags))
+    check_while_beams_move(flags, beam_size_known)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@torch.no_grad()
+def test_of_so_many_hypotheses_that_pytorch_projects_them(k, monkeypatch):
+    monkeypatch.setattr(kernels.Steps, "FEW", 0)
+    check_while_beams_move(["--ea-kernel-size", k])
+
+
+@pytest.mark.parametrize("flags", [["--ea-decoder-beta", 0], ["--ea-cross-beta", 0], ["--ea-learn-mix"]])
+@torch.no_grad()
+def test_where_one_kind_of_attention_does_not_evolve_or_shares_are_learnt(flags):
+    check_while_beams_move(flags)
+
+
+@torch.no_grad()
+def test_while_something_listens():
+    """Then no memory is written twice, and keys and values are moved in another way."""
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        check_while_beams_move([])
+    finally:
+        handle.remove()
+
+
+def check_while_beams_move(flags, beam_size_known=False):
+    """Three sentences with two beams each; every step reorders beams within sentences, steps 3 and 5 drop one."""
+    model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5, *flags))
     beams = 2
     if beam_size_known:  # keys and values of the source are then kept per sentence
         model.decoder.set_beam_size(beams)
@@ -32,7 +61,7 @@ def test_equals_teacher_forcing_while_beams_move(k, pre_norm, beam_size_known):
     encoder_out = model.encoder(source)
     order = torch.arange(3).repeat_interleave(beams)
     encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
-    generator = torch.Generator().manual_seed(k)
+    generator = torch.Generator().manual_seed(3)
 
     sentences = 3
     tokens = torch.full((sentences * beams, 1), 2)

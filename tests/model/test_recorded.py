@@ -82,6 +82,9 @@ def test_jit_trace_of_a_whole_model_that_learns_its_mixes():
     inputs = SOURCE, torch.tensor([6, 3]), batch([4, 4], eos_first=True)
     traced = torch.jit.trace(model, inputs, check_trace=False)
     assert_close(traced(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+    others = OTHER_SOURCE, torch.tensor([6, 5]), batch([4, 2], eos_first=True, left_pad=True)
+    real = others[2].ne(1)
+    assert_close(traced(*others)[real], model(*others)[real], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -275,6 +278,15 @@ def test_dropout_of_everything_leaves_nothing(each_way):
     assert_close(output, module.out_proj(torch.zeros(5, 1, 8)))
     output.sum().backward()
     assert x.grad.isfinite().all()
+
+
+def test_as_much_is_dropped_as_was_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels, "attend", lambda call: asked.append(call.dropout))
+    module, x = EncoderSelfAttention(8, 2, beta=0.5, dropout=0.3), torch.randn(5, 1, 8)
+    for training in (True, False):
+        module.train(training)(x)
+    assert asked == [0.3, 0]
 
 
 def test_retained_dropout_drops_in_evaluation(each_way):

@@ -7,10 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import model_args
+from fairseq.file_io import PathManager
+from fairseq.logging import progress_bar
+from fairseq_cli import train
 from helpers.toy import TINY, script
 
-from ea_tools import fairseq_train, products, run_folder
+from ea_tools import products, run_folder
 from ea_tools.common import REPO
+
+# Importing it changes fairseq in the whole process, in which other tests train as fairseq-train by itself does.
+CHANGED = [
+    (train, "Trainer"),
+    (train, "convert_namespace_to_omegaconf"),
+    (PathManager, "copy"),
+    (progress_bar, "progress_bar"),
+]
+BEFORE = [vars(owner)[name] for owner, name in CHANGED]
+from ea_tools import fairseq_train  # noqa: E402
+
+for (owner, name), own in zip(CHANGED, BEFORE, strict=True):
+    setattr(owner, name, own)
 
 
 class Clock:
@@ -69,12 +86,31 @@ def test_divergence_is_one_sentence(tmp_path, caplog):
     """fairseq saves crash.pt when gradients are not numbers, and then looks for the operation: here it ends."""
     trainer = SimpleNamespace(get_lr=lambda: 1e6, get_num_updates=lambda: 7)
     with pytest.raises(SystemExit) as end:
-        fairseq_train.LongRunTrainer.save_checkpoint(trainer, str(tmp_path / "crash.pt"), {})
+        try:
+            raise FloatingPointError("gradients are Nan/Inf")
+        except FloatingPointError:
+            fairseq_train.LongRunTrainer.save_checkpoint(trainer, str(tmp_path / "crash.pt"), {})
     assert end.value.code == 1
     (record,) = caplog.records
     assert "training has diverged: after 7 updates, with a learning rate of 1e+06" in record.getMessage()
     assert "lower --lr" in record.getMessage()
     assert not list(tmp_path.iterdir())
+
+
+def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
+    """fairseq saves crash.pt then, too, and raises the error: which is what the user is to see."""
+    try:
+        raise PermissionError("a kernel cannot be compiled")
+    except PermissionError:
+        fairseq_train.LongRunTrainer.save_checkpoint(None, str(tmp_path / "crash.pt"), {})
+    assert not caplog.records
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arch", ["transformer", "ea_transformer_base"])
+def test_bf16_needs_no_tpu(arch):
+    args = model_args(arch, "--bf16", "--save-dir", "none")
+    assert not fairseq_train._configuration_without_tpu(args).common.tpu
 
 
 def ended_by(error, monkeypatch, folder):

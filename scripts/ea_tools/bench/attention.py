@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -348,10 +349,11 @@ def floor(
     }
 
 
+@functools.cache
 def machine(device: str, dtype: torch.dtype) -> dict[str, float]:
     """{"bytes", "flops"} a second that this machine reaches in a copy and in a matrix product; the best of ten."""
     size = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     long = torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(long)
 

@@ -186,7 +186,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
         content["running"] = None
         write(path, content)
         print(f"{name}: {content['cells'][name]['seconds']:.1f} s {result.get('failed', '')}", flush=True)
-        if "CUDA error" in result.get("failed", ""):
+        if any(words in result.get("failed", "") for words in ("CUDA error", "[CUDA]", "broke the device")):
             return GPU_IS_LOST
     return 0
 
