@@ -172,34 +172,27 @@ def _multiplies_in_full() -> bool:
 
 
 def errors(variant: Variant) -> dict[str, float]:
-    """By the name of each result, how far the kernels are from float64, as a share of its largest number."""
-    problem = make_problem(variant)
+    """By the name of each result, how far the kernels are from float64, as a share of its largest number.
+
+    Float32 is tried with numbers of many bits, too, of which a product in TF32 would leave some out. Of these values
+    only: where ReLU changes, they do not jump, as gradients do.
+    """
+    found = _errors_of(variant, make_problem(variant))
+    if variant.dtype == torch.float32:
+        fine = _errors_of(variant._replace(gradients=False), make_problem(variant, fine=2.0**-12))
+        found |= {f"{name}, of numbers with many bits,": error for name, error in fine.items()}
+    return found
+
+
+def _errors_of(variant: Variant, problem: "Problem") -> dict[str, float]:
     ours, kept = _by_kernels(variant, problem)
     if variant.dropped:
         share = kept.double().mean().item()
         if abs(share - (1 - DROPPED)) > 0.2:
             raise ValueError(f"dropout of {DROPPED} keeps {share:.2f}")
     truth = _by_plain_composition(variant, problem, kept / (1 - DROPPED) if variant.dropped else None)
-    found = {}
-    for name, true in truth.items():
-        found[name] = float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6))
-    return found | _errors_of_fine_numbers(variant)
-
-
-def _errors_of_fine_numbers(variant: Variant) -> dict[str, float]:
-    """The same for results of float32 numbers with all their bits, of which a product in TF32 would leave some out.
-
-    Values only: where ReLU changes, they do not jump, as gradients do.
-    """
-    if variant.dtype != torch.float32:
-        return {}
-    values_only = variant._replace(dropped=False, gradients=False)
-    problem = make_problem(values_only, fine=2.0**-12)
-    ours, _ = _by_kernels(values_only, problem)
-    truth = _by_plain_composition(values_only, problem, None)
     return {
-        f"{name}, of numbers with many bits,": float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6))
-        for name, true in truth.items()
+        name: float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6)) for name, true in truth.items()
     }
 
 

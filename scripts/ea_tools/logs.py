@@ -18,7 +18,7 @@ import numpy as np
 from ea_tools.common import UserError
 from ea_tools.recipes import parse_flags
 from ea_tools.tables import LAUNCH
-from ea_tools.train import data_last
+from ea_tools.train import data_last, first_flag
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
 AXES = ("updates", "epochs", "hours")
@@ -172,8 +172,7 @@ def identity(record: Path) -> tuple[dict[str, str], str | None]:
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
         settings, words = dict(content["identity"]), data_last(shlex.split(content["command"])[1:])
-        first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        given = {name: " ".join(values) for name, values in parse_flags(words[first:]).items()}
+        given = {name: " ".join(values) for name, values in parse_flags(words[first_flag(words) :]).items()}
     except (ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
     settings |= {name: value for name, value in given.items() if name not in LAUNCH | {"run", "data"}}

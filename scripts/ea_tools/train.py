@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
     words = data_last(arguments)
-    leading = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    leading = first_flag(words)
     if leading == 1 and words[leading:] and words[-2] == "--data":
         words = ["", *words]  # no recipe: one is made for the data
     elif leading < 2:
@@ -149,6 +149,11 @@ def data_last(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--data")
     given, rest = parser.parse_known_args(arguments)
     return rest if given.data is None else [*rest, "--data", given.data]
+
+
+def first_flag(words: Sequence[str]) -> int:
+    """The place of the first word that is a flag: RECIPE and ARCH stand before it."""
+    return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
 
 
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
