@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,24 @@ def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
     for number in range(WORDS):
         words.add_symbol(str(number))
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words, max_positions=lambda: 512)
-    return build_model(convert_namespace_to_omegaconf(args).model, task)
+    with without_drawing():
+        return build_model(convert_namespace_to_omegaconf(args).model, task)
+
+
+def without_drawing() -> AbstractContextManager[object]:
+    """Inside, weights stay the memory that they were given: to draw them takes most of a large model's time."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class WithoutDrawing(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if function in (torch.Tensor.uniform_, torch.Tensor.normal_):
+                return args[0]
+            return function(*args, **kwargs or {})
+
+    return WithoutDrawing()
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import logs, recipes, train
-from ea_tools.common import REPO, UserError, replacing, say
+from ea_tools.common import REPO, UserError, read_json, replacing, say
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 
@@ -39,7 +39,7 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
     `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
     """
     evaluations = [run / "eval" / f"{name}.json" for name in (subset, f"{subset}.{wanted}")]
-    contents = {path: json.loads(path.read_text(encoding="utf-8")) for path in evaluations if path.exists()}
+    contents = {path: read_json(path) for path in evaluations if path.exists()}
     scores = next((path for path, content in contents.items() if settings(content) == wanted), None)
     if scores is None:
         for path, content in contents.items():
@@ -48,13 +48,13 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
                 "without --collect to have it scored again, or with another --average"
             )
         return
-    scored = json.loads(scores.read_text(encoding="utf-8").replace(f"{REPO}/", ""))
+    scored = json.loads(json.dumps(contents[scores], ensure_ascii=False).replace(f"{REPO}/", ""))
     target = record / "eval" / f"{subset}.json"
     (record / "eval").mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
             shutil.copyfile(run / name, record / name)
-    kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
+    kept = read_json(target) if target.exists() else {}
     if {**kept, "paired": None} == {**scored, "paired": None}:
         return
     translations = scores.with_suffix(".hyp.txt").read_bytes()
@@ -72,7 +72,7 @@ def settings(scored: dict) -> str:
 def read(record: Path, subset: str) -> dict | None:
     """The scores of a run on one split, with the tests of test_against(); None where there are none."""
     path = record / "eval" / f"{subset}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def _write(path: Path, content: dict) -> None:
@@ -147,7 +147,7 @@ def training(record: Path) -> Training:
     path = record / "run.json"
     if not path.exists():
         return Training()
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = read_json(path)
     starts = written.get("starts", [])
     flags = [learning_flags(start["flags"]) for start in starts] or [_flags_of_command(written["command"])]
     return Training(

@@ -227,49 +227,49 @@ def close(ours, theirs):
 CASES = [
     Case(ENCODER, 4, 3, 4, 4, "padding rows"),
     Case(ENCODER, 1, 1, 1, 1, "", previous=False),
-    Case(ENCODER, 8, 3, 3, 3, "padding rows all", BFLOAT),
-    Case(ENCODER, 2, 5, 5, 6, "rows", HALF),
-    Case(ENCODER, 5, 5, 3, 3, "padding", previous=False),
-    Case(ENCODER, 3, 3, 4, 16, "padding all", alpha=1, beta=1),
+    Case(ENCODER, 8, 3, 3, 3, "padding rows all", BFLOAT, batch=1),
+    Case(ENCODER, 2, 5, 5, 6, "rows", HALF, batch=1),
+    Case(ENCODER, 5, 5, 3, 3, "padding", previous=False, batch=1),
+    Case(ENCODER, 3, 3, 4, 16, "padding all", alpha=1, beta=1, batch=1),
     Case(DECODER, 4, 3, 5, 5, "future padding rows", previous=False),
-    Case(DECODER, 3, 5, 5, 5, "future", HALF, previous=False),
-    Case(DECODER, 16, 1, 4, 4, "future", previous=False),
-    Case(DECODER, 3, 3, 2, 2, "future all", BFLOAT, previous=False, width=40),
+    Case(DECODER, 3, 5, 5, 5, "future", HALF, previous=False, batch=1),
+    Case(DECODER, 16, 1, 4, 4, "future", previous=False, batch=1),
+    Case(DECODER, 3, 3, 2, 2, "future all", BFLOAT, previous=False, width=40, batch=1),
     Case(CROSS, 4, 3, 3, 9, "padding", HALF, previous=False),
-    Case(CROSS, 4, 5, 4, 2, "padding rows", previous=False),
-    Case(CROSS, 8, 3, 3, 1, "rows all", BFLOAT, previous=False),
+    Case(CROSS, 4, 5, 4, 2, "padding rows", previous=False, batch=1),
+    Case(CROSS, 8, 3, 3, 1, "rows all", BFLOAT, previous=False, batch=1),
     Case(CROSS, 16, 3, 2, 17, "padding", previous=False, batch=1),
-    Case(CROSS, 9, 3, 3, 5, "", previous=False, width=70),
+    Case(CROSS, 9, 3, 3, 5, "", previous=False, width=70, batch=1),
 ]
 # every rule with and without a convolution of each size, heads, masks, given logits, and shares that are learnt
 RULES = [
     Case(ENCODER, 4, 3, 3, 5, "padding rows all", rule="predictive"),
-    Case(ENCODER, 1, 5, 4, 4, "rows", HALF, rule="predictive", given=True),
-    Case(ENCODER, 8, 1, 2, 6, "padding", BFLOAT, rule="predictive"),
+    Case(ENCODER, 1, 5, 4, 4, "rows", HALF, rule="predictive", given=True, batch=1),
+    Case(ENCODER, 8, 1, 2, 6, "padding", BFLOAT, rule="predictive", batch=1),
     Case(ENCODER, 16, 3, 2, 3, "padding rows", rule="predictive", given=True, batch=1),
-    Case(ENCODER, 4, 3, 3, 3, "padding rows", rule="predictive", previous=False),
-    Case(ENCODER, 4, 1, 3, 5, "padding rows all", rule="residual"),
-    Case(ENCODER, 16, 1, 2, 4, "rows", HALF, rule="residual", given=True),
-    Case(ENCODER, 8, 1, 3, 5, "padding rows", BFLOAT, rule="realformer"),
-    Case(ENCODER, 1, 1, 3, 3, "all", rule="realformer", given=True),
+    Case(ENCODER, 4, 3, 3, 3, "padding rows", rule="predictive", previous=False, batch=1),
+    Case(ENCODER, 4, 1, 3, 5, "padding rows all", rule="residual", batch=1),
+    Case(ENCODER, 16, 1, 2, 4, "rows", HALF, rule="residual", given=True, batch=1),
+    Case(ENCODER, 8, 1, 3, 5, "padding rows", BFLOAT, rule="realformer", batch=1),
+    Case(ENCODER, 1, 1, 3, 3, "all", rule="realformer", given=True, batch=1),
     Case(ENCODER, 4, 3, 3, 5, "padding rows", rule="evolving", given=True),
-    Case(DECODER, 2, 3, 4, 4, "future padding", previous=False, given=True),
+    Case(DECODER, 2, 3, 4, 4, "future padding", previous=False, given=True, batch=1),
     Case(CROSS, 2, 3, 4, 5, "padding", HALF, previous=False, given=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", alpha=0.0),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", beta=0.0),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.0, 0.7, 0.3, 0.5, 0.0)),
+    Case(ENCODER, 2, 3, 3, 4, "padding rows", alpha=0.0, batch=1),
+    Case(ENCODER, 2, 3, 3, 4, "padding rows", beta=0.0, batch=1),
+    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.0, 0.7, 0.3, 0.5, 0.0), batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9)),
 ]
 LEARNT = [
     Case(ENCODER, 4, 3, 3, 5, "padding rows", learn=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, alpha=0.0, beta=0.0),
+    Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, alpha=0.0, beta=0.0, batch=1),
     Case(DECODER, 4, 3, 4, 4, "future padding rows", learn=True, previous=False),
-    Case(CROSS, 2, 5, 3, 4, "padding", HALF, learn=True, previous=False, beta=0.0),
-    Case(ENCODER, 4, 3, 3, 5, "padding rows", BFLOAT, rule="predictive", learn=True),
-    Case(ENCODER, 2, 1, 3, 3, "rows", rule="predictive", learn=True, alpha=0.0, given=True),
+    Case(CROSS, 2, 5, 3, 4, "padding", HALF, learn=True, previous=False, beta=0.0, batch=1),
+    Case(ENCODER, 4, 3, 3, 5, "padding rows", BFLOAT, rule="predictive", learn=True, batch=1),
+    Case(ENCODER, 2, 1, 3, 3, "rows", rule="predictive", learn=True, alpha=0.0, given=True, batch=1),
     Case(ENCODER, 4, 1, 3, 5, "padding rows", rule="residual", learn=True),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, given=True),
+    Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, given=True, batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, previous=False),
 ]
 LONG = [  # more than one block of columns: of the convolution (64 and 128), of the softmax (2048 / heads)
@@ -959,12 +959,14 @@ def resources(triton, cubin):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
-def test_compiles_for_an_H100(tmp_path, part):
-    """In a process of its own: Triton here was imported for its interpreter."""
+def test_compiles_for_an_H100(part):
+    """In a process of its own: Triton here was imported for its interpreter.
+
+    What it compiles is kept in Triton's own cache, by its source: a second time it takes a moment.
+    """
     if not (Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("this Triton has no compiler for NVIDIA")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, "90", str(part), "2"]
     done = warm.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -78,6 +78,13 @@ def test_ensemble_of_one_model_twice_is_that_model():
 
 @torch.no_grad()
 def test_alignments():
-    model = sharpen_(build())
-    for hypotheses in search([model], batch([5, 3]), generator=SequenceGeneratorWithAlignment, print_alignment="hard"):
-        assert all(0 <= source < 5 for source, _ in hypotheses[0]["alignment"])
+    """Each word's alignment is the source's word that the map of teacher forcing looks at most."""
+    model, source, end = sharpen_(build()), batch([5, 3]), 2
+    found = search([model], source, generator=SequenceGeneratorWithAlignment, print_alignment="hard")
+    for row, ((best, *_), words) in zip(source, zip(found, source > end, strict=True), strict=True):
+        tokens = best["tokens"]
+        previous = torch.cat([tokens.new_tensor([end]), tokens[:-1]])
+        attention = model(row[None], None, previous[None])[1]["attn"][0][0]
+        assert_close(best["attention"].T, attention, rtol=1e-4, atol=1e-5)
+        looked_at = attention.masked_fill(~words, -1).argmax(1).tolist()
+        assert best["alignment"] == [(looked_at[i], i) for i in range(len(tokens)) if tokens[i] != end]

@@ -39,8 +39,10 @@ def through_slowly(layers, x, padding):
     return x
 
 
-@pytest.mark.parametrize("learn_mix", [False, True])
-@pytest.mark.parametrize("padding", [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 1]])
+@pytest.mark.parametrize(
+    "padding, learn_mix",
+    [([0, 0, 0, 0], False), ([1, 0, 0, 0], True), ([0, 0, 1, 1], False), ([0, 0, 1, 1], True)],
+)
 @pytest.mark.parametrize(
     "rule, conv_layers, k",
     [

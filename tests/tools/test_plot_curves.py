@@ -306,6 +306,15 @@ def drawn(monkeypatch, tmp_path, *runs):
     return figures[0]
 
 
+def test_a_long_title_stays_in_a_narrow_picture(tmp_path, monkeypatch):
+    title = "Multi30k English-German, lite models of three seeds, all of them trained for 1,500 updates"
+    figure = drawn(monkeypatch, tmp_path, make(tmp_path / "run"), "--x", "updates", "--title", title)
+    figure.draw_without_rendering()
+    box = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+    assert figure._suptitle.get_text().split() == title.split()
+
+
 def test_names_that_mean_something_to_matplotlib_are_names(tmp_path, monkeypatch):
     """It leaves what begins with _ out of legends, and reads formulas between dollars."""
     log = tmp_path / "_old.jsonl"

@@ -192,7 +192,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
         panel.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     recipes = dict.fromkeys(run.settings["recipe"] for line in lines for run in line.runs if run.settings)
     if title or recipes:
-        figure.suptitle(title or ", ".join(recipes))
+        figure.suptitle(textwrap.fill(title or ", ".join(recipes), 45 * len(axes)))
     labels = [line.label for line in lines]
     wrapped = [textwrap.fill(label, 45 * len(axes), break_on_hyphens=False) for label in labels]
     columns = max(1, int(45 * len(axes) // (max(map(len, labels)) + 8)))
