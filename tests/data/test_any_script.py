@@ -14,8 +14,8 @@ REPEATS = 220  # of each sentence in an epoch
 TINY = (
     "--encoder-embed-dim 128 --encoder-ffn-embed-dim 128 --encoder-attention-heads 2 --encoder-layers 1 "
     "--decoder-embed-dim 128 --decoder-ffn-embed-dim 128 --decoder-attention-heads 2 --decoder-layers 1 "
-    "--share-all-embeddings --optimizer adam --lr 0.003 --lr-scheduler inverse_sqrt --warmup-updates 200 --clip-norm 1 "
-    "--batch-size 8 --required-batch-size-multiple 1 --criterion label_smoothed_cross_entropy --dropout 0 --cpu "
+    "--share-all-embeddings --optimizer adam --lr 0.004 --lr-scheduler inverse_sqrt --warmup-updates 100 --clip-norm 1 "
+    "--batch-size 16 --required-batch-size-multiple 1 --criterion label_smoothed_cross_entropy --dropout 0 --cpu "
     "--no-progress-bar --num-workers 0"
 ).split()
 

@@ -371,8 +371,8 @@ def test_a_full_disk(data, tmp_path):
     disk.mkdir()
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
         pytest.skip("needs unshare and tmpfs")
-    arguments = command(data, disk / "run", "--max-epoch", 9, "--num-workers", 0)
-    inside = 'mount -t tmpfs -o size=1500k tmpfs "$1"; shift; "$@"; status=$?; cp -r "$DISK"/run "$SAVED"; exit $status'
+    arguments = command(data, disk / "run", "--max-epoch", 5, "--num-workers", 0)
+    inside = 'mount -t tmpfs -o size=1000k tmpfs "$1"; shift; "$@"; status=$?; cp -r "$DISK"/run "$SAVED"; exit $status'
     train_py = tool("train")
     result = subprocess.run(
         ["unshare", "-rm", "sh", "-c", inside, "sh", disk, *train_py, *map(str, arguments)],
