@@ -74,11 +74,14 @@ class _Kept(logging.Handler):
 
 
 def run(name, *words):
-    """Run fairseq-NAME in this process, on the CPU; what it logged and printed."""
+    """Run fairseq-NAME in this process, on the CPU; what it logged and printed.
+
+    Without a data loader's process: one that is not at its end is waited for, five seconds, whenever Python finds it.
+    """
     import importlib
 
     module = importlib.import_module(f"fairseq_cli.{name}")
-    command = [f"fairseq-{name}", *map(str, words), *([] if name == "preprocess" else ["--cpu"])]
+    command = [f"fairseq-{name}", *map(str, words), *([] if name == "preprocess" else ["--cpu", "--num-workers", "0"])]
     kept, printed, root = _Kept(), io.StringIO(), logging.getLogger()
     root.addHandler(kept)
     level, seed = root.level, torch.get_rng_state()

@@ -124,7 +124,7 @@ def test_interactive(corpus, checkpoint, tmp_path):
 
 def test_validate(corpus, checkpoint):
     words = [corpus, "--task", "translation", "--path", checkpoint, "--valid-subset", "valid", "--max-tokens", 500]
-    run(validate.main, options.get_validation_parser(), *words, "--cpu")
+    run(validate.main, options.get_validation_parser(), *words, "--cpu", "--num-workers", 0)
 
 
 @pytest.mark.parametrize("positions", [12, 20])

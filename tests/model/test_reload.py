@@ -31,6 +31,7 @@ def test_a_fresh_process_gives_the_training_processs_scores(corpus, run):
     loss, bleu = re.findall(r'"valid_loss": "([\d.]+)".*"valid_bleu": "([\d.]+)"', log)[-1]
     assert float(bleu) > 0.1, "a score of nothing would prove nothing"
     path = ["--path", folder / "checkpoint_last.pt", "--cpu", "--max-tokens", 200, "--required-batch-size-multiple", 1]
+    path += ["--num-workers", 0]
     validated = fairseq("validate", corpus, *path, "--task", "translation", "--valid-subset", "valid").stdout
     assert re.search(r"\| loss ([\d.]+)", validated)[1] == loss, validated[-2000:]
     scoring = ["--beam", 5, "--max-len-b", 15, "--scoring", "sacrebleu", "--sacrebleu-tokenizer", "none"]

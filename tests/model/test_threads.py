@@ -91,7 +91,7 @@ def test_many_threads_translate_as_one_does(each_way):
             if translate(examples[place]) != expected[place]:
                 wrong.append(place)
 
-    in_threads(work)
+    in_threads(work, 4)
     assert not wrong
 
 
