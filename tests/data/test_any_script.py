@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from helpers import REPO
 from helpers.data_toy import script as data_script
 from helpers.data_toy import write
 from helpers.scripts import SENTENCES
-from helpers.toy import REPO, fairseq, script
+from helpers.toy import fairseq, script
 
 from ea_tools.text import read_lines
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from conftest import REPO, dictionary
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from helpers import warm
+from helpers import REPO, warm
+from helpers.models import dictionary
 
 ENCODER = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 --dropout 0"

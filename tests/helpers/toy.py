@@ -11,10 +11,9 @@ import pytest
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from helpers import warm
+from helpers import REPO, warm
 from helpers.warm import ENVIRONMENT
 
-REPO = Path(__file__).resolve().parents[2]
 TINY = [
     *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "16", "--encoder-attention-heads", "2"),
     *("--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16", "--decoder-attention-heads", "2"),
@@ -117,7 +116,7 @@ class Payload:
 
 def save_model(data, path, arch, *flags):
     """A checkpoint as fairseq writes it, with random weights: made in a moment."""
-    from conftest import model_args
+    from helpers.models import model_args
 
     args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
     return save_untrained(args, data, path)
@@ -126,10 +125,11 @@ def save_model(data, path, arch, *flags):
 def save_untrained(args, data, path):
     """A checkpoint of what this command line describes, for these data."""
     import torch
-    from conftest import amplify_
     from fairseq import tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
+
+    from helpers.models import amplify_
 
     args.data = str(data)
     cfg = convert_namespace_to_omegaconf(args)

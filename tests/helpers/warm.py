@@ -32,11 +32,13 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers import REPO
+
 #: What the server imports. Nothing of this repository: its modules are imported anew in every process.
 LIBRARIES = (
     "matplotlib.figure torch torch._dynamo fairseq sacrebleu sacremoses subword_nmt.apply_bpe sentencepiece tqdm"
 ).split()
-OURS = {"ea_tools", "ea_fairseq", "prep", "prepare", "corpora", "fairseq_cli", "helpers", "conftest", "__main__"}
+OURS = {"ea_tools", "ea_fairseq", "prep", "prepare", "corpora", "fairseq_cli", "helpers", "__main__"}
 #: Environment variables that Python, or PyTorch when it is imported, reads: where they differ, the start is a cold one.
 READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "TRITON_INTERPRET")
 ALLOWED = {"PYTHONUNBUFFERED", "PYTHONIOENCODING"}  # which a process that is forked obeys too
@@ -44,7 +46,6 @@ ALLOWED = {"PYTHONUNBUFFERED", "PYTHONIOENCODING"}  # which a process that is fo
 #: What the server is started with.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-REPO = Path(__file__).resolve().parents[2]
 DOOR = re.compile(r'^tool (\S+) ?(.*)"\$@"$', re.MULTILINE)  # the last line of the doors in scripts/
 
 Cold, execve = subprocess.Popen, os.execve

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch, build
 from helpers import warm
 from helpers.interpreter import import_kernels, interpret_quickly
+from helpers.models import batch, build
 from helpers.shares import AnyShares
 from torch.multiprocessing.reductions import StorageWeakRef
 

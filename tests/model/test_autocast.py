@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import amplify_
+from helpers.models import amplify_
 from torch.testing import assert_close
 
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention

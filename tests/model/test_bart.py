@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch
+from helpers.models import amplify_, batch
 from helpers.other_models import BART, TRAINING, build, monolingual, parallel, run, whole_words
 from torch.testing import assert_close
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
+from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("each_way")

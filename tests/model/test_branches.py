@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import TINY, build, model_args
 from fairseq.logging import metrics
 from helpers import reference
+from helpers.models import TINY, build, model_args
 from torch.testing import assert_close
 
 from ea_fairseq.attention import AttentionCall
@@ -167,7 +167,7 @@ def test_learnt_mixes_by_name():
 
 @pytest.mark.parametrize("collecting", [False, True])
 def test_learnt_mixes_are_logged_while_fairseq_validates(collecting):
-    from conftest import batch
+    from helpers.models import batch
 
     model = build("ea_transformer_base", "--ea-learn-mix", "--ea-alpha", 0.25)
     source, target = batch([3]), batch([3], eos_first=True)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
+from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
 from ea_fairseq import kernels

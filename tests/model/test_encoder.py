@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import batch, build
+from helpers.models import batch, build
 from torch.testing import assert_close
 
 

@@ -9,10 +9,10 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, TRAINING, fairseq
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import generate, interactive, train, validate
+from helpers.models import TINY, TRAINING, fairseq
 
 pytestmark = pytest.mark.slow
 

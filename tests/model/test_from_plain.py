@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 import torch
-from conftest import amplify_, batch
+from helpers.models import amplify_, batch
 from helpers.other_models import ROBERTA, TRAINING, build, choices, labelled, monolingual, run, whole_words
 from torch.testing import assert_close
 

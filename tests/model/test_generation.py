@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch, build, dictionary
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
+from helpers.models import amplify_, batch, build, dictionary
 from torch.testing import assert_close
 
 LENGTHS = [9, 2, 6, 1, 4]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch
+from helpers.models import amplify_, batch
 from helpers.other_models import LM, TRAINING, build, monolingual, run
 from torch.testing import assert_close
 

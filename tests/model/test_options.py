@@ -2,14 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, batch, build, model_args
-from helpers import warm
-
-REPO = Path(__file__).parents[2]
+from helpers import REPO, warm
+from helpers.models import TINY, batch, build, model_args
 
 CONVOLUTIONS = {
     "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
+from helpers.models import amplify_, batch, build
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -302,7 +302,7 @@ def test_the_kernel_is_asked_about_calls_that_are_shaped_as_they_are():
     """The common checks: a call whose tensors do not agree is no kernel's."""
     from dataclasses import replace
 
-    from conftest import small_call
+    from helpers.models import small_call
 
     call = small_call()
     assert kernels.attend(call) is not None

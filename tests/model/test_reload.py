@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, TRAINING, batch, build, dictionary, fairseq
 from fairseq.sequence_generator import SequenceGenerator
+from helpers.models import TINY, TRAINING, batch, build, dictionary, fairseq
 
 from ea_fairseq import EATransformerModel
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from conftest import amplify_, batch
 from fairseq.models.roberta import RobertaHubInterface
+from helpers.models import amplify_, batch
 from helpers.other_models import build
 from torch.testing import assert_close
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import batch, build, model_args, small_call
 from helpers import reference
+from helpers.models import batch, build, model_args, small_call
 from torch.testing import assert_close
 
 from ea_fairseq import kernels

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
+from helpers.models import amplify_, batch, build
 
 from ea_fairseq.attention import EncoderSelfAttention
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
 from fairseq.modules import MultiheadAttention
+from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from conftest import amplify_, batch, build, dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from helpers import warm
+from helpers.models import amplify_, batch, build, dictionary
 from torch.testing import assert_close
 
 PREDICTIVE = ["--ea-rule", "predictive", "--ea-alpha", 0.5]
@@ -158,7 +158,7 @@ def test_the_encoder_can_be_recorded(system):
 
 FRESH = """
 import runpy, sys, torch
-from conftest import build
+from helpers.models import build
 here = runpy.run_path(sys.argv[3])
 SYSTEMS, decoded = here["SYSTEMS"], here["decoded"]
 saved = torch.load(sys.argv[1], weights_only=True)

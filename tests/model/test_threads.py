@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from conftest import amplify_, batch, build, dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from helpers.models import amplify_, batch, build, dictionary
 from torch.testing import assert_close
 
 from ea_fairseq.attention import AttentionCall, EncoderSelfAttention

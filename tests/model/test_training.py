@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, TRAINING, fairseq
-from helpers import warm
+from helpers import REPO, warm
+from helpers.models import TINY, TRAINING, fairseq
 
 import ea_fairseq  # noqa: F401  (lets torch.load read our checkpoints)
 
@@ -55,7 +55,7 @@ def test_fairseqs_knobs(corpus, tmp_path, flags):
 
 def test_checkpoint_activations_changes_no_gradient():
     """Maps and their gradients pass through fairseq's checkpointing too."""
-    from conftest import batch, build
+    from helpers.models import batch, build
 
     plain = build("ea_transformer_base", "--ea-alpha", 0.5, train=True)
     saving = build("ea_transformer_base", "--ea-alpha", 0.5, "--checkpoint-activations", train=True)

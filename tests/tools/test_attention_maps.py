@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import amplify_, batch, build
 from fairseq.sequence_generator import SequenceGenerator
+from helpers.models import amplify_, batch, build
 
 from ea_tools.common import UserError
 from ea_tools.maps.collect import Collected, collect, joined

@@ -9,9 +9,9 @@ import shlex
 import subprocess
 
 import pytest
-from conftest import REPO
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
+from helpers import REPO
 
 from ea_tools import recipes, train
 

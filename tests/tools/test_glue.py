@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import dictionary
+from helpers.models import dictionary
 from helpers.other_models import ROBERTA, build, script_output
 
 from ea_tools import glue, tables

@@ -5,9 +5,9 @@ import shutil
 import sys
 
 import pytest
-from helpers import warm
+from helpers import REPO, warm
 from helpers.data_toy import sentences as awkward
-from helpers.toy import REPO, script
+from helpers.toy import script
 
 import ea_fairseq
 from ea_fairseq.text import Text

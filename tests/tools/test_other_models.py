@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from conftest import REPO, batch
 from fairseq import options
+from helpers import REPO
+from helpers.models import batch
 from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close

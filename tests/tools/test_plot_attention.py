@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy
 import pytest
-from conftest import amplify_, build
 from helpers import browser
+from helpers.models import amplify_, build
 from helpers.toy import script
 from test_attention_maps import inputs, maps_of
 

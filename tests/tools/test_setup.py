@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import REPO
+from helpers import REPO
 
 
 @pytest.fixture

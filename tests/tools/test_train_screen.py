@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import model_args
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from fairseq_cli import train
+from helpers.models import model_args
 from helpers.toy import TINY, script
 
 from ea_tools import products, run_folder
