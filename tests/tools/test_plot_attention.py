@@ -92,17 +92,17 @@ def test_fonts_are_found_or_missed():
 # ---- the picture
 
 
-@pytest.mark.parametrize("length", [2, 5, 20, 60, 400])
-def test_labels_fit(length, capsys):
+@pytest.mark.parametrize("length, rows", [(2, ROWS), (5, ROWS), (20, ROWS), (60, ROWS), (400, ROWS[2:])])
+def test_labels_fit(length, rows, capsys):
     """No label covers another of its axis, or a title, or leaves the picture, which is not too large to be drawn."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
     sizes = picture._sizes(there)
     parts = ["map", "own", "convolution", "baseline"]
-    figure = picture._figure([picture._Line(there, row, parts, sizes) for row in ROWS], 4, sizes)
+    figure = picture._figure([picture._Line(there, row, parts, sizes) for row in rows], 4, sizes)
     figure.draw_without_rendering()
     canvas = figure.bbox
     panels = [axes for axes in figure.axes if axes.images]
-    assert len(panels) == 12
+    assert len(panels) == 4 * len(rows)
     titles = [text.get_window_extent() for text in figure.texts]
     for axes in panels:
         across, down = (_boxes(label for label in side if label.get_text()) for side in _labels(axes))
