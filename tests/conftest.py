@@ -9,7 +9,7 @@ import random
 
 import pytest
 from helpers import warm
-from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once for all the tests of a process)
+from helpers.toy import checkpoints, data, fairseq, run  # noqa: F401  (fixtures, made once in each process)
 
 
 def pytest_addoption(parser):
@@ -64,8 +64,6 @@ def each_way(request, monkeypatch):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Binary data: sentences of 1 to 9 words, to be turned round. 200 for training, 30 for validation, 10 for test."""
-    from helpers.models import fairseq
-
     folder = tmp_path_factory.mktemp("corpus")
     chance = random.Random(1)
     for split, size in (("train", 200), ("valid", 30), ("test", 10)):

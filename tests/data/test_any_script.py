@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from helpers import REPO
 from helpers.data_toy import script as data_script
 from helpers.data_toy import write
 from helpers.scripts import SENTENCES
@@ -36,7 +35,7 @@ def test_a_model_that_copies_gives_the_same_text_back(tmp_path):
     assert "come back" not in prepared.stderr, "the round trip loses nothing"
     assert "of its pairs are in the training text, too" in prepared.stderr, "and the leak is told"
     fairseq(
-        *("train", data, "--user-dir", REPO / "ea_fairseq", "--arch", "ea_transformer_base", "--task", "translation"),
+        *("train", data, "--arch", "ea_transformer_base", "--task", "translation"),
         *("--save-dir", run, "--max-epoch", 2, "--no-epoch-checkpoints", *TINY),
     )
     copied = script("translate.sh", "--run", run, "--input", tmp_path / "test.xx", "--output", tmp_path / "out")

@@ -1,8 +1,5 @@
-"""Tiny vocabularies, batches and models, built through fairseq's own parser; and fairseq's own commands."""
+"""Tiny vocabularies, batches and models, built through fairseq's own parser."""
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +9,6 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_fairseq import evolution, kernels
-from helpers import REPO, warm
 
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
@@ -67,22 +63,6 @@ def batch(lengths, *, left_pad=False, eos_first=False, words=20, seed=1):
         sentence[0 if eos_first else -1] = symbols.eos()
         row[slice(-length, None) if left_pad else slice(length)] = sentence
     return tokens
-
-
-def fairseq(name, *args, check=True, timeout=300, cold=False):
-    """Run ``fairseq-NAME --user-dir ea_fairseq ARGS`` in a process of its own; stdout and stderr together."""
-    user_dir = [] if name == "preprocess" else ["--user-dir", REPO / "ea_fairseq"]
-    command = [Path(sys.executable).parent / f"fairseq-{name}", *args, *user_dir]
-    result = (subprocess if cold else warm).run(
-        [str(word) for word in command],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout,
-        env=warm.ENVIRONMENT,
-    )
-    assert not check or result.returncode == 0, result.stdout
-    return result
 
 
 #: what every short training here has in common: fairseq's usual recipe, on the CPU

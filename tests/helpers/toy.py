@@ -65,17 +65,27 @@ def prepare(folder, train=120, valid=12, test=10):
 def train(data, run, *flags, arch="ea_transformer_base"):
     """A few epochs of fairseq-train, on the CPU."""
     fairseq(
-        *("train", data, "--user-dir", REPO / "ea_fairseq", "--save-dir", run, "--arch", arch, *TINY, "--cpu"),
+        *("train", data, "--save-dir", run, "--arch", arch, *TINY, "--cpu"),
         *("--max-tokens", 400, "--optimizer", "adam", "--lr", 0.01, "--criterion", "label_smoothed_cross_entropy"),
         *("--max-epoch", 3, "--no-progress-bar", *flags),
     )
     return run
 
 
-def fairseq(name, *arguments):
-    command = [Path(sys.executable).with_name(f"fairseq-{name}"), *map(str, arguments)]
-    result = warm.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert result.returncode == 0, result.stderr[-3000:]
+def fairseq(name, *args, check=True, timeout=300, cold=False):
+    """Run ``fairseq-NAME --user-dir ea_fairseq ARGS`` in a process of its own; stdout and stderr together."""
+    user_dir = [] if name == "preprocess" else ["--user-dir", REPO / "ea_fairseq"]
+    command = [Path(sys.executable).parent / f"fairseq-{name}", *args, *user_dir]
+    result = (subprocess if cold else warm).run(
+        [str(word) for word in command],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+        env=warm.ENVIRONMENT,
+    )
+    assert not check or result.returncode == 0, result.stdout
+    return result
 
 
 def tool(name):

@@ -12,7 +12,8 @@ import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import generate, interactive, train, validate
-from helpers.models import TINY, TRAINING, fairseq
+from helpers.models import TINY, TRAINING
+from helpers.toy import fairseq
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.models import TINY, TRAINING, fairseq
+from helpers.models import TINY, TRAINING
+from helpers.toy import fairseq
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LEARNT = ["--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0]

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import TINY, TRAINING, batch, build, dictionary, fairseq
+from helpers.models import TINY, TRAINING, batch, build, dictionary
+from helpers.toy import fairseq
 
 from ea_fairseq import EATransformerModel
 

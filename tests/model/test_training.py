@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPO, warm
-from helpers.models import TINY, TRAINING, fairseq
+from helpers.models import TINY, TRAINING
+from helpers.toy import fairseq
 
 import ea_fairseq  # noqa: F401  (lets torch.load read our checkpoints)
 
