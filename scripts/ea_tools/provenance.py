@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ea_tools.common import REPO
 
+#: what scripts write into a checkout, as git's words for what is left out: changes there are results, not other code
+WRITTEN = (":(top)", ":(top,exclude)results", ":(top,exclude)docs", ":(top,exclude)*.md")
 PACKAGES = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
 
@@ -30,7 +32,7 @@ def now() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, and whether files differ from it; None without git or outside a repository."""
+    """The commit of this repository, and whether code differs from it; None without git or outside a repository."""
     if not shutil.which("git"):
         return None
 
@@ -38,7 +40,8 @@ def git_commit() -> str | None:
         return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout
 
     commit = git("rev-parse", "HEAD").strip()
-    return commit + (" with local changes" if git("status", "--porcelain", "--untracked-files=no") else "") or None
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *WRITTEN)
+    return commit + (" with local changes" if changed else "") or None
 
 
 def device(on_cpu: bool = False) -> str:

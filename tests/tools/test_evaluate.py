@@ -12,11 +12,10 @@ import pytest
 import torch
 from helpers.toy import script
 
-from ea_tools import evaluate
+from ea_tools import evaluate, provenance
 from ea_tools import scores as scoring
 from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError
-from ea_tools.provenance import git_commit
 from ea_tools.text import Words, read_lines, read_prep
 
 REFERENCES = [
@@ -233,9 +232,28 @@ def test_missing_comet_is_named_with_its_installation(monkeypatch, tmp_path):
         scoring.comet_command()
 
 
+def test_what_a_benchmark_writes_is_no_local_change_and_what_code_says_is(monkeypatch, tmp_path):
+    """Else every record after a run's first would say that it was made by other code than the commit's."""
+    monkeypatch.setattr(provenance, "REPO", tmp_path)
+    files = ("results/speed.json", "docs/growth.png", "README.md", "docs/speed.md", "scripts/code.py")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("before")
+    git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "all")):
+        subprocess.run([*git, *words], check=True)
+    clean = provenance.git_commit()
+    assert re.fullmatch("[0-9a-f]{40}", clean)
+    for name in files[:-1]:
+        (tmp_path / name).write_text("after")
+    assert provenance.git_commit() == clean
+    (tmp_path / files[-1]).write_text("after")
+    assert provenance.git_commit() == f"{clean} with local changes"
+
+
 def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_commit() is None
+    assert provenance.git_commit() is None
 
 
 def test_validation_scores_subwords_where_text_is_raw():
