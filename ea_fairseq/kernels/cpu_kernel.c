@@ -857,7 +857,8 @@ static Plan plan(const Problem *p, int backward) {
     w.Dp = whole(p->D);
     w.pitch = w.Sp + w.gap;
     if (w.pitch % 256 == 0) w.pitch += V; /* else rows would push one another out of the first cache */
-    w.chunk = p->T <= 64 ? p->T : p->B < 4 ? 64 : 128;
+    /* The fewer sentences there are, the smaller their parts, so that many threads have work; a chunk has its price. */
+    w.chunk = p->T <= 64 ? p->T : p->B < 4 ? 64 : p->B < 16 ? 128 : 256;
     w.chunks = (p->T + w.chunk - 1) / w.chunk;
     w.chunk = (p->T + w.chunks - 1) / w.chunks;
     int64_t fitting = BAND_BYTES / (p->K * w.pitch * (int64_t)sizeof(float) * (backward ? 4 : 2));
