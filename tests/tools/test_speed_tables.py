@@ -1,0 +1,89 @@
+"""The tables of speed in README.md and docs/performance.md are what the records in results/ say; a failure names the row."""
+
+import json
+
+import pytest
+from helpers import REPO
+
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
+WHICH = "forward + backward"
+
+
+def results(name):
+    return json.loads((REPO / "results" / name).read_text())["results"]
+
+
+def row(*cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def ratio(result):
+    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**result["ratio"])
+
+
+def mebibytes(result):
+    ours, stock = (round(result["memory"][model]["peak"] / 2**20) for model in ("ours", "stock"))
+    return f"{ours:,} / {stock:,}"
+
+
+def training(threads):
+    """Results of training of lite and of base."""
+    return [results(f"speed/training-{size}-{threads}.json")[0] for size in ("lite", "base")]
+
+
+def decoding(beam, batch):
+    kept = [each for each in results("speed/decoding.json") if (each["beam"], int(each["batch"])) == (beam, batch)]
+    return [ratio(each) for size in ("lite", "base") for each in kept if each["size"] == size]
+
+
+def rows_of_performance():
+    for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
+        yield row(f"training, {label}", *map(ratio, training(threads)))
+        yield row("its peak memory, MiB, ours / stock", *map(mebibytes, training(threads)))
+    for beam, search in ((1, "greedy"), (5, "beam 5")):
+        for batch in (1, 8, 32):
+            sentences = "one sentence at a time" if batch == 1 else f"{batch} sentences"
+            yield row(f"decoding, {search}, {sentences}", *decoding(beam, batch))
+    growth = results("growth.json")
+    yield row("speed, ours / stock", *(f"{each['ratio']['median']:.2f}" for each in growth))
+    yield row("peak memory, ours / stock, MiB", *map(mebibytes, growth))
+    alone = {(each["kind"], each["heads"], each["length"]): each["paths"] for each in results("speed/attention.json")}
+    for heads in (4, 8):
+        for kind, name in NAMES.items():
+            paths = [alone[kind, heads, length] for length in LENGTHS]
+            times = [{path: each[path][WHICH]["milliseconds"]["median"] for path in each} for each in paths]
+            label = f"{name}, K = {heads}"
+            yield row(f"{label}: plain composition / ours", *(f"{each['plain'] / each['ours']:.2f}" for each in times))
+            yield row(f"{label}: stock attention / ours", *(f"{each['sdpa'] / each['ours']:.2f}" for each in times))
+            floors = [each["ours"][WHICH]["floor"]["milliseconds"] for each in paths]
+            shares = (floor / each["ours"] for floor, each in zip(floors, times, strict=True))
+            yield row(f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares))
+
+
+def rows_of_readme():
+    for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
+        yield row(f"training, IWSLT'14 lengths, {label}", *map(ratio, training(threads)))
+        peaks = [each["memory"]["ours"]["peak"] / each["memory"]["stock"]["peak"] for each in training(threads)]
+        yield row("its peak memory", *(f"{peak:.2f}" for peak in peaks))
+    for beam, search in ((5, "beam 5"), (1, "greedy")):
+        for batch in (1, 32):
+            sentences = "one sentence" if batch == 1 else f"{batch} sentences"
+            yield row(f"decoding, {search}, {sentences} at a time", *decoding(beam, batch))
+
+
+@pytest.mark.parametrize(("page", "rows"), [("docs/performance.md", rows_of_performance), ("README.md", rows_of_readme)])
+def test_a_pages_rows_are_those_of_the_records(page, rows):
+    lines = (REPO / page).read_text().splitlines()
+    missing = [line for line in rows() if line not in lines]
+    assert not missing, f"{page} lacks\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("page", "records"), [("docs/performance.md", ["speed/*", "growth"]), ("README.md", ["speed/[dt]*", "growth"])]
+)
+def test_a_page_names_the_commits_of_the_records(page, records):
+    files = [path for pattern in records for path in (REPO / "results").glob(f"{pattern}.json")]
+    commits = {json.loads(path.read_text())["commit"] for path in files}
+    text = (REPO / page).read_text()
+    assert all(commit[:7] in text and len(commit) == 40 for commit in commits), commits
