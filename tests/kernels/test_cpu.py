@@ -109,7 +109,7 @@ def run(way, given: Problem, dtype=torch.float32) -> dict[str, Tensor | None]:
 def compare(given: Problem, ours=kernel, theirs=plain):
     """As near to float64 as 1e-5 of the largest number, or as the plain composition's float32 times 1.5.
 
-    Gradients of shares are measured by the largest of them: sums of a million numbers of either sign may come near zero.
+    Gradients of shares are measured by the largest: sums of a million numbers of either sign may come near zero.
     """
     exact, ours, theirs = run(theirs, given, torch.float64), run(ours, given), run(theirs, given)
     of_shares = [x.abs() for name, x in exact.items() if "shares." in name and x is not None]

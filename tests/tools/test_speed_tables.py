@@ -1,4 +1,4 @@
-"""The tables of speed in README.md and docs/performance.md are what the records in results/ say; a failure names the row."""
+"""The tables of speed in README.md and docs/performance.md are what the records in results/ say."""
 
 import json
 
@@ -72,7 +72,9 @@ def rows_of_readme():
             yield row(f"decoding, {search}, {sentences} at a time", *decoding(beam, batch))
 
 
-@pytest.mark.parametrize(("page", "rows"), [("docs/performance.md", rows_of_performance), ("README.md", rows_of_readme)])
+@pytest.mark.parametrize(
+    ("page", "rows"), [("docs/performance.md", rows_of_performance), ("README.md", rows_of_readme)]
+)
 def test_a_pages_rows_are_those_of_the_records(page, rows):
     lines = (REPO / page).read_text().splitlines()
     missing = [line for line in rows() if line not in lines]
