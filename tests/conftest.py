@@ -5,6 +5,7 @@ them their work has no use for either.
 """
 
 import gc
+import logging
 import random
 
 import pytest
@@ -76,3 +77,13 @@ def corpus(tmp_path_factory):
     binary = folder / "bin"
     fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", binary, "--joined-dictionary", "--workers", 1)
     return binary
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """Commands that run in the tests' own process make it quiet; what the next test runs must still be heard."""
+    fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
+    level = fairseq_logs.level
+    yield
+    logging.disable(disabled)
+    fairseq_logs.setLevel(level)
