@@ -49,6 +49,16 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """Commands that run in the tests' own process make it quiet; what the next test runs must still be heard."""
+    fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
+    level = fairseq_logs.level
+    yield
+    logging.disable(disabled)
+    fairseq_logs.setLevel(level)
+
+
 @pytest.fixture(params=["kernel", "plain"])
 def each_way(request, monkeypatch):
     """Once by the CPU's kernel, once by the plain composition: promises hold on both."""
@@ -77,13 +87,3 @@ def corpus(tmp_path_factory):
     binary = folder / "bin"
     fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", binary, "--joined-dictionary", "--workers", 1)
     return binary
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """Commands that run in the tests' own process make it quiet; what the next test runs must still be heard."""
-    fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
-    level = fairseq_logs.level
-    yield
-    logging.disable(disabled)
-    fairseq_logs.setLevel(level)

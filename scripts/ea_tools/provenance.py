@@ -12,7 +12,7 @@ from pathlib import Path
 from ea_tools.common import REPO
 
 #: what scripts write into a checkout, as git's words for what is left out: changes there are results, not other code
-WRITTEN = (":(top)", ":(top,exclude)results", ":(top,exclude)docs", ":(top,exclude)*.md")
+WRITTEN = (":!results", ":!docs", ":!*.md")
 PACKAGES = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
 
 
@@ -40,7 +40,7 @@ def git_commit() -> str | None:
         return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout
 
     commit = git("rev-parse", "HEAD").strip()
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", *WRITTEN)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     return commit + (" with local changes" if changed else "") or None
 
 

@@ -5,7 +5,9 @@ import json
 import pytest
 from helpers import REPO
 
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+from ea_tools.bench.common import show
+from ea_tools.table_report import markdown_row
+
 NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
 WHICH = "forward + backward"
 
@@ -15,11 +17,11 @@ def results(name):
 
 
 def row(*cells):
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(list(cells))
 
 
 def ratio(result):
-    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**result["ratio"])
+    return show(result["ratio"])
 
 
 def mebibytes(result):
@@ -48,10 +50,10 @@ def rows_of_performance():
     growth = results("growth.json")
     yield row("speed, ours / stock", *(f"{each['ratio']['median']:.2f}" for each in growth))
     yield row("peak memory, ours / stock, MiB", *map(mebibytes, growth))
-    alone = {(each["kind"], each["heads"], each["length"]): each["paths"] for each in results("speed/attention.json")}
+    alone = results("speed/attention.json")  # in the order of their lengths
     for heads in (4, 8):
         for kind, name in NAMES.items():
-            paths = [alone[kind, heads, length] for length in LENGTHS]
+            paths = [each["paths"] for each in alone if (each["kind"], each["heads"]) == (kind, heads)]
             times = [{path: each[path][WHICH]["milliseconds"]["median"] for path in each} for each in paths]
             label = f"{name}, K = {heads}"
             yield row(f"{label}: plain composition / ours", *(f"{each['plain'] / each['ours']:.2f}" for each in times))
