@@ -223,7 +223,7 @@ static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t
         zero(to + p->S, w->Sp - p->S);
     } else {
         gather(q, p->q.st, i, past, p->D, w->Dp, m->few);
-        product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, 1, packs->keys_across, to, w->pitch, 0);
+        product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, packs->keys_across, to, w->pitch);
     }
 }
 
@@ -283,34 +283,53 @@ static void order_taps_turned(const Problem *p, float *to) {
                         *to++ = c < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
 }
 
-/* Four heads' convolution, with a kernel of `size`, at `vectors` places: acc[o][j] += taps * maps, whose first row and
+/* Four heads' convolution, with a kernel of `size`, at `vectors` places: sums[o][j] += taps * maps, whose first row and
    column are given. */
 INLINE void convolve_at(const int vectors, const int lower, const int turned, int64_t size, const Plan *w,
-                        const float *maps, const float *taps, vf acc[4][3]) {
-    for (int64_t c = 0; c < w->p.K; c++)
+                        const float *maps, const float *taps, vf sums[4][3]) {
+    vf acc[4][3];
+    for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = sums[o][j];
+    for (int64_t c = 0; c < w->p.K; c++, maps += w->tall * w->pitch)
         for (int64_t a = 0; a < size; a++) {
-            const float *row = maps + (c * w->tall + a) * w->pitch;
             int64_t b = turned ? size - taps_past(lower, size, size - 1 - a) : 0;
             int64_t past = turned ? size : taps_past(lower, size, a);
-            for (; b < past; b++, taps += 4)
+            for (; b < past; b++, taps += 4) {
+                vf x[3];
                 for (int j = 0; j < vectors; j++) {
-                    vf x = load(row + b + j * V);
-                    hold(&x);
-                    for (int o = 0; o < 4; o++) acc[o][j] += taps[o] * x;
+                    x[j] = load(maps + a * w->pitch + b + j * V);
+                    hold(&x[j]);
                 }
+                for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] += taps[o] * x[j];
+            }
         }
+    for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) sums[o][j] = acc[o][j];
 }
 
-INLINE void convolve(const int vectors, const int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
-                     vf acc[4][3]) {
+INLINE void convolve_some(const int vectors, int turned, const Plan *w, const float *maps, const float *taps,
+                          vf sums[4][3]) {
     int64_t size = w->p.k;
-    int lower = (int)w->p.lower;
+    if (size == 3 && !w->p.lower) convolve_at(vectors, 0, 0, 3, w, maps, taps, sums);
+    else if (size == 3 && turned) convolve_at(vectors, 1, 1, 3, w, maps, taps, sums);
+    else if (size == 3) convolve_at(vectors, 1, 0, 3, w, maps, taps, sums);
+    else convolve_at(vectors, (int)w->p.lower, turned, size, w, maps, taps, sums);
+}
+
+APART void convolve_one(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+    convolve_some(1, turned, w, maps, taps, sums);
+}
+APART void convolve_two(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+    convolve_some(2, turned, w, maps, taps, sums);
+}
+APART void convolve_three(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+    convolve_some(3, turned, w, maps, taps, sums);
+}
+
+INLINE void convolve(const int vectors, int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
+                     vf sums[4][3]) {
     taps += first * w->p.K * w->taps;
-    if (vectors == 2 && size == 3 && lower) convolve_at(2, 1, turned, 3, w, maps, taps, acc);
-    else if (vectors == 2 && size == 3) convolve_at(2, 0, turned, 3, w, maps, taps, acc);
-    else if (vectors == 2) convolve_at(2, lower, turned, size, w, maps, taps, acc);
-    else if (vectors == 3) convolve_at(3, lower, turned, size, w, maps, taps, acc);
-    else convolve_at(1, lower, turned, size, w, maps, taps, acc);
+    if (vectors == 1) convolve_one(turned, w, maps, taps, sums);
+    else if (vectors == 2) convolve_two(turned, w, maps, taps, sums);
+    else convolve_three(turned, w, maps, taps, sums);
 }
 
 /* What is carried at head h, row i, from column s on. */
@@ -464,7 +483,7 @@ static void look(const Plan *w, Scratch *m, const Band *band, float *packed, int
             row_of_context(P, vectors_of(p, &p->v, band->b, h), p->v.st, columns, p->D, m->out);
         } else {
             Packs packs = packs_of(w, packed + h * w->packed);
-            product(past - i, w->Dp, w->Dp, columns, p->S, P, w->pitch, 1, packs.values, m->out, w->Dp, 0);
+            product(past - i, w->Dp, w->Dp, columns, p->S, P, w->pitch, packs.values, m->out, w->Dp);
         }
         scatter(m->out, w->Dp, &p->context, band->b, h, i, past, p->D);
     }
@@ -532,12 +551,12 @@ static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *p
             d_context += band->b * p->d_context.sb + h * p->d_context.sh;
             Packs packs = packs_of(w, packed + h * w->packed);
             gather(d_context, p->d_context.st, i, past, p->D, w->Dp, m->few);
-            product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, 1, packs.values_across, A, w->pitch, 0);
+            product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, packs.values_across, A, w->pitch);
             const float *kept = dropped(w, m, band, h, i, past) + (own - i) * w->pitch;
             if (own < own_past) {
                 pack_rows(d_context + own * p->d_context.st, p->d_context.st, own_past - own, p->D, w->Dp, m->few);
-                product(least(p->S, band->end), w->Dp, w->Dp, own_past - own, own_past - own, kept, 1, w->pitch, m->few,
-                        m->d_v + h * p->S * w->Dp, w->Dp, 1);
+                add_product(least(p->S, band->end), w->Dp, own_past - own, kept, w->pitch, m->few,
+                            m->d_v + h * p->S * w->Dp, w->Dp);
             }
         }
         for (int64_t r = i; r < past; r++, A += w->pitch, P += w->pitch) {
@@ -558,9 +577,13 @@ INLINE void taps_at(const int heads, const int count, const Plan *w, int64_t row
     for (int64_t t = 0; t < rows; t++, X += w->pitch, G += w->pitch)
         for (int64_t s = 0; s < end; s += V) {
             vf x[3];
-            for (int e = 0; e < count; e++) x[e] = load(X + s + e);
+            for (int e = 0; e < count; e++) {
+                x[e] = load(X + s + e);
+                hold(&x[e]);
+            }
             for (int o = 0; o < heads; o++) {
                 vf g = load(G + o * w->tall * w->pitch + s);
+                hold(&g);
                 for (int e = 0; e < count; e++) acc[e][o] += g * x[e];
             }
         }
@@ -614,17 +637,17 @@ INLINE void add_shares(const Plan *w, const Scratch *m, const Band *band, int64_
 }
 
 /* Of four heads at `vectors` places of row i: A, the gradient of A_logit, is turned into that of the logits, times their
-   scale; that of the previous map, and of the shares. */
+   scale; that of the previous map, in P's first rows, whose weights are no longer needed; and that of the shares. */
 INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
                             int64_t s, Shares *shares) {
     const Problem *p = &w->p;
-    int64_t row = i - band->from + p->k - 1, heads = least(4, p->K - first), S = p->S;
+    int64_t row = i - band->from + p->k - 1, heads = least(4, p->K - first);
     int convolved = p->kernel != NULL, same = (int)p->same;
     float of_carried = convolved ? 1 - p->c : 1, scale = p->given ? 1 : p->scale;
-    float mixed_logits = scale * p->b, carried_logits = scale * p->e, mixed_previous = p->a, carried_previous = p->d;
+    float mixed_logits = scale * p->b, carried_logits = scale * p->e;
     const int32_t *shown = m->shown + row * w->pitch + s;
     float *A = m->A + (first * w->tall + row + w->down) * w->pitch + s;
-    float *d_previous = p->d_previous ? p->d_previous + row_number(w, band->b, first, i) * S + s : NULL;
+    float *d_previous = m->P + first * w->band * w->pitch + s;
     vf acc[4][3];
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
     if (convolved)
@@ -640,13 +663,10 @@ INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const 
             if (convolved) d_mixed = keep(d_mixed, loadi(shown + j * V));
             if (shares) add_shares(w, m, band, first + o, i, s + j * V, d_mixed, d_carried, shares);
             store(A + j * V, mixed_logits * d_mixed + carried_logits * d_carried);
-            if (!d_previous) continue;
-            vf to_previous = mixed_previous * d_mixed + carried_previous * d_carried;
-            if (s + (j + 1) * V <= S) store(d_previous + j * V, to_previous);
-            else memcpy(d_previous + j * V, &to_previous, (S - s - j * V) * sizeof(float));
+            if (p->d_previous) store(d_previous + j * V, p->a * d_mixed + p->d * d_carried);
         }
         A += w->tall * w->pitch;
-        if (d_previous) d_previous += p->T * S;
+        d_previous += w->band * w->pitch;
     }
 }
 
@@ -673,8 +693,8 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
         for (int64_t h = 0; p->d_given && h < p->K; h++)
             write_row(p, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
                       row_number(w, band->b, h, i));
-        for (int64_t h = 0; p->d_previous && band->end < p->S && h < p->K; h++)
-            zero(p->d_previous + row_number(w, band->b, h, i) * p->S + band->end, p->S - band->end);
+        for (int64_t h = 0; p->d_previous && h < p->K; h++)
+            write_row(p, m->P + h * w->band * w->pitch, band->end, p->d_previous, row_number(w, band->b, h, i));
     }
 }
 
@@ -686,10 +706,10 @@ static void look_backward(const Plan *w, Scratch *m, const Band *band, float *pa
         const float *A = m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch;
         const float *q = p->q.data + band->b * p->q.sb + h * p->q.sh;
         Packs packs = packs_of(w, packed + h * w->packed);
-        product(rows, w->Dp, w->Dp, columns, p->S, A, w->pitch, 1, packs.keys, m->out, w->Dp, 0);
+        product(rows, w->Dp, w->Dp, columns, p->S, A, w->pitch, packs.keys, m->out, w->Dp);
         scatter(m->out, w->Dp, &p->d_q, band->b, h, i, past, p->D);
         pack_rows(q + i * p->q.st, p->q.st, rows, p->D, w->Dp, m->few);
-        product(columns, w->Dp, w->Dp, rows, rows, A, 1, w->pitch, m->few, m->d_key + h * p->S * w->Dp, w->Dp, 1);
+        add_product(columns, w->Dp, rows, A, w->pitch, m->few, m->d_key + h * p->S * w->Dp, w->Dp);
     }
 }
 
@@ -752,6 +772,9 @@ static void work_on_band(const Plan *w, Scratch *m, const Band *band, float *pac
     if (p->d_q.data) look_backward(w, m, band, packed, first, last);
 }
 
+/* A multiple of the six or four rows that products work on at a time. */
+enum { ROWS_OF_TILES = 12 };
+
 /* Returns the last column that was worked on, in whole vectors. */
 static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk, float *packed) {
     const Problem *p = &w->p;
@@ -759,6 +782,7 @@ static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk
     int64_t from = most(band.own - (w->backward ? p->k - 1 : p->top), 0);
     int64_t past = band.past + (w->backward ? p->k - 1 : w->down);
     int64_t bands = (past - from + w->band - 1) / w->band, rows = (past - from + bands - 1) / bands;
+    rows = least((rows + ROWS_OF_TILES - 1) / ROWS_OF_TILES * ROWS_OF_TILES, w->band);
     begin(w, m, b, from);
     for (band.from = from; band.from < past; band.from += rows) {
         int64_t old_end = band.end, n = band.n;
@@ -839,7 +863,7 @@ static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
 
 /* Rows in a band: what is read and written of its maps, four in the backward pass, stays in the second cache, but not
    so few that products and the rows at a band's edges cost too much. */
-enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 32, MOST_ROWS = 64 };
+enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 36, MOST_ROWS = 60 };
 
 static Plan plan(const Problem *p, int backward) {
     Plan w = {.p = *p, .backward = backward};
@@ -857,8 +881,8 @@ static Plan plan(const Problem *p, int backward) {
     w.Dp = whole(p->D);
     w.pitch = w.Sp + w.gap;
     if (w.pitch % 256 == 0) w.pitch += V; /* else rows would push one another out of the first cache */
-    /* The fewer sentences there are, the smaller their parts, so that many threads have work; a chunk has its price. */
-    w.chunk = p->T <= 64 ? p->T : p->B < 4 ? 64 : p->B < 16 ? 128 : 256;
+    /* Sixteen in all or more, so that many threads have work; but not shorter than need be, for each has its price. */
+    w.chunk = least(most(p->B * p->T / 16, 64), 256);
     w.chunks = (p->T + w.chunk - 1) / w.chunk;
     w.chunk = (p->T + w.chunks - 1) / w.chunks;
     int64_t fitting = BAND_BYTES / (p->K * w.pitch * (int64_t)sizeof(float) * (backward ? 4 : 2));

@@ -24,6 +24,7 @@ static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline)) /* sums that would not stay in registers where there is more around them */
 
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
@@ -101,14 +102,19 @@ INLINE void philox(vu x[4], uint64_t seed) {
    A is read element by element, at A[row * rs + depth * cs]. B is packed in panels of a few vectors of columns: the
    panel that begins at column s begins at B + s * depth, and its rows follow one another. */
 
+/* `next` is of the same size as this part of B, and asked for ahead; NULL: nothing is. */
 INLINE void product_tile(const int rows, const int vectors, const int width, int64_t depth, const float *A, int64_t rs,
-                         int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+                         int64_t cs, const float *B, const float *next, float *C, int64_t ldc, int add) {
     vf acc[6][3];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) acc[i][j] = add ? load(C + i * ldc + j * V) : spread(0);
     for (int64_t d = 0; d < depth; d++, B += width * V) {
         vf b[3];
-        for (int j = 0; j < vectors; j++) b[j] = load(B + j * V);
+        for (int j = 0; j < vectors; j++) {
+            b[j] = load(B + j * V);
+            hold(&b[j]);
+        }
+        for (int j = 0; next && j < width * V; j += 16) __builtin_prefetch(next + d * width * V + j);
         for (int i = 0; i < rows; i++) {
             float a = A[i * rs + d * cs];
             for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
@@ -119,51 +125,55 @@ INLINE void product_tile(const int rows, const int vectors, const int width, int
 
 /* All rows by one panel, `width` vectors wide, of whose columns the first `vectors` are wanted. */
 INLINE void product_panel(const int most_rows, const int vectors, const int width, int64_t rows, int64_t depth,
-                          const float *A, int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
-    int64_t i = 0;
-    for (; i + most_rows <= rows; i += most_rows)
-        product_tile(most_rows, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
-    if (most_rows > 4 && i + 4 <= rows) {
-        product_tile(4, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
-        i += 4;
+                          const float *A, int64_t rs, int64_t cs, const float *B, const float *next, float *C, int64_t ldc,
+                          int add) {
+    for (; rows >= most_rows; rows -= most_rows, A += most_rows * rs, C += most_rows * ldc, next = NULL)
+        product_tile(most_rows, vectors, width, depth, A, rs, cs, B, next, C, ldc, add);
+    switch (rows) { /* all that are left at once: a tile of one row takes as long as one of three */
+    case 5: product_tile(5, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
+    case 4: product_tile(4, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
+    case 3: product_tile(3, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
+    case 2: product_tile(2, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
+    case 1: product_tile(1, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add);
     }
-    if (i + 2 <= rows) {
-        product_tile(2, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
-        i += 2;
-    }
-    for (; i < rows; i++)
-        product_tile(1, vectors, width, depth, A + i * rs, rs, cs, B, C + i * ldc, ldc, add);
 }
 
 /* So many rows of B at a time, and of A where it has more, stay near the processor until all is done with them. */
 enum { DEPTH_AT_ONCE = 256, ROWS_AT_ONCE = 96 };
 
-/* Some rows of A by `depth` rows of B, after the `above` first. */
-static void product_block(int64_t rows, int64_t columns, int64_t end, int64_t above, int64_t depth,
-                          int64_t panel_depth, const float *A, int64_t rs, int64_t cs, const float *B, float *C,
-                          int64_t ldc, int add) {
+/* Some rows of A by `depth` rows of B, after the `above` first. Inlined, for the stride of A that is 1 is a constant then. */
+INLINE void product_block(int64_t rows, int64_t columns, int64_t end, int64_t above, int64_t depth, int64_t panel_depth,
+                          const float *A, int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
     for (int64_t s = 0, width; s < end; s += width * V) {
         width = vectors_at(s, columns);
         int vectors = (int)least(width, (end - s) / V);
-        const float *panel = B + s * panel_depth + above * width * V;
+        const float *panel = B + s * panel_depth + above * width * V, *next = panel + panel_depth * width * V;
         switch (4 * width + vectors) {
-        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
-        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
-        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
-        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
-        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
-        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, C + s, ldc, add);
+        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
+        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
+        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
+        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
+        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
+        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, next, C + s, ldc, add);
         }
     }
 }
 
-/* The first `end` columns; B has `columns`, and the first `depth` of its `panel_depth` rows are wanted. */
+/* C = A B: its first `end` columns. A's rows are rs apart; B has `columns`, and the first `depth` of its `panel_depth` rows
+   are wanted. */
 static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, int64_t panel_depth, const float *A,
-                    int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+                    int64_t rs, const float *B, float *C, int64_t ldc) {
     for (int64_t i = 0; i < rows; i += ROWS_AT_ONCE)
         for (int64_t d = 0; d < depth; d += DEPTH_AT_ONCE)
             product_block(least(rows - i, ROWS_AT_ONCE), columns, end, d, least(depth - d, DEPTH_AT_ONCE), panel_depth,
-                          A + i * rs + d * cs, rs, cs, B, C + i * ldc, ldc, add || d > 0);
+                          A + i * rs + d, rs, 1, B, C + i * ldc, ldc, d > 0);
+}
+
+/* C += A^T B, for an A of a band's rows, cs apart. */
+static void add_product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t cs, const float *B, float *C,
+                        int64_t ldc) {
+    for (int64_t i = 0; i < rows; i += ROWS_AT_ONCE)
+        product_block(least(rows - i, ROWS_AT_ONCE), columns, columns, 0, depth, depth, A + i, 1, cs, B, C + i * ldc, ldc, 1);
 }
 
 /* Ask for the vector that is packed a few vectors later: they may lie so far apart that processors do not foresee it, and
