@@ -33,6 +33,7 @@ from ea_tools.preparation import digest as preparation_digest
 from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
+from ea_tools.run_folder import finished, updates
 from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
@@ -143,6 +144,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         **describe(state),
         "checkpoint": checkpoint,
         "averaged": averaged,
+        "unfinished": unfinished(state) if averaged else None,  # other checkpoints need not be the run's last
         "settings_name": settings_name(args),
         "beam": search.beam,
         "lenpen": search.lenpen,
@@ -223,6 +225,22 @@ def describe(state: dict) -> dict[str, Any]:
         "training_seed": section(state, "common").get("seed"),
         "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
     }
+
+
+def unfinished(state: dict) -> str | None:
+    """How far a training had come that was not at its end; None where it was, or where the checkpoint does not tell."""
+    if "train_iterator" not in state.get("extra_state", {}):
+        return None
+    optimization, checkpoints = section(state, "optimization"), section(state, "checkpoint")
+    limits = {
+        "max-update": optimization.get("max_update"),
+        "max-epoch": optimization.get("max_epoch"),
+        "patience": checkpoints.get("patience"),
+    }
+    if finished(state, {name: [str(limit or 0)] for name, limit in limits.items()}):
+        return None
+    wanted = f" of {limits['max-update']:,}" if limits["max-update"] else ""
+    return f"{updates(state):,}{wanted} updates"
 
 
 def _reference_file(data: Path, subset: str, prep: dict) -> Path:

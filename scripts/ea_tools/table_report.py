@@ -174,26 +174,24 @@ SIGNIFICANT = 0.05
 
 
 def verdicts(table: Table, summaries: dict) -> list[str]:
-    """For every row with a baseline: in how many seeds it is better or worse, and in how many significantly."""
+    """For every row with a baseline: in how many seeds it is better or worse, and in how many significantly.
+
+    And which scores are of trainings that had not come to their end.
+    """
     lines = []
     for row in table.rows:
         for column in table.columns:
             cell = summaries[row.label, column.label]
             if not cell.get("differences"):
                 continue
-            counts = []
-            for word, sign in (("better", 1), ("worse", -1)):
-                seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
-                p = [cell["p"][seed] for seed in seeds if seed in cell["p"]]
-                if seeds:
-                    clear = f"significantly in {sum(value < SIGNIFICANT for value in p)}" if p else "not tested"
-                    untested = f" of {len(p)} that were tested" if 0 < len(p) < len(seeds) else ""
-                    counts.append(f"{word} in {len(seeds)}, {clear}{untested}")
             number = len(cell["differences"])
+            seeds = f"over {number} seeds" if number > 1 else f"with seed {next(iter(cell['differences']))} alone"
             lines.append(
-                f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} over "
-                f"{number} seed{'s'[: number != 1]}: {'; '.join(counts) or 'no difference'}."
+                f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} {seeds}: "
+                f"{'; '.join(_outcomes(cell)) or 'no difference'}."
             )
+    if early := _scored_early(table, summaries):
+        lines.append(f"- **Scored before the end of their training**: {'; '.join(early)}.")
     if lines:
         lines += [
             "",
@@ -201,6 +199,37 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
             "the sentences of a test set and nothing of other seeds.",
         ]
     return lines
+
+
+def _scored_early(table: Table, summaries: dict) -> list[str]:
+    """The runs whose training was not at its end when they were scored, and how far it was."""
+    early = {}
+    for row in table.rows:
+        for column in table.columns:
+            for seed, one in summaries[row.label, column.label].get("results", {}).items():
+                if one.get("unfinished"):
+                    early[f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({one['unfinished']})"] = None
+    return list(early)
+
+
+def _outcomes(cell: dict) -> list[str]:
+    """Better, worse or both: in how many seeds, where there are several, and what the tests say of them."""
+    outcomes = []
+    for word, sign in (("better", 1), ("worse", -1)):
+        seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
+        p = [cell["p"][seed] for seed in seeds if seed in cell["p"]]
+        significant = sum(value < SIGNIFICANT for value in p)
+        if not seeds:
+            continue
+        if not p:
+            tests = "not tested"
+        elif len(cell["differences"]) == 1:
+            tests = "significantly" if significant else "not significantly"
+        else:
+            untested = f" of {len(p)} that were tested" if len(p) < len(seeds) else ""
+            tests = f"significantly in {significant}{untested}"
+        outcomes.append(f"{word}{f' in {len(seeds)}' if len(cell['differences']) > 1 else ''}, {tests}")
+    return outcomes
 
 
 # --- where the numbers come from --------------------------------------------------------------------------------------

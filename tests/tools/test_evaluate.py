@@ -320,6 +320,28 @@ def test_a_test_with_long_sentences_is_scored(data, run, tmp_path):
     assert "the rest of each was left out" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("updates", "epoch", "limits", "unimproved", "said"),
+    [
+        (300, 5, {"max_update": 8000}, 0, "300 of 8,000 updates"),
+        (8000, 5, {"max_update": 8000}, 0, None),
+        (300, 5, {"max_update": 8000, "patience": 10}, 9, "300 of 8,000 updates"),
+        (300, 5, {"max_update": 8000, "patience": 10}, 10, None),
+        (300, 5, {"max_epoch": 4}, 0, None),
+        (1300, 5, {"max_epoch": 5}, 0, "1,300 updates"),
+    ],
+)
+def test_a_score_says_how_far_a_training_was_that_had_not_ended(updates, epoch, limits, unimproved, said):
+    patience = {"patience": limits.pop("patience", -1)}
+    state = {
+        "cfg": {"optimization": {"max_update": 0, "max_epoch": 0, **limits}, "checkpoint": patience},
+        "optimizer_history": [{"num_updates": updates}],
+        "extra_state": {"train_iterator": {"epoch": epoch}, "early_stopping": {"num_runs": unimproved}},
+    }
+    assert evaluate.unfinished(state) == said
+    assert evaluate.unfinished({**state, "extra_state": {}}) is None
+
+
 def test_an_empty_hypothesis_is_a_hypothesis():
     assert evaluate.in_order(["H-1\t-0.5\tb", "H-0\t-0.5\t"], 2) == ["", "b"]
 
@@ -419,6 +441,7 @@ def test_end_to_end(data, run, tmp_path):
     assert found["sentences"] == 10, "all of them, although 10 is no multiple of 8"
     assert found["arch"] == "ea_transformer_base"
     assert found["training_seed"] == 1
+    assert found["unfinished"] is None, "--max-epoch was reached"
     assert "tok:13a" in found["scores"]["sacrebleu"]["signature"]
     assert "tok:none" in found["scores"]["tokenised_bleu"]["signature"]
     assert {"commit", "device", "versions", "command", "speed"} <= found.keys()

@@ -346,6 +346,29 @@ def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, p, sa
     assert said in table_report.verdicts(table, summaries)[0]
 
 
+@pytest.mark.parametrize(
+    ("p", "said"),
+    [({}, "better, not tested."), ({2: 0.01}, "better, significantly."), ({2: 0.3}, "better, not significantly.")],
+)
+def test_a_difference_of_one_seed_is_not_counted(toy, p, said):
+    table = tables.read(str(toy / "tiny.toml"))
+    evolving, column = table.row("Evolving"), table.columns[0]
+    cell = {"differences": {2: 0.5}, "difference": {"mean": 0.5, "deviation": None}, "p": p}
+    summaries = {(row.label, column.label): cell if row is evolving else {} for row in table.rows}
+    expected = f"- Toy: Evolving against Plain, +0.50 with seed 2 alone: {said}"
+    assert table_report.verdicts(table, summaries)[0] == expected
+
+
+def test_scores_before_the_end_of_a_training_are_named(toy):
+    for row in ("Plain", "Evolving"):
+        pretend(toy, row, 1, 10.0)
+    assert "before the end" not in collect(toy)
+    (scored,) = (path for path in toy.glob("runs/*/ea_*/eval/test.json"))
+    scored.write_text(json.dumps({**json.loads(scored.read_text()), "unfinished": "1,500 of 9,000 updates"}))
+    expected = "- **Scored before the end of their training**: Evolving, toy, seed 1 (1,500 of 9,000 updates)."
+    assert collect(toy).count(expected) == 1
+
+
 def test_records_hold_no_path_of_this_machine(tmp_path):
     (tmp_path / "run" / "eval").mkdir(parents=True)
     (tmp_path / "run" / "eval" / "test.json").write_text(
