@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from .branches import TwoBranchSelfAttention
+from .dropout import hasten_dropout
 from .evolution import Geometry
 from .options import Settings
 
@@ -35,7 +36,9 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
     def __init__(self, cfg: Any, first: bool = False):
         self._first = first  # for build_self_attention, which the next line calls
         super().__init__(cfg)
-        self.evolves = Settings.of(cfg).evolves(Geometry.ENCODER_SELF)
+        settings = Settings.of(cfg)
+        self.evolves = settings.evolves(Geometry.ENCODER_SELF)
+        hasten_dropout(self, settings)
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> MultiheadAttention:
         settings = Settings.of(cfg)
@@ -82,7 +85,9 @@ class EADecoderLayer(TransformerDecoderLayerBase):
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False, add_bias_kv: bool = False, add_zero_attn: bool = False):
         super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)
-        self.cross_evolves = not no_encoder_attn and Settings.of(cfg).evolves(Geometry.ENCODER_DECODER)
+        settings = Settings.of(cfg)
+        self.cross_evolves = not no_encoder_attn and settings.evolves(Geometry.ENCODER_DECODER)
+        hasten_dropout(self, settings)
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False

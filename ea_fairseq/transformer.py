@@ -18,6 +18,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from .attention import IncrementalState
+from .dropout import hasten_dropout
 from .evolution import Geometry
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
@@ -34,7 +35,9 @@ class EATransformerEncoder(TransformerEncoderBase):
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
         self._layers_built = 0
         super().__init__(cfg, *args, **kwargs)
-        self.hands_on_maps = Settings.of(cfg).hands_on_maps
+        settings = Settings.of(cfg)
+        self.hands_on_maps = settings.hands_on_maps
+        hasten_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -106,7 +109,9 @@ class EATransformerDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
         super().__init__(cfg, *args, **kwargs)
-        self.self_attention_evolves = Settings.of(cfg).evolves(Geometry.DECODER_SELF)
+        settings = Settings.of(cfg)
+        self.self_attention_evolves = settings.evolves(Geometry.DECODER_SELF)
+        hasten_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:

@@ -13,8 +13,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..evolution import Evolution, MapConvolution
-from . import cpu, gpu
+from . import cpu, cpu_dropout, gpu
 from .call import PLAIN, Call, Result
+from .cpu_dropout import drop
 from .cpu_steps import Projections, Steps
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Result",
     "Steps",
     "attend",
+    "drop",
+    "drops",
     "is_looked_at",
     "kernel_for",
     "known",
@@ -48,6 +51,11 @@ def prepare(call: Call, projections: Projections) -> Steps | None:
     """The steps that follow this one in a search, by a kernel that knows them; None where there is none."""
     may_be = call.step and not is_looked_at() and _fits(call) and cpu.knows(call)
     return Steps(call, projections) if may_be and Steps.knows(call, projections) else None
+
+
+def drops(x: Tensor, probability: float) -> bool:
+    """Whether ``drop`` knows dropout of this tensor by this probability."""
+    return 0 < probability <= 1 and not is_looked_at() and cpu_dropout.knows(x)
 
 
 def known(evolution: nn.Module) -> bool:

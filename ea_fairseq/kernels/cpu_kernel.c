@@ -436,17 +436,14 @@ static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_
     }
 }
 
-/* Dropout's noise for vectors `vector` to `past` of a sentence's map of T x Sp, 0 or what kept weights are multiplied
-   with: a function of the seed and the place alone. One draw of 4 x 32 bits for each of V lanes serves 8 vectors. */
-static void draw_noise(const Problem *p, int64_t b, int64_t h, int64_t vector, int64_t past, float *to) {
-    vf factor = spread(p->threshold < 65536 ? 1 / p->kept_share : 0);
+/* Dropout's noise for vectors `vector` to `past` of a sentence's map of T x Sp. */
+static void noise_of_map(const Problem *p, int64_t b, int64_t h, int64_t vector, int64_t past, float *to) {
     for (int64_t block = vector / 8; block * 8 < past; block++) {
-        vu x[4] = {(uint32_t)(block * V) + lanes, (uint32_t)h + (vu){0}, (uint32_t)b + (vu){0}, (vu){0}};
-        philox(x, p->seed);
+        vf noise[8];
+        draw_noise((uint64_t)block, (uint32_t)h, (uint32_t)b, p->seed, p->threshold, p->kept_share, noise);
         for (int i = 0; i < 8; i++) {
             int64_t at = block * 8 + i - vector;
-            vi bits16 = (vi)(i % 2 ? x[i / 2] >> 16 : x[i / 2] & 0xFFFF);
-            if (at >= 0 && at < past - vector) store(to + at * V, keep(factor, bits16 >= (int32_t)p->threshold));
+            if (at >= 0 && at < past - vector) store(to + at * V, noise[i]);
         }
     }
 }
@@ -457,10 +454,10 @@ static const float *dropped(const Plan *w, Scratch *m, const Band *band, int64_t
     if (!w->p.threshold) return P;
     int64_t long_row = w->Sp / V;
     if (band->end == w->Sp) { /* short rows share draws */
-        draw_noise(&w->p, band->b, h, i * long_row, past * long_row, m->noise);
+        noise_of_map(&w->p, band->b, h, i * long_row, past * long_row, m->noise);
     } else {
         for (int64_t r = i; r < past; r++)
-            draw_noise(&w->p, band->b, h, r * long_row, r * long_row + band->end / V, m->noise + (r - i) * w->Sp);
+            noise_of_map(&w->p, band->b, h, r * long_row, r * long_row + band->end / V, m->noise + (r - i) * w->Sp);
     }
     for (int64_t r = 0; r < past - i; r++)
         for (int64_t s = 0; s < band->end; s += V)

@@ -1,4 +1,4 @@
-"""``cpu_kernel.c``, compiled with the machine's own compiler when it is first needed, and called.
+"""``cpu_kernel.c`` and ``cpu_dropout.c``, compiled with the machine's own compiler when first needed, and called.
 
 It takes some seconds, and is kept in the user's cache folder. Where it is not possible, one line is logged.
 """
@@ -20,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.c", "cpu_dropout.c")]
 _INCLUDED = Path(__file__).with_name("cpu_vectors.h")
 _FLAGS = "-O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared".split()
 _COMPILING_TAKES_AT_MOST = 300  # seconds
@@ -35,7 +35,7 @@ def call(function: str, argument: ctypes.Structure, maps: tuple[int, int, int, i
 
 
 def library() -> ctypes.CDLL | None:
-    """cpu_kernel.c, compiled; None where that is not possible. Tried once, while other threads wait."""
+    """The C files, compiled; None where that is not possible. Tried once, while other threads wait."""
     with _loading:
         return _load()
 
@@ -68,7 +68,7 @@ def _compile(compiler: list[str], built: Path) -> None:
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
-        command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
+        command = [*compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING_TAKES_AT_MOST)
         made.replace(built)
 
@@ -97,8 +97,7 @@ def _fingerprint(compiler: list[str]) -> str:
         [*compiler, "--version"], check=True, capture_output=True, text=True, timeout=_COMPILING_TAKES_AT_MOST
     ).stdout
     parts = [
-        _SOURCE.read_text(),
-        _INCLUDED.read_text(),
+        *(path.read_text() for path in (*_SOURCES, _INCLUDED)),
         *compiler,
         version,
         *_FLAGS,

@@ -1,4 +1,5 @@
-/* What cpu_kernel.c is built of: vectors of floats, e^x, random bits, products of small matrices, memory of a thread. */
+/* What cpu_kernel.c and cpu_dropout.c are built of: vectors of floats, e^x, random bits, products of small matrices,
+   memory of a thread. */
 
 #include <math.h>
 #include <pthread.h>
@@ -95,6 +96,19 @@ INLINE void philox_round(vu x[4], uint32_t key0, uint32_t key1) {
 INLINE void philox(vu x[4], uint64_t seed) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 7; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) philox_round(x, key0, key1);
+}
+
+/* Dropout's noise for eight vectors of numbers, 0 or what kept numbers are multiplied with: a function of the seed and of the
+   place, three counters, alone. One draw of 4 x 32 bits for each of V lanes serves all eight. */
+INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, uint32_t threshold, float kept_share,
+                       vf noise[8]) {
+    vf factor = spread(threshold < 65536 ? 1 / kept_share : 0);
+    vu x[4] = {(uint32_t)(block * V) + lanes, h + (vu){0}, b + (vu){0}, (uint32_t)(block * V >> 32) + (vu){0}};
+    philox(x, seed);
+    for (int i = 0; i < 8; i++) {
+        vi bits16 = (vi)(i % 2 ? x[i / 2] >> 16 : x[i / 2] & 0xFFFF);
+        noise[i] = keep(factor, bits16 >= (int32_t)threshold);
+    }
 }
 
 /* ---- products of matrices: C = A B, or C += A B ----

@@ -44,7 +44,7 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["ea_fairseq"]
-    source = {path.relative_to(REPO) for kind in ("*.py", "*.c") for path in (REPO / "ea_fairseq").rglob(kind)}
+    source = {path.relative_to(REPO) for kind in ("*.py", "*.c", "*.h") for path in (REPO / "ea_fairseq").rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (
         "import ea_fairseq, sys; from types import SimpleNamespace; from fairseq import utils; "

@@ -1,0 +1,62 @@
+"""Dropout on the CPU, in float32, by ``cpu_dropout.c``: no mask is kept, and all threads draw random bits.
+
+PyTorch's own draws its mask number by number on one thread, and keeps it for the way back.
+"""
+
+from ctypes import Structure, byref, c_float, c_int64, c_uint32, c_uint64, c_void_p
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from . import cpu_library
+from .call import PLAIN
+
+#: a probability is a number of 16 random bits' values
+_VALUES = 65536
+
+
+class Dropout(Structure):
+    """``Dropout`` of cpu_dropout.c."""
+
+    _fields_ = [
+        *(("x", c_void_p), ("y", c_void_p), ("count", c_int64)),
+        *(("threshold", c_uint32), ("kept_share", c_float), ("seed", c_uint64)),
+    ]
+
+
+def knows(x: Tensor) -> bool:
+    """Whether this kernel drops numbers of such a tensor. The probability may be any from 0 to 1."""
+    return (
+        type(x) in PLAIN
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.layout is torch.strided
+        and not x.is_neg()  # such a tensor's memory holds its opposite
+        and cpu_library.library() is not None
+    )
+
+
+def drop(x: Tensor, probability: float) -> Tensor:
+    """x, of any shape, with each number zero by this probability, to 1/65536, and divided by the share of the others.
+
+    What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU.
+    """
+    return _Dropout.apply(x, round(probability * _VALUES), int(torch.randint(2**63 - 1, (), device="cpu")))
+
+
+class _Dropout(torch.autograd.Function):
+    """Its gradient is itself, with the same seed: what was dropped is dropped."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, threshold: int, seed: int) -> Tensor:
+        ctx.threshold, ctx.seed = threshold, seed
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, 1 - threshold / _VALUES, seed)
+        cpu_library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
+        return result
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Dropout.apply(gradient, ctx.threshold, ctx.seed), None, None

@@ -1,0 +1,177 @@
+"""Dropout of the CPU's kernel: the right share, in places that nothing else tells, the same on the way back."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from helpers.models import batch, build
+from torch.utils.flop_counter import FlopCounterMode
+
+from ea_fairseq import kernels
+from ea_fairseq.dropout import Dropout
+from ea_fairseq.kernels import cpu_dropout
+
+
+def seeded(seed, drop, *given):
+    torch.manual_seed(seed)
+    return drop(*given)
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.1, 0.3, 0.5, 0.9])
+def test_the_right_share_is_dropped_and_the_rest_divided(probability):
+    x = torch.randn(400, 501)
+    result = kernels.drop(x, probability)
+    dropped, places = result == 0, x.numel()
+    spread = (probability * (1 - probability) / places) ** 0.5
+    assert abs(dropped.double().mean().item() - probability) < 5 * spread
+    torch.testing.assert_close(result[~dropped], x[~dropped] / (1 - probability), rtol=1e-4, atol=0)
+
+
+def test_what_is_dropped_tells_nothing_of_its_neighbours_or_of_another_draw():
+    """In rows, in columns, at the distances that draws of random bits and vectors have, and from call to call."""
+    first, second = (kernels.drop(torch.ones(64, 4096), 0.5) == 0 for _ in range(2))
+    few = 5 * 0.5 / first.numel() ** 0.5  # five standard deviations
+    for distance in (1, 2, 7, 8, 15, 16, 32, 64, 128, 256, 1024):
+        both = first[:, distance:] == first[:, :-distance]
+        assert abs(both.double().mean().item() - 0.5) < 1.2 * few, distance
+    assert abs((first[1:] == first[:-1]).double().mean().item() - 0.5) < 1.2 * few
+    assert abs((first == second).double().mean().item() - 0.5) < few
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (), (7,), (64,), (129,), (128, 2), (3, 5, 7, 11), (70_001,)])
+def test_any_shape(shape):
+    x = torch.rand(shape) + 1
+    result = kernels.drop(x, 0.5)
+    assert result.shape == x.shape
+    assert torch.equal(result, torch.where(result == 0, 0, 2 * x))
+
+
+def test_the_gradient_passes_where_the_number_did():
+    x = torch.randn(33, 65, requires_grad=True)
+    result = kernels.drop(x, 0.3)
+    weights = torch.randn(65, 33).t()  # a gradient that lies otherwise in memory
+    (gradient,) = torch.autograd.grad(result, x, weights, create_graph=True)
+    assert torch.equal(gradient == 0, result == 0)
+    kept = gradient != 0
+    torch.testing.assert_close(gradient[kept], weights[kept] / 0.7, rtol=1e-4, atol=0)
+
+
+def test_a_gradient_has_a_gradient():
+    x = torch.randn(20, requires_grad=True)
+    (gradient,) = torch.autograd.grad(kernels.drop(x, 0.5).pow(2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    assert torch.equal(second, torch.where(gradient == 0, 0.0, 8.0))  # (2x)^2 where a number is kept
+
+
+def test_the_same_seed_drops_the_same_wherever_numbers_lie():
+    x = torch.randn(31, 47)
+    expected = seeded(1, kernels.drop, x, 0.4)
+    assert torch.equal(seeded(1, kernels.drop, x.t().contiguous().t(), 0.4), expected)
+    assert torch.equal(seeded(1, kernels.drop, torch.stack([x, x], 2)[..., 1], 0.4), expected)
+    assert not torch.equal(seeded(2, kernels.drop, x, 0.4), expected)
+
+
+def test_bits_do_not_depend_on_threads():
+    x, results = torch.randn(300_000), []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            results.append(seeded(1, kernels.drop, x, 0.1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_the_way_back_keeps_no_mask():
+    """PyTorch's keeps one byte or more for each number."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        kernels.drop(torch.randn(10, requires_grad=True), 0.5)
+    assert not kept
+
+
+def module(probability, training=True):
+    return Dropout(probability).train(training)
+
+
+@pytest.mark.parametrize(("probability", "training"), [(0.0, True), (0.5, False)])
+def test_nothing_is_dropped(probability, training):
+    x = torch.randn(5)
+    assert module(probability, training)(x) is x
+
+
+def test_dropping_everything_gives_zeros():
+    assert module(1.0)(torch.randn(100)).count_nonzero() == 0
+
+
+def test_dropout_that_is_kept_in_evaluation():
+    """fairseq's --retain-dropout."""
+    dropout = module(0.5, training=False)
+    dropout.make_generation_fast_("", retain_dropout=True)
+    assert 20 < (dropout(torch.ones(100)) == 0).sum() < 80
+
+
+def pytorchs(x):
+    return seeded(1, F.dropout, x, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_numbers_of_other_types_are_pytorchs(dtype):
+    x = torch.ones(100, dtype=dtype)
+    assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
+
+
+def test_in_place_it_is_pytorchs():
+    x, expected = torch.ones(100), pytorchs(torch.ones(100))
+    assert seeded(1, module(0.5), x, True) is x
+    assert torch.equal(x, expected)
+
+
+def test_without_the_library_it_is_pytorchs(monkeypatch):
+    monkeypatch.setattr(cpu_dropout.cpu_library, "library", lambda: None)
+    x = torch.ones(100)
+    assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
+
+
+def test_while_operations_are_looked_at_it_is_pytorchs():
+    x = torch.ones(100)
+    with FlopCounterMode(display=False):
+        assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
+
+
+def test_a_probability_that_is_none_is_refused_as_ever():
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        module(1.5)(torch.ones(3))
+
+
+def dropouts(model):
+    """What stands for dropout: in attentions, and elsewhere."""
+    attentions = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
+    inside = {one.dropout_module for one in attentions}
+    return inside, {one for one in model.modules() if isinstance(one, FairseqDropout)} - inside
+
+
+@pytest.mark.parametrize("arch", ["ea_transformer_base", "pa_transformer_lite"])
+def test_a_model_has_it_everywhere_but_in_its_attentions(arch):
+    inside, outside = dropouts(build(arch, "--dropout", 0.25, "--activation-dropout", 0.5))
+    assert {type(one) for one in outside} == {Dropout}
+    assert {type(one) for one in inside} == {FairseqDropout}
+    assert sorted(one.p for one in outside) == [0.25] * (2 + 3 + 2) + [0.5] * (3 + 2)
+    assert {one.module_name for one in outside} >= {"EAEncoderLayer", "EADecoderLayer"}
+
+
+def test_the_plain_way_has_fairseqs():
+    _, outside = dropouts(build("ea_transformer_base", "--ea-plain"))
+    assert {type(one) for one in outside} == {FairseqDropout}
+
+
+def test_a_training_step_drops(monkeypatch):
+    model = build("ea_transformer_base", "--dropout", 0.5, train=True)
+    drawn = []
+    monkeypatch.setattr(F, "dropout", lambda *_, **__: pytest.fail("PyTorch's dropout was taken"))
+    monkeypatch.setattr(kernels, "drop", lambda x, p: drawn.append(p) or cpu_dropout.drop(x, p))
+    model(batch([6, 4]), torch.tensor([6, 4]), batch([5, 3], eos_first=True))
+    assert drawn == [0.5] * (1 + 3 * 2 + 1 + 2 * 3)
