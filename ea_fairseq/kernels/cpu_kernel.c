@@ -404,10 +404,9 @@ static void softmax_row(const Scratch *m, int64_t end, const int32_t *seen, floa
         vf x = choose(loadi(seen + s), load(row + s), spread(-__FLT_MAX__));
         x = choose(loadi(m->inside + s), x, spread(-INFINITY));
         store(row + s, x);
-        top = choose(x > top, x, top);
+        top = larger(x, top);
     }
-    float highest = top[0];
-    for (int i = 1; i < V; i++) highest = top[i] > highest ? top[i] : highest;
+    float highest = largest(top);
     vf total = spread(0);
     for (int64_t s = 0; s < end; s += V) {
         vf x = exponential(load(row + s) - highest);

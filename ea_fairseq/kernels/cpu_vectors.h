@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 /* Floats in a vector: as many as the machine's own vectors hold. GCC splits longer ones by way of memory, which made
    products twenty times slower. */
@@ -30,17 +33,53 @@ static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+/* The first `floats` of a vector, at most V, and zeros after them; nothing behind them is read or written. */
+#ifdef __AVX512F__
+INLINE vf load_first(const float *p, int64_t floats) { return _mm512_maskz_loadu_ps((__mmask16)((1u << floats) - 1), p); }
+INLINE void store_first(float *p, int64_t floats, vf v) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << floats) - 1), v); }
+#else
+INLINE vf load_first(const float *p, int64_t floats) {
+    vf v = {0};
+    if (floats == V) return load(p);
+    for (int i = 0; i < floats; i++) v[i] = p[i];
+    return v;
+}
+INLINE void store_first(float *p, int64_t floats, vf v) {
+    if (floats == V) store(p, v);
+    else for (int i = 0; i < floats; i++) p[i] = v[i];
+}
+#endif
 INLINE void copy(const float *from, int64_t floats, float *to) { /* few: a call would take as long */
     int64_t i = 0;
     for (; i + V <= floats; i += V) store(to + i, load(from + i));
-    for (; i < floats; i++) to[i] = from[i];
+    if (i < floats) store_first(to + i, floats - i, load_first(from + i, floats - i));
 }
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
+/* x with its halves, quarters and so on exchanged: lane i is that of i ^ distance. */
+#ifdef __clang__
+INLINE vf exchanged(vf x, int distance) {
+    vf v;
+    for (int i = 0; i < V; i++) v[i] = x[i ^ distance];
+    return v;
+}
+#else
+INLINE vf exchanged(vf x, int distance) { return __builtin_shuffle(x, (vi)(lanes ^ (uint32_t)distance)); }
+#endif
+/* Each distance is a constant, for shuffles by a variable, and loops over lanes, go by way of memory. */
 INLINE float sum(vf x) {
-    for (int width = V / 2; width; width /= 2) for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+    if (V == 16) x += exchanged(x, 8);
+    x += exchanged(x, 4);
+    x += exchanged(x, 2);
+    return x[0] + x[1];
+}
+INLINE vf larger(vf x, vf y) { return choose(x > y, x, y); }
+INLINE float largest(vf x) {
+    if (V == 16) x = larger(x, exchanged(x, 8));
+    x = larger(x, exchanged(x, 4));
+    x = larger(x, exchanged(x, 2));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 /* Have a vector in a register: GCC would load it anew for each of its uses, which takes longer than the products. */
 INLINE void hold(vf *x) {
@@ -204,10 +243,7 @@ static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t 
             width = vectors_at(d, Dp) * V;
             float *row = to + d * count + t * width;
             for (int64_t i = 0; i < width; i += V) {
-                vf v = spread(0);
-                if (d + i + V <= D) v = load(from + d + i);
-                else memcpy(&v, from + d + i, most(D - d - i, 0) * sizeof(float));
-                store(row + i, v);
+                store(row + i, load_first(from + d + i, least(V, most(D - d - i, 0))));
             }
         }
     }
@@ -251,14 +287,13 @@ static void pack_columns(const float *from, int64_t stride, int64_t count, int64
             int64_t filled = most(0, least(V, count - s - i)), d = 0;
             const float *columns = from + (s + i) * stride;
             for (int64_t j = 0; j < filled; j++) foresee_vector(columns + j * stride, stride, D);
-            for (; d + V <= D; d += V) {
+            for (; d < D; d += V) {
                 vf x[V];
-                for (int j = 0; j < V; j++) x[j] = j < filled ? load(columns + j * stride + d) : spread(0);
+                int64_t numbers = least(V, D - d);
+                for (int j = 0; j < V; j++) x[j] = j < filled ? load_first(columns + j * stride + d, numbers) : spread(0);
                 transpose(x);
-                for (int j = 0; j < V; j++) store(to + (d + j) * width + i, x[j]);
+                for (int j = 0; j < numbers; j++) store(to + (d + j) * width + i, x[j]);
             }
-            for (; d < D; d++)
-                for (int64_t j = 0; j < V; j++) to[d * width + i + j] = j < filled ? columns[j * stride + d] : 0;
         }
     }
 }
