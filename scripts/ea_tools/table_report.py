@@ -12,7 +12,7 @@ from ea_tools.common import REPO, UserError, replacing
 from ea_tools.figures import style
 from ea_tools.profile_model import sizes
 from ea_tools.scores import LABELS
-from ea_tools.tables import Column, Row, Table
+from ea_tools.tables import Column, Row, Table, learning
 from ea_tools.text import read_prep, references
 
 
@@ -143,7 +143,7 @@ def _size(table: Table, row: Row) -> list[str]:
     """Parameters and FLOPs of a row's model, whose sizes may be in the recipe."""
     flags = recipes.read(table.columns[0].recipe).flags_for(row.arch)
     model = {name: value for name, value in flags.items() if name.startswith(("ea-", "encoder-", "decoder-"))}
-    return list(_size_of(row.arch, (*recipes.spell_flags(model), *row.flags)))
+    return list(_size_of(row.arch, tuple(recipes.spell_flags(model | learning(row.flags)))))
 
 
 @functools.cache

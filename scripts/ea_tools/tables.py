@@ -83,7 +83,8 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        name = "-".join([row.arch, *_slug(_learning(row.flags, extra)), f"seed{seed}"])
+        flags = recipes.parse_flags(row.flags) | learning(extra)  # what a row asks for, its precision too, it compares
+        name = "-".join([row.arch, *_slug(flags), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
     def with_flags(self, extra: Sequence[str]) -> Table:
@@ -91,7 +92,7 @@ class Table:
 
         Flags by which no other model is learnt change nothing.
         """
-        given = _learning(extra)
+        given = learning(extra)
         if not given:
             return self
         words = " ".join(recipes.spell_flags(given))
@@ -102,10 +103,9 @@ class Table:
 LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
 
 
-def _learning(*flags: Iterable[str]) -> recipes.Flags:
-    """What these words say of the model and how it learns; of two that contradict each other the later one."""
-    given = {name: values for words in flags for name, values in recipes.parse_flags(words).items()}
-    return {name: values for name, values in given.items() if name not in LAUNCH}
+def learning(words: Iterable[str]) -> recipes.Flags:
+    """What these words say of the model and how it learns."""
+    return {name: values for name, values in recipes.parse_flags(words).items() if name not in LAUNCH}
 
 
 def _slug(flags: recipes.Flags) -> list[str]:
