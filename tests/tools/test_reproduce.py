@@ -81,6 +81,14 @@ def test_tables_share_their_runs():
     assert len(folders) == 2 * len(six.rows)
 
 
+def test_a_rows_own_precision_is_what_it_compares():
+    table = tables.read("multi30k-laptop-bf16")
+    for label, name in (("float32", ""), ("products in bfloat16", "-precisionbf16")):
+        for extra in ([], ["--precision", "fp32"]):  # of a command, which is for every row, it says no more than where
+            cell = table.cell(table.row(f"EA-Transformer-Lite, {label}"), "multi30k-laptop-de-en", 1, "runs", extra)
+            assert cell.folder.name == f"ea_transformer_lite{name}-seed1"
+
+
 @pytest.fixture
 def toy(data, tmp_path):
     """A table with one column and three rows over the toy corpus, none of which has been run."""
