@@ -83,7 +83,7 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        flags = recipes.parse_flags(row.flags) | learning(extra)  # what a row asks for, its precision too, it compares
+        flags = learning(row.flags, LAUNCH - {"precision"}) | learning(extra)  # a row that asks for one compares it
         name = "-".join([row.arch, *_slug(flags), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
@@ -103,9 +103,9 @@ class Table:
 LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
 
 
-def learning(words: Iterable[str]) -> recipes.Flags:
-    """What these words say of the model and how it learns."""
-    return {name: values for name, values in recipes.parse_flags(words).items() if name not in LAUNCH}
+def learning(words: Iterable[str], launch: Iterable[str] = LAUNCH) -> recipes.Flags:
+    """What these words say of the model and how it learns, and nothing of `launch`."""
+    return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
 def _slug(flags: recipes.Flags) -> list[str]:
