@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ..evolution import Coefficients, Geometry
 from . import cpu_library
 from .call import Call, Result
-from .cpu_structures import Problem, carries_mixed
+from .cpu_structures import Problem, carries_mixed, seed_of_dropout
 
 #: the fields of a call that may have gradients, in the order in which autograd is given them
 _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
@@ -50,7 +50,7 @@ def attend(call: Call) -> Result:
 
     Dropout's random bits are a function of one number, which is drawn from PyTorch's generator for the CPU.
     """
-    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if call.dropout > 0 else 0
+    seed = seed_of_dropout() if call.dropout > 0 else 0
     if not _wants_gradients(call):
         return _forward(call, seed)
     tensors = [getattr(call, name) for name in _DIFFERENTIABLE]

@@ -3,7 +3,7 @@
 PyTorch's own draws its mask number by number on one thread, and keeps it for the way back.
 """
 
-from ctypes import Structure, byref, c_float, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
@@ -11,18 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from . import cpu_library
 from .call import PLAIN
-
-#: a probability is a number of 16 random bits' values
-_VALUES = 65536
-
-
-class Dropout(Structure):
-    """``Dropout`` of cpu_dropout.c."""
-
-    _fields_ = [
-        *(("x", c_void_p), ("y", c_void_p), ("count", c_int64)),
-        *(("threshold", c_uint32), ("kept_share", c_float), ("seed", c_uint64)),
-    ]
+from .cpu_structures import Dropout, seed_of_dropout, threshold_of
 
 
 def knows(x: Tensor) -> bool:
@@ -42,7 +31,7 @@ def drop(x: Tensor, probability: float) -> Tensor:
 
     What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU.
     """
-    return _Dropout.apply(x, round(probability * _VALUES), int(torch.randint(2**63 - 1, (), device="cpu")))
+    return _Dropout.apply(x, threshold_of(probability), seed_of_dropout())
 
 
 class _Dropout(torch.autograd.Function):
@@ -53,7 +42,7 @@ class _Dropout(torch.autograd.Function):
         ctx.threshold, ctx.seed = threshold, seed
         x = x.contiguous()
         result = torch.empty_like(x)
-        problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, 1 - threshold / _VALUES, seed)
+        problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, seed)
         cpu_library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
         return result
 

@@ -41,7 +41,6 @@ typedef struct {
     float scale;                 /* of q k^T */
     float a, b, c, d, e;         /* the shares above; a and d are 0 where there is no previous map */
     uint32_t threshold;          /* dropout: a weight is dropped where its 16 random bits are below this */
-    float kept_share;            /* dropout: what the weights that are kept are divided by */
     uint64_t seed;               /* of dropout's random bits */
     Vectors q, key, v;           /* q and key are not read where logits are given */
     Mask hidden, masked;         /* from the convolution; from attention */
@@ -441,7 +440,7 @@ static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_
 static void noise_of_map(const Problem *p, int64_t b, int64_t h, int64_t vector, int64_t past, float *to) {
     for (int64_t block = vector / 8; block * 8 < past; block++) {
         vf noise[8];
-        draw_noise((uint64_t)block, (uint32_t)h, (uint32_t)b, p->seed, p->threshold, p->kept_share, noise);
+        draw_noise((uint64_t)block, (uint32_t)h, (uint32_t)b, p->seed, p->threshold, noise);
         for (int i = 0; i < 8; i++) {
             int64_t at = block * 8 + i - vector;
             if (at >= 0 && at < past - vector) store(to + at * V, noise[i]);
@@ -888,13 +887,6 @@ static Plan plan(const Problem *p, int backward) {
     w.tall = w.band + w.p.k - 1;
     if (p->T > 1 || backward) w.packed = whole((backward ? 2 : 1) * p->D * w.Sp + p->S * w.Dp + V);
     return w;
-}
-
-/* Threads that have enough to do: waking one takes as long as about a million operations. */
-static int worthwhile(double operations, int64_t tasks, int threads) {
-    double useful = 1 + operations / 1e6;
-    if (useful > tasks) useful = tasks;
-    return useful < threads ? (int)useful : threads;
 }
 
 /* All sentences, one at a time: a thread packs its own. */

@@ -1,4 +1,4 @@
-"""The structures of ``cpu_kernel.c``, and how tensors are entered there.
+"""The structures of ``cpu_kernel.c`` and ``cpu_dropout.c``, and how tensors are entered there.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -15,6 +15,25 @@ from .call import Call
 def carries_mixed(call: Call) -> bool:
     """Whether what is carried is what is mixed, always: then it is zero at hidden places, too, as in evolution.py."""
     return call.weight is not None and call.coefficients.carries_what_it_reads
+
+
+def threshold_of(probability: float) -> int:
+    """What a number's 16 random bits are below where dropout drops it."""
+    return round(probability * 65536)
+
+
+def seed_of_dropout() -> int:
+    """A number from PyTorch's generator for the CPU, which all random bits of one dropout are a function of."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+class Dropout(Structure):
+    """``Dropout`` of cpu_dropout.c."""
+
+    _fields_ = [
+        *(("x", c_void_p), ("y", c_void_p), ("count", c_int64)),
+        *(("threshold", c_uint32), ("seed", c_uint64)),
+    ]
 
 
 class Vectors(Structure):
@@ -35,7 +54,7 @@ class Problem(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "before", "left", "top", "lower", "same")),
         *((name, c_float) for name in ("scale", "a", "b", "c", "d", "e")),
-        *(("threshold", c_uint32), ("kept_share", c_float), ("seed", c_uint64)),
+        *(("threshold", c_uint32), ("seed", c_uint64)),
         *((name, Vectors) for name in ("q", "key", "v")),
         *((name, Mask) for name in ("hidden", "masked")),
         *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given", "sources")),
@@ -55,7 +74,6 @@ class Problem(Structure):
         if call.previous is None:
             a = d = 0.0
         has_rows_above = call.above is not None and call.weight is not None
-        threshold = round(call.dropout * 65536)
         copies: list[Tensor] = []
         problem = cls(
             *(batch, heads, rows, columns, call.v.size(3), call.kernel_size),
@@ -63,7 +81,7 @@ class Problem(Structure):
             *reach(call.geometry, call.kernel_size),
             carries_mixed(call),
             *(call.scale, a, b, c, d, e),
-            *(threshold, 1 - threshold / 65536, seed),
+            *(threshold_of(call.dropout), seed),
             vectors(call.q if call.given is None else None, copies),
             vectors(call.k if call.given is None else None, copies),
             vectors(call.v, copies),

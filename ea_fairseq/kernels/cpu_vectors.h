@@ -119,6 +119,13 @@ INLINE vf exponential(vf x) {
     return keep(p * (vf)((n + 127) << 23), ~tiny);
 }
 
+/* Threads that have enough to do: waking one takes as long as about a million operations. */
+static int worthwhile(double operations, int64_t tasks, int threads) {
+    double useful = 1 + operations / 1e6;
+    if (useful > tasks) useful = tasks;
+    return useful < threads ? (int)useful : threads;
+}
+
 /* ---- random bits ---- */
 
 /* One round of Philox 4x32 for a vector of counters (Salmon et al. 2011). */
@@ -138,10 +145,10 @@ INLINE void philox(vu x[4], uint64_t seed) {
 }
 
 /* Dropout's noise for eight vectors of numbers, 0 or what kept numbers are multiplied with: a function of the seed and of the
-   place, three counters, alone. One draw of 4 x 32 bits for each of V lanes serves all eight. */
-INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, uint32_t threshold, float kept_share,
-                       vf noise[8]) {
-    vf factor = spread(threshold < 65536 ? 1 / kept_share : 0);
+   place, three counters, alone. A number is dropped where its 16 random bits are below the threshold. One draw of 4 x 32 bits
+   for each of V lanes serves all eight. */
+INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, uint32_t threshold, vf noise[8]) {
+    vf factor = spread(threshold < 65536 ? 65536.0f / (float)(65536 - threshold) : 0);
     vu x[4] = {(uint32_t)(block * V) + lanes, h + (vu){0}, b + (vu){0}, (uint32_t)(block * V >> 32) + (vu){0}};
     philox(x, seed);
     for (int i = 0; i < 8; i++) {
