@@ -37,6 +37,7 @@ from ea_tools.run_folder import finished, updates
 from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
+from ea_tools.translators import add_precision, program
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Search:
     beam: int
     lenpen: float
     flags: Sequence[str] = ()  # of fairseq-generate
+    precision: str = "fp32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,6 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
+    add_precision(parser)
     args = parser.parse_args(arguments[:end])
     args.command = ["scripts/evaluate.sh", *arguments]
     args.generate_flags = arguments[end + 1 :]
@@ -121,7 +124,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         preparation = of_model(Path(path), state, args.run, args.data)
 
     results = args.run / "eval"
-    search = Search(args.beam, args.lenpen, args.generate_flags)
+    search = Search(args.beam, args.lenpen, args.generate_flags, args.precision)
     longest = (longest_read(state, "source"), longest_read(state, "target"))
     too_long = count_longer(args.data, prep, args.subset, longest)
     command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
@@ -317,7 +320,7 @@ def generate_command(
 ) -> list[str]:
     """The words of fairseq-generate. `longest` is how many subwords the model reads and writes."""
     return [
-        str(Path(sys.executable).with_name("fairseq-generate")),
+        *program("fairseq-generate", search.precision, search.flags),
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"]),
         *("--path", checkpoint, "--gen-subset", subset),

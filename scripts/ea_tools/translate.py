@@ -31,6 +31,7 @@ from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, positive, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
+from ea_tools.translators import add_precision, program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     parser.add_argument("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
+    add_precision(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
     parser.add_argument(
         "--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a tty)"
@@ -117,7 +119,7 @@ def _output(
         digest = hashlib.file_digest(weights, "sha256").hexdigest()[:16]
     used = {
         "checkpoint": f"{checkpoint.resolve()} (sha256 {digest})",
-        **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "interactive_flags")},
+        **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "precision", "interactive_flags")},
     }
     with partial.open("a+b") as file:
 
@@ -301,7 +303,7 @@ def longest(state: dict, side: str = "source") -> int:
 def interactive(args: argparse.Namespace, prep: dict[str, Any], data: Path, checkpoint: Path, buffer: int) -> list[str]:
     """The command of fairseq-interactive, which reads subwords from its standard input."""
     return [
-        str(Path(sys.executable).with_name("fairseq-interactive")),
+        *program("fairseq-interactive", args.precision, args.interactive_flags),
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"], "--path", str(checkpoint)),
         *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),

@@ -373,6 +373,7 @@ def test_peak_memory_is_counted():
         (benchmark_training, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
         (benchmark_training, ["--repetitions", "0"], "at least 1"),
         (benchmark_training, ["--memory-batches", "-1"], "--memory-batches"),
+        (benchmark_decoding, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
         (benchmark_decoding, ["--run-pair", "a", "b"], "--run-pair needs the --data"),
         (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
         (plot_growth, ["/nowhere"], "/nowhere"),

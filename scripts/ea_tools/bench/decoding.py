@@ -37,6 +37,7 @@ from ea_tools.bench.common import (
 )
 from ea_tools.checkpoints import check_dictionaries, choose, load, section, settings
 from ea_tools.common import UserError, reporting
+from ea_tools.products import require_bf16_units, use_bf16_products
 from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.text import read_prep
 
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     with reporting("benchmark_decoding"):
         device = prepare(args)
+        if device == "cpu" and "bf16" in args.precision:
+            require_bf16_units()
         for subject in [args.run_pair] if args.run_pair else args.size:
             for precision in args.precision:
                 for beam in args.beam:
@@ -132,7 +135,10 @@ def _must_translate(run: Path) -> None:
 
 
 def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) -> FairseqModel:
-    """As fairseq-generate prepares a model."""
+    """As fairseq-generate prepares a model. On a CPU bf16 is that of matrix products alone."""
+    if device == "cpu":
+        use_bf16_products(precision == "bf16")
+        precision = "fp32"
     model.to(device=device, dtype=DTYPES[precision])
     model.prepare_for_inference_(config)
     return model

@@ -89,7 +89,7 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser("decoding", decoding.__doc__)
     parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
     parser.add_argument("--run-pair", nargs=2, type=Path, metavar=("OURS", "STOCK"), help="two trained runs instead")
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
+    _add_precision(parser)
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
     parser.add_argument(
         "--batch",
@@ -127,13 +127,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--size", nargs="+", choices=PAIRS, default=["lite"], help="which pair of models (default: lite)"
     )
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=PRECISIONS,
-        default=["fp32"],
-        help="on a CPU bf16 is that of matrix products alone (default: fp32)",
-    )
+    _add_precision(parser)
     parser.add_argument(
         "--recipe", default="iwslt14-de-en", metavar="NAME", help="flags of training (default: iwslt14-de-en)"
     )
@@ -179,6 +173,17 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
         help="JSON with every time (default: %(default)s)",
     )
     return parser
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    """--precision of whole models."""
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["fp32"],
+        help="on a CPU bf16 is that of matrix products alone (default: fp32)",
+    )
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,39 @@
+"""What starts fairseq's programs that translate, fairseq-generate and fairseq-interactive, and in which precision."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ea_tools.common import REPO, UserError
+from ea_tools.launch import gpus
+from ea_tools.products import require_bf16_units
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add --precision, which `program` takes."""
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "fp16", "bf16"),
+        default="fp32",
+        help="fp16: on a GPU; bf16: of matrix products alone, on a CPU that has units for it (default: fp32)",
+    )
+
+
+def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
+    """The words that start fairseq-generate or fairseq-interactive (`name`); `flags` go to it, and may hold --cpu."""
+    itself = str(Path(sys.executable).with_name(name))
+    if precision == "fp32":
+        return [itself]
+    on_cpu = "--cpu" in flags or not gpus()[0]
+    if precision == "fp16":
+        if on_cpu:
+            raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has units for that")
+        return [itself, "--fp16"]
+    if not on_cpu:
+        raise UserError(f"--precision bf16: on a GPU {name} has fp32 and fp16; take fp16, or add -- --cpu")
+    require_bf16_units()
+    # -P: what lies beside the script has no say in what it imports.
+    return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "fairseq_bf16.py"), name]

@@ -1,0 +1,71 @@
+"""In which precision evaluate.sh and translate.sh translate."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.warm import ENVIRONMENT
+
+from ea_tools import evaluate, fairseq_bf16, products, translate, translators
+from ea_tools.common import UserError
+
+
+@pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])
+def gpu(request, monkeypatch):
+    monkeypatch.setattr(translators, "gpus", lambda: (1, (8, 0)) if request.param else (0, None))
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
+    return request.param
+
+
+def refused(precision, *flags):
+    with pytest.raises(UserError) as caught:
+        translators.program("fairseq-generate", precision, flags)
+    return str(caught.value)
+
+
+def test_what_starts_a_program_follows_precision_and_device(gpu, monkeypatch):
+    itself = [str(Path(sys.executable).with_name("fairseq-generate"))]
+    assert translators.program("fairseq-generate", "fp32") == itself
+    if gpu:
+        assert translators.program("fairseq-generate", "fp16") == [*itself, "--fp16"]
+        assert "fp32 and fp16; take fp16, or add -- --cpu" in refused("bf16")
+    else:
+        assert translators.program("fairseq-generate", "bf16")[-1] == "fairseq-generate"
+    assert "--precision fp16: needs a GPU" in refused("fp16", "--cpu")
+    script, name = translators.program("fairseq-interactive", "bf16", ["--cpu"])[-2:]
+    assert (Path(script).name, name) == ("fairseq_bf16.py", "fairseq-interactive")
+    monkeypatch.setattr(products, "has_bf16_units", lambda: False)
+    assert "this CPU has no units for bfloat16" in refused("bf16", "--cpu")
+
+
+@pytest.mark.parametrize("program", ["generate", "interactive"])
+def test_the_program_starts_with_products_in_bfloat16_and_its_own_flags(monkeypatch, program):
+    found = []
+    monkeypatch.setattr(sys, "argv", ["fairseq_bf16.py"])
+    monkeypatch.setattr(
+        f"fairseq_cli.{program}.cli_main",
+        lambda: found.append((sys.argv, torch.backends.mkldnn.matmul.fp32_precision)),
+    )
+    try:
+        fairseq_bf16.main([f"fairseq-{program}", "data/x", "--beam", "5"])
+    finally:
+        products.use_bf16_products(False)
+    assert found == [([f"fairseq-{program}", "data/x", "--beam", "5"], "bf16")]
+
+
+@pytest.mark.slow
+def test_both_commands_translate_so(data, run, tmp_path, monkeypatch, capfd):
+    """The toy's translations are the same, for its words are far apart."""
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)  # PyTorch takes float32 where there are none
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    (tmp_path / "in").write_text("Hund, Katze.\nHaus.\n")
+    for precision in ("fp32", "bf16"):
+        flags = ["--run", str(run), "--checkpoint", str(run / "checkpoint3.pt"), "--precision", precision]
+        out = tmp_path / precision
+        translate.main([*flags, "--input", str(tmp_path / "in"), "--output", str(out), "--", "--max-len-b", "20"])
+        evaluate.main(["--data", str(data), *flags, "--", "--max-len-b", "20"])
+        started = [line for line in capfd.readouterr().err.splitlines() if line.startswith("+ ")]
+        assert len(started) == 2
+        assert all(("fairseq_bf16.py" in line) == (precision == "bf16") for line in started)
+    assert (tmp_path / "fp32").read_text() == (tmp_path / "bf16").read_text()
