@@ -10,6 +10,14 @@ from ea_tools.table_report import markdown_row
 
 NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
 WHICH = "forward + backward"
+IN_BF16 = "ours by products in bfloat16 / stock in float32"
+#: translated in both precisions: direction, architecture, seed
+TRANSLATED = [
+    ("en-fr", "transformer_lite", 1),
+    ("en-fr", "ea_transformer_lite", 1),
+    ("de-en", "ea_transformer_lite", 1),
+    ("de-en", "ea_transformer_lite", 2),
+]
 
 
 def results(name):
@@ -40,15 +48,28 @@ def training(threads, precision="fp32", folder="speed"):
         yield next(each for each in kept if each["precision"] == precision)
 
 
-def in_bf16(threads):
+def decoding(beam, batch, precision="fp32", folder="speed"):
+    """Results of decoding by lite and by base."""
+    wanted = (beam, str(batch), precision)
+    kept = [
+        each
+        for each in results(f"{folder}/decoding.json")
+        if (each["beam"], each["batch"], each["precision"]) == wanted
+    ]
+    return [next(each for each in kept if each["size"] == size) for size in ("lite", "base")]
+
+
+def in_bf16(measured, *which):
     """Ours by products in bfloat16 against stock's float32, of lite and of base: medians of the same batches."""
-    for ours, stock in zip(training(threads, "bf16"), training(threads), strict=True):
+    for ours, stock in zip(measured(*which, "bf16"), measured(*which), strict=True):
         yield f"{ours['tokens_per_second']['ours']['median'] / stock['tokens_per_second']['stock']['median']:.2f}"
 
 
-def decoding(beam, batch):
-    kept = [each for each in results("epyc/decoding.json") if (each["beam"], int(each["batch"])) == (beam, batch)]
-    return [ratio(each) for size in ("lite", "base") for each in kept if each["size"] == size]
+def translated_in_bf16(run):
+    """sacreBLEU of a run's translations of both tests, by float32 and by products in bfloat16."""
+    for year in (2016, 2017):
+        test = json.loads((REPO / f"results/bf16-translation/{run}-{year}.json").read_text())["against"]["sacrebleu"]
+        yield f"{test['baseline']:.2f} -> {test['baseline'] + test['difference']:.2f} (p {test['p']:.2f})"
 
 
 def rows_of_performance():
@@ -56,11 +77,16 @@ def rows_of_performance():
         kept = [each for folder in FOLDERS for each in training(threads, folder=folder)]
         yield row(f"training, {label}", *map(ratio, kept))
         yield row("its peak memory, MiB, ours / stock", *map(mebibytes, kept))
-        yield row("ours by products in bfloat16 / stock in float32", *in_bf16(threads), "no units", "no units")
+        yield row(IN_BF16, *in_bf16(training, threads), "no units", "no units")
     for beam, search in ((1, "greedy"), (5, "beam 5")):
         for batch in (1, 8, 32):
             sentences = "one sentence at a time" if batch == 1 else f"{batch} sentences"
-            yield row(f"decoding, {search}, {sentences}", "not run", "not run", *decoding(beam, batch))
+            kept = [each for folder in FOLDERS for each in decoding(beam, batch, folder=folder)]
+            yield row(f"decoding, {search}, {sentences}", *map(ratio, kept))
+            yield row(IN_BF16, *in_bf16(decoding, beam, batch), "no units", "no units")
+    for direction, arch, seed in TRANSLATED:
+        pair = direction.title()
+        yield row(f"{pair}, `{arch}`, seed {seed}", *translated_in_bf16(f"{direction}-{arch}-seed{seed}"))
     growth = results("growth.json")
     yield row("speed, ours / stock", *(f"{each['ratio']['median']:.2f}" for each in growth))
     yield row("peak memory, ours / stock, MiB", *map(mebibytes, growth))
@@ -82,11 +108,13 @@ def rows_of_readme():
         yield row(f"training, IWSLT'14 lengths, {label}", *map(ratio, training(threads)))
         peaks = [each["memory"]["ours"]["peak"] / each["memory"]["stock"]["peak"] for each in training(threads)]
         yield row("its peak memory", *(f"{peak:.2f}" for peak in peaks))
-        yield row(f"{label}, ours by products in bfloat16, stock in float32", *in_bf16(threads))
+        yield row(f"{label}, ours by products in bfloat16, stock in float32", *in_bf16(training, threads))
     for beam, search in ((5, "beam 5"), (1, "greedy")):
         for batch in (1, 32):
             sentences = "one sentence" if batch == 1 else f"{batch} sentences"
-            yield row(f"decoding, {search}, {sentences} at a time, on an EPYC", *decoding(beam, batch))
+            yield row(f"decoding, {search}, {sentences} at a time", *map(ratio, decoding(beam, batch)))
+    label = "beam 5, 32 sentences, ours by products in bfloat16, stock in float32"
+    yield row(label, *in_bf16(decoding, 5, 32))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +127,8 @@ def test_a_pages_rows_are_those_of_the_records(page, rows):
 
 
 RECORDS = {
-    "docs/performance.md": ["speed/*", "epyc/*", "growth"],
-    "README.md": ["speed/training*", "epyc/decoding", "growth"],
+    "docs/performance.md": ["speed/*", "epyc/*", "growth", "bf16-translation/*"],
+    "README.md": ["speed/training*", "speed/decoding", "growth"],
 }
 
 
