@@ -139,11 +139,15 @@ INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r
     return v;
 }
 
+/* Arrays of maps of more bytes than this are written past the caches. */
+enum { KEPT_IN_CACHES = 4 << 20 };
+
 /* A row to B x K x T x S; zeros from column `end` on. */
-static void write_row(const Problem *p, const float *from, int64_t end, float *maps, int64_t r) {
-    int64_t filled = least(end, p->S);
-    memcpy(maps + r * p->S, from, filled * sizeof(float));
-    memset(maps + r * p->S + filled, 0, (p->S - filled) * sizeof(float));
+static void write_row(const Plan *w, const float *from, int64_t end, float *maps, int64_t r) {
+    int64_t S = w->p.S, filled = least(end, S);
+    if (w->floats > KEPT_IN_CACHES / (int64_t)sizeof(float)) copy_past_caches(from, filled, maps + r * S);
+    else memcpy(maps + r * S, from, filled * sizeof(float));
+    memset(maps + r * S + filled, 0, (S - filled) * sizeof(float));
 }
 
 INLINE int64_t row_number(const Plan *w, int64_t b, int64_t h, int64_t i) { return (b * w->p.K + h) * w->p.T + i; }
@@ -252,7 +256,7 @@ static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
             if (!p->kernel) continue;
             zero(X + band->end, w->gap);
             if (p->kept && i >= p->T - p->top)
-                write_row(p, X, band->end, p->kept, (band->b * p->K + h) * p->top + i - (p->T - p->top));
+                write_row(w, X, band->end, p->kept, (band->b * p->K + h) * p->top + i - (p->T - p->top));
         }
         if (p->kernel)
             for (int64_t i = filled; i < past; i++, X += w->pitch) zero(X, band->end + w->gap);
@@ -429,9 +433,9 @@ static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_
         else carry_row(w, m, band, i);
         for (int64_t h = 0; h < p->K; h++) {
             float *P = m->P + (h * w->band + row) * w->pitch;
-            if (p->a_logit) write_row(p, P, band->end, p->a_logit, row_number(w, band->b, h, i));
+            if (p->a_logit) write_row(w, P, band->end, p->a_logit, row_number(w, band->b, h, i));
             softmax_row(m, band->end, seen, P);
-            if (p->weights) write_row(p, P, band->end, p->weights, row_number(w, band->b, h, i));
+            if (p->weights) write_row(w, P, band->end, p->weights, row_number(w, band->b, h, i));
         }
     }
 }
@@ -688,10 +692,10 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
         m->d_shares[3] += sum(shares.previous_carried);
         m->d_shares[4] += sum(shares.logits_carried);
         for (int64_t h = 0; p->d_given && h < p->K; h++)
-            write_row(p, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
+            write_row(w, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
                       row_number(w, band->b, h, i));
         for (int64_t h = 0; p->d_previous && h < p->K; h++)
-            write_row(p, m->P + h * w->band * w->pitch, band->end, p->d_previous, row_number(w, band->b, h, i));
+            write_row(w, m->P + h * w->band * w->pitch, band->end, p->d_previous, row_number(w, band->b, h, i));
     }
 }
 
@@ -736,7 +740,7 @@ static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
         for (int64_t t = 0; p->above && from == 0 && t < p->top; t++) {
             float *row = m->X + (h * w->tall + p->k - 1 - p->top + t) * w->pitch;
             memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
-            if (p->kept && t >= p->T) write_row(p, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
+            if (p->kept && t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
         }
         for (int64_t t = p->T; !p->above && p->kept && t < p->top; t++)
             zero(p->kept + ((b * p->K + h) * p->top + t - p->T) * p->S, p->S);
@@ -802,8 +806,9 @@ static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int 
             for (int64_t s = 0; s < (begins ? p->S : least(p->S, end)); s++) {
                 float *row = to[number]->data + b * to[number]->sb + h * to[number]->sh + s * to[number]->st;
                 const float *part = parts[number] + (h * p->S + s) * w->Dp;
+                foresee_vector(row, to[number]->st, p->D);
                 if (begins) copy(part, p->D, row);
-                else for (int64_t d = 0; d < p->D; d++) row[d] += part[d];
+                else add(part, p->D, row);
             }
         if (!p->kernel) continue;
         p->d_bias[b * K + h] = (begins ? 0 : p->d_bias[b * K + h]) + sum(load(m->d_bias + h * V));
@@ -949,6 +954,7 @@ static int run(const Problem *p, int backward, int threads) {
         }
         if (w.chunks == 1) share_sentences(&w, &m);
         else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
+        have_written();
         leave_arena(0);
     }
     leave_arena(1);

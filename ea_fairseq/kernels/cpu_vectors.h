@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -30,6 +30,8 @@ static const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
 #define INLINE static inline __attribute__((always_inline))
 #define APART static __attribute__((noinline)) /* sums that would not stay in registers where there is more around them */
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi loadi(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
@@ -53,6 +55,33 @@ INLINE void copy(const float *from, int64_t floats, float *to) { /* few: a call 
     int64_t i = 0;
     for (; i + V <= floats; i += V) store(to + i, load(from + i));
     if (i < floats) store_first(to + i, floats - i, load_first(from + i, floats - i));
+}
+INLINE void add(const float *from, int64_t floats, float *to) {
+    int64_t i = 0;
+    for (; i + V <= floats; i += V) store(to + i, load(to + i) + load(from + i));
+    if (i < floats) store_first(to + i, floats - i, load_first(to + i, floats - i) + load_first(from + i, floats - i));
+}
+/* Copy to memory that caches need not keep, so that they do not read it first either; others may read it after
+   have_written(). */
+static void copy_past_caches(const float *from, int64_t floats, float *to) {
+    int64_t i = 0;
+#ifdef __AVX__
+    i = least(floats, (int64_t)(-(uintptr_t)to % sizeof(vf) / sizeof(float))); /* whole vectors must lie at whole places */
+    memcpy(to, from, i * sizeof(float));
+    for (; i + V <= floats; i += V) {
+#ifdef __AVX512F__
+        _mm512_stream_ps(to + i, load(from + i));
+#else
+        _mm256_stream_ps(to + i, load(from + i));
+#endif
+    }
+#endif
+    memcpy(to + i, from + i, (floats - i) * sizeof(float));
+}
+INLINE void have_written(void) {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
 }
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
@@ -91,8 +120,6 @@ INLINE void hold(vf *x) {
     (void)x;
 #endif
 }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t whole(int64_t n) { return (n + V - 1) / V * V; } /* up to whole vectors */
 
 /* How many vectors to work on at column s of a row that ends at `end`, a whole number of vectors: two, but first three
