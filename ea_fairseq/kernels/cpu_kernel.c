@@ -806,7 +806,7 @@ static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int 
             for (int64_t s = 0; s < (begins ? p->S : least(p->S, end)); s++) {
                 float *row = to[number]->data + b * to[number]->sb + h * to[number]->sh + s * to[number]->st;
                 const float *part = parts[number] + (h * p->S + s) * w->Dp;
-                foresee_vector(row, to[number]->st, p->D);
+                if (w->chunks > 1) foresee_vector(row, to[number]->st, p->D); /* else caches may still have it */
                 if (begins) copy(part, p->D, row);
                 else add(part, p->D, row);
             }

@@ -178,7 +178,11 @@ def test_any_length(geometry, lengths, depth):
     compare(equation_4(geometry, 2, lengths=lengths, depth=depth))
 
 
-LONG = {"one chunk of two bands": (64, 100), "two chunks": (130, 150), "many, and maps that caches do not hold": (359, 331)}
+LONG = {
+    "one chunk of two bands": (64, 100),
+    "two chunks": (130, 150),
+    "many, and maps that caches do not hold": (359, 331),
+}
 
 
 @pytest.mark.parametrize("geometry", KINDS)
