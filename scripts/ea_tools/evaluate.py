@@ -206,6 +206,8 @@ def settings_name(args: argparse.Namespace) -> str:
         parts.append("+".join(_checkpoint_name(Path(path), args.run) for path in args.checkpoint.split(":")))
     else:
         parts.append(f"average{args.average or 10}")
+    if args.precision != "fp32":
+        parts.append(args.precision)
     given = parse_flags(args.generate_flags).items()
     others = sorted((name, values) for name, values in given if name not in SPEED_FLAGS)
     if others:

@@ -113,6 +113,8 @@ def test_results_are_named_by_their_settings():
     assert settings("--beam", "1", "--average", "3", "--lenpen", "1.2") == "beam1.lenpen1.2.average3"
     assert settings("--best") == "beam5.best"
     assert settings("--checkpoint", "r/checkpoint3.pt:r/checkpoint2.pt") == "beam5.checkpoint3+checkpoint2"
+    assert settings("--precision", "bf16") == "beam5.average10.bf16"
+    assert settings("--precision", "fp32") == settings()
     assert settings("--", "--cpu", "--batch-size", "4") == settings()
     elsewhere = (
         "b/checkpoint3.pt",
