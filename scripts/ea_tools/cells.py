@@ -86,15 +86,27 @@ def settings(args: argparse.Namespace) -> str:
 def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
     """Whether a cell has a score of this split, in its record or its run.
 
-    A score by other settings is made again by these where the run's checkpoints are still there; else it stays.
+    A score by other settings, or from before the end of its training, is made again where the run's checkpoints are
+    still there; else it stays.
     """
-    scores = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
-    if not scores or any(records.settings(one) == settings(args) for one in scores):
+    kept = record(cell, args)
+    scores = [one for folder in (kept, cell.folder) if (one := records.read(folder, subset))]
+    by_these = [one for one in scores if records.settings(one) == settings(args)]
+    if not scores or any(not one.get("unfinished") for one in by_these):
         return bool(scores)
     if any(cell.folder.glob("checkpoint*.pt")):
         return False
-    has, wanted = records.settings(scores[0]), settings(args)
-    say(f"note: {cell}: the score of {subset} is by {has}, not {wanted}, and there are no checkpoints to score again")
+    if by_these:
+        say(
+            f"note: {cell}: the score of {subset} is from before the end of its training, {by_these[0]['unfinished']}, "
+            f"and there are no checkpoints to go on from; to train it from nothing, remove {kept}"
+        )
+    else:
+        has, wanted = records.settings(scores[0]), settings(args)
+        say(
+            f"note: {cell}: the score of {subset} is by {has}, not {wanted}, and there are no checkpoints to score "
+            "again"
+        )
     return True
 
 
@@ -140,11 +152,11 @@ def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
     groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     if not groups:
         raise UserError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups]
 
 
 def free_gpus() -> list[str]:
-    """The numbers of the GPUs on which nothing runs, as nvidia-smi tells it."""
+    """The numbers of the GPUs on which nothing runs, as nvidia-smi tells it, of those in CUDA_VISIBLE_DEVICES."""
 
     def ask(what: str) -> list[str]:
         command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
@@ -154,7 +166,9 @@ def free_gpus() -> list[str]:
 
     busy = {line.strip() for line in ask("compute-apps=gpu_uuid")}
     gpus = [line.split(", ") for line in ask("gpu=index,uuid") if ", " in line]
-    return [index for index, uuid in gpus if uuid not in busy]
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    allowed = {name.strip() for name in mine.split(",")} if mine is not None else {index for index, _ in gpus}
+    return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 
 def commands(table: Table, cell: Cell, args: argparse.Namespace, extra: list[str]) -> list[list[str]]:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import pickle
 import re
+import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +33,13 @@ _STRUCTURE = {
     "source_lang",
     "target_lang",
 }
+
+
+#: What reading raises of a file that holds something else, or where the machine cannot read it.
+UNREADABLE = (
+    *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, struct.error),
+    *(OSError, MemoryError),
+)
 
 
 class DamagedError(UserError):
@@ -64,7 +72,7 @@ def load(path: Path | str) -> dict[str, Any]:
             raise DamagedError(f"{path}: torn or damaged, or not a checkpoint") from None
         reason = f"it asks for {asked[1]}, which is neither weights nor settings"
         raise UserError(f"{path}: refused, and nothing of it was run: {reason}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError, MemoryError) as error:
+    except UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if _of_the_machine(error):
             raise UserError(f"{path}: could not be read, which says nothing of the file itself: {reason}") from None

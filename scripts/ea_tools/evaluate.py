@@ -12,6 +12,7 @@ the last of a split is test.json and test.hyp.txt, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -33,7 +34,7 @@ from ea_tools.preparation import digest as preparation_digest
 from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
-from ea_tools.run_folder import finished, updates
+from ea_tools.run_folder import LAST, finished, updates
 from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
@@ -147,7 +148,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         **describe(state),
         "checkpoint": checkpoint,
         "averaged": averaged,
-        "unfinished": unfinished(state) if averaged else None,  # other checkpoints need not be the run's last
+        # Other checkpoints need not be the run's last.
+        "unfinished": unfinished(last_state(args.run, state)) if averaged else None,
         "settings_name": settings_name(args),
         "beam": search.beam,
         "lenpen": search.lenpen,
@@ -218,7 +220,8 @@ def settings_name(args: argparse.Namespace) -> str:
 def _checkpoint_name(path: Path, run: Path) -> str:
     """A checkpoint in a file name: by its own name where it is the run's, else with a digest of where it is."""
     if path.parent.resolve() == run.resolve():
-        return path.stem
+        # --average 10 and --best are called average10 and best, and need not be of these files.
+        return f"file-{path.stem}" if re.fullmatch(r"average\d+|best", path.stem) else path.stem
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
@@ -230,6 +233,13 @@ def describe(state: dict) -> dict[str, Any]:
         "training_seed": section(state, "common").get("seed"),
         "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
     }
+
+
+def last_state(run: Path, averaged: dict) -> dict:
+    """The checkpoint at which a run stands, which may be in the middle of an epoch, after all that were `averaged`."""
+    with contextlib.suppress(UserError):  # there is none, or a torn one
+        return load(run / LAST)
+    return averaged
 
 
 def unfinished(state: dict) -> str | None:

@@ -109,7 +109,8 @@ def _write_record(run: Path, record: dict[str, Any]) -> None:
 def mend(run: Path) -> dict[str, Any] | None:
     """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
 
-    Returns its contents, or None where a run starts. A checkpoint that is whole but not allowed, for it asks for more
+    Returns its contents, or None where a run starts. Where none has the state of the optimizer, the newest is returned
+    and nothing changed: training cannot go on from it. A checkpoint that is whole but not allowed, for it asks for more
     than weights and settings, ends this with an error and stays where it is; so does one that the machine cannot read.
     """
     for path in run.glob("*.pt.tmp"):
@@ -118,11 +119,15 @@ def mend(run: Path) -> dict[str, Any] | None:
     families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
     newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
     if not newest:
-        if any(run.glob("*.damaged")):
-            raise UserError(f"{run}: none of its checkpoints loads; to start again from nothing, remove the folder")
+        if any(families) or any(run.glob("*.damaged")):
+            raise UserError(
+                f"{run}: training can go on from none of its checkpoints; to start again from nothing, remove the "
+                "folder"
+            )
         return None
-    path, state = max(newest, key=lambda loaded: updates(loaded[1]))  # the first of equals: checkpoint_last.pt
-    if path.name != LAST:
+    # The first of equals: checkpoint_last.pt.
+    path, state = max(newest, key=lambda loaded: (resumable(loaded[1]), updates(loaded[1])))
+    if path.name != LAST and resumable(state):
         extra = state["extra_state"]
         for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
             if (run / name).is_symlink():  # to another checkpoint, which stays as it is
@@ -134,22 +139,30 @@ def mend(run: Path) -> dict[str, Any] | None:
 
 
 def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
-    """The last (path, contents) of [(number, path), ...] that loads; those that do not are set aside."""
+    """The last (path, contents) of [(number, path), ...] that training can go on from, else the last that is whole.
+
+    Those that do not load are set aside.
+    """
+    whole = None
     for _, path in reversed(list(family)):
         try:
             state = load(path)
-            _resumable(path, state)
-            return path, state
         except DamagedError as error:
             aside = path.with_name(path.name + ".damaged")
             path.replace(aside)
             say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
-    return None
+            continue
+        if resumable(state):
+            return path, state
+        say(f"train: warning: {path}: has no optimizer state, training cannot go on from it")
+        if "optimizer_history" in state:
+            whole = whole or (path, state)
+    return whole
 
 
-def _resumable(path: Path, state: Mapping[str, Any]) -> None:
-    if "optimizer_history" not in state or "last_optimizer_state" not in state:
-        raise DamagedError(f"{path}: has no optimizer state, training cannot go on from it")
+def resumable(state: Mapping[str, Any]) -> bool:
+    """Whether training can go on from a checkpoint: --no-save-optimizer-state leaves out what that needs."""
+    return "optimizer_history" in state and "last_optimizer_state" in state
 
 
 def updates(state: Mapping[str, Any]) -> int:

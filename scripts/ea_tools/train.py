@@ -30,6 +30,7 @@ from ea_tools.run_folder import (
     mend,
     next_command,
     record_start,
+    resumable,
     take,
     updates,
 )
@@ -37,6 +38,8 @@ from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
 
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
+#: fairseq-train's own flags of precision; where one of them is given, none is chosen.
+OF_PRECISION = {"fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"}
 IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
 
 
@@ -84,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"{start.run}: this run is finished: {reason}")
             say(f"next: {next_command(start.data, start.run)}")
             return
+        if last and not resumable(last):
+            raise UserError(
+                f"{start.run}: its checkpoints hold no state of the optimizer (--no-save-optimizer-state), so training "
+                "cannot go on from them; scripts/evaluate.sh can score them"
+            )
         if start.launch.rank == 0:
             done, every_flag = updates(last) if last else 0, start.flags | start.own_flags
             record_start(start.run, every_flag, start.launch, done, args.command)
@@ -163,7 +171,10 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
         if chosen.pop(name.removeprefix("--"), None) is None:
             raise UserError(f"--without {name}: the recipe has no such flag")
     chosen |= batch_flags(recipe, launch, flags)
-    precision = choose_precision(args.precision, launch)
+    by_flag = sorted(OF_PRECISION & flags.keys())
+    if by_flag and args.precision != "auto":
+        raise UserError(f"--precision {args.precision} and --{by_flag[0]}: give one of them")
+    precision = "fp32" if by_flag else choose_precision(args.precision, launch)
     if launch.gpus and precision != "fp32":
         chosen[precision] = True
     chosen |= {"log-interval": 100, "log-format": "simple"}

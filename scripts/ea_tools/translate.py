@@ -114,7 +114,16 @@ def _output(
         sys.stdout.reconfigure(encoding="utf-8")
         yield lines, lambda line: print(line, flush=True), 0
         return
-    partial, record = (args.output.with_name(args.output.name + end) for end in (".partial", ".partial.jsonl"))
+    if args.output.is_dir():
+        raise UserError(f"--output {args.output}: is a folder; give the name of a file")
+    if args.output.exists() and not args.output.is_file():  # a pipe or a device, which keeps nothing to go on with
+        if args.resume:
+            raise UserError(f"--resume: --output {args.output} is not a file")
+        with args.output.open("w", encoding="utf-8") as stream:
+            yield lines, lambda line: print(line, file=stream, flush=True), 0
+        return
+    output = Path(os.path.realpath(args.output))  # a link stays one
+    partial, record = (output.with_name(output.name + end) for end in (".partial", ".partial.jsonl"))
     with checkpoint.open("rb") as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()[:16]
     used = {
@@ -133,7 +142,7 @@ def _output(
             temporary.write_text("".join(f"{json.dumps(entry)}\n" for entry in (used, *before)), encoding="utf-8")
         with record.open("a", encoding="utf-8") as notes:
             yield _noted(lines, before, notes, partial), write, len(before)
-        partial.replace(args.output)
+        partial.replace(output)
         record.unlink()
 
 
@@ -191,7 +200,9 @@ def translate(
     data, prep = preparation.folder, preparation.prep
     words = Words(prep, prep["target_lang"])
     at_terminal = args.input is None and sys.stdin.isatty()
-    command = interactive(args, prep, data, checkpoint, args.buffer or (1 if at_terminal else 1000))
+    buffer = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
+    positions = tuple(longest(state, side) + 1 for side in ("source", "target"))
+    command = interactive(args, prep, data, checkpoint, buffer, positions)
     print("+", shlex.join(command), file=sys.stderr)
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as messages,
@@ -300,15 +311,32 @@ def longest(state: dict, side: str = "source") -> int:
     return (settings(state).get(f"max_{side}_positions") or 1024) - 1
 
 
-def interactive(args: argparse.Namespace, prep: dict[str, Any], data: Path, checkpoint: Path, buffer: int) -> list[str]:
-    """The command of fairseq-interactive, which reads subwords from its standard input."""
+def interactive(
+    args: argparse.Namespace,
+    prep: dict[str, Any],
+    data: Path,
+    checkpoint: Path,
+    buffer: int,
+    positions: tuple[int, int],
+) -> list[str]:
+    """The command of fairseq-interactive, which reads subwords from its standard input.
+
+    Args:
+        buffer: how many lines it reads before it translates them; a batch cannot be larger.
+        positions: how many the model has on the source's side and on the target's; fairseq assumes 1,024.
+    """
+    if args.batch_size:
+        batch = ["--batch-size", str(min(args.batch_size, buffer))]
+    else:
+        batch = ["--max-tokens", str(max(4096, positions[0]))]
     return [
         *program("fairseq-interactive", args.precision, args.interactive_flags),
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"], "--path", str(checkpoint)),
         *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
         *("--buffer-size", str(buffer), "--nbest", str(args.nbest or 1)),
-        *(("--batch-size", str(args.batch_size)) if args.batch_size else ("--max-tokens", "4096")),
+        *("--max-source-positions", str(positions[0]), "--max-target-positions", str(positions[1])),
+        *batch,
         *args.interactive_flags,
     ]
 

@@ -9,7 +9,7 @@ from helpers import warm
 from helpers.toy import Payload, tool
 
 from ea_tools import average as average_checkpoints
-from ea_tools.checkpoints import load
+from ea_tools.checkpoints import DamagedError, load
 from ea_tools.common import UserError
 
 
@@ -165,6 +165,13 @@ def test_a_torn_file_is_named(tmp_path, keep):
     assert "checkpoint1.pt: " in result.stderr
     assert ("empty" if keep == 0 else "torn or damaged") in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", [b"torn", b"J", b"\x80", b"(", b"K\x01q\x01."])
+def test_any_bytes_are_damaged_and_nothing_worse(tmp_path, content):
+    (tmp_path / "c.pt").write_bytes(content)
+    with pytest.raises(DamagedError, match=r"c\.pt: torn or damaged, or not a checkpoint"):
+        load(tmp_path / "c.pt")
 
 
 def test_other_files_are_refused(tmp_path):

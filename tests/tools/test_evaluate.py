@@ -113,6 +113,8 @@ def test_results_are_named_by_their_settings():
     assert settings("--beam", "1", "--average", "3", "--lenpen", "1.2") == "beam1.lenpen1.2.average3"
     assert settings("--best") == "beam5.best"
     assert settings("--checkpoint", "r/checkpoint3.pt:r/checkpoint2.pt") == "beam5.checkpoint3+checkpoint2"
+    for name in ("average10", "best"):
+        assert settings("--checkpoint", f"r/{name}.pt") == f"beam5.file-{name}", "any file may have such a name"
     assert settings("--precision", "bf16") == "beam5.average10.bf16"
     assert settings("--precision", "fp32") == settings()
     assert settings("--", "--cpu", "--batch-size", "4") == settings()
@@ -342,6 +344,16 @@ def test_a_score_says_how_far_a_training_was_that_had_not_ended(updates, epoch, 
     }
     assert evaluate.unfinished(state) == said
     assert evaluate.unfinished({**state, "extra_state": {}}) is None
+
+
+def test_a_training_that_ends_in_the_middle_of_an_epoch_has_ended(tmp_path):
+    """Of epochs of 61 updates the last checkpoint by epoch has 7,991 of 8,000 updates."""
+    averaged, last = ({"model": {}, "optimizer_history": [{"num_updates": number}]} for number in (7991, 8000))
+    assert evaluate.last_state(tmp_path, averaged) is averaged
+    torch.save(last, tmp_path / "checkpoint_last.pt")
+    assert evaluate.last_state(tmp_path, averaged) == last
+    (tmp_path / "checkpoint_last.pt").write_text("torn")
+    assert evaluate.last_state(tmp_path, averaged) is averaged
 
 
 def test_an_empty_hypothesis_is_a_hypothesis():

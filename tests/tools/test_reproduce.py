@@ -258,6 +258,24 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     assert f"--run {plain} --average 3 --subset test" in said.out
 
 
+def test_a_training_that_had_not_ended_goes_on(toy, capsys):
+    """Its score is in the table, with how far it was, and is none that is done."""
+    plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
+    for folder in (plain, evolving):
+        path = folder / "eval" / "test.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
+    collect(toy)
+    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", "--average", "2", "--dry-run"])
+    table = tables.read(args.table)
+    (plain / "checkpoint1.pt").touch()
+    capsys.readouterr()
+    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
+    said = capsys.readouterr()
+    assert f"--run {plain} " in said.out
+    assert "done already: Plain" not in said.err
+    assert "Evolving" in next(line for line in said.err.splitlines() if "7 of 80 updates, and there are no" in line)
+
+
 def test_seeds_choose_what_is_run_and_hide_nothing(toy):
     for seed in (1, 4):
         pretend(toy, "Plain", seed, 10.0 + seed)
@@ -416,11 +434,14 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cells.slots(None, 0) == [{}]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["a", "c", "d", "e"]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
     with pytest.raises(UserError, match="4 GPUs are free"):
         cells.slots(5, 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "c, GPU-d,b")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["c", "d"]
 
 
 def test_runs_on_the_cpu(toy, monkeypatch):

@@ -161,6 +161,16 @@ def test_precision_follows_the_gpu(monkeypatch, capability, expected):
     assert launch.choose_precision("fp16", gpu) == "fp16"
 
 
+@pytest.mark.parametrize("flag", sorted(train.OF_PRECISION))
+def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, flag):
+    """fairseq takes --bf16 beside --fp16 for a mistake about TPUs."""
+    monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
+    found = flags(dry_run(capsys, "sample", "ea_transformer_lite", f"--{flag}")[0])
+    assert found.keys() & train.OF_PRECISION == {flag}
+    with pytest.raises(SystemExit, match=f"--precision bf16 and --{flag}: give one of them"):
+        dry_run(capsys, "sample", "ea_transformer_lite", "--precision", "bf16", f"--{flag}")
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

@@ -93,7 +93,7 @@ def test_never_silently_from_nothing(tmp_path, capsys):
     for name in ("checkpoint1.pt", "checkpoint_last.pt"):
         (tmp_path / name).write_text("not a checkpoint")
     for _ in range(2):  # the second time everything has been set aside already
-        with pytest.raises(UserError, match="none of its checkpoints loads"):
+        with pytest.raises(UserError, match="can go on from none of its checkpoints"):
             run_folder.mend(tmp_path)
 
 
@@ -102,6 +102,28 @@ def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     checkpoint(tmp_path / "checkpoint4.pt", 40)
     assert run_folder.updates(run_folder.mend(tmp_path)) == 40
     assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
+    assert (tmp_path / "checkpoint5.pt").exists(), "it is whole, and may be scored"
+
+
+def test_a_run_without_states_of_the_optimizer_is_left_as_it_is(tmp_path):
+    """fairseq's --no-save-optimizer-state: such a run can be finished, and scored, but not gone on with."""
+    for name, number in (("checkpoint4.pt", 40), ("checkpoint5.pt", 50), ("checkpoint_last.pt", 52)):
+        state = load(checkpoint(tmp_path / name, number))
+        del state["last_optimizer_state"]
+        torch.save(state, tmp_path / name)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    last = run_folder.mend(tmp_path)
+    assert run_folder.updates(last) == 52
+    assert not run_folder.resumable(last)
+    assert run_folder.finished(last, {"max-update": ["52"]})
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_run_of_weights_alone_is_not_started_again(tmp_path):
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
+    with pytest.raises(UserError, match="can go on from none of its checkpoints"):
+        run_folder.mend(tmp_path)
+    assert (tmp_path / "checkpoint5.pt").exists()
 
 
 def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):

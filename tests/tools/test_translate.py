@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
@@ -123,6 +125,54 @@ def test_the_input_is_not_replaced(tmp_path, name):
         )
     assert (tmp_path / "in").read_text() == "Hund.\n"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_output_need_not_be_a_plain_file(tmp_path):
+    """What a link leads to is replaced; a pipe is written to, line by line, and stays one."""
+
+    def output(name, *flags):
+        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / name), *flags])
+        return translate._output(args, args.checkpoint, [b"x\n"])
+
+    (tmp_path / "text").write_text("old\n")
+    (tmp_path / "link").symlink_to("text")
+    with output("link") as (lines, write, _):
+        list(lines)
+        write("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "text").read_text() == "new\n"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with output("pipe") as (lines, write, _):
+        assert list(lines) == [b"x\n"]
+        write("new")
+        assert os.read(reader, 100) == b"new\n"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(UserError, match=r"--resume: --output .*pipe is not a file"), output("pipe", "--resume"):
+        pass
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"--output .*folder: is a folder"), output("folder"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "pipe", "text"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "buffer", "positions", "expected"),
+    [
+        ([], 1000, (1024, 1024), "--max-tokens 4096"),
+        ([], 1000, (8192, 1024), "--max-tokens 8192"),
+        (["--batch-size", "64"], 1000, (1024, 1024), "--batch-size 64"),
+        (["--batch-size", "64"], 1, (1024, 1024), "--batch-size 1"),
+    ],
+)
+def test_fairseq_gets_batches_that_it_takes(data, flags, buffer, positions, expected):
+    """It refuses a batch that is larger than its buffer, and a sentence that no batch holds."""
+    args = translate.parse(["--run", "r", *flags])
+    words = translate.interactive(args, read_prep(data), data, Path("c.pt"), buffer, positions)
+    command = " ".join(words)
+    assert expected in command
+    assert f"--max-source-positions {positions[0]} --max-target-positions {positions[1]}" in command
 
 
 def test_n_best_with_scores():
