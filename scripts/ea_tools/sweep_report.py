@@ -40,6 +40,8 @@ def report(
     lines += [*grid_table(sweep, scores), "", *confirmation(sweep, scores), ""]
     if mixed := unlike(summaries):
         lines += [f"Beware: {mixed}", ""]
+    if early := table_report.scored_early(sweep.table, summaries):
+        lines += [early, ""]
     if picture:
         lines += [f"![{sweep.table.title}]({sweep.name}.png)", ""]
     return [*lines, f"Made by `{command}`.", "", *table_report.provenance(sweep.table, summaries, sweep.flags)]

@@ -190,8 +190,8 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
                 f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} {seeds}: "
                 f"{'; '.join(_outcomes(cell)) or 'no difference'}."
             )
-    if early := _scored_early(table, summaries):
-        lines.append(f"- **Scored before the end of their training**: {'; '.join(early)}.")
+    if early := scored_early(table, summaries):
+        lines.append(f"- {early}")
     if lines:
         lines += [
             "",
@@ -201,15 +201,15 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
     return lines
 
 
-def _scored_early(table: Table, summaries: dict) -> list[str]:
-    """The runs whose training was not at its end when they were scored, and how far it was."""
+def scored_early(table: Table, summaries: dict) -> str:
+    """A sentence about the runs whose training was not at its end when they were scored, or nothing."""
     early = {}
     for row in table.rows:
         for column in table.columns:
             for seed, one in summaries[row.label, column.label].get("results", {}).items():
                 if one.get("unfinished"):
                     early[f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({one['unfinished']})"] = None
-    return list(early)
+    return f"**Scored before the end of their training**: {'; '.join(early)}." if early else ""
 
 
 def _outcomes(cell: dict) -> list[str]:

@@ -181,6 +181,16 @@ def test_results_that_cannot_be_compared(toy, trainings):
     assert "Beware" not in report(toy, "mixed")
 
 
+def test_a_training_that_had_not_ended_is_named(toy, trainings):
+    call(toy, "--seeds", 1, grid=BETA)
+    assert "before the end" not in report(toy, "toy-ea_transformer_lite-ea-beta")
+    path = next((toy.parent / "runs").rglob("valid.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
+    call(toy, "--collect", grid=BETA)
+    assert "Scored before the end" in report(toy, "toy-ea_transformer_lite-ea-beta")
+    assert "seed 1 (7 of 80 updates)." in report(toy, "toy-ea_transformer_lite-ea-beta")
+
+
 def test_a_dry_run_runs_nothing(toy, trainings, capsys):
     call(toy, "--dry-run", grid=["--grid", "adam-betas", "(0.9, 0.98)", "(0.8, 0.98)"])
     printed = capsys.readouterr()
