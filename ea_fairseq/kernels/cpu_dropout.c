@@ -19,7 +19,7 @@ static void drop_block(const Dropout *d, int64_t block, const float *x, float *y
     for (int i = 0; i < 8; i++) store(y + i * V, load(x + i * V) * noise[i]);
 }
 
-/* y = x, divided by the share that is kept, or 0: a function of the seed and the place alone. */
+/* y = x, divided by the share that is kept, or 0: a function of the seed, the place and V. */
 void evolving_attention_dropout(const Dropout *d, int threads) {
     int64_t whole_blocks = d->count / DRAW, left = d->count % DRAW;
     threads = worthwhile(16.0 * d->count, most(whole_blocks, 1), threads); /* some 16 operations a number */

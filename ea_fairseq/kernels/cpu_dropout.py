@@ -29,7 +29,8 @@ def knows(x: Tensor) -> bool:
 def drop(x: Tensor, probability: float) -> Tensor:
     """x, of any shape, with each number zero by this probability, to 1/65536, and divided by the share of the others.
 
-    What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU.
+    What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU, and
+    other numbers on processors with AVX-512 than on those without.
     """
     return _Dropout.apply(x, threshold_of(probability), seed_of_dropout())
 

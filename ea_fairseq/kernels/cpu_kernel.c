@@ -259,7 +259,7 @@ static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
                 write_row(w, X, band->end, p->kept, (band->b * p->K + h) * p->top + i - (p->T - p->top));
         }
         if (p->kernel)
-            for (int64_t i = filled; i < past; i++, X += w->pitch) zero(X, band->end + w->gap);
+            for (int64_t i = most(filled, band->from); i < past; i++, X += w->pitch) zero(X, band->end + w->gap);
     }
 }
 

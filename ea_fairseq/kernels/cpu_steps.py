@@ -96,6 +96,7 @@ class Steps:
             or (masked is not None and masked.shape != (batch, 1, 1, columns))
             or (above is None) != (self._rows_above == 0)
             or (above is not None and above.shape[:3] != (batch, heads, self._rows_above))
+            or (above is not None and above.size(3) > columns)
         ):
             return None
         step, copies = Step.from_buffer_copy(self._step), []

@@ -171,8 +171,8 @@ INLINE void philox(vu x[4], uint64_t seed) {
     for (int round = 0; round < 7; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) philox_round(x, key0, key1);
 }
 
-/* Dropout's noise for eight vectors of numbers, 0 or what kept numbers are multiplied with: a function of the seed and of the
-   place, three counters, alone. A number is dropped where its 16 random bits are below the threshold. One draw of 4 x 32 bits
+/* Dropout's noise for eight vectors of numbers, 0 or what kept numbers are multiplied with: a function of the seed, of the
+   place, three counters, and of V. A number is dropped where its 16 random bits are below the threshold. One draw of 4 x 32 bits
    for each of V lanes serves all eight. */
 INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, uint32_t threshold, vf noise[8]) {
     vf factor = spread(threshold < 65536 ? 65536.0f / (float)(65536 - threshold) : 0);

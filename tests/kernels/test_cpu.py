@@ -194,6 +194,11 @@ def test_long_sentences_are_worked_on_in_parts(geometry, kernel_size, lengths):
     compare(problem(AnyShares(geometry, 3, kernel_size, shares, learnt=True), lengths, 24))
 
 
+def test_a_kernel_that_is_taller_than_a_band():
+    """Its last bands begin below the map, where all rows are zeros, and no more rows than the band has."""
+    compare(equation_4(Geometry.ENCODER_DECODER, 1, 39, lengths=(64, 1100), previous=False))
+
+
 @pytest.mark.parametrize("geometry", KINDS)
 @pytest.mark.parametrize("count", [4, 16])
 def test_the_more_sentences_the_larger_the_parts(geometry, count):
