@@ -49,6 +49,25 @@ def test_a_long_sentence_outgrows_its_room(each_way):
 
 
 @torch.no_grad()
+def test_a_state_whose_keys_were_cut_from_outside_gets_the_plain_numbers():
+    """What was kept of the rows above is wider than the keys then; the kernel would write past its memory."""
+    module, x, outputs = attention(), 3 * torch.randn(STEPS, 2, 12), []
+    for plain in (False, True):
+        state = {}
+        run(module, x, state)
+        kept = buffer(module, state)
+        for name in ("prev_key", "prev_value"):
+            kept[name] = kept[name][:, :, :3].clone()
+        kept["prev_key_padding_mask"] = None
+        module._set_input_buffer(state, kept)
+        with pytest.MonkeyPatch.context() as patch:
+            if plain:
+                patch.setattr(kernels.Steps, "run", lambda *_, **__: None)
+            outputs.append(run(module, x[:1], state))
+    assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_long_sentence_whose_hypotheses_change_places(each_way):
     """Places alone: where one is copied, the others' older positions are soon those of its copies."""
     module, x, state = attention(), 3 * torch.randn(STEPS, 3, 12), {}
