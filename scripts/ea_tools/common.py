@@ -62,19 +62,30 @@ def positive(text: str) -> int:
     return value
 
 
+def replaceable(path: Path, flag: str = "") -> Path | None:
+    """The file that takes the place of `path`, which is what a link leads to; None for a pipe or a device.
+
+    Raises:
+        UserError: it is a folder; the message begins with `flag`.
+    """
+    if path.is_dir():
+        raise UserError(f"{flag}{path}: is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        return None
+    return Path(os.path.realpath(path))
+
+
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
     """Give a temporary name beside `path`. What is written there becomes `path` at the end, or is gone.
 
     A link stays one, and what it leads to is replaced. A pipe or a device cannot be replaced, and is written to.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; give the name of a file")
-    if path.exists() and not path.is_file():
-        yield path
+    target = replaceable(Path(path))
+    if target is None:
+        yield Path(path)
         return
-    path = Path(os.path.realpath(path))
+    path = target
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

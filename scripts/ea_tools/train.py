@@ -37,9 +37,9 @@ from ea_tools.run_folder import (
 from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
 
-# A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 #: fairseq-train's own flags of precision; where one of them is given, none is chosen.
 OF_PRECISION = {"fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"}
+# A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
 
 

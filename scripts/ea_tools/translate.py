@@ -28,7 +28,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from ea_tools.checkpoints import choose, load, settings
-from ea_tools.common import REPO, UserError, positive, replacing, reporting
+from ea_tools.common import REPO, UserError, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
 from ea_tools.translators import add_precision, program
@@ -114,15 +114,13 @@ def _output(
         sys.stdout.reconfigure(encoding="utf-8")
         yield lines, lambda line: print(line, flush=True), 0
         return
-    if args.output.is_dir():
-        raise UserError(f"--output {args.output}: is a folder; give the name of a file")
-    if args.output.exists() and not args.output.is_file():  # a pipe or a device, which keeps nothing to go on with
+    output = replaceable(args.output, "--output ")
+    if output is None:  # a pipe or a device, which keeps nothing to go on with
         if args.resume:
             raise UserError(f"--resume: --output {args.output} is not a file")
         with args.output.open("w", encoding="utf-8") as stream:
             yield lines, lambda line: print(line, file=stream, flush=True), 0
         return
-    output = Path(os.path.realpath(args.output))  # a link stays one
     partial, record = (output.with_name(output.name + end) for end in (".partial", ".partial.jsonl"))
     with checkpoint.open("rb") as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()[:16]

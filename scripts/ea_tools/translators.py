@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ea_tools.common import REPO, UserError
-from ea_tools.launch import gpus
-from ea_tools.products import require_bf16_units
+from ea_tools.launch import Launch, choose_precision, gpus
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +26,11 @@ def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
     itself = str(Path(sys.executable).with_name(name))
     if precision == "fp32":
         return [itself]
-    on_cpu = "--cpu" in flags or not gpus()[0]
+    launch = Launch(gpus=0 if "--cpu" in flags else gpus()[0])
+    choose_precision(precision, launch)  # refuses what there is no device for
     if precision == "fp16":
-        if on_cpu:
-            raise UserError("--precision fp16: needs a GPU; on a CPU take fp32, or bf16 where it has units for that")
         return [itself, "--fp16"]
-    if not on_cpu:
+    if launch.gpus:
         raise UserError(f"--precision bf16: on a GPU {name} has fp32 and fp16; take fp16, or add -- --cpu")
-    require_bf16_units()
     # -P: what lies beside the script has no say in what it imports.
     return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "fairseq_bf16.py"), name]

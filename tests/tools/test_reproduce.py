@@ -233,6 +233,15 @@ def score_again(run, name, score):
         (run / "eval" / f"{stem}.hyp.txt").write_text("other\n")
 
 
+def dry_run(toy, capsys, *flags):
+    """What is said of the first two cells, seed 1, and what would be run of them."""
+    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", *flags, "--dry-run"])
+    table = tables.read(args.table)
+    capsys.readouterr()
+    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
+    return capsys.readouterr()
+
+
 def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
@@ -248,12 +257,8 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     written = collect(toy, "--average", "3")
     assert "- Beam and averaged checkpoints of the scores of" in written
     assert "beam5.average2: Plain, toy, seed 1. beam5.average3: Evolving, toy, seed 1." in written
-    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", "--average", "3", "--dry-run"])
-    table = tables.read(args.table)
     (plain / "checkpoint1.pt").touch()
-    capsys.readouterr()
-    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
-    said = capsys.readouterr()
+    said = dry_run(toy, capsys, "--average", "3")
     assert said.err.count("done already: Evolving") == 1
     assert f"--run {plain} --average 3 --subset test" in said.out
 
@@ -265,12 +270,8 @@ def test_a_training_that_had_not_ended_goes_on(toy, capsys):
         path = folder / "eval" / "test.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
     collect(toy)
-    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", "--average", "2", "--dry-run"])
-    table = tables.read(args.table)
     (plain / "checkpoint1.pt").touch()
-    capsys.readouterr()
-    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
-    said = capsys.readouterr()
+    said = dry_run(toy, capsys, "--average", "2")
     assert f"--run {plain} " in said.out
     assert "done already: Plain" not in said.err
     assert "Evolving" in next(line for line in said.err.splitlines() if "7 of 80 updates, and there are no" in line)

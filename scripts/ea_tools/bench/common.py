@@ -36,6 +36,7 @@ from fairseq.tasks import TASK_REGISTRY, FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
 from ea_tools.common import UserError, replacing
+from ea_tools.products import use_bf16_products
 from ea_tools.provenance import provenance
 from ea_tools.sides import BOTH, TASKS, Sides, sides_of
 
@@ -69,6 +70,14 @@ def prepare(args: argparse.Namespace) -> str:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def type_of_numbers(precision: str, device: str) -> str:
+    """What a model's numbers are. On a CPU bf16 is that of matrix products alone, which is switched on or off."""
+    if device != "cpu":
+        return precision
+    use_bf16_products(precision == "bf16")
+    return "fp32"
 
 
 def generate_lengths(count: int, seed: int) -> numpy.ndarray:

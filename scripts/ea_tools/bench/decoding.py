@@ -33,11 +33,12 @@ from ea_tools.bench.common import (
     sides_of_model,
     speeds,
     task_flags,
+    type_of_numbers,
     write,
 )
 from ea_tools.checkpoints import check_dictionaries, choose, load, section, settings
 from ea_tools.common import UserError, reporting
-from ea_tools.products import require_bf16_units, use_bf16_products
+from ea_tools.products import require_bf16_units
 from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.text import read_prep
 
@@ -135,11 +136,8 @@ def _must_translate(run: Path) -> None:
 
 
 def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) -> FairseqModel:
-    """As fairseq-generate prepares a model. On a CPU bf16 is that of matrix products alone."""
-    if device == "cpu":
-        use_bf16_products(precision == "bf16")
-        precision = "fp32"
-    model.to(device=device, dtype=DTYPES[precision])
+    """As fairseq-generate prepares a model."""
+    model.to(device=device, dtype=DTYPES[type_of_numbers(precision, device)])
     model.prepare_for_inference_(config)
     return model
 

@@ -36,11 +36,12 @@ from ea_tools.bench.common import (
     sides_of_model,
     speeds,
     task_flags,
+    type_of_numbers,
     write,
 )
 from ea_tools.common import UserError, reporting
 from ea_tools.memory import keep_freed_memory
-from ea_tools.products import require_bf16_units, use_bf16_products
+from ea_tools.products import require_bf16_units
 from ea_tools.recipes import read, spell_flags
 from ea_tools.sides import BOTH, DECODER, ENCODER
 
@@ -110,14 +111,9 @@ def measure(
 
 
 def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -> Trainer:
-    """fairseq's trainer with everything as the recipe has it; `model`: words after --arch, as in options.PAIRS.
-
-    On a CPU bf16 is that of matrix products alone.
-    """
+    """fairseq's trainer with everything as the recipe has it; `model`: words after --arch, as in options.PAIRS."""
     recipe = read(args.recipe)
-    if device == "cpu":
-        use_bf16_products(precision == "bf16")
-        precision = "fp32"
+    precision = type_of_numbers(precision, device)
     flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
     sides = sides_of_model(model)
     if sides != BOTH:
