@@ -338,7 +338,7 @@ class DecoderAttention(EvolvingAttention):
             output T x B x C; weights, if asked for, as ``averaged`` gives them.
         """
         own = AttentionCall.of(key_padding_mask)
-        kept = None if incremental_state is None else dict(self._get_input_buffer(incremental_state))
+        kept = None if incremental_state is None else self._kept(incremental_state)
         reuses = kept is not None and _may_reuse()
         if kept and not reuses:
             kept["steps"] = None
@@ -360,6 +360,23 @@ class DecoderAttention(EvolvingAttention):
             kept |= {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
             self._set_input_buffer(incremental_state, kept)
         return output, averaged(weights, need_weights, need_head_weights)
+
+    def _kept(self, incremental_state: IncrementalState) -> Kept:
+        """What earlier steps kept, which may be nothing.
+
+        Raises:
+            ValueError: keys and values were put there from outside, by fairseq's ``prev_self_attn_state`` or
+                ``prev_attn_state``, without the rows of the map that the convolution reads.
+        """
+        kept = dict(self._get_input_buffer(incremental_state))
+        if not kept or "rows" in kept:
+            return kept
+        if self.evolution.rows_above:
+            raise ValueError(
+                "keys and values alone are no state of evolving attention, whose convolution reads rows of earlier "
+                "steps' maps, too: let the steps before fill incremental_state"
+            )
+        return {"prev_key_padding_mask": None, "rows": None, "sources": None, **kept}
 
     def _next_step(
         self, query: Tensor, own: AttentionCall, kept: Kept | None, attn_mask: Tensor | None, need_weights: bool

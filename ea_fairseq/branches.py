@@ -14,7 +14,9 @@ from .attention import AttentionCall, EncoderSelfAttention
 
 
 class TwoBranchSelfAttention(EncoderSelfAttention):
-    """Encoder self-attention and a convolution over time side by side; each reads all of C and gives half of C.
+    """Encoder self-attention and a convolution over time side by side: [Attention(x); Conv1d(x)].
+
+    Each reads all of C and gives half of C.
 
     Self-attention's parameters have their usual names, with half as many outputs, and its output projection leads from
     C / 2 to C / 2. The convolution, ``conv_branch``, has a window of 3 and sees zeros at padded positions, as it does

@@ -24,7 +24,7 @@ class Room:
 
     Args:
         vectors: room x B x 2 x K x D, keys and values.
-        used: positions that have been written, or taken to be written, by anybody.
+        used: how many positions are written or reserved, by whichever state of the search.
     """
 
     __slots__ = ("used", "vectors")

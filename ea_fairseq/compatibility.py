@@ -1,7 +1,4 @@
-"""Small faults of fairseq 0.12.2 that stand in the way of language models and BART, with today's packages or at all.
-
-Each is mended only where it is there, so that a later fairseq is left as it is.
-"""
+"""Small faults of fairseq 0.12.2 that stand in the way of language models and BART, with today's packages or at all."""
 
 import functools
 import types

@@ -272,7 +272,11 @@ class Evolution(nn.Module):
         return mixed
 
     def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> Tensor | None:
-        """The previous map for something that computes the same with one convolution, ``conv``."""
+        """What stands for the previous map where only one convolution, ``conv``, is known, as in kernels.
+
+        ``previous``, B x K x T x S, zero at hidden places, through the convolutions before ``conv``; so for
+        ``predictive`` only, whose convolutions read nothing but the previous map.
+        """
         return previous if previous is None else self.before_last(_hide(previous, hidden), hidden)
 
     def parts(

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 #: options that change what a model computes, and that neither names nor shapes of its parameters show
-INVISIBLE_OPTIONS = ("encoder_attention_heads", "decoder_attention_heads", "activation_fn", "no_scale_embedding")
+INVISIBLE_OPTIONS = (
+    *("encoder_attention_heads", "decoder_attention_heads", "activation_fn", "no_scale_embedding"),
+    *("no_token_positional_embeddings", "decoder_normalize_before"),
+)
 
 
 def new_parameters(model: nn.Module) -> list[str]:
@@ -60,14 +63,19 @@ def accept_plain(model: nn.Module, model_cfg: Any, keys: Any) -> None:
     path, new = origin(model_cfg), new_parameters(model)
     if path is None or not new or not set(new).issubset(keys.missing_keys):
         return
-    _check_invisible_options(path, model_cfg)
+    state = _checkpoint(path)
+    _check_invisible_options(path, state, model_cfg)
+    _check_shared_parameters(path, state["model"], model)
     keys.missing_keys[:] = [key for key in keys.missing_keys if key not in set(new)]
     logger.info("%s is a checkpoint without evolving attention. These parameters start fresh: %s", path, ", ".join(new))
 
 
-def _check_invisible_options(path: str, model_cfg: Any) -> None:
+def _checkpoint(path: str) -> dict[str, Any]:
     allow_in_checkpoints()
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _check_invisible_options(path: str, state: dict[str, Any], model_cfg: Any) -> None:
     theirs = state.get("args") or state["cfg"]["model"]
     theirs = theirs if isinstance(theirs, dict) else vars(theirs)
     for name in INVISIBLE_OPTIONS:
@@ -76,4 +84,18 @@ def _check_invisible_options(path: str, model_cfg: Any) -> None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{flag} is {given} here, and {expected} in {path}, where the same parameters mean something else"
+            )
+
+
+def _check_shared_parameters(path: str, state: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """What is one parameter here must be one there: else the last of several that are loaded into it would win."""
+    first = {}  # address of a parameter -> the first of its names that the checkpoint has
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in state or not isinstance(value, nn.Parameter):
+            continue
+        other = first.setdefault(value.data_ptr(), name)
+        if other != name and not torch.equal(state[name], state[other]):
+            raise ValueError(
+                f"{other} and {name} are one parameter here, and two in {path}: leave out --share-all-embeddings and "
+                "--share-decoder-input-output-embed, unless the model was trained with them"
             )

@@ -34,7 +34,10 @@ class Translator:
     ) -> str | list[str]:
         """Translate raw text: a sentence, or a list of them, of which order and empty ones are kept.
 
+        What is longer than the model reads is cut, with a warning that names the sentence.
+
         Args:
+            sentences: raw text, as a person writes it: the model's own rules make tokens and subwords of it.
             beam: width of the beam search.
             lenpen: length penalty; above 1 favours longer translations.
             generation: more of fairseq-generate's settings, for example ``max_len_b=50``.
@@ -93,8 +96,9 @@ def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None
     overrides = {"data": str(folder), "source_lang": text.prep["source_lang"], "target_lang": text.prep["target_lang"]}
     models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path) for path in paths], overrides)
     # Sentences are batched by their tokens, as in scripts/translate.sh, however the model was trained.
-    cfg.dataset.max_tokens, cfg.dataset.batch_size = 4096, None
-    return Translator(GeneratorHubInterface(cfg, task, models), text)
+    hub = GeneratorHubInterface(cfg, task, models)
+    cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, hub.max_positions[0]), None
+    return Translator(hub, text)
 
 
 def _newest(run: Path) -> str:

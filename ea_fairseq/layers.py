@@ -81,7 +81,7 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
 
 
 class EADecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer; each of its two attentions evolves unless its beta is 0."""
+    """fairseq's decoder layer; each of its two attentions is ours where ``Settings.evolves``, else fairseq's."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False, add_bias_kv: bool = False, add_zero_attn: bool = False):
         super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)

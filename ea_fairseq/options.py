@@ -105,7 +105,8 @@ DEFAULTS: dict[str, Any] = {
 def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add all flags to an argument parser or group; defaults are the architecture's to set."""
     for flag, (parse, text) in OPTIONS.items():
-        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="N", help=text)
+        named = parse in (rule, score)
+        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="NAME" if named else "N", help=text)
     for flag, text in SWITCHES.items():
         parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
 
@@ -136,7 +137,8 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
 
     Raises:
         ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule or score, relative positions below
-            1, options that a rule does not have, heads that do not divide the dimension or half of it.
+            1, options that a rule does not have (several convolutions, anything to learn), heads that do not divide
+            the dimension or half of it, --ea-conv-branch without an encoder, --cross-self-attention.
     """
     for flag, (parse, _) in OPTIONS.items():
         value = getattr(args, _attribute(flag), None)
@@ -223,9 +225,10 @@ class Settings:
         )
 
     def evolves(self, geometry: Geometry) -> bool:
-        """Whether this kind of attention is anything but fairseq's own, which else does the work.
+        """Whether this kind of attention has to be ours; if not, fairseq's own module is built.
 
-        That is so where its maps evolve, and where its logits are no scaled dot products or a convolution is beside it.
+        It has to be where its maps evolve, where its logits are no scaled dot products, and where a convolution is
+        beside it.
         """
         if self.score != "dot" or self._relative_positions_in(geometry):
             return True

@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import math
+import re
 from typing import Any
 
 import torch
@@ -61,7 +63,8 @@ class EATransformerEncoder(TransformerEncoderBase):
 
         Returns:
             dict of lists as fairseq's decoder and generator expect it: encoder_out S x B x C, encoder_padding_mask
-            B x S, encoder_embedding B x S x C, src_lengths B x 1, and encoder_states, S x B x C each.
+            B x S, encoder_embedding B x S x C, src_lengths B x 1, and encoder_states, S x B x C each; fc_results and
+            src_tokens are empty, as fairseq's are.
         """
         padding = src_tokens.eq(self.padding_idx)
         any_padding = is_recorded() or bool(padding.any())
@@ -125,9 +128,9 @@ class EATransformerDecoder(TransformerDecoderBase):
         Args:
             tensor: T x B x C.
         """
-        if not self.self_attention_evolves:
-            return super().buffered_future_mask(tensor)
         length = tensor.size(0)
+        if not self.self_attention_evolves:
+            return tensor.new_full((length, length), -math.inf).triu(1)
         return torch.ones(length, length, dtype=torch.bool, device=tensor.device).triu(1)
 
     @property
@@ -148,18 +151,19 @@ class EATransformerDecoder(TransformerDecoderBase):
         if self._keeps_order(incremental_state, new_order):
             return
         for layer in self.layers.children():
-            for attention in (layer.self_attn, layer.encoder_attn):
+            for name in ("self_attn", "encoder_attn"):
+                attention = getattr(layer, name, None)  # experts (--base-layers) have none
                 if attention is not None:
                     attention.reorder_incremental_state(incremental_state, new_order)
 
     def _keeps_order(self, incremental_state: Any, new_order: Tensor) -> bool:
         """Whether every hypothesis continues itself, as in greedy decoding. A GPU would have to be waited for."""
-        first = next(self.layers.children(), None)
-        saved = {} if first is None else first.self_attn._get_input_buffer(incremental_state)
+        attention = next((layer.self_attn for layer in self.layers.children() if hasattr(layer, "self_attn")), None)
+        saved = {} if attention is None else attention._get_input_buffer(incremental_state)
         count = new_order.numel()
         if new_order.device.type != "cpu" or "prev_key" not in saved or saved["prev_key"].size(0) != count:
             return False
-        return torch.equal(new_order, torch.arange(count))
+        return torch.equal(new_order, torch.arange(count, device=new_order.device))
 
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
@@ -167,6 +171,21 @@ def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def without_first_layers_convolution(state: dict[str, Tensor], model: nn.Module, model_cfg: Any) -> dict[str, Tensor]:
+    """A state dict without what the encoder's first layer has no use for, where --encoder-layers-to-keep made it first.
+
+    No map is handed to the first layer, so under some rules it has neither convolution nor learnt shares; a later layer
+    that becomes the first leaves them behind, as it does where LayerDrop leaves out all layers before it.
+    """
+    kept = getattr(model_cfg, "encoder_layers_to_keep", None)
+    if not kept:
+        return state
+    first = min(int(number) for number in kept.split(","))
+    own = model.state_dict().keys()
+    left = re.compile(rf"(encoder\..*?layers\.){first}(\.self_attn\.evolution\..*)")
+    return {key: value for key, value in state.items() if not (m := left.fullmatch(key)) or f"{m[1]}0{m[2]}" in own}
 
 
 class EvolvingModel:
@@ -209,6 +228,7 @@ class EvolvingModel:
         Raises:
             RuntimeError, ValueError: parameters that are missing, too many, of another shape, or of another meaning.
         """
+        state_dict = without_first_layers_convolution(state_dict, self, model_cfg)
         accept = self.register_load_state_dict_post_hook(lambda model, keys: accept_plain(model, model_cfg, keys))
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..evolution import Coefficients, Geometry
 
-#: Types of tensors whose memory is what it seems: a subclass may stand for anything.
+#: The types of tensors whose memory may be read directly; a subclass may hold its numbers elsewhere.
 PLAIN = (Tensor, nn.Parameter)
 
 

@@ -9,19 +9,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..evolution import Coefficients, Geometry
 from . import cpu_library
 from .call import Call, Result
 from .cpu_structures import Problem, carries_mixed, seed_of_dropout
+from .derivatives import refuse_other_derivatives
 
 #: the fields of a call that may have gradients, in the order in which autograd is given them
 _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
 
 
 def knows(call: Call) -> bool:
-    """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``attend`` of this package.
+    """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``_fits`` of this package.
 
     Step by step, and where hypotheses share keys, it has no backward pass: it refuses where any gradient is wanted.
     """
@@ -89,10 +90,10 @@ class _EvolvingAttention(torch.autograd.Function):
         return result.context, result.a_logit, result.weights
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: FunctionCtx, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        refuse_other_derivatives(d_context, d_a_logit, d_weights)
         *tensors, hidden, masked, a, b, c, d, e = ctx.saved_tensors
         values = zip((a, b, c, d, e), ctx.constants, strict=True)
         call = replace(

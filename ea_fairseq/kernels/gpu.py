@@ -1,10 +1,11 @@
 """Evolving attention through the GPU kernels: the numbers of the plain composition, but faster.
 
-Of every layer one map is kept for the backward pass, A_logit, which the next layer needs anyway. Beside it one bit of
-every pixel, and two numbers of every row; what else the backward pass needs is computed again.
+Of every layer one map is kept for the backward pass, A_logit, which the next layer needs anyway. Beside it 16 bits of
+every place (i, j), one for each head, and two numbers of every row; what else the backward pass needs is computed
+again.
 
-Nobody who wrote these kernels can know that a compiler made the right thing of them for a device that he has not seen.
-So each variant is tried at its first use on a device, against the plain composition: see ``gpu_trial``.
+These kernels were written without a GPU, and a compiler may make wrong code of them. So each variant is tried at its
+first use on a device, against the plain composition: see ``gpu_trial``.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..evolution import Share
 from .call import Call, Result
+from .derivatives import refuse_other_derivatives
 
 if TYPE_CHECKING:
     from . import gpu_kernels
@@ -113,15 +115,15 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is no tensor."""
+    """What the kernels are told of a call beside its tensors."""
 
     scale: float
     taps: "gpu_kernels.Taps"
     dropout: "gpu_kernels.Dropout"
-    convolved: bool
-    separate: bool  # carried is not mixed
-    keep_map: bool
-    need_weights: bool
+    convolved: bool  # there is a convolution
+    separate: bool  # carried is not mixed: the convolution is added to something else than what it reads
+    keep_map: bool  # A_logit is wanted
+    need_weights: bool  # the weights are wanted
 
     def shares(self, tensors: Tensors) -> "gpu_kernels.Shares":
         """The five numbers as the kernels take them."""
@@ -231,8 +233,8 @@ class _Fused(torch.autograd.Function):
         return context, evolved.a_logit if settings.keep_map else None, evolved.weights
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_other_derivatives(*grads)
         saved, count = ctx.saved_tensors, len(ctx.constants)
         pairs = zip(saved[:count], ctx.constants, strict=True)
         tensors = Tensors(*(constant if value is None else value for value, constant in pairs))

@@ -479,6 +479,15 @@ def test_twice_the_same_bits():
     assert all(once[name].equal(again[name]) for name in once)
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    """autograd's own way to refuse it leaves terms out without a word where it needs a part of the graph only."""
+    case = Case(length=2)
+    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    context, _, _ = kernel(evolution, tensors, masks)
+    with pytest.raises(RuntimeError, match="--ea-plain can"):
+        torch.autograd.grad(context.sum(), tensors["q"], create_graph=True)
+
+
 def test_checkpointed_layers_drop_the_same():
     case = Case(length=2, masks="padding rows")
     evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)

@@ -365,3 +365,41 @@ def test_the_encoders_output_follows_sentences_not_hypotheses():
     moved = model.encoder.reorder_encoder_out(beams, torch.tensor([4, 4, 1, 0]))
     assert torch.equal(moved["encoder_out"][0], whole["encoder_out"][0][:, [2, 2, 0, 0]])
     assert torch.equal(moved["encoder_padding_mask"][0], whole["encoder_padding_mask"][0][[2, 2, 0, 0]])
+
+
+@torch.no_grad()
+def test_keys_and_values_from_outside_are_no_state_of_a_convolution():
+    """fairseq's layers take them as prev_self_attn_state; the rows of the map that are missing would count as zero."""
+    inputs = 3 * torch.randn(4, 2, 12)
+    for beta, refused in ((0.5, True), (0.0, False)):
+        module = DecoderAttention(Geometry.DECODER_SELF, 12, 3, beta=beta, self_attention=True).eval()
+        state = {}
+        run(module, inputs[:3], state)
+        given = {name: buffer(module, state)[name].clone() for name in ("prev_key", "prev_value")}
+        state = {}
+        module._set_input_buffer(state, given)
+        if refused:
+            with pytest.raises(ValueError, match="rows of earlier steps' maps"):
+                run(module, inputs[3:], state)
+        else:
+            assert_close(run(module, inputs[3:], state), at_once(module, inputs)[3:], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_without_attention_are_passed_over_where_beams_move():
+    """fairseq puts layers of experts (--base-layers) among the decoder's."""
+    decoder = build().decoder
+    encoded = {"encoder_out": [torch.randn(3, 2, 16)], "encoder_padding_mask": []}
+    state = {}
+    tokens = torch.tensor([[2], [2]])
+    decoder(tokens, encoded, incremental_state=state)
+    before = {name: kept["prev_key"].clone() for name, kept in state.items() if name.endswith("attn_state")}
+    decoder.layers.insert(0, torch.nn.Identity())
+    decoder.reorder_incremental_state_scripting(state, torch.tensor([0, 1]))
+    decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 0]))
+    moved = 0
+    for name, keys in before.items():
+        after = state[name]
+        if after.get("sources") is None:
+            moved += torch.equal(after["prev_key"], keys.flip(0))
+    assert before and moved

@@ -137,11 +137,20 @@ def test_few_positions(corpus, tmp_path, positions):
     assert all(len(text.split()) <= positions for (text,) in texts.values())
 
 
-@pytest.mark.parametrize("rule", ["evolving", "realformer"])
-def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, rule):
-    arch = [*ARCH, "--ea-rule", rule, "--encoder-layers", 3, "--decoder-layers", 3]
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        (["--ea-rule", "evolving"], "0,2"),
+        (["--ea-rule", "realformer"], "0,2"),
+        (["--ea-rule", "predictive"], "1,2"),
+        (["--ea-learn-mix"], "1,2"),
+    ],
+)
+def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, flags, kept):
+    """With the first layer left out, another one is without a map of the layer before, and may have no use for all."""
+    arch = [*ARCH, *flags, "--encoder-layers", 3, "--decoder-layers", 3]
     checkpoint = trained(corpus, tmp_path, "--encoder-layerdrop", 0.2, "--decoder-layerdrop", 0.2, arch=arch)
-    overrides = '{"encoder_layers_to_keep": "0,2", "decoder_layers_to_keep": "1"}'
+    overrides = f'{{"encoder_layers_to_keep": "{kept}", "decoder_layers_to_keep": "1"}}'
     printed = generated(corpus, checkpoint, "--model-overrides", overrides, "--beam", 2)
     assert len(hypotheses(printed)) == 10
 

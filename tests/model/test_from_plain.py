@@ -5,6 +5,7 @@ import argparse
 import pytest
 import torch
 from helpers.models import amplify_, batch
+from helpers.models import build as translation
 from helpers.other_models import ROBERTA, TRAINING, build, choices, labelled, monolingual, run, whole_words
 from torch.testing import assert_close
 
@@ -114,6 +115,28 @@ def test_nothing_else_may_be_missing_or_left_over(change, message, tmp_path):
 def test_heads_that_differ_are_refused_though_every_shape_fits(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(build("ea_roberta"), checkpoint(tmp_path / "model.pt", build("roberta"), **options))
+
+
+TRANSLATION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "relu"}
+
+
+@pytest.mark.parametrize("flag", ["--share-all-embeddings", "--share-decoder-input-output-embed"])
+def test_parameters_that_are_one_only_here_are_refused(flag, tmp_path):
+    """Else the last one of those that are loaded into it would win, and the others be lost."""
+    apart, shared = translation("transformer"), translation("transformer", flag)
+    refused = checkpoint(tmp_path / "apart.pt", apart, **TRANSLATION)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and .* are one parameter here, and two in .*apart.pt"):
+        load(translation("ea_transformer_base", flag), refused, **TRANSLATION)
+    fits = checkpoint(tmp_path / "shared.pt", shared, **TRANSLATION)
+    for flags in ([flag], []):  # what was one there may become two
+        load(translation("ea_transformer_base", *flags), fits, **TRANSLATION)
+
+
+@pytest.mark.parametrize("name", ["no_token_positional_embeddings", "decoder_normalize_before"])
+def test_options_without_parameters_are_refused(name, tmp_path):
+    given = checkpoint(tmp_path / "model.pt", translation("transformer"), **TRANSLATION, **{name: True})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is False here, and True in .*model.pt"):
+        load(translation("ea_transformer_base"), given, **TRANSLATION, **{name: False})
 
 
 def names_of_2019(state):

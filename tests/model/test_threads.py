@@ -70,6 +70,16 @@ def test_many_threads_get_what_one_thread_gets(rule, each_way):
     assert not wrong, f"{len(wrong)} of {THREADS * CALLS} outputs are wrong"
 
 
+@pytest.mark.parametrize("rule", ["evolving", "predictive"])
+def test_the_future_of_one_call_is_not_that_of_another(rule):
+    """fairseq keeps the mask of the future in the module, where a second thread may put a smaller one."""
+    decoder = tiny("--ea-rule", rule).decoder
+    long = decoder.buffered_future_mask(torch.zeros(9, 1, 8))
+    decoder.buffered_future_mask(torch.zeros(4, 1, 8))
+    assert "_future_mask" not in vars(decoder) or decoder._future_mask.numel() == 0
+    assert torch.equal(long.bool(), torch.ones(9, 9, dtype=torch.bool).triu(1))
+
+
 @pytest.mark.slow
 def test_many_threads_translate_as_one_does(each_way):
     """Beam search with its caches and reordering, each thread with a generator of its own."""
