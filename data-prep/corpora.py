@@ -158,7 +158,7 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
     --bpe-given CODE. Raw text is tokenised by Moses where Moses has rules for both languages, and else not at all:
-    subwords are then made of raw text, by sentencepiece.
+    subwords are then made of raw text, by sentencepiece. --like takes all of this from text that was prepared before.
     """
 
     def part(prefix: str) -> tuple[Part, ...]:

@@ -16,6 +16,8 @@ import corpora
 import sample
 from prep import stages
 from prep.corpus import Corpus, Rules, default_tokenizer
+from prep.earlier import Earlier
+from prep.text import PrepError
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -121,6 +123,9 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
     add("--tokenised", action="store_true", help="the text is in tokens already: its lines are taken as they are")
     add("--bpe-given", type=Path, metavar="CODE",
         help="with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)")  # fmt: skip
+    add("--like", type=Path, metavar="FOLDER",
+        help="prepare the text like that of a run, or like data that was prepared before: its rules, its subwords, its "
+        "dictionary; to train a model further, or to score it on other text")  # fmt: skip
     add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
     add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as the WMT corpora have it")
     add("--normalise", action="store_true", help="normalise punctuation of training text, as the WMT corpora do")
@@ -138,11 +143,14 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
     if args.command == "custom" and args.source_lang == args.target_lang:
         parser.error(f"--source-lang and --target-lang must differ, both are {args.source_lang}")
     if args.command == "custom":
-        for error in filter(None, (given_text_error(args), raw_text_error(args), prefix_error(args))):
+        for error in filter(None, (like_error(args), given_text_error(args), raw_text_error(args), prefix_error(args))):
             parser.error(error)
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
         parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
-    corpus = args.make(args)
+    try:
+        corpus = args.make(args)
+    except PrepError as error:
+        parser.error(str(error))
     changes = {key: getattr(args, key) for key in ("bpe", "merges", "vocabulary_threshold") if getattr(args, key)}
     return args, dataclasses.replace(corpus, rules=dataclasses.replace(corpus.rules, **changes))
 
@@ -156,6 +164,22 @@ def given_text_error(args: argparse.Namespace) -> str | None:
     for name, option in refused.items():
         if getattr(args, name) and getattr(args, option[2:].replace("-", "_")):
             return f"--{name.replace('_', '-')} cannot be had with {option}, which takes the text as it is"
+    return None
+
+
+def like_error(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options beside --like, or None."""
+    if not args.like:
+        return None
+    settled = ("tokenizer", "tokenised", "bpe_given", "lowercase", "split_dashes", "normalise", "bpe", "merges")
+    for name in (*settled, "vocabulary_threshold"):
+        if getattr(args, name):
+            return f"--{name.replace('_', '-')} cannot be had with --like, by which it is as for {args.like}"
+    if not (args.name or args.out):
+        return "--like wants a --name or --out for the new data, beside those that it is like"
+    out = (args.out or DATA / args.name).resolve()
+    if args.like.resolve() == out:
+        return f"--like {args.like}: is the folder that the new data would replace; choose another --name or --out"
     return None
 
 
@@ -204,16 +228,23 @@ def public(args: argparse.Namespace) -> Corpus:
 
 
 def custom(args: argparse.Namespace) -> Corpus:
-    chosen = tokenizer(args)
-    rules = Rules(
-        tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
-        normalise=args.normalise, filter_on="subwords", max_length=args.max_length, max_ratio=args.max_ratio,
-        valid_every=args.valid_every, drop_test_overlap=args.drop_test_overlap,
-        bpe="sentencepiece" if chosen == "none" else "subword_nmt",
-    )  # fmt: skip
+    about_lines = {
+        "filter_on": "subwords", "max_length": args.max_length, "max_ratio": args.max_ratio,
+        "valid_every": args.valid_every, "drop_test_overlap": args.drop_test_overlap,
+    }  # fmt: skip
+    earlier = Earlier.at(args.like) if args.like else None
+    if earlier:
+        earlier.require_languages(args.source_lang, args.target_lang)
+        rules = earlier.rules(**about_lines)
+    else:
+        chosen = tokenizer(args)
+        rules = Rules(
+            tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
+            normalise=args.normalise, bpe="sentencepiece" if chosen == "none" else "subword_nmt", **about_lines,
+        )  # fmt: skip
     name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
-    return dataclasses.replace(corpus, codes=args.bpe_given)
+    return dataclasses.replace(corpus, codes=args.bpe_given, earlier=earlier)
 
 
 def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
@@ -247,7 +278,7 @@ def main() -> None:
     out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from prep.pipeline import Pipeline
-    from prep.text import PrepError, refuse_undecodable_names
+    from prep.text import refuse_undecodable_names
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     try:

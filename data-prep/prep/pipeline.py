@@ -57,6 +57,7 @@ class Pipeline:
         self.corpus, self.raw, self.out, self.workers, self.command = corpus, raw, out, workers, command
         self.strict = strict
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
+        self.earlier = corpus.earlier
         self.languages = (corpus.source_lang, corpus.target_lang)
         self.sides = {
             split: [
@@ -102,12 +103,21 @@ class Pipeline:
             "extract": [self.languages, self._fingerprint()],
             "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc],
             "tokenise": [RULES, versions(), tokens, lengths if rules.filter_on == "words" else None],
-            "learn": self.codes.hex() if self.codes else [rules.bpe, rules.merges, rules.vocabulary_threshold],
+            "learn": self._what_is_learnt(),
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
             "binarise": self.corpus.name,
         }
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
+
+    def _what_is_learnt(self) -> str | list:
+        """What decides the subwords and the dictionary, beside the text."""
+        if self.codes:
+            return self.codes.hex()
+        if self.earlier:
+            return ["like", self.earlier.digest()]
+        rules = self.corpus.rules
+        return [rules.bpe, rules.merges, rules.vocabulary_threshold]
 
     def _fingerprint(self) -> list:
         return [
@@ -246,13 +256,16 @@ class Pipeline:
         if not (words[0] or words[1]):
             files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
             raise PrepError(f"train: no words to learn subwords from, only empty lines, in {files}")
-        if self.codes:
+        if self.earlier:
+            for name, content in self.earlier.files().items():
+                (folder / name).write_bytes(content)
+        elif self.codes:
             self._codes(folder).write_bytes(self.codes)
         elif rules.bpe == "sentencepiece":
             subwords.learn_sentencepiece(train, rules.merges, folder)
         else:
             subwords.learn(words[0] + words[1], rules.merges, folder)
-        if rules.vocabulary_threshold:
+        if rules.vocabulary_threshold and not self.earlier:
             for lang, side in zip(self.languages, words, strict=True):
                 allowed = subwords.frequent(side, self._codes(folder), rules.vocabulary_threshold)
                 if not allowed:  # which subword-nmt takes for no list at all
@@ -347,16 +360,10 @@ class Pipeline:
         text = self.folder["filter"]
         say(f"  the same as: {self._equivalent()}")
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
-        counts = Counter()
-        for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
-            counts.update(of_chunk)
-        words = binary.dictionary(counts)
-        for lang in self.languages:
-            lines = "".join(f"{word} {count}\n" for word, count in words)
-            (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
-        encode = binary.Encode(word for word, _ in words)
+        words = self.earlier.words() if self.earlier else self._dictionary(folder)
+        encode = binary.Encode(words)
         unknown = {split: self._binarise(folder, split, encode) for split in self.splits()}
-        for path in self.folder["learn"].iterdir():  # codes, and vocabularies if there is a threshold
+        for path in self.folder["learn"].iterdir():  # codes, vocabularies if there is a threshold, earlier dictionaries
             if path.name != stages.STAMP:
                 shutil.copy(path, folder)
         if self.codes:
@@ -376,10 +383,22 @@ class Pipeline:
             versions=versions(),
         )
         summary |= self._checks()
-        summary["unicode"] = report.unicode_form(summary, self.corpus.rules.nfc)
+        measured = report.unicode_form(summary, self.corpus.rules.nfc)
+        summary["unicode"] = self.earlier.unicode if self.earlier else measured
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         report.plot_lengths(summary, folder)
         return {}
+
+    def _dictionary(self, folder: Path) -> list[str]:
+        """Writes the dictionary of the training text for both languages; returns its subwords."""
+        counts = Counter()
+        for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
+            counts.update(of_chunk)
+        words = binary.dictionary(counts)
+        for lang in self.languages:
+            lines = "".join(f"{word} {count}\n" for word, count in words)
+            (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
+        return [word for word, _ in words]
 
     def _checks(self) -> dict:
         """What the report says about the text beyond its counts: see report.py, which says above what it warns."""
@@ -404,6 +423,8 @@ class Pipeline:
         text, (source, target) = self.folder["filter"], self.languages
         command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
         command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
+        if self.earlier:
+            command += f" --srcdict {self.folder['learn']}/dict.{source}.txt"
         if self.corpus.tests:
             command += " --testpref " + ",".join(f"{text}/{name}" for name in self.corpus.test_names())
         return command

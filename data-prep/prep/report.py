@@ -151,8 +151,8 @@ def _unknown(summary: dict) -> Iterator[str]:
         for lang, percent in found["unknown_percent"].items():
             if percent > MOST_UNKNOWN:
                 yield (
-                    f"{split}: {percent:.1f}% of its {lang} subwords do not occur in the training text and are unknown "
-                    f"to any model (more than {MOST_UNKNOWN:g}%): is it other text, or tokenised otherwise?"
+                    f"{split}: {percent:.1f}% of its {lang} subwords are not in the dictionary, and so unknown to any "
+                    f"model (more than {MOST_UNKNOWN:g}%): is it other text, or tokenised otherwise?"
                 )
 
 

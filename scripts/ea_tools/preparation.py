@@ -20,8 +20,10 @@ DIGEST = "DIGEST"  # the last file to be written there: a folder without it is n
 _SIDES = ("source_lang", "target_lang")
 # Settings in PREP.json that say how text becomes what a model reads.
 _SETTINGS = (*_SIDES, "tokenizer", "unicode", "lowercase", "bpe")
-# Rules of data preparation that choose sentences, or whose effect is in the codes: two corpora may differ in them.
-_RULES_ABOUT_SENTENCES = {"filter_on", "max_ratio", "max_length", "valid_every", "merges", "vocabulary_threshold"}
+# Rules of data preparation that choose sentences, or whose effect is in the codes or in a setting: two corpora may
+# differ in them.
+_NOT_COMPARED = {"filter_on", "max_ratio", "max_length", "valid_every", "drop_test_overlap"}
+_NOT_COMPARED |= {"merges", "vocabulary_threshold", "nfc"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def files(folder: Path, prep: dict) -> list[Path]:
 
 def settings(prep: dict) -> dict:
     """The settings and rules that must agree, by name."""
-    rules = {name: value for name, value in prep.get("rules", {}).items() if name not in _RULES_ABOUT_SENTENCES}
+    rules = {name: value for name, value in prep.get("rules", {}).items() if name not in _NOT_COMPARED}
     return {**rules, **{name: prep[name] for name in _SETTINGS if name in prep}}
 
 

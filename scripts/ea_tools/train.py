@@ -20,7 +20,7 @@ from ea_tools import flag_faults, products, recipes
 from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.launch import Launch, choose_precision, distribution
-from ea_tools.preparation import fingerprint
+from ea_tools.preparation import fingerprint, kept_by, require_same
 from ea_tools.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
 from ea_tools.run_folder import (
     LAST,
@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shlex.join(start.command))
             return
         check_data(start.data, start.recipe)
+        check_first_model(flags, start.data)
         if start.launch.rank == 0:
             take(start.run)
             claim(start.run, identity(start), args.command)
@@ -263,6 +264,20 @@ def check_data(data: Path, recipe: Recipe) -> None:
         raise UserError(
             f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
         )
+
+
+def check_first_model(flags: Flags, data: Path) -> None:
+    """What a training starts from must have been trained on these subwords, for its vectors are numbered like them."""
+    for name in flags.get("finetune-from-model", []):
+        run = Path(name).parent
+        kept = kept_by(run) if Path(name).is_file() else None
+        if kept is None:
+            continue
+        try:
+            require_same(kept, data, run)
+        except UserError as error:
+            hint = f"data-prep/custom.sh --like {run} prepares text for this model"
+            raise UserError(f"--finetune-from-model {name}: {error}\n{hint}") from error
 
 
 def identity(start: Plan) -> dict[str, str]:

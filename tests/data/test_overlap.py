@@ -62,7 +62,7 @@ def test_unknown_subwords_are_warned_about(tmp_path):
     prep, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["Собака старая."], ["the dog is old red."]))
     assert prep["splits"]["test"]["unknown_percent"]["de"] > 50
     assert [text.split("%")[1] for text in warnings if text.startswith("warning: test")] == [
-        " of its de subwords do not occur in the training text and are unknown to any model (more than 1"
+        " of its de subwords are not in the dictionary, and so unknown to any model (more than 1"
     ]
 
 

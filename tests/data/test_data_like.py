@@ -1,0 +1,140 @@
+"""custom.sh --like: other text by the rules, subwords and dictionary of a run, or of data prepared before."""
+
+import json
+import shutil
+
+import pytest
+from fairseq.data import Dictionary, data_utils
+from helpers.data_toy import parallel, read, script, write
+
+from ea_fairseq.text import Text
+from ea_tools import preparation
+from ea_tools.common import UserError
+from ea_tools.train import check_first_model
+
+LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
+
+
+def custom(folder, out, *options, check=True):
+    files = ("--train", folder / "train", "--valid", folder / "valid", "--test", folder / "test")
+    return script("custom", *LANGUAGES, *files, "--workers", "1", "--out", out, *options, check=check)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """The text of the first data, and other text with words that the first has not."""
+    folder = tmp_path_factory.mktemp("text")
+    for place, seed in (("one", 1), ("two", 51)):
+        for number, (split, lines) in enumerate({"train": 150, "valid": 20, "test": 15}.items()):
+            parallel(folder / place, split, lines, seed=seed + number)
+    lines = read(folder / "two/test.de")
+    write(folder / "two/test.de", ["Quarz-Jux, 'ŋŋ' and Nr. 7 don’t", "e\u0301tude", *lines[2:]])
+    return folder
+
+
+@pytest.fixture(scope="module", params=["--split-dashes --lowercase --vocabulary-threshold 3", "--tokenizer none"])
+def first(text, tmp_path_factory, request):
+    out = tmp_path_factory.mktemp("first") / "data"
+    merges = ["--merges", 60 if "none" not in request.param else 150]
+    custom(text / "one", out, *merges, *request.param.split())
+    return out
+
+
+def numbers(folder, split, lang):
+    """The sentences of binary data as subwords."""
+    dictionary = Dictionary.load(str(folder / f"dict.{lang}.txt"))
+    dataset = data_utils.load_indexed_dataset(str(folder / f"{split}.de-en.{lang}"), dictionary)
+    return [dictionary.string(dataset[number]).split() for number in range(len(dataset))], dictionary
+
+
+def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
+    """By a run's folder and by a data folder: the same bytes; each test line is what ``translate`` makes of it."""
+    preparation.keep(tmp_path / "run", first)
+    for like, out in ((first, "by-data"), (tmp_path / "run", "by-run")):
+        custom(text / "two", tmp_path / out, "--like", like)
+    one, other = tmp_path / "by-data", tmp_path / "by-run"
+    for path in one.rglob("*"):
+        if path.is_file() and path.name not in (".stamp.json", "PREP.json", "lengths.png"):
+            assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path
+    preparation.require_same(preparation.kept_by(tmp_path / "run"), one, tmp_path / "run")
+
+    made, dictionary = numbers(one, "test", "de")
+    translator = Text(first)
+    for line, found in zip(read(text / "two/test.de"), made, strict=True):
+        wanted = translator.subwords(line).split()
+        assert found == [word if word in dictionary else "<unk>" for word in wanted]
+    assert any("<unk>" in found for found in made)  # or nothing new was in the text
+    prep = json.loads((one / "PREP.json").read_text())
+    assert prep["splits"]["test"]["unknown_percent"]["de"] > 0
+
+
+def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path):
+    """Published corpora are not brought to NFC; what is like them has the form that text to translate gets."""
+    first = tmp_path / "first"
+    custom(text / "one", first, "--merges", 60)
+    prep = json.loads((first / "PREP.json").read_text())
+    prep["rules"]["nfc"] = False
+    (first / "PREP.json").write_text(json.dumps(prep))
+    preparation.keep(tmp_path / "run", first)
+    custom(text / "two", tmp_path / "new", "--like", first, "--drop-test-overlap")
+    preparation.require_same(preparation.kept_by(tmp_path / "run"), tmp_path / "new", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lowercase"], "--lowercase cannot be had with --like"),
+        (["--merges", "50"], "--merges cannot be had with --like"),
+        (["--tokenised"], "--tokenised cannot be had with --like"),
+        (["--source-lang", "fr"], "is de-en, and the text is to be fr-en"),
+        (["--like", "{tmp}/nothing"], "nothing: has no PREP.json"),
+        (["--like", "{tmp}/differ"], "the dictionaries of the two languages in {tmp}/differ differ"),
+        (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt is not there"),
+        (["--out", "{first}"], "is the folder that the new data would replace"),
+    ],
+)
+def test_what_is_refused(text, first, tmp_path, options, message):
+    for name in ("differ", "lacks"):
+        shutil.copytree(first, tmp_path / name)
+    (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
+    (tmp_path / "lacks/dict.en.txt").unlink()
+    names = {"tmp": tmp_path, "first": first}
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    options = [option.format(**names) for option in options]
+    done = custom(text / "two", tmp_path / "out", "--like", first, *options, check=False)
+    assert done.returncode != 0
+    assert message.format(**names) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+
+
+def test_new_data_want_a_name_of_their_own(text, first):
+    files = ("--train", text / "two/train", "--valid", text / "two/valid")
+    done = script("custom", *LANGUAGES, *files, "--like", first, check=False)
+    assert done.returncode != 0
+    assert "--like wants a --name or --out" in done.stderr
+
+
+def test_other_subwords_are_made_again(text, tmp_path):
+    first, new = tmp_path / "first", tmp_path / "new"
+    custom(text / "one", first, "--merges", 60)
+    custom(text / "two", new, "--like", first)
+    assert "nothing to do" in custom(text / "two", new, "--like", first).stderr
+    custom(text / "one", first, "--merges", 50)
+    custom(text / "two", new, "--like", first)
+    assert (new / "code").read_bytes() == (first / "code").read_bytes()
+
+
+def test_training_goes_on_with_the_same_subwords_only(text, tmp_path):
+    """``train.sh --finetune-from-model`` of a run whose dictionary is another: its vectors would mean other words."""
+    first, other, run = tmp_path / "first", tmp_path / "other", tmp_path / "run"
+    custom(text / "one", first, "--merges", 60)
+    custom(text / "two", other, "--merges", 60)
+    preparation.keep(run, first)
+    (run / "average10.pt").touch()
+    flags = {"finetune-from-model": [str(run / "average10.pt")]}
+    check_first_model(flags, first)
+    with pytest.raises(UserError, match=f"custom.sh --like {run} prepares text for this model"):
+        check_first_model(flags, other)
+    check_first_model({}, other)
