@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                        everything
 #   scripts/test.sh --quick                a look at every file: no slow test, the others with their first parameters only
-#   scripts/test.sh tests/model -x         one room; any arguments of pytest
+#   scripts/test.sh tests/model -x         one folder; any arguments of pytest
 #
 # The tests of the attention page need Chromium and chromedriver; without them they are skipped, and the last lines say so.
 set -euo pipefail

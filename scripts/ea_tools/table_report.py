@@ -195,8 +195,8 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
     if lines:
         lines += [
             "",
-            f"Significantly: p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text, which knows "
-            "the sentences of a test set and nothing of other seeds.",
+            f"Significantly: p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text. It "
+            "resamples a test set's sentences, and says nothing of other seeds.",
         ]
     return lines
 
