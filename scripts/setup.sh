@@ -45,7 +45,8 @@ if [[ -e $venv ]] && ! supported "$venv/bin/python"; then
 fi
 
 echo "setting up $venv with $("$python" --version); the first time takes a few minutes"
-[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+# A set-up that was killed may have left an environment without pip.
+"$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
 
 # Without build isolation, so that a source build of fairseq uses this torch instead of fetching a second one.

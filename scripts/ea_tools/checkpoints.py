@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import REPO, UserError
+from ea_tools.common import REPO, UserError, say
 from ea_tools.text import read_lines
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
@@ -128,8 +128,12 @@ def structure(state: dict) -> dict[str, Any]:
 def choose(run: Path) -> Path:
     """A run's averaged checkpoint if there is one (the newest), else its best, else its last."""
     averaged = sorted(run.glob("average*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [*averaged, run / "checkpoint_best.pt", run / "checkpoint_last.pt"]:
+    last = run / "checkpoint_last.pt"
+    for path in [*averaged, run / "checkpoint_best.pt", last]:
         if path.exists():
+            # A minute, for a folder that was copied has times in any order.
+            if path in averaged and last.exists() and last.stat().st_mtime > path.stat().st_mtime + 60:
+                say(f"note: {path} was made before the training went on; scripts/evaluate.sh averages anew")
             return path
     raise UserError(f"--run {run}: has no checkpoint")
 

@@ -28,6 +28,9 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
         command: the name that the line begins with.
         again: what the line says at Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a letter shows something else, and ends nothing
+            stream.reconfigure(errors="replace")
     try:
         yield
     except (UserError, OSError) as error:

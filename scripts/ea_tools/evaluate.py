@@ -38,7 +38,7 @@ from ea_tools.run_folder import LAST, finished, updates
 from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
-from ea_tools.translators import add_precision, program
+from ea_tools.translators import add_precision, passed_on, program
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_precision(parser)
     args = parser.parse_args(arguments[:end])
     args.command = ["scripts/evaluate.sh", *arguments]
-    args.generate_flags = arguments[end + 1 :]
+    args.generate_flags = passed_on(arguments, parser)
     return args
 
 

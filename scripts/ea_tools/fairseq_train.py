@@ -56,6 +56,8 @@ class LongRunTrainer(Trainer):
 
     def __init__(self, cfg: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
+        self._batches_in_epoch = 0
+        self._taken_up: dict[str, Any] | None = None  # where in an epoch the checkpoint was made that this goes on from
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
             logger.info(describe(self.get_model(), self.cuda))
@@ -65,7 +67,11 @@ class LongRunTrainer(Trainer):
         """An epoch's batches, the same ones whichever process makes them."""
         # fairseq groups sentences into batches once, by a seed that depends on the epoch in which it does: the first,
         # or the one in which a run is taken up again. Always as in the first, a resumed run sees the same batches.
-        return super().get_train_iterator(epoch if self.task.has_sharded_data("train") else 1, *args, **kwargs)
+        batches = super().get_train_iterator(epoch if self.task.has_sharded_data("train") else 1, *args, **kwargs)
+        self._batches_in_epoch = len(batches)
+        if self._taken_up:
+            fit_place(self._taken_up, self._batches_in_epoch)
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint."""
@@ -82,8 +88,10 @@ class LongRunTrainer(Trainer):
             return None  # fairseq goes on to raise it; the checkpoints that there are are what a run goes on from
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
+        place = {**extra_state["train_iterator"], "batches_in_epoch": self._batches_in_epoch}
         with _room_on_disk(Path(filename)):
-            return super().save_checkpoint(filename, {**extra_state, "early_stopping": stopping})
+            extra_state = {**extra_state, "early_stopping": stopping, "train_iterator": place}
+            return super().save_checkpoint(filename, extra_state)
 
     def load_checkpoint(self, *args: Any, reset_meters: bool = False, **kwargs: Any) -> dict[str, Any] | None:
         """Load, and take early stopping up where it was."""
@@ -91,7 +99,25 @@ class LongRunTrainer(Trainer):
         stopping = (extra_state or {}).get("early_stopping", {})
         if not reset_meters:
             vars(fairseq_train.should_stop_early).update(stopping)
+        self._taken_up = (extra_state or {}).get("train_iterator")
         return extra_state
+
+
+def fit_place(place: dict[str, Any], batches: int) -> None:
+    """Let a place in an epoch be the same share of it where batches are of another size than when it was written.
+
+    Args:
+        place: what fairseq keeps of an epoch's iterator, with ``batches_in_epoch`` besides; it is changed.
+        batches: how many there are in an epoch now, for each process.
+    """
+    done, before = place.get("iterations_in_epoch", 0), place.get("batches_in_epoch")
+    if not done or before == batches or (before is None and done < batches):
+        return
+    place["iterations_in_epoch"] = min(done * batches // before, batches - 1) if before else 0
+    logger.info(
+        f"the epoch goes on after batch {place['iterations_in_epoch']:,} of {batches:,}: the checkpoint was made after "
+        f"batch {done:,}{f' of {before:,}' if before else ''}, when batches were of another size"
+    )
 
 
 def describe(model: torch.nn.Module, cuda: bool) -> str:

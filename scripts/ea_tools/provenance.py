@@ -39,6 +39,9 @@ def git_commit() -> str | None:
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(REPO), *words], capture_output=True, text=True, check=False).stdout
 
+    top = git("rev-parse", "--show-toplevel").strip()
+    if not top or Path(top).resolve() != REPO:  # no repository, or one that ours lies in as a copy
+        return None
     commit = git("rev-parse", "HEAD").strip()
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     return commit + (" with local changes" if changed else "") or None

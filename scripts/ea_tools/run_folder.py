@@ -17,7 +17,7 @@ from ea_tools.preparation import keep, kept_by, require_same
 from ea_tools.provenance import provenance
 from ea_tools.recipes import Flags
 
-LAST = "checkpoint_last.pt"
+LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 
 _locks = []  # open as long as the process lives
 
@@ -35,28 +35,37 @@ def take(run: Path) -> None:
     _locks.append(lock)
 
 
-def claim(run: Path, this: Mapping[str, str], command: str = "") -> None:
-    """Write down whose folder this is, or refuse one that is somebody else's."""
+def started(run: Path) -> bool:
+    """Whether a run has left a model here, or what came of one. A run that failed before it saved any binds nobody."""
+    return any(path for left in ("checkpoint*", "average*.pt", "eval/*.json") for path in run.glob(left))
+
+
+def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | None = None) -> None:
+    """Write down whose folder this is, or refuse one that is somebody else's.
+
+    Where its data are others than the run's, and `data` says where they are, the refusal names the first difference.
+    """
     record = run / "run.json"
-    started = any(run.glob("checkpoint*"))  # a run that failed before it saved anything binds nobody
     before = {}
-    if record.exists() and started:
+    if record.exists() and started(run):
         before, owner = _read_record(record)
         changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
+        if changed == ["data"] and data and (kept := kept_by(run)):
+            require_same(kept, data, run)
         if changed:
             raise UserError(
                 f"{run} belongs to another run; choose another --run\n"
                 + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
             )
-    elif started:
-        raise UserError(f"{run} holds checkpoints that scripts/train.sh did not make; choose another --run")
+    elif started(run):
+        raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     first = before.get("command", command)  # that which began the run; each start has its own
     _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
 
 
 def keep_preparation(run: Path, data: Path) -> None:
     """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
-    if any(run.glob("checkpoint*")) and (kept := kept_by(run)):
+    if started(run) and (kept := kept_by(run)):
         require_same(kept, data, run)
     else:
         keep(run, data)
@@ -118,8 +127,11 @@ def mend(run: Path) -> dict[str, Any] | None:
     files = list(run.iterdir())
     families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
     newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
+    if not newest:  # the best may be all that is left
+        best = [*sorted(run.glob("checkpoint.best_*.pt")), *run.glob(BEST)]
+        newest = [loaded for loaded in [_newest_that_loads((0, path) for path in best)] if loaded]
     if not newest:
-        if any(families) or any(run.glob("*.damaged")):
+        if started(run):
             raise UserError(
                 f"{run}: training can go on from none of its checkpoints; to start again from nothing, remove the "
                 "folder"
@@ -129,7 +141,8 @@ def mend(run: Path) -> dict[str, Any] | None:
     path, state = max(newest, key=lambda loaded: (resumable(loaded[1]), updates(loaded[1])))
     if path.name != LAST and resumable(state):
         extra = state["extra_state"]
-        for name in [LAST] + ["checkpoint_best.pt"] * (extra.get("best") == extra.get("val_loss") is not None):
+        is_best = extra.get("best") == extra.get("val_loss") is not None
+        for name in [LAST, *([BEST] if is_best and path.name != BEST else [])]:
             if (run / name).is_symlink():  # to another checkpoint, which stays as it is
                 (run / name).unlink()
             with replacing(run / name) as temporary:

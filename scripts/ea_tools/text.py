@@ -52,9 +52,10 @@ def decode(line: bytes, path: Path | str, number: int) -> str:
     if encoding := wide_encoding(line):
         raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
     try:
-        return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    return text.removeprefix("\ufeff") if number == 1 else text  # a byte-order mark is no part of the text
 
 
 class Words:

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
     with reporting("train"):
         args, flags = parse(sys.argv[1:] if arguments is None else arguments)
-        recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data)
+        recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
         if toml:
             say(f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}")
         check_values(flags, args)
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_first_model(flags, start.data)
         if start.launch.rank == 0:
             take(start.run)
-            claim(start.run, identity(start), args.command)
+            claim(start.run, identity(start), args.command, start.data)
             keep_preparation(start.run, start.data)
-            if toml:
+            if toml and not (start.run / "recipe.toml").exists():  # it may have been edited since
                 with replacing(start.run / "recipe.toml") as temporary:
                     temporary.write_text(toml, encoding="utf-8")
             last = mend(start.run)
@@ -146,6 +146,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     for name in ("save-dir", "arch", "restore-file"):
         if name in flags:
             parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
+    for name, path in (("--run", args.run), ("--data", args.data)):
+        if path and ":" in str(path):
+            parser.error(f"{name} {path}: fairseq takes a colon for the end of a name; choose one without")
     args.command = portable(["scripts/train.sh", *arguments])
     args.data = args.data or recipes.read(args.recipe).data
     args.run = args.run or REPO / "runs" / f"{Path(args.recipe or args.data.resolve()).stem}-{args.arch}"

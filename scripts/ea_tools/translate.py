@@ -31,7 +31,7 @@ from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
-from ea_tools.translators import add_precision, program
+from ea_tools.translators import add_precision, passed_on, program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--nbest {args.nbest}: is more than --beam {args.beam}")
     if args.resume and not args.output:
         parser.error("--resume goes on with an --output, and none is given")
-    args.interactive_flags = arguments[end + 1 :]
+    args.interactive_flags = passed_on(arguments, parser)
     return args
 
 

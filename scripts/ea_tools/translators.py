@@ -10,6 +10,26 @@ from pathlib import Path
 from ea_tools.common import REPO, UserError
 from ea_tools.launch import Launch, choose_precision, gpus
 
+#: fairseq's flags that what is printed and recorded rests on -> where they come from instead.
+SETTLED = {
+    **{"--path": "--checkpoint", "--gen-subset": "--subset", "--beam": "--beam", "--lenpen": "--lenpen"},
+    **{"--input": "--input", "--nbest": "translate.sh --nbest"},
+    **dict.fromkeys(("--source-lang", "--target-lang", "-s", "-t", "--task", "--user-dir"), "the run"),
+    **dict.fromkeys(("--post-process", "--remove-bpe", "--results-path"), "the run"),
+}
+
+
+def passed_on(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The flags behind -- , which go to fairseq's program as they are; a usage error for those of ``SETTLED``."""
+    flags = list(arguments[arguments.index("--") + 1 :]) if "--" in arguments else []
+    for flag in flags:
+        name = flag.partition("=")[0]
+        # fairseq takes the beginning of a flag for the flag
+        meant = [full for full in SETTLED if full == name or (len(name) > 4 and full.startswith(name))]
+        if meant:
+            parser.error(f"-- {flag}: this is not for fairseq alone; it comes from {SETTLED[meant[0]]}")
+    return flags
+
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """Add --precision, which `program` takes."""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting
 
 
@@ -55,3 +56,23 @@ def test_text_that_is_not_utf8_is_one_line():
         b"caf\xe9 au lait".decode()
     assert end.value.code.startswith("tool: a file that was read is not UTF-8 text (")
     assert "caf\\xe9 au lait" in end.value.code
+
+
+def test_a_terminal_that_lacks_a_letter_ends_nothing():
+    program = (
+        "from ea_tools.common import reporting\nwith reporting('tool'):\n    print('39.95 ± 0.59')\n    print('done')"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "39.95 ? 0.59\ndone\n"
+
+
+def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):
+    for name, when in (("average3.pt", 1000), ("checkpoint_last.pt", 1010)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (when, when))
+    assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
+    assert capsys.readouterr().err == "", "times of a copied folder may lie so"
+    os.utime(tmp_path / "checkpoint_last.pt", (2000, 2000))
+    assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
+    assert "average3.pt was made before the training went on" in capsys.readouterr().err

@@ -253,6 +253,9 @@ def test_what_a_benchmark_writes_is_no_local_change_and_what_code_says_is(monkey
     assert provenance.git_commit() == clean
     (tmp_path / files[-1]).write_text("after")
     assert provenance.git_commit() == f"{clean} with local changes"
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(provenance, "REPO", tmp_path / "copy")
+    assert provenance.git_commit() is None, "a copy that lies in somebody else's repository"
 
 
 def test_without_git_there_is_no_commit(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -50,6 +51,15 @@ def test_nothing_to_do_takes_no_time():
     result = setup(REPO)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert time.perf_counter() - start < 2
+
+
+def test_an_environment_that_a_kill_left_without_pip_is_made_whole(checkout):
+    """python -m venv puts the interpreter there first, and pip last."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)
+    (checkout / "requirements.txt").write_text("nothing-is-installed-here==0\n")
+    result = setup(checkout, PIP_NO_INDEX="1")
+    assert result.returncode != 0 and "No module named pip" not in result.stderr
+    subprocess.run([checkout / ".venv/bin/python", "-m", "pip", "--version"], check=True, capture_output=True)
 
 
 def test_cdpath_leads_nowhere(checkout):

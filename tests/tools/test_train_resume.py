@@ -15,7 +15,7 @@ import torch
 from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
-from ea_tools import launch, recipes, run_folder, train
+from ea_tools import fairseq_train, launch, preparation, recipes, run_folder, train
 from ea_tools.checkpoints import load
 from ea_tools.common import UserError
 
@@ -87,6 +87,48 @@ def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
     run_folder.mend(tmp_path)
     assert run_folder.updates(load(tmp_path / "checkpoint_best.pt")) == 20
     assert last_updates(tmp_path) == 30
+
+
+@pytest.mark.parametrize("name", ["checkpoint_best.pt", "checkpoint.best_loss_1.0000.pt"])
+def test_the_best_may_be_all_that_is_left(tmp_path, name):
+    """fairseq's --no-last-checkpoints, or a user who made room."""
+    content = checkpoint(tmp_path / name, 10).read_bytes()
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 10
+    assert last_updates(tmp_path) == 10
+    assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("left", ["average3.pt", "eval/test.json"])
+def test_what_came_of_a_run_binds_its_folder(tmp_path, left):
+    """Without checkpoints nothing can go on; and another model must not take the place of the one that was scored."""
+    run_folder.claim(tmp_path, {"arch": "a"})
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).touch()
+    with pytest.raises(UserError, match="belongs to another run"):
+        run_folder.claim(tmp_path, {"arch": "b"})
+    with pytest.raises(UserError, match="can go on from none of its checkpoints"):
+        run_folder.mend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("done", "before", "now", "goes_on_after"),
+    [(10, 20, 20, 10), (10, 20, 10, 5), (10, 20, 40, 20), (20, 21, 3, 2), (10, None, 10, 0), (10, None, 20, 10)],
+)
+def test_the_share_of_an_epoch_that_was_seen_stays(done, before, now, goes_on_after):
+    """Batches of another size, or another number of GPUs: fairseq alone would stop, or see text twice or never."""
+    place = {"iterations_in_epoch": done, **({} if before is None else {"batches_in_epoch": before})}
+    fairseq_train.fit_place(place, now)
+    assert place["iterations_in_epoch"] == goes_on_after
+
+
+@pytest.mark.slow
+def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
+    run = tmp_path / "run"
+    for flags in (["--max-update", 6], ["--max-update", 7, "--max-tokens", 2048]):  # of 9 batches, then of 2
+        result = script("train.sh", *command(data, run), *flags)
+        assert result.returncode == 0, result.stderr
+    assert "when batches were of another size" in (run / "train.log").read_text()
+    assert last_updates(run) == 7
 
 
 def test_never_silently_from_nothing(tmp_path, capsys):
@@ -184,6 +226,18 @@ def test_a_folder_belongs_to_one_run(tmp_path):
         run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
     assert "arch: there a, now b" in str(refusal.value)
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
+
+
+def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    preparation.keep(run, data)
+    run_folder.claim(run, {"data": "x"})
+    checkpoint(run / "checkpoint1.pt", 10)
+    shutil.copytree(data, other)
+    lines = (data / "dict.en.txt").read_text().splitlines(keepends=True)
+    (other / "dict.en.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
+    with pytest.raises(UserError, match=r"dict\.en\.txt, line 1: "):
+        run_folder.claim(run, {"data": "y"}, data=other)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"identity": 1}', "\xe4"])

@@ -14,7 +14,7 @@ from helpers.toy import ENVIRONMENT, Payload, script, tool
 
 from ea_tools import translate
 from ea_tools.common import UserError
-from ea_tools.text import Source, Words, decode, read_prep
+from ea_tools.text import Source, Words, decode, read_lines, read_prep
 
 
 def test_source_text_becomes_what_the_model_was_trained_on(data):
@@ -39,6 +39,11 @@ def test_bad_bytes_are_named():
     assert decode(b" gut \r\n", "x", 1) == " gut "
     with pytest.raises(UserError, match=r"x:7: not UTF-8: .* at byte 3"):
         decode(b"ab\xff", "x", 7)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "text").write_bytes("\ufeffeins\n\ufeffzwei\n".encode())
+    assert read_lines(tmp_path / "text") == ["eins", "\ufeffzwei"]
 
 
 def test_output_is_kept_and_gone_on_with(tmp_path):

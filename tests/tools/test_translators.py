@@ -39,6 +39,16 @@ def test_what_starts_a_program_follows_precision_and_device(gpu, monkeypatch):
     assert "this CPU has no units for bfloat16" in refused("bf16", "--cpu")
 
 
+@pytest.mark.parametrize("flag", ["--path", "--beam", "--lenpen=0.3", "--gen-sub", "-s", "--remove-bpe", "--nbest"])
+def test_what_a_record_states_is_not_replaced_behind_its_back(flag, capsys):
+    """fairseq takes the last of several flags, and our line would still say what it was told first."""
+    for command, own in ((evaluate, ["--data", "d", "--run", "r"]), (translate, ["--run", "r"])):
+        assert command.parse([*own, "--", "--cpu", "--max-len-b", "3"])
+        with pytest.raises(SystemExit):
+            command.parse([*own, "--", "--cpu", flag, "1"])
+        assert f"-- {flag}: this is not for fairseq alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("program", ["generate", "interactive"])
 def test_the_program_starts_with_products_in_bfloat16_and_its_own_flags(monkeypatch, program):
     found = []
