@@ -232,8 +232,8 @@ def custom(args: argparse.Namespace) -> Corpus:
         "filter_on": "subwords", "max_length": args.max_length, "max_ratio": args.max_ratio,
         "valid_every": args.valid_every, "drop_test_overlap": args.drop_test_overlap,
     }  # fmt: skip
-    earlier = Earlier.at(args.like) if args.like else None
-    if earlier:
+    if args.like:
+        earlier = Earlier.at(args.like)
         earlier.require_languages(args.source_lang, args.target_lang)
         rules = earlier.rules(**about_lines)
     else:
@@ -244,7 +244,7 @@ def custom(args: argparse.Namespace) -> Corpus:
         )  # fmt: skip
     name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
-    return dataclasses.replace(corpus, codes=args.bpe_given, earlier=earlier)
+    return dataclasses.replace(corpus, codes=args.bpe_given, like=args.like)
 
 
 def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:

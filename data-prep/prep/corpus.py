@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .earlier import Earlier
 
 #: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
 #: Chinese too, but splits off their vowel signs and full stops, or does not split their words at all.
@@ -79,7 +75,7 @@ class Corpus:
     expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
     downloads: str = ""  # folder below data/downloads
     codes: Path | None = None  # subword-nmt's codes, where the text comes in subwords
-    earlier: Earlier | None = None  # what was learnt on other text, where this one is prepared like it
+    like: Path | None = None  # a run, or data, whose rules, subwords and dictionary this text gets
 
     def splits(self) -> dict[str, tuple[Part, ...]]:
         """fairseq's name of each split that comes as such -> its parts."""

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
 from .corpus import Corpus
+from .earlier import Earlier
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
 from .sources import Side
@@ -57,7 +58,7 @@ class Pipeline:
         self.corpus, self.raw, self.out, self.workers, self.command = corpus, raw, out, workers, command
         self.strict = strict
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
-        self.earlier = corpus.earlier
+        self.earlier = Earlier.at(corpus.like) if corpus.like else None
         self.languages = (corpus.source_lang, corpus.target_lang)
         self.sides = {
             split: [
