@@ -42,6 +42,7 @@ def knows(call: Call) -> bool:
         and maps.dtype in DTYPES
         and all(share.dtype in DTYPES for share in learnt)
         and call.maps[1] <= MOST_HEADS
+        and min(call.maps[2:]) > 1  # of a size of 1 Triton makes other code, which no trial has seen
         and call.kernel_size % 2 == 1
         and not call.step
         and call.above is None

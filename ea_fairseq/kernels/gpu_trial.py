@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 
 class Variant(NamedTuple):
-    """All that decides which machine code does a call, but for sizes of 1 and the alignment of sizes and addresses."""
+    """All that decides which machine code does a call, but for the alignment of sizes and addresses."""
 
     device: torch.device
     dtype: torch.dtype

@@ -564,6 +564,8 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         small_call(dtype=DOUBLE),
         replace(call, q=many, k=many, v=many),
         replace(call, step=True),
+        replace(call, k=call.k[:, :, :1], v=call.v[:, :, :1]),
+        replace(call, q=call.q[:, :, :1]),
         replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
         replace(call, kernel_size=2),
         replace(call, dropout=1.5),
