@@ -1,4 +1,4 @@
-"""Faults in an architecture's name or in flags of fairseq-train, in one line each, before a run's folder is made.
+"""Faults in names, of architectures, keys and flags of fairseq-train, in one line each, before a run's folder is made.
 
 fairseq's own parser decides what is a fault, but its answer to one is a usage of some hundred lines. Its import takes
 seconds, and is saved where the user gave no flags and an architecture that is one of ours.
@@ -7,10 +7,11 @@ seconds, and is saved where the user gave no flags and an architecture that is o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -29,18 +30,44 @@ def check(arch: str, command: Sequence[str], by_user: bool) -> None:
     """
     if arch in ours() and not by_user:
         return
-    logging.disable(logging.INFO)
-    try:
+    check_architecture(arch, "ARCH ")
+    with _silence():
+        import ea_fairseq  # noqa: F401  (registers the architectures)
+
+        parse(command)
+
+
+def check_architecture(arch: str, where: str) -> None:
+    """Refuse an architecture that neither ea_fairseq nor fairseq has; the message begins with `where`."""
+    if arch in ours():
+        return
+    with _silence():
         from fairseq.models import ARCH_MODEL_REGISTRY
 
         import ea_fairseq  # noqa: F401  (registers the architectures)
 
-        if arch not in ARCH_MODEL_REGISTRY:
-            near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
-            raise UserError(f"ARCH {arch}: there is no such architecture; near it are: {', '.join(near)}")
-        parse(command)
+    if arch not in ARCH_MODEL_REGISTRY:
+        near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
+        raise UserError(f"{where}{arch}: there is no such architecture; near it are: {', '.join(near)}")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, fairseq reports nothing of its own start."""
+    logging.disable(logging.INFO)
+    try:
+        yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def check_keys(path: Path, given: Iterable[str], known: Collection[str], besides: str = "") -> None:
+    """Refuse a key of a file that nobody reads; the message says which one was meant, maybe, or else what there are."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(known)}{besides}"
+            raise UserError(f"{path}: {key}: there is no such key here; {hint}")
 
 
 def parse(command: Sequence[str]) -> argparse.Namespace:

@@ -17,7 +17,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,13 @@ class Setting:
 
 def read_table() -> dict:
     """recipes/tables/glue.toml."""
-    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return recipes.read_toml(TABLE)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: train and score what is missing, pick, write the result and the table."""
-    args, flags = parse(sys.argv[1:] if arguments is None else arguments)
     with reporting("glue"):
+        args, flags = parse(sys.argv[1:] if arguments is None else arguments)
         if not args.table:
             run(args, flags)
         text = markdown(read_table(), read_results(args.results / "glue"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ea_tools import flag_faults
 from ea_tools.common import REPO, UserError
 from ea_tools.text import read_prep
 
 FOLDER = REPO / "recipes"
+KEYS = ("inherit", "data", "source-lang", "target-lang", "eval-bleu", "batch", "flags", "arch")  # of a recipe's file
 
 Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
 
@@ -54,16 +57,25 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """The recipes that have a data set, their own or an inherited one; the others are there to be inherited."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _inherited(path))
+    """The recipes that have a data set, their own or an inherited one; the others are there to be inherited.
+
+    One that cannot be read, for somebody is writing it, maybe, is left out: it must not stop what needs another.
+    """
+    found = []
+    for path in FOLDER.glob("*.toml"):
+        with contextlib.suppress(UserError, OSError):
+            if "data" in _inherited(path):
+                found.append(path.stem)
+    return sorted(found)
 
 
 def read(name: str) -> Recipe:
     """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file() or (path.parent == FOLDER and path.stem not in names()):
+    merged = _inherited(path) if path.is_file() else {}
+    if not path.is_file() or (path.parent == FOLDER and "data" not in merged):
         raise UserError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
-    return _recipe(path, _inherited(path))
+    return _recipe(path, merged)
 
 
 def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
@@ -119,12 +131,25 @@ def for_data(data: Path) -> tuple[Recipe, str]:
     return _recipe(data, _merge(_inherited(FOLDER / "base.toml"), tomllib.loads(toml))), toml
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises:
+        UserError: it is no TOML, or no UTF-8; the message names it.
+    """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no TOML, or no UTF-8
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_toml(path)
+    flag_faults.check_keys(path, content, KEYS, "; flags of fairseq-train stand below a line [flags]")
     _check_tables(path, content)
+    if path.parent != FOLDER:  # those in recipes/ have a test, and may name what only fairseq's slow import knows
+        for arch in content.get("arch", {}):
+            flag_faults.check_architecture(arch, f"{path}: arch.")
     return content
 
 
@@ -141,7 +166,10 @@ def _check_tables(path: Path, content: dict[str, Any]) -> None:
             raise UserError(f"{path}: {name} = {number!r} in [batch]: must be a whole number of at least 1")
 
 
-def _inherited(path: Path) -> dict[str, Any]:
+def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path in heirs:
+        circle = " from ".join(heir.stem for heir in (*heirs[heirs.index(path) :], path))
+        raise UserError(f"{path}: inherits in a circle, {circle}; take one inherit out")
     own = _read(path)
     if "inherit" not in own:
         return own
@@ -149,7 +177,7 @@ def _inherited(path: Path) -> dict[str, Any]:
     if not base.is_file():
         there = ", ".join(sorted(other.stem for other in FOLDER.glob("*.toml")))
         raise UserError(f"{path}: inherit = {own['inherit']!r}: there is no such recipe; there are: {there}")
-    return _merge(_inherited(base), own)
+    return _merge(_inherited(base, (*heirs, path)), own)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

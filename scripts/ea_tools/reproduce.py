@@ -23,8 +23,8 @@ from ea_tools.tables import Cell, Table
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
-    args, extra = parse(arguments)
     with reporting("reproduce"):
+        args, extra = parse(arguments)
         table = tables.read(args.table).with_flags(extra)
         args.seeds = args.seeds or table.seeds
         chosen = wanted(table, args, extra)

@@ -22,8 +22,8 @@ from ea_tools.text import read_prep
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the grid, confirm the best cells, write the report."""
-    args, flags = parse(arguments)
     with reporting("sweep"):
+        args, flags = parse(arguments)
         sweep = Sweep.of(args, flags)
         failed = [] if args.collect else run(sweep, args)
         if args.dry_run:

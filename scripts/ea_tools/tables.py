@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ea_tools import recipes
+from ea_tools import flag_faults, recipes
 from ea_tools.common import UserError
 from ea_tools.scores import LABELS
 from ea_tools.text import read_prep
 
 FOLDER = recipes.FOLDER / "tables"
+KEYS = ("title", "seeds", "column", "row")  # of a table's file
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,13 @@ def _slug(flags: recipes.Flags) -> list[str]:
 
 
 def names() -> list[str]:
-    """The tables of translations in recipes/tables; scripts/glue.sh has one of its own there."""
-    contents = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.toml")}
-    return sorted(name for name, content in contents.items() if "column" in content)
+    """The tables of translations in recipes/tables that can be read; scripts/glue.sh has one of its own there."""
+    found = []
+    for path in FOLDER.glob("*.toml"):
+        with contextlib.suppress(UserError, OSError):
+            if "column" in recipes.read_toml(path):
+                found.append(path.stem)
+    return sorted(found)
 
 
 def read(name: str) -> Table:
@@ -126,10 +130,11 @@ def read(name: str) -> Table:
         raise UserError(
             f"{name}: no such table; there are {', '.join(names())}, and files of your own that end in .toml"
         )
+    content = recipes.read_toml(path)
+    if "tasks" in content:
+        raise UserError(f"{path}: is a table of scripts/glue.sh; write it with scripts/glue.sh --table")
+    flag_faults.check_keys(path, content, KEYS)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        if "tasks" in content:
-            raise UserError(f"{path}: is a table of scripts/glue.sh; write it with scripts/glue.sh --table")
         table = Table(
             name=path.stem,
             title=content["title"],
@@ -137,7 +142,9 @@ def read(name: str) -> Table:
             rows=[Row(**row) for row in content["row"]],
             seeds=content.get("seeds", [1]),
         )
-    except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
+    except KeyError as error:
+        raise UserError(f"{path}: {error.args[0]} is missing") from None
+    except TypeError as error:
         raise UserError(f"{path}: {error}") from None
     labels = [row.label for row in table.rows]
     for row in table.rows:

@@ -311,6 +311,9 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
             "several columns have the label",
         ),
         ('"Evolving"', '"Plain"', "tiny.toml: several rows have the label 'Plain'; give each a label of its own"),
+        ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
+        ("[[column]]", "[[columns]]", "tiny.toml: columns: there is no such key here; is column meant?"),
+        ('title = "Tiny"', "", "tiny.toml: title is missing"),
     ],
 )
 def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
@@ -318,6 +321,15 @@ def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
     path.write_text(path.read_text().replace(before, after, 1))
     with pytest.raises(UserError, match=re.escape(message)):
         tables.read(str(path))
+
+
+def test_an_unfinished_table_stops_no_other(tmp_path, monkeypatch, capsys):
+    shutil.copy(tables.FOLDER / "table5.toml", tmp_path)
+    (tmp_path / "torn.toml").write_text("title =")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    assert tables.names() == ["table5"]
+    with pytest.raises(SystemExit, match=r"^reproduce: .*torn\.toml: Invalid value"):
+        reproduce.main(["torn", "--collect"])
 
 
 def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):

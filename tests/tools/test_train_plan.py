@@ -9,6 +9,7 @@ from fairseq import options
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools import flag_faults, launch, products, recipes, train
+from ea_tools.common import UserError
 from ea_tools.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
@@ -312,6 +313,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monke
         ('inherit = "sample"\n[batch]\ntokens = "1000"', r"tokens = '1000' in \[batch\]: must be a whole number"),
         ('inherit = "sample"\n[batch]\ntokns = 1000', "unexpected keyword argument 'tokns'"),
         ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
+        ('inherit = "sample"\ndropout = 0.4', r"dropout: there is no such key here; .* below a line \[flags\]"),
+        ('inherit = "sample"\n[flag]\nlr = 1', r"flag: there is no such key here; is flags meant\?"),
+        (
+            'inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1',
+            "arch.ea_transformer_lit: there is no such architecture; near it are: .*ea_transformer_lite",
+        ),
     ],
 )
 def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(tmp_path, content, message):
@@ -321,6 +328,33 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(tmp_path, content, messag
         train.main([str(path), "transformer_lite", "--gpus", "0", "--dry-run"])
     assert re.search(f"^train: {path}: .*{message}", end.value.code), end.value.code
     assert "\n" not in end.value.code
+
+
+def test_a_recipe_for_an_architecture_of_fairseqs(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('inherit = "sample"\n[arch.transformer_iwslt_de_en]\nlr = 0.1\n')
+    assert recipes.read(str(path)).flags_for("transformer_iwslt_de_en")["lr"] == 0.1
+
+
+def test_our_recipes_name_architectures_that_there_are():
+    """They are not looked at when they are read, so that reading them never imports fairseq."""
+    for name in recipes.names():
+        assert recipes.read(name).architectures.keys() <= flag_faults.ours(), name
+
+
+def test_an_unfinished_recipe_stops_no_other(tmp_path, monkeypatch):
+    for path in recipes.FOLDER.glob("*.toml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "torn.toml").write_text("data =")
+    (tmp_path / "one.toml").write_text('inherit = "two"')
+    (tmp_path / "two.toml").write_text('inherit = "one"')
+    before = recipes.names()
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
+    assert recipes.names() == before
+    with pytest.raises(UserError, match=r"torn\.toml: Invalid value"):
+        recipes.read("torn")
+    with pytest.raises(UserError, match=r"one\.toml: inherits in a circle, one from two from one; take one inherit"):
+        recipes.read("one")
 
 
 def test_flags_of_a_recipe_of_ones_own_are_checked(tmp_path):
