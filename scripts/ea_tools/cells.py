@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools import evaluate, launch, recipes, records
+from ea_tools import evaluate, flag_faults, launch, recipes, records, train
 from ea_tools.common import REPO, UserError, positive
 from ea_tools.tables import Cell, Table
 
@@ -37,6 +37,26 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go")
     add("--collect", action="store_true", help="run nothing, write the report from what there is")
     add("--dry-run", action="store_true", help="print what would be run")
+
+
+def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> list[str]:
+    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out."""
+    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
+    return ["data", "--arch", arch, *recipes.spell_flags({**recipe.flags_for(arch), **flags})]
+
+
+def check_flags(cells: Iterable[Cell], extra: Sequence[str], by_user: bool, others: Iterable[str]) -> None:
+    """Refuse what fairseq-train would refuse in one of the cells, before the first of them is started.
+
+    The last two arguments are those of `flag_faults.check`.
+    """
+    of_rows = {cell.row.label: cell for cell in cells}
+    for cell in of_rows.values():
+        words = training_flags(recipes.read(cell.recipe), cell.row.arch, [*cell.row.flags, *extra])
+        try:
+            flag_faults.check(cell.row.arch, words, by_user, others)
+        except UserError as error:
+            raise UserError(f"{cell.row.label}: {error}") from None
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
@@ -174,11 +194,10 @@ def free_gpus() -> list[str]:
 def commands(table: Table, cell: Cell, args: argparse.Namespace, extra: list[str]) -> list[list[str]]:
     """What makes one cell: train, then translate and score each split."""
     scripts, data = REPO / "scripts", str(recipes.read(cell.recipe).data)
-    flags = {**recipes.parse_flags(cell.row.flags), **recipes.parse_flags(extra), "seed": [str(cell.seed)]}
     train = [str(scripts / "train.sh"), cell.recipe, cell.row.arch, "--run", str(cell.folder)]
     evaluate = [str(scripts / "evaluate.sh"), "--data", data, "--run", str(cell.folder), "--average", str(args.average)]
     return [
-        [*train, *recipes.spell_flags(flags)],
+        [*train, *cell.row.flags, *extra, "--seed", str(cell.seed)],
         *([*evaluate, "--subset", subset] for subset in table.subsets(cell.recipe)),
     ]
 

@@ -1,7 +1,7 @@
 """What fairseq-train takes flags for. In a process of its own, for importing fairseq takes seconds and much memory.
 
 Standard input: {"names": [...], "commands": [[word, ...], ...]} as JSON. Standard output: a list for each command, of
-the values that it gives to the flags called `names`. A command that fairseq refuses ends it with fairseq's message.
+the values that it gives to the flags called `names`. A command that fairseq refuses ends it with one line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ea_tools import flag_faults
 from ea_tools.common import UserError
 
 
@@ -31,18 +32,19 @@ def values(names: Sequence[str], commands: Sequence[Sequence[str]]) -> list[list
 
 
 def parsed(names: Sequence[str], commands: Sequence[Sequence[str]]) -> list[list[Any]]:
-    """`values` in this process; fairseq ends it where it refuses a command."""
-    import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
-
-    # isort: split
-    from fairseq import options
+    """`values` in this process."""
+    import ea_fairseq  # noqa: F401  (registers the architectures)
 
     answers = []
     for words in commands:
-        args = options.parse_args_and_arch(options.get_training_parser(), list(words))
+        flag_faults.check_architecture(words[words.index("--arch") + 1], "ARCH ")
+        args = flag_faults.parse(words)
         answers.append([getattr(args, name.replace("-", "_"), None) for name in names])
     return answers
 
 
 if __name__ == "__main__":
-    print(json.dumps(parsed(**json.load(sys.stdin)), default=str))
+    try:
+        print(json.dumps(parsed(**json.load(sys.stdin)), default=str))
+    except UserError as refused:
+        sys.exit(str(refused))

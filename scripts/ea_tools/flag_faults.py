@@ -12,6 +12,7 @@ import difflib
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -21,12 +22,13 @@ from ea_tools.common import REPO, UserError
 USAGE = "fairseq-train --user-dir ea_fairseq --arch {arch} --help lists all flags"
 
 
-def check(arch: str, command: Sequence[str], by_user: bool) -> None:
+def check(arch: str, command: Sequence[str], by_user: bool, others: Iterable[str] = ()) -> None:
     """Refuse an unknown architecture or flag, or a value that fairseq does not take.
 
     Args:
         command: the words after fairseq-train.
         by_user: whether some of them are the user's own, from the command line or from a recipe of theirs.
+        others: flags that are not fairseq's, and may have been meant by an unknown one.
     """
     if arch in ours() and not by_user:
         return
@@ -34,7 +36,7 @@ def check(arch: str, command: Sequence[str], by_user: bool) -> None:
     with _silence():
         import ea_fairseq  # noqa: F401  (registers the architectures)
 
-        parse(command)
+        parse(command, others)
 
 
 def check_architecture(arch: str, where: str) -> None:
@@ -70,11 +72,11 @@ def check_keys(path: Path, given: Iterable[str], known: Collection[str], besides
             raise UserError(f"{path}: {key}: there is no such key here; {hint}")
 
 
-def parse(command: Sequence[str]) -> argparse.Namespace:
+def parse(command: Sequence[str], others: Iterable[str] = ()) -> argparse.Namespace:
     """What the words after fairseq-train say, or a UserError where fairseq's parser takes one of them for a fault."""
     from fairseq import options
 
-    with mock.patch.object(argparse.ArgumentParser, "error", _raise):
+    with mock.patch.object(argparse.ArgumentParser, "error", partialmethod(_raise, others)):
         return options.parse_args_and_arch(options.get_training_parser(), list(command))
 
 
@@ -84,12 +86,17 @@ def ours() -> set[str]:
     return {"transformer", *re.findall(r'@register_model_architecture\("\w+", "(\w+)"\)', text)}
 
 
-def _raise(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags that a parser's help names."""
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help()))
+
+
+def _raise(parser: argparse.ArgumentParser, others: Iterable[str], message: str) -> NoReturn:
     """In the place of argparse's own end of a program: the fault in one line, and the flag that was meant, maybe."""
     arch = parser.get_default("arch") or "ARCH"
     if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
         flags = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
-        known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help()))
+        known = flags_of(parser).union(others)
         near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in flags}
         meant = [
             f"{flag}: there is no such flag" + (f"; is {words[0]} meant?" if words else "")

@@ -83,6 +83,8 @@ def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: in
         raise UserError(
             f"--arch {arch}: only what is made and called as fairseq's Transformers are can be counted: {error}"
         ) from error
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"--arch {arch} {' '.join(flags)}: fairseq builds no such model: {error}") from error
     return {
         "arch": arch,
         "flags": list(flags),
@@ -174,7 +176,7 @@ def count_flops(model: nn.Module, src_len: int, tgt_len: int) -> dict[str, int]:
         model(**arguments(sides, source, target))
     counts = counter.get_flop_counts()
     name = type(model).__name__
-    return {part: sum(counts[f"{name}.{part}"].values()) for part in sides}
+    return {part: sum(counts.get(f"{name}.{part}", {}).values()) for part in sides}
 
 
 if __name__ == "__main__":

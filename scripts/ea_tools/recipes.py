@@ -187,12 +187,15 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_flags(words: Iterable[str]) -> Flags:
-    """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line."""
+    """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line.
+
+    The last of several counts, but each --without of train.sh names one flag more.
+    """
     flags, name = {}, None
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            flags[name] = [value] if equals else []
+            flags[name] = [*(flags.get(name, []) if name == "without" else []), *([value] if equals else [])]
         elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
             raise UserError(f"{word}: flags of fairseq-train are wanted in full, as in --source-lang")
         elif name is None:

@@ -204,7 +204,9 @@ def _plain(value: str) -> str:
 
 def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dict[str, str]:
     """The learning flags of a run by a recipe, with the flags that were given besides."""
-    chosen = recipe.flags_for(arch) | given
+    left_out = {"without", *(name.removeprefix("--") for name in given.get("without", []))}
+    chosen = {name: value for name, value in recipe.flags_for(arch).items() if name not in left_out}
+    chosen |= {name: value for name, value in given.items() if name != "without"}
     words = recipes.parse_flags(recipes.spell_flags(chosen))
     flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
     # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
@@ -217,9 +219,7 @@ def _flags_of_command(command: str) -> dict[str, str]:
     with contextlib.redirect_stderr(io.StringIO()):
         args, given = train.parse(shlex.split(command)[1:])
     recipe = recipes.read(args.recipe)
-    left_out = {name.removeprefix("--") for name in args.without}
-    flags = recipe_flags(recipe, args.arch, given)
-    return {name: value for name, value in flags.items() if name not in left_out}
+    return recipe_flags(recipe, args.arch, given | {"without": args.without})
 
 
 def differences(training: Training, wanted: dict[str, str]) -> list[str]:

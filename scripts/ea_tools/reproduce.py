@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ea_tools import cells, recipes, records, tables
+from ea_tools import cells, flag_faults, recipes, records, tables
 from ea_tools.common import UserError, reporting
 from ea_tools.table_report import gather, write
 from ea_tools.tables import Cell, Table
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = tables.read(args.table).with_flags(extra)
         args.seeds = args.seeds or table.seeds
         chosen = wanted(table, args, extra)
+        if not args.collect:
+            by_user = bool(extra) or args.table.endswith(".toml")
+            cells.check_flags(chosen, extra, by_user, args.own_flags)
         failed = [] if args.collect else cells.run_missing(table, chosen, args, extra)
         if args.dry_run:
             return
@@ -55,9 +58,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
     cells.add_run_options(parser, "reproduce")
     args, extra = parser.parse_known_args(arguments)
+    args.own_flags = flag_faults.flags_of(parser)
     try:
-        if "seed" in recipes.parse_flags(extra):
-            parser.error("--seed: use --seeds")
+        tables.check_flags("--", recipes.parse_flags(extra))
+        if args.seeds:
+            tables.check_seeds("--seeds", args.seeds)
     except UserError as error:
         parser.error(str(error))
     return args, extra

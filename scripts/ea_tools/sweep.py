@@ -17,6 +17,7 @@ from ea_tools.common import UserError, listed, portable, positive, reporting
 from ea_tools.scores import LABELS
 from ea_tools.sweep_grid import Sweep, candidates, gather, scores_of
 from ea_tools.sweep_report import write
+from ea_tools.tables import check_flags, check_seeds
 from ea_tools.text import read_prep
 
 
@@ -77,17 +78,9 @@ def check(grid: Sequence[Sequence[str]], seeds: Sequence[int], flags: Mapping[st
             raise UserError(f"--{name}: is in the grid; it cannot be given to every run as well")
         if names.count(name) > 1:
             raise UserError(f"--grid {name}: given twice")
-        if name == "seed":
-            raise UserError("--grid seed: use --seeds")
-    for name, instead in {
-        "seed": "use --seeds",
-        "run": "use --runs",
-        "data": "name it in a recipe of your own",
-    }.items():
-        if name in flags:
-            raise UserError(f"--{name}: {instead}")
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {' '.join(map(str, seeds))}: given twice")
+    check_flags("--grid ", names)
+    check_flags("--", flags)
+    check_seeds("--seeds", seeds)
 
 
 def run(sweep: Sweep, args: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools import fairseq_flags, recipes, table_report, train
+from ea_tools.cells import training_flags
 from ea_tools.common import UserError
 from ea_tools.tables import Cell, Column, Row, Table, check_score
 
@@ -46,8 +47,10 @@ class Sweep:
         table = Table("", title, [column], list(rows.values()))
         lines = [training_flags(recipe, args.arch, [*row.flags, *flags]) for row in rows.values()]
         *of_rows, stock = fairseq_flags.values(list(grid), [*lines, training_flags(recipe, args.arch, flags)])
-        meanings = dict(zip(rows, of_rows, strict=True))
-        default = next((values for values, meaning in meanings.items() if meaning == stock), None)
+        own = [own_options(list(grid), row.flags) for row in rows.values()]
+        meanings = dict(zip(rows, zip(of_rows, own, strict=True), strict=True))
+        as_stock = (stock, own_options(list(grid), flags))
+        default = next((values for values, meaning in meanings.items() if meaning == as_stock), None)
         folders = {
             values: table.cell(row, args.recipe, args.seeds[0], args.runs, flags).folder for values, row in rows.items()
         }
@@ -81,10 +84,10 @@ def _same(mapping: Mapping[Values, Any]) -> tuple[Values, Values] | None:
     return next(((a, b) for a, b in itertools.combinations(mapping, 2) if mapping[a] == mapping[b]), None)
 
 
-def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> list[str]:
-    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out."""
-    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
-    return ["data", "--arch", arch, *recipes.spell_flags({**recipe.flags_for(arch), **flags})]
+def own_options(names: Sequence[str], words: Sequence[str]) -> list[Any]:
+    """The values of the flags called `names` that train.sh takes itself, None for those that it hands on."""
+    args, _ = train.parse(["RECIPE", "ARCH", "--data", "data", *words])
+    return [getattr(args, name.replace("-", "_"), None) for name in names]
 
 
 def gather(sweep: Sweep) -> dict[tuple[str, str], dict]:

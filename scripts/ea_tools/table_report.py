@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools import recipes, records
+from ea_tools import recipes, records, train
 from ea_tools.common import REPO, UserError, replacing
 from ea_tools.figures import style
 from ea_tools.profile_model import sizes
 from ea_tools.scores import LABELS
-from ea_tools.tables import Column, Row, Table, learning
+from ea_tools.tables import LAUNCH, Column, Row, Table
 from ea_tools.text import read_prep, references
 
 
@@ -113,7 +113,8 @@ def show_in(page: Path, table: Table, summaries: dict) -> bool:
 def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str]) -> str:
     """The table, what its numbers are and what follows from them, and where each came from."""
     scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
-    lines = [f"# {table.title}", "", *score_rows(table, summaries, with_sizes=True), ""]
+    sizes_of = {row.label: _size(table, row, extra) for row in table.rows}
+    lines = [f"# {table.title}", "", *score_rows(table, summaries, sizes_of), ""]
     lines += [
         f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
         'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": nobody '
@@ -127,23 +128,28 @@ def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str
     return "\n".join([*lines, *provenance(table, summaries, extra)]) + "\n"
 
 
-def score_rows(table: Table, summaries: dict, with_sizes: bool = False) -> list[str]:
-    """The table itself, a line for each row, with parameters and FLOPs if they are wanted."""
-    head = ["Model", *["Parameters", "FLOPs"] * with_sizes, *(column.label for column in table.columns)]
+def score_rows(table: Table, summaries: dict, sizes_of: dict[str, list[str]] | None = None) -> list[str]:
+    """The table itself, a line for each row, with parameters and FLOPs where these are given by the row's label."""
+    head = ["Model", *["Parameters", "FLOPs"] * bool(sizes_of), *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
-        counts = _size(table, row) if with_sizes else []
+        counts = sizes_of[row.label] if sizes_of else []
         lines.append(
             markdown_row([row.label, *counts, *(_cell(summaries[row.label, column.label]) for column in table.columns)])
         )
     return lines
 
 
-def _size(table: Table, row: Row) -> list[str]:
-    """Parameters and FLOPs of a row's model, whose sizes may be in the recipe."""
-    flags = recipes.read(table.columns[0].recipe).flags_for(row.arch)
-    model = {name: value for name, value in flags.items() if name.startswith(("ea-", "encoder-", "decoder-"))}
-    return list(_size_of(row.arch, tuple(recipes.spell_flags(model | learning(row.flags)))))
+def _size(table: Table, row: Row, extra: list[str]) -> list[str]:
+    """Parameters and FLOPs of a row's model, whose sizes may be in the recipe, in the row or in the flags for all."""
+    args, flags = train.parse(["RECIPE", row.arch, "--data", "data", *row.flags, *extra])  # what train.sh hands on
+    model = {
+        name: value
+        for name, value in recipes.read(table.columns[0].recipe).flags_for(row.arch).items()
+        if name.startswith(("ea-", "encoder-", "decoder-")) and name not in args.without
+    }
+    given = {name: value for name, value in flags.items() if name not in LAUNCH}
+    return list(_size_of(row.arch, tuple(recipes.spell_flags(model | given))))
 
 
 @functools.cache
@@ -303,7 +309,7 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
     lines, by_others = [], {}
     for run in runs:
         recipe = recipes.read(run.recipe)
-        given = {**recipes.parse_flags(run.row.flags), **recipes.parse_flags(extra), "seed": [str(run.seed)]}
+        given = {**recipes.parse_flags([*run.row.flags, *extra]), "seed": [str(run.seed)]}
         if others := records.differences(run.training, records.recipe_flags(recipe, run.row.arch, given)):
             lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(others)}.")
         elif run.training.recipe not in (recipe.name, records.UNKNOWN):

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ea_tools import flag_faults, recipes
 from ea_tools.common import UserError
@@ -22,6 +23,15 @@ from ea_tools.text import read_prep
 
 FOLDER = recipes.FOLDER / "tables"
 KEYS = ("title", "seeds", "column", "row")  # of a table's file
+# What every run of a table or a sweep has from elsewhere. As flags for all of them these would misdirect each.
+ELSEWHERE = {
+    "seed": "use --seeds",
+    "run": "use --runs",
+    "save-dir": "use --runs",
+    "data": "name it in a recipe of your own",
+    "arch": "a table's rows name it, and ARCH of a sweep",
+    "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
+}
 
 
 @dataclass(frozen=True)
@@ -146,16 +156,57 @@ def read(name: str) -> Table:
         raise UserError(f"{path}: {error.args[0]} is missing") from None
     except TypeError as error:
         raise UserError(f"{path}: {error}") from None
+    check_seeds(f"{path}: seeds", table.seeds)
+    for part in (*table.columns, *table.rows):
+        for name in ("recipe", "label", "score", "subset", "arch"):
+            if not isinstance(value := getattr(part, name, ""), str):
+                raise UserError(f"{path}: {name} = {value!r}: must be text in quotation marks")
     labels = [row.label for row in table.rows]
     for row in table.rows:
+        _check_row(f"{path}: {row.label}:", row)
         if row.baseline and row.baseline not in labels:
             raise UserError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
     for kind, its_labels in (("rows", labels), ("columns", [column.label for column in table.columns])):
         if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
             raise UserError(f"{path}: several {kind} have the label {twice!r}; give each a label of its own")
     for column in table.columns:
-        check_score(f"{path}: {column.label}: score", column.score, recipes.read(column.recipe))
+        recipe = recipes.read(column.recipe)
+        check_score(f"{path}: {column.label}: score", column.score, recipe)
+        texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
+        if (recipe.data / "PREP.json").is_file() and column.subset not in texts:
+            raise UserError(
+                f"{path}: {column.label}: subset {column.subset!r}: is not in {recipe.data}; there are: "
+                f"{', '.join(texts)}"
+            )
     return table
+
+
+def _check_row(where: str, row: Row) -> None:
+    """Refuse what would be found when the row is trained, or when all is trained and the page is written."""
+    flag_faults.check_architecture(row.arch, f"{where} arch ")
+    if not (isinstance(row.flags, list) and all(isinstance(word, str) for word in row.flags)):
+        raise UserError(f'{where} flags = {row.flags!r}: must be a list of texts, as in ["--lr", "1e-3", "--fp16"]')
+    if not (isinstance(row.paper, dict) and all(isinstance(number, int | float) for number in row.paper.values())):
+        raise UserError(f"{where} paper = {row.paper!r}: must be numbers by recipe, as in {{ iwslt14-de-en = 33.8 }}")
+    try:
+        check_flags("--", recipes.parse_flags(row.flags))
+    except UserError as error:
+        raise UserError(f"{where} flags: {error}") from None
+
+
+def check_flags(where: str, names: Iterable[str]) -> None:
+    """Refuse flags for all runs of a table or a sweep that would misdirect them."""
+    for name in names:
+        if name in ELSEWHERE:
+            raise UserError(f"{where}{name}: {ELSEWHERE[name]}")
+
+
+def check_seeds(where: str, seeds: Any) -> None:
+    """Refuse anything but different whole numbers: a seed that is given twice would be trained by two at once."""
+    if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
+        raise UserError(f"{where} = {seeds!r}: must be a list of whole numbers, as in [1, 2, 3]")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{where} {' '.join(map(str, seeds))}: given twice")
 
 
 def check_score(where: str, score: str, recipe: recipes.Recipe) -> None:

@@ -45,6 +45,10 @@ def test_convolutions_are_counted():
     assert profile_model.profile("ea_transformer_lite", ["--ea-beta", "0"])["flops"] == plain
 
 
+def test_an_encoder_without_layers_costs_nothing():
+    assert profile_model.profile("ea_transformer_lite", ["--encoder-layers", "0"])["flops_by_part"]["encoder"] == 0
+
+
 def test_command_line():
     result = script("profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
     assert result.returncode == 0, result.stderr
@@ -64,6 +68,8 @@ def test_command_line():
     [
         (["lstm"], "--arch lstm: only what is made and called as fairseq's Transformers are can be counted: "),
         (["s2t_transformer_s"], "--arch s2t_transformer_s: only what is made"),
+        (["ea_transformer_lite", "--encoder-attention-heads", "3"], "--arch ea_transformer_lite --encoder-attention"),
+        (["transformer_lite", "--encoder-attention-heads", "3"], "--arch transformer_lite --encoder-attention-heads 3"),
         (["ea_transformer_lite", "--ea-alfa", "1"], "--ea-alfa: there is no such flag; is --ea-alpha meant?"),
     ],
 )

@@ -314,13 +314,52 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
         ("[[column]]", "[[columns]]", "tiny.toml: columns: there is no such key here; is column meant?"),
         ('title = "Tiny"', "", "tiny.toml: title is missing"),
+        ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: given twice"),
+        ("[[column]]", "seeds = 3\n[[column]]", "tiny.toml: seeds = 3: must be a list of whole numbers"),
+        ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
+        ('"transformer"', "5", "tiny.toml: arch = 5: must be text in quotation marks"),
+        ("flags = [", 'flags = ["--lr", 0.001, ', "tiny.toml: Plain: flags = ['--lr', 0.001, "),
+        ("flags = [", "paper = 3\nflags = [", "tiny.toml: Plain: paper = 3: must be numbers by recipe"),
+        ("flags = [", 'flags = ["lr", ', "tiny.toml: Plain: flags: 'lr' stands where a flag of fairseq-train is"),
+        ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
+        ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9': is not in "),
     ],
 )
 def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
     path = toy / "tiny.toml"
-    path.write_text(path.read_text().replace(before, after, 1))
+    path.write_text(path.read_text().replace("paper = {", "#").replace(before, after, 1))
     with pytest.raises(UserError, match=re.escape(message)):
         tables.read(str(path))
+
+
+def test_flags_that_are_one_text_are_no_list(toy):
+    path = toy / "tiny.toml"
+    path.write_text(re.sub(r"flags = \[.*\]", 'flags = "--lr 1e-3"', path.read_text(), count=1))
+    with pytest.raises(UserError, match="Plain: flags = '--lr 1e-3': must be a list of texts"):
+        tables.read(str(path))
+
+
+def test_a_row_without_flags_of_the_recipe(toy):
+    """train.sh takes each --without itself; the page and the comparison with the recipe have no such flag."""
+    path = toy / "tiny.toml"
+    without = ["--without", "patience", "--without", "keep-last-epochs"]
+    path.write_text(path.read_text().replace(json.dumps(TINY), json.dumps([*TINY, *without]), 1))
+    pretend(toy, "Plain", 1, 10.0, patience=False, **{"keep-last-epochs": False, "without": False})
+    written = collect(toy)
+    assert "was not trained by this table's recipe" not in written
+    assert "| Plain | 1 | 10.00 (" in written
+    table = tables.read(str(path))
+    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "2"])
+    train_words, _ = cells.commands(table, reproduce.wanted(table, args, extra)[0], args, extra)
+    assert train_words[-6:] == [*without, "--seed", "2"]
+
+
+def test_parameters_are_those_of_the_flags_for_all_rows(toy):
+    sizes = [re.search(r"\| Plain \| ([\d,]+) \|", collect(toy))[1]]
+    collect(toy, "--encoder-layers", "1", "--gpus", "0")
+    sizes.append(re.search(r"\| Plain \| ([\d,]+) \|", (toy / "results/tiny-encoder-layers1.md").read_text())[1])
+    first, other = (int(size.replace(",", "")) for size in sizes)
+    assert other < first
 
 
 def test_an_unfinished_table_stops_no_other(tmp_path, monkeypatch, capsys):
@@ -501,6 +540,13 @@ def test_a_run_does_not_outlive_its_command(toy):
         (["table5", "--recipes", "iwslt"], "the table has iwslt14-de-en, wmt14-en-de, wmt14-en-fr"),
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
         (["table5", "--seed", "1"], "use --seeds"),
+        (["table5", "--seeds", "1", "1"], "--seeds 1 1: given twice"),
+        *((["table5", f"--{name}", "x"], f"--{name}: ") for name in ("run", "data", "arch", "save-dir")),
+        (["table5", "--colect"], "reproduce: Transformer-Lite: --colect: there is no such flag; is --collect meant?"),
+        (
+            ["table5", "--rows", "EA-", "--ea-alfa", "0"],
+            "EA-Transformer-Lite: --ea-alfa: there is no such flag; is --ea-",
+        ),
     ],
 )
 def test_mistakes(arguments, message, capsys):

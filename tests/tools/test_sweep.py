@@ -1,7 +1,5 @@
 """scripts/sweep.sh: every cell once, chosen on the validation set, and no best without other seeds."""
 
-import contextlib
-import io
 import itertools
 import json
 import re
@@ -11,7 +9,6 @@ from helpers.toy import TINY, script
 from matplotlib.figure import Figure
 
 from ea_tools import cells, fairseq_flags, sweep
-from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
 
 ALPHA, BETA = ["--grid", "ea-alpha", "0", "0.1", "0.5"], ["--grid", "ea-beta", "0", "0.1"]
@@ -52,22 +49,12 @@ def toy(data, tmp_path):
     return path
 
 
-def in_this_process(names, commands):
-    """fairseq_flags.values without a process of its own: fairseq is here already."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return fairseq_flags.parsed(names, commands)
-    except SystemExit:
-        raise UserError(said.getvalue().strip().rpartition("\n")[2]) from None
-
-
 @pytest.fixture
 def trainings(monkeypatch):
     stub = Trainings()
     monkeypatch.setattr(cells, "run_cell", stub)
     monkeypatch.setattr(cells, "cpu_runs", lambda args, extra: 1)  # one after another, in their order
-    monkeypatch.setattr(fairseq_flags, "values", in_this_process)
+    monkeypatch.setattr(fairseq_flags, "values", fairseq_flags.parsed)  # fairseq is in this process already
     return stub
 
 
@@ -191,6 +178,19 @@ def test_a_training_that_had_not_ended_is_named(toy, trainings):
     assert "seed 1 (7 of 80 updates)." in report(toy, "toy-ea_transformer_lite-ea-beta")
 
 
+def test_flags_that_train_sh_takes_itself_can_be_in_a_grid(toy, trainings, capsys):
+    """fairseq-train knows nothing of them: to it these cells would be the same."""
+    call(toy, "--dry-run", "--without", "patience", grid=["--grid", "precision", "fp32", "bf16", "auto"])
+    said = capsys.readouterr().out
+    assert re.findall(r"--precision (\w+) --without patience --seed 1\n", said) == ["fp32", "bf16", "auto"]
+
+
+def test_an_unknown_architecture_is_one_line(toy):
+    """As the process of its own says it that asks fairseq."""
+    with pytest.raises(SystemExit, match=r"^sweep: ARCH ea_transformer_lit: there is no such [^\n]*_lite[^\n]*$"):
+        sweep.main([str(toy), "ea_transformer_lit", *ALPHA, "--runs", str(toy.parent), "--dry-run"])
+
+
 def test_a_dry_run_runs_nothing(toy, trainings, capsys):
     call(toy, "--dry-run", grid=["--grid", "adam-betas", "(0.9, 0.98)", "(0.8, 0.98)"])
     printed = capsys.readouterr()
@@ -218,7 +218,7 @@ def test_nothing_half_written(toy, trainings, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grid", "ea-alfa", "0", "1"], "unrecognized arguments: --ea-alfa 0"),
+        (["--grid", "ea-alfa", "0", "1"], "sweep: --ea-alfa: there is no such flag; is --ea-alpha meant?"),
         (["--grid", "ea-alpha", "0", "1.5"], "argument --ea-alpha: "),
         (["--grid", "ea-alpha", "0.1", "0.10"], "are the same: ea-alpha 0.1; ea-alpha 0.10"),
         (["--grid", "num-workers", "0", "1"], "are the same: num-workers 0; num-workers 1"),
@@ -229,8 +229,10 @@ def test_nothing_half_written(toy, trainings, monkeypatch):
         ([*ALPHA, "--seed", "2"], "--seed: use --seeds"),
         ([*ALPHA, "--seeds", "1", "1"], "--seeds 1 1: given twice"),
         ([*ALPHA, "--run", "x"], "--run: use --runs"),
-        ([*ALPHA, "--no-such-flag", "1"], "unrecognized arguments: --no-such-flag 1"),
-        ([*ALPHA, "--save-dir", "x"], "use --run"),
+        (["--grid", "data", "x", "y"], "--grid data: name it in a recipe of your own"),
+        ([*ALPHA, "--no-such-flag", "1"], "sweep: --no-such-flag: there is no such flag"),
+        ([*ALPHA, "--save-dir", "x"], "--save-dir: use --runs"),
+        ([*ALPHA, "--arch", "x"], "--arch: a table's rows name it, and ARCH of a sweep"),
         ([*ALPHA, "--score", "comet"], "--score comet: no table and no sweep makes it"),
         ([*ALPHA, "--score", "compound_split_bleu"], "is made for en-de alone, and toy is de-en"),
         ([*ALPHA, "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
