@@ -9,6 +9,7 @@ command again and it goes on. Any flag of fairseq-train may follow: --encoder-la
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ea_tools import checkpoints, recipes, run_folder
+from ea_tools import checkpoints, flag_faults, recipes, run_folder
 from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
@@ -150,13 +151,17 @@ def run(args: argparse.Namespace, flags: dict) -> None:
         check_checkpoint(args.checkpoint, data)
     metrics = table["tasks"][args.task]["metrics"]
     scores: dict[Setting, dict[int, dict]] = {}
+    starts: list[dict] = []
     for setting, seed in itertools.product(wanted, args.seeds):
         folder = args.runs / args.task / args.name / f"{setting}-seed{seed}"
         command = training_command(args, flags, setting, seed, folder, data, prep, metrics)
+        flag_faults.check(args.arch, command[4:], bool(flags))
         if args.dry_run:
             print(shlex.join(command))
             continue
-        scores.setdefault(setting, {})[seed] = trained_and_scored(folder, command, data, prep, metrics)
+        made = trained_and_scored(folder, command, data, prep, metrics)
+        scores.setdefault(setting, {})[seed] = made["scores"]
+        starts += made.get("starts", [{"commit": None}])  # a record of before this was written down
     if args.dry_run:
         raise SystemExit(0)
     result = {
@@ -167,10 +172,11 @@ def run(args: argparse.Namespace, flags: dict) -> None:
         "flags": recipes.spell_flags(flags),
         **pick(scores, metrics),
         "command": args.command.replace(f"{REPO}/", ""),
+        "data": fingerprint(data),
+        "trained_at": list(dict.fromkeys(start["commit"] for start in starts)),
         **provenance(on_cpu="cpu" in flags),
     }
-    with replacing(args.results / "glue" / f"{args.task}-{args.name}.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(args.results / "glue" / f"{args.task}-{args.name}.json", result)
 
 
 def read_prep(data: Path, task: str) -> dict:
@@ -183,6 +189,14 @@ def read_prep(data: Path, task: str) -> dict:
     if prep.get("task") != task:
         raise UserError(f"{data}: holds {prep.get('task', 'no task of GLUE')}, and not {task}")
     return prep
+
+
+def fingerprint(data: Path) -> str:
+    """A digest of what is trained and scored on: dictionaries, sentences and labels, as numbers."""
+    found = hashlib.sha256()
+    for path in sorted([*data.glob("input*/*"), *data.glob("label/*")]):
+        found.update(str(path.relative_to(data)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def check_checkpoint(path: Path, data: Path) -> None:
@@ -258,26 +272,40 @@ def training_command(
 
 
 def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict, metrics: list[str]) -> dict:
-    """One run's scores by split and metric, from folder/glue.json or made now."""
-    record = folder / "glue.json"
-    if record.exists():
-        before = read_json(record)
-        if before["command"] != command:
-            raise UserError(f"{folder}: was made by another command; delete it, or choose another --name")
-        return before["scores"]
+    """One run's record, from folder/glue.json or made now: its command and data, every start, its scores.
+
+    It is written before the training too, so that one that goes on does so on the same data.
+    """
+    path, found = folder / "glue.json", fingerprint(data)
+    record = read_json(path) if path.exists() else {"command": command, "data": found, "starts": []}
+    if record["command"] != command:
+        raise UserError(f"{folder}: was made by another command; delete it, or choose another --name")
+    if record.get("data", found) != found:  # older records have none
+        raise UserError(
+            f"{folder}: was trained on other data (digest {record['data']}) than {data} holds now ({found}), and their "
+            "scores must not be mixed; move it away to train it again, or choose another --name"
+        )
+    if "scores" in record:
+        return record
     run_folder.take(folder)  # the same command may be at work on it
+    record["starts"].append(provenance(on_cpu="--cpu" in command))
+    _write(path, record)
     print("+ " + shlex.join(command), file=sys.stderr, flush=True)
     if subprocess.run(command, env=os.environ, check=False).returncode:
         raise UserError(f"{folder}: training failed, see above; the same command goes on")
     best = folder / "checkpoint_best.pt"
-    scores = {}
+    record["scores"] = {}
     for split in prep["splits"]:
         if split != "train":
             predicted, expected = predict(best, data, split)
-            scores[split] = {name: 100 * METRICS[name](expected, predicted) for name in metrics}
-    with replacing(record) as temporary:
-        temporary.write_text(json.dumps({"command": command, "scores": scores}, indent=1) + "\n", encoding="utf-8")
-    return scores
+            record["scores"][split] = {name: 100 * METRICS[name](expected, predicted) for name in metrics}
+    _write(path, record)
+    return record
+
+
+def _write(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def pick(scores: dict[Setting, dict[int, dict]], metrics: list[str]) -> dict:

@@ -36,9 +36,14 @@ def markdown(table: dict, results: list[dict]) -> str:
     for result in results:
         lines.append(
             f"- {result['name']}, {result['task']}: from {result['checkpoint'] or 'scratch'}; {result['device']}; "
-            f"commit {short_commit(result['commit'])}; {result['date']}; `{result['command']}`"
+            f"commit {_commits(result)}; {result['date']}; `{result['command']}`"
         )
     return "\n".join(lines if results else [*lines, "Nothing has been run yet."]) + "\n"
+
+
+def _commits(result: dict) -> str:
+    """At which commits its runs were trained; an older result names the one at which it was written alone."""
+    return " and then ".join(map(short_commit, result.get("trained_at", [result["commit"]])))
 
 
 def _cell(result: dict | None) -> str:

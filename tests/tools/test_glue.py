@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,8 @@ def test_the_table_has_the_papers_numbers_and_says_what_nobody_has_run():
         in text
     )
     assert "; d; commit 0123456789 with local changes; t; " in text
+    text = markdown(glue.read_table(), [result | {"trained_at": ["a" * 40, None]}])
+    assert "; d; commit aaaaaaaaaa and then not recorded; t; " in text
     assert "| mine | not run | not run | 91.2 ± 0.5 (3 seeds) | not run |" in text
     assert "| ea_roberta_large | not run | not run |" in text
 
@@ -138,13 +141,61 @@ def test_a_checkpoint_that_is_missing_or_of_another_dictionary_is_refused(tmp_pa
         (["CoLA", "ea_roberta", "--ea-alpha", "0.1"], "--ea-alpha is not to be given here"),
         (["CoLA", "roberta", "--alpha", "0.1"], "--alpha and --beta are for architectures that begin with ea_"),
         (["CoLA", "ea_roberta", "--data", "nowhere"], "nowhere/PREP.json: no such file"),
+        (
+            ["CoLA", "ea_roberto", "--data", "{data}"],
+            "glue: ARCH ea_roberto: there is no such architecture; near it are",
+        ),
+        (
+            ["CoLA", "ea_roberta", "--data", "{data}", "--droput", "0"],
+            "glue: --droput: there is no such flag; is --dro",
+        ),
     ],
 )
-def test_bad_command_lines_end_with_one_line(words, message, capsys):
+def test_bad_command_lines_end_with_one_line(words, message, capsys, tmp_path):
+    data = cola(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        glue.main(words)
+        glue.main([*(word.format(data=data) for word in words), "--runs", str(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists()
     assert stop.value.code not in (0, None)
     assert message in (capsys.readouterr().err + str(stop.value.code))
+
+
+def test_results_of_other_data_are_not_mixed_and_every_commit_is_told(tmp_path, monkeypatch):
+    """Two seeds, the second one trained at another commit; then the data change, or a record knows nothing of them."""
+    data, commits = cola(tmp_path), iter(["a" * 40, "b" * 40, "c" * 40, "d" * 40])
+    monkeypatch.setattr(glue, "provenance", lambda on_cpu: {"commit": next(commits), "device": "d", "date": "t"})
+    monkeypatch.setattr(glue, "predict", lambda *words: ([1, 0, 1], [1, 0, 0]))
+    trainings = []
+    monkeypatch.setattr(
+        glue.subprocess, "run", lambda words, **_: trainings.append(words) or SimpleNamespace(returncode=0)
+    )
+    words = arguments(data, tmp_path, "--seeds")
+    glue.main([*words, "1"])
+    glue.main([*words, "1", "2"])
+    assert len(trainings) == 2, "the first seed is not trained again"
+    assert f"; commit {'a' * 10} and then {'c' * 10}; t; " in (tmp_path / "results/glue.md").read_text()
+    record = next((tmp_path / "runs").rglob("*seed1/glue.json"))
+    kept = json.loads(record.read_text())
+    (data / "label/valid.bin").write_bytes((data / "label/valid.bin").read_bytes()[::-1])
+    with pytest.raises(
+        SystemExit, match=r"seed1: was trained on other data .*CoLA holds now .*; move it away to train it"
+    ):
+        glue.main([*words, "1"])
+    record.write_text(json.dumps({name: kept[name] for name in ("command", "scores")}))
+    commits = iter("e")
+    glue.main([*words, "1"])
+    assert "; commit not recorded; t; " in (tmp_path / "results/glue.md").read_text()
+
+
+def test_a_training_that_was_cut_off_goes_on_with_its_own_data_alone(tmp_path, monkeypatch):
+    data = cola(tmp_path)
+    monkeypatch.setattr(glue, "provenance", lambda on_cpu: {"commit": "a" * 40})
+    monkeypatch.setattr(glue.subprocess, "run", lambda words, **_: SimpleNamespace(returncode=1))
+    with pytest.raises(UserError, match="training failed"):
+        glue.trained_and_scored(tmp_path / "run", ["train"], data, {}, [])
+    (data / "input0/train.bin").write_bytes(b"other")
+    with pytest.raises(UserError, match="was trained on other data"):
+        glue.trained_and_scored(tmp_path / "run", ["train"], data, {}, [])
 
 
 def test_two_at_once(tmp_path, monkeypatch):
