@@ -137,7 +137,10 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
     add("--max-ratio", type=ratio, metavar="R", help="drop training pairs with one side more than R times the other")
 
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    parser = commands.choices[args.command]  # which names the script that was typed
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command == "custom" and bool(args.valid) == bool(args.valid_every):
         parser.error("custom.sh needs either --valid PREFIX or --valid-every N")
     if args.command == "custom" and args.source_lang == args.target_lang:
@@ -293,7 +296,8 @@ def main() -> None:
     except PrepError as error:
         sys.exit(f"{args.command}.sh: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"{args.command}.sh: interrupted; run it again to go on")
+        print(f"\n{args.command}.sh: interrupted; run it again to go on", file=sys.stderr)
+        sys.exit(130)
     print(f"{out}: ready")
 
 

@@ -343,7 +343,8 @@ def main() -> None:
     except (PrepError, OSError) as error:
         sys.exit(f"glue.sh: {error}")
     except KeyboardInterrupt:
-        sys.exit("glue.sh: interrupted; run it again")
+        print("\nglue.sh: interrupted; run it again", file=sys.stderr)
+        sys.exit(130)
     print(f"{out}: ready")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -93,6 +94,7 @@ _function: Callable[[Chunk], Any]
 def _start_worker(function: Callable[[Chunk], Any]) -> None:
     global _function
     _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them all; the parent ends them, and says so once
 
     def leave_with_parent() -> None:  # a killed parent tells nobody; without this its workers would wait forever
         wait([multiprocessing.parent_process().sentinel])

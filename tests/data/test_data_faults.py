@@ -255,6 +255,8 @@ GIVEN = [*CUSTOM, "--tokenised", "--bpe-given", "no-code"]
         (["custom", "--source-lang", "de"], "the following arguments are required: --target-lang, --train"),
         (["custom", "--source-lang", "d/e", "--target-lang", "en", "--train", "x"], "must be a language code"),
         (["custom", "--source-lang", "de", "--target-lang", "de", "--train", "x", "--valid", "y"], "differ"),
+        ([*CUSTOM, "--lower-case"], "custom.sh: error: unrecognized arguments: --lower-case"),
+        (["multi30k", "de-en", "--lowercase"], "multi30k.sh: error: unrecognized arguments: --lowercase"),
         (["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x"], "needs either --valid PREFIX or"),
         (["custom", "--source-lang", "de-AT"], "code like de or de_AT, not 'de-AT'; for a region write de_AT"),
         ([*CUSTOM[:-2], "--valid-every", "1"], "argument --valid-every: must be at least 2"),

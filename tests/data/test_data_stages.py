@@ -78,20 +78,39 @@ def test_killed_in_every_stage(undisturbed, tmp_path, middle):
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.work"}
 
 
-def test_a_killed_run_leaves_no_process(tmp_path):
-    """Killed from outside, while its workers are busy."""
+def started(tmp_path, **options):
+    """custom.sh in a session of its own, in the middle of tokenising by two workers."""
     raw = corpus(tmp_path / "raw", train=20_000)
     arguments = ["--source-lang", "de", "--target-lang", "en", "--workers", "2", "--out", tmp_path / "out"]
     arguments += ["--train", raw / "train", "--valid", raw / "valid"]
     command = ["bash", PREP / "custom.sh", *arguments]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, start_new_session=True, **options)
     deadline = time.monotonic() + 60
     while not list((tmp_path / "out.work").glob("tokenise.*.tmp/train.de")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.3)
+    return process
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+    """The terminal sends it to every process: none says more than that, and the status is that of an interruption."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
+    process = started(tmp_path, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "custom.sh: interrupted; run it again to go on"
+
+
+def test_a_killed_run_leaves_no_process(tmp_path):
+    """Killed from outside, while its workers are busy."""
+    process = started(tmp_path, stderr=subprocess.DEVNULL)
     process.kill()
     process.wait()
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.killpg(process.pid, 0)
