@@ -77,17 +77,20 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
     """
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
-    write_page(folder, table.name, text, functools.partial(draw, table, summaries) if picture else None)
     pages = [folder / "README.md"]
     if folder.resolve() == (REPO / "results").resolve():
         pages += [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-    for page in pages:
-        if page.exists() and show_in(page, table, summaries):
-            print(f"brought up to date: {page}")
+    changed = [page for page in pages if page.exists() and show_in(page, table, summaries)]
+    write_page(folder, table.name, text, functools.partial(draw, table, summaries) if picture else None)
+    for page in changed:
+        print(f"brought up to date: {page}")
 
 
 def write_page(folder: Path, name: str, text: str, draw_to: Callable[[Path], None] | None) -> None:
-    """Write FOLDER/NAME.md and, where there is something to draw, .png; print the text, and where it is."""
+    """Write FOLDER/NAME.md and, where there is something to draw, .png; then print the text, and where it is.
+
+    Nothing is to be written after this: who reads what is printed may have gone, and printing then fails.
+    """
     with replacing(folder / f"{name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     if draw_to:

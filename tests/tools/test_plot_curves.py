@@ -1,6 +1,7 @@
 """scripts/plot_curves.sh: the curves are the logs', a resumed run is one run, and seeds become one line."""
 
 import csv
+import io
 import json
 import re
 
@@ -225,6 +226,21 @@ def test_seeds_with_other_updates_are_compared_at_the_same_ones(tmp_path):
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_lost_where_nobody_reads(tmp_path, monkeypatch):
+    """plot_curves.sh RUN | head -1: the report stops, and the files are there."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError("Broken pipe")
+
+    out, numbers = tmp_path / "curves.png", tmp_path / "curves.csv"
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(SystemExit, match="plot_curves: Broken pipe"):
+        plot_curves.main([str(make(tmp_path / "run")), "--out", str(out), "--csv", str(numbers), "--x", "updates"])
+    assert out.exists()
+    assert numbers.exists()
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])

@@ -407,6 +407,23 @@ def test_pages_that_show_the_table(toy):
     assert page.read_text() == shown
 
 
+def test_pages_are_written_before_anything_is_printed(toy, monkeypatch):
+    """reproduce.sh TABLE --collect | head -1 leaves no page behind the others."""
+    page = toy / "results" / "README.md"
+    page.parent.mkdir()
+    page.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
+    pretend(toy, "Plain", 1, 10.0)
+
+    def closed(*words):
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr(table_report, "print", closed, raising=False)
+    with pytest.raises(SystemExit, match="reproduce: Broken pipe"):
+        collect(toy)
+    assert "old" not in page.read_text()
+    assert {path.name for path in page.parent.iterdir()} == {"README.md", "runs", "tiny.md", "tiny.png"}
+
+
 @pytest.mark.parametrize(
     ("p", "said"),
     [

@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: read the runs, print where they stand, draw."""
+    """Command line: read the runs, draw, print where they stand: last, for who reads it may have gone."""
     args = parse(arguments)
     with reporting("plot_curves"):
         runs = [read(path) for path in args.runs]
         lines = group(runs, args.labels)
-        report(runs)
         with replacing(args.out) as temporary:
             draw(lines, args.x, args.title, temporary, args.out.suffix[1:])
         if args.csv:
             with replacing(args.csv) as temporary:
                 write_csv(lines, temporary)
-    print(f"written: {args.out}" + (f", {args.csv}" if args.csv else ""))
+        report(runs)
+        print(f"written: {args.out}" + (f", {args.csv}" if args.csv else ""))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
