@@ -106,8 +106,15 @@ def _newest(run: Path) -> str:
     names = [path.name for path in averages] + ["checkpoint_best.pt", "checkpoint_last.pt"]
     for name in names:
         if (run / name).exists():
+            _note_if_old(run / name, run / "checkpoint_last.pt")
             return name
     raise FileNotFoundError(f"{run}: has no checkpoint")
+
+
+def _note_if_old(average: Path, last: Path) -> None:
+    # A minute, for a folder that was copied has times in any order.
+    if average.name.startswith("average") and last.exists() and last.stat().st_mtime > average.stat().st_mtime + 60:
+        logger.warning("%s was made before the training went on", average)
 
 
 def _trained_on(checkpoint: Path) -> str:

@@ -1,8 +1,10 @@
 """ea_fairseq.load: a run from Python translates raw text as scripts/translate.sh does."""
 
 import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import REPO, warm
@@ -70,6 +72,18 @@ def test_order_and_empty_lines_are_kept_in_batches(kept):
 def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
     ea_fairseq.load(kept).translate(["Hund.", "Hund. " * 1100], beam=1, max_len_b=5)
     assert "Sentence 2 has" in caplog.text
+
+
+def test_an_average_from_before_the_training_went_on_is_noted(kept, tmp_path, caplog):
+    run = Path(shutil.copytree(kept, tmp_path / "run"))
+    average = Path(shutil.copy(run / "checkpoint_last.pt", run / "average1.pt"))
+    for path, when in ((average, 1000), (run / "checkpoint_last.pt", 1010)):
+        os.utime(path, (when, when))
+    ea_fairseq.load(run)
+    assert "went on" not in caplog.text, "times of a copied folder may lie so"
+    os.utime(run / "checkpoint_last.pt", (2000, 2000))
+    ea_fairseq.load(run)
+    assert f"{average} was made before the training went on" in caplog.text
 
 
 def test_what_is_missing_is_named(data, run, tmp_path):
