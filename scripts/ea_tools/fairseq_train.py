@@ -71,6 +71,7 @@ class LongRunTrainer(Trainer):
         self._batches_in_epoch = len(batches)
         if self._taken_up:
             fit_place(self._taken_up, self._batches_in_epoch)
+            self._taken_up = None  # later epochs begin at their beginning
         return batches
 
     def state_dict(self) -> dict[str, Any]:
