@@ -82,6 +82,7 @@ def test_half_precision_neither_overflows_nor_rounds(tmp_path):
         ({"ea_kernel_size": 5}, "ea_kernel_size is absent"),
         ({"arch": "transformer_lite"}, "arch is ea_transformer_lite"),
         ({"encoder_attention_heads": 8}, "encoder_attention_heads is 4"),
+        ({"activation_fn": "gelu"}, "activation_fn is absent"),
         ({"tensors": {"surplus": torch.ones(1)}}, "surplus is absent"),
         ({"tensors": {"encoder.embed_tokens.weight": torch.ones(3, 5)}}, r"encoder.embed_tokens.weight is \(3, 2\)"),
         ({"dtype": torch.float16}, "float32"),
@@ -94,9 +95,10 @@ def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     assert all(path.name in str(refusal.value) for path in paths)
 
 
-def test_settings_of_the_training_may_differ(tmp_path):
+@pytest.mark.parametrize("other", [{"lr": [2]}, {"encoder_layerdrop": 0.1}])
+def test_settings_of_the_training_may_differ(tmp_path, other):
     average_checkpoints.average(
-        [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, lr=[2])]
+        [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
     )
 
 

@@ -25,6 +25,17 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.rglob(".*")] == []
 
 
+def test_processes_that_write_one_file_have_temporary_files_of_their_own(tmp_path, monkeypatch):
+    """Else one would rename what the other is still writing."""
+    with replacing(tmp_path / "file") as mine:
+        mine.write_text("mine")
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write(tmp_path / "file", "the other's")
+        assert (tmp_path / "file").read_text() == "the other's"
+        assert mine.read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_pipe_stays_and_is_written_to(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
@@ -58,6 +69,12 @@ def test_text_that_is_not_utf8_is_one_line():
     assert "caf\\xe9 au lait" in end.value.code
 
 
+def test_what_the_system_refuses_is_one_line(tmp_path):
+    with pytest.raises(SystemExit) as end, reporting("tool"):
+        (tmp_path / "absent").read_text()
+    assert end.value.code == f"tool: [Errno 2] No such file or directory: '{tmp_path / 'absent'}'"
+
+
 def test_a_terminal_that_lacks_a_letter_ends_nothing():
     program = (
         "from ea_tools.common import reporting\nwith reporting('tool'):\n    print('39.95 ± 0.59')\n    print('done')"
@@ -65,6 +82,19 @@ def test_a_terminal_that_lacks_a_letter_ends_nothing():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "39.95 ? 0.59\ndone\n"
+
+
+def test_a_runs_newest_average_comes_before_its_best_and_that_before_its_last(tmp_path):
+    """However the averages are called, and whatever was written after them."""
+    with pytest.raises(UserError, match="has no checkpoint"):
+        checkpoints.choose(tmp_path)
+    names = ("checkpoint_last.pt", "checkpoint_best.pt", "average5.pt", "average3.pt", "average4.pt")
+    for name, when in zip(names, (1050, 1000, 1000, 1030, 1020), strict=True):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (when, when))
+    for name in ("average3.pt", "average4.pt", "average5.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
+        assert checkpoints.choose(tmp_path).name == name
+        (tmp_path / name).unlink()
 
 
 def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):

@@ -121,6 +121,13 @@ def test_smaller_steps_are_made_up_for(capsys):
     assert (found["update-freq"], found["max-tokens-valid"]) == ("64", "4096")
 
 
+def test_accumulation_may_change_with_the_epoch(capsys):
+    """fairseq's --update-freq takes a number for each of the first epochs."""
+    command, said = dry_run(capsys, "sample", "transformer_lite", "--gpus", 0, "--update-freq", "2,4")
+    assert flags(command)["update-freq"] == "2,4"
+    assert f"effective batch: {2 * int(flags(command)['max-tokens']):,} tokens an update by --update-freq" in said
+
+
 def test_machines(capsys):
     """2 machines with 8 GPUs each: torchrun on both, and half the accumulation of the paper's 8."""
     where = ["--nodes", 2, "--node-rank", 1, "--master", "one.example:4000", "--gpus", 8]
@@ -148,6 +155,34 @@ def test_slurm(capsys, monkeypatch, tmp_path):
         monkeypatch.setenv(f"SLURM_{name}", value)
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     assert "--node-rank 1 --nproc-per-node 8 --master-addr node7" in shlex.join(command)
+    own = ["--node-rank", 0, "--master", "one:65535"]
+    command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, *own)
+    assert "--node-rank 0 --nproc-per-node 8 --master-addr one --master-port 65535" in shlex.join(command)
+    *_, environment = launch.distribution(launch.Launch(gpus=0))
+    assert environment["SLURM_NODEID"] == "1"
+    assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
+
+
+@pytest.mark.parametrize(("mine", "given"), [(None, "0,1"), ("3,5,7", "3,5"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")])
+def test_fewer_gpus_are_the_first_of_those_that_are_ours(monkeypatch, mine, given):
+    """fairseq starts a process for each that it sees; the others may be somebody else's."""
+    monkeypatch.setattr(launch, "gpus", lambda: (3, (9, 0)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    for number, expected in ((2, given), (3, mine)):
+        *_, environment = launch.distribution(launch.Launch(gpus=number))
+        assert environment.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
+    for number, message in (("2", "--gpus 2: this machine has 1"), ("-1", "--gpus -1: cannot be negative")):
+        args, _ = train.parse(["sample", "transformer", "--gpus", number])
+        with pytest.raises(UserError, match=message):
+            launch.Launch.of(args)
+    args, _ = train.parse(["sample", "transformer"])
+    assert launch.Launch.of(args) == launch.Launch(1, (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +249,8 @@ def test_the_command_line_wins(capsys):
         (["iwslt", "transformer"], "there is no recipe 'iwslt'; there are: iwslt14-de-en"),
         (["sample"], "RECIPE and ARCH come first"),
         (["sample", "transformer", "--save-dir", "x"], "use --run"),
+        (["sample", "transformer", "--restore-file", "x"], "--restore-file is not to be given here"),
+        (["sample", "transformer", "--arch", "x"], "--arch is not to be given here"),
         (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
         (["sample", "transformer", "--nodes", "2", "--node-rank", "2", "--master", "a"], "with --nodes 2 it is 0 to 1"),
         (["sample", "transformer", "--without", "nonsense"], "the recipe has no such flag"),
@@ -233,8 +270,11 @@ def test_mistakes(capsys, arguments, message):
     ("pairs", "tokens", "update_freq", "dropout"),
     [
         (1_000, "1000", "1", "0.3"),
+        (5_000, "1000", "1", "0.3"),
         (29_000, "4096", "1", "0.3"),
+        (50_000, "4096", "1", "0.3"),
         (160_239, "4096", "1", "0.2"),
+        (1_000_000, "4096", "1", "0.2"),
         (4_000_000, "4096", "16", "0.1"),
     ],
 )
@@ -283,7 +323,11 @@ def test_own_data_must_be_prepared(capsys, tmp_path):
         (["transformer_lite", "--update-freq", "0"], "--update-freq 0: must be"),
         (["transformer_lite", "--update-freq", "--fp16"], "--update-freq: a number is missing after it"),
         (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:b"], "--master a:b: .* is no port"),
+        (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:0"], "--master a:0: .* is no port"),
+        (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:65536"], "a:65536: .* is no port"),
         (["transformer_lite", "--lr", "-1"], "--lr -1: must not be negative"),
+        (["transformer_lite", "--lr", "0.1,-1"], "--lr 0.1,-1: must not be negative"),
+        (["transformer_lite", "--lr", "[0.1, -1]"], r"--lr \[0.1, -1\]: must not be negative"),
         (["transformer_lite", "--precision", "fp16"], "--precision fp16: needs a GPU"),
         (["transformer_lite", "--precision", "bf16"], "--precision bf16: this CPU has no units for bfloat16"),
         (["transformer_lite", "--wandb", "mine"], "the package is not installed; .*pip install wandb"),
@@ -311,6 +355,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monke
         ('inherit = "sample"\nbatch = 5', r"batch = 5: must be a table, which begins with a line \[batch\]"),
         ('inherit = "sample"\n[arch]\ntransformer = 5', r"arch.transformer = 5: must be a table"),
         ('inherit = "sample"\n[batch]\ntokens = "1000"', r"tokens = '1000' in \[batch\]: must be a whole number"),
+        ('inherit = "sample"\n[batch]\ntokens = true', r"tokens = True in \[batch\]: must be a whole number"),
+        ('inherit = "sample"\n[batch]\ngpus = 0', r"gpus = 0 in \[batch\]: must be a whole number of at least 1"),
         ('inherit = "sample"\n[batch]\ntokns = 1000', "unexpected keyword argument 'tokns'"),
         ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
         ('inherit = "sample"\ndropout = 0.4', r"dropout: there is no such key here; .* below a line \[flags\]"),
