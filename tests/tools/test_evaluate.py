@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.toy import script
+from fairseq import options
+from helpers.toy import save_model, script
 
 from ea_tools import evaluate, provenance
 from ea_tools import scores as scoring
@@ -75,6 +76,16 @@ def test_chrf_and_interval_equal_sacrebleus_command_line(tmp_path):
     assert scores["sacrebleu"]["interval"]["signature"] == interval["signature"]
 
 
+def test_case_is_ignored_by_every_score_where_text_is_lower_cased():
+    """Also chrF's, and in paired tests."""
+    shouted, references = [line.upper() for line in HYPOTHESES], tokens(REFERENCES)
+    scores, loud = (score(tokens(lines), lines, REFERENCES, references, True) for lines in (HYPOTHESES, shouted))
+    assert all(loud[kind]["score"] == pytest.approx(scores[kind]["score"]) for kind in scores)
+    for lowercase in (True, False):
+        test = scoring.compare(system=shouted, baseline=HYPOTHESES, references=REFERENCES, lowercase=lowercase)
+        assert [test[kind]["difference"] == 0 for kind in ("sacrebleu", "chrf")] == [lowercase, lowercase]
+
+
 def test_the_paired_test_equals_sacrebleus_command_line(tmp_path):
     worse = [line.replace("the", "a") for line in HYPOTHESES]
     (tmp_path / "worse").write_text("".join(f"{line}\n" for line in worse))
@@ -115,6 +126,7 @@ def test_results_are_named_by_their_settings():
     assert settings("--checkpoint", "r/checkpoint3.pt:r/checkpoint2.pt") == "beam5.checkpoint3+checkpoint2"
     for name in ("average10", "best"):
         assert settings("--checkpoint", f"r/{name}.pt") == f"beam5.file-{name}", "any file may have such a name"
+    assert settings("--tok", "char", "--best") == "beam5.tok-char.best"
     assert settings("--precision", "bf16") == "beam5.average10.bf16"
     assert settings("--precision", "fp32") == settings()
     assert settings("--", "--cpu", "--batch-size", "4") == settings()
@@ -144,6 +156,9 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
         read("--beam", "5")
     assert read("--beam", "5", "--other-settings") == ["b"]
+    (other / "test.json").write_text(json.dumps({"references": evaluate.digest(["c"]), "data": "x"}))
+    with pytest.raises(UserError, match="its test has other references, of x"):
+        read("--beam", "5", "--other-settings")
     (other / "test.json").write_text('{"references": ')
     with pytest.raises(UserError, match=r"eval/test\.json: not JSON"):
         read("--beam", "5", "--other-settings")
@@ -201,6 +216,7 @@ COMET = """#!/bin/sh
 # As comet-score prints it: some lines of its own, then the file's name and the score of the system.
 [ "$1 $3 $5" = "--sources --translations --references" ] || exit 9
 [ "$MODEL_MISSING" ] && { echo "$8 is not a valid checkpoint path or model choice." >&2; exit 2; }
+cat "$2" "$4" "$6" > "$COMET_CALLED.text"
 shift 6
 echo "$*" > "$COMET_CALLED"
 echo 'Seed set to 1'
@@ -225,6 +241,10 @@ def test_comet_is_the_commands_score(comet_score, monkeypatch):
     assert found["score"] == pytest.approx(87.65)
     assert found["signature"] == "model:Unbabel/wmt22-comet-da|times:100"
     assert comet_score.read_text().strip() == "--model Unbabel/wmt22-comet-da --gpus 0 --quiet --only_system"
+    text = Path(f"{comet_score}.text").read_text().splitlines()
+    assert text == ["Hund", "a dog b", "the dog"], "a carriage return would be the end of a line to COMET"
+    scoring.comet("Unbabel/wmt22-comet-da", ["Hund"], ["a dog"], ["the dog"], gpu=True)
+    assert "--gpus 1 " in comet_score.read_text()
     monkeypatch.setenv("MODEL_MISSING", "1")
     with pytest.raises(UserError, match="--comet no/model: comet-score ended with status 2: no/model is not a valid"):
         scoring.comet("no/model", ["Hund"], ["a dog"], ["the dog"], gpu=False)
@@ -261,6 +281,13 @@ def test_what_a_benchmark_writes_is_no_local_change_and_what_code_says_is(monkey
 def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.git_commit() is None
+
+
+def test_a_gpu_that_is_not_used_is_not_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    assert provenance.provenance()["device"] == "NVIDIA Test"
+    assert provenance.provenance(on_cpu=True)["device"].startswith("CPU, ")
 
 
 def test_validation_scores_subwords_where_text_is_raw():
@@ -305,6 +332,57 @@ def test_sentences_longer_than_the_model_takes_are_counted(data):
     assert evaluate.count_longer(data, prep, "test", (0, 0)) == (total, total)
     few, _ = evaluate.count_longer(data, prep, "test", (5, 5))
     assert 0 < few < total
+
+
+def test_every_sentence_is_translated_and_a_long_one_cut():
+    """fairseq leaves out what does not fill a batch, and stops at a source that is longer than the model reads."""
+    prep = {"source_lang": "de", "target_lang": "en", "bpe": "subword_nmt"}
+    _, *words = evaluate.generate_command(Path("data"), prep, "c.pt", "test", evaluate.Search(4, 1.2), (11, 15))
+    found = options.parse_args_and_arch(options.get_generation_parser(), words)
+    assert (found.required_batch_size_multiple, found.truncate_source) == (1, True)
+    assert (found.max_source_positions, found.max_target_positions) == (12, 16)
+    assert found.skip_invalid_size_inputs_valid_test
+    assert (found.path, found.gen_subset, found.beam, found.lenpen) == ("c.pt", "test", 4, 1.2)
+
+
+@pytest.fixture
+def half_way(data, tmp_path, monkeypatch):
+    """A run of two epochs of four, whose translations are made up: the references, in the model's own words."""
+    state = torch.load(save_model(data, tmp_path / "model", "ea_transformer_base"), weights_only=False)
+    state["cfg"]["optimization"]["max_epoch"] = 4
+    run = tmp_path / "run"
+    run.mkdir()
+    for epoch in (1, 2):
+        state["extra_state"] = {"train_iterator": {"epoch": epoch + 1}}
+        state["optimizer_history"][0]["num_updates"] = 10 * epoch
+        torch.save(state, run / f"checkpoint{epoch}.pt")
+    lines = tokens(line.lower() for line in read_lines(data / "raw/test.en"))
+    made_up = [f"H-{number}\t-0.5\t{line}" for number, line in enumerate(lines)]
+    monkeypatch.setattr(evaluate, "generate", lambda command, results, *_: results.mkdir(exist_ok=True) or made_up)
+    return run
+
+
+def score_run(data, run, *flags):
+    return evaluate.evaluate(evaluate.parse([str(word) for word in ("--data", data, "--run", run, *flags)]))
+
+
+def test_a_score_of_an_average_says_that_the_training_had_not_ended(data, half_way):
+    found = score_run(data, half_way, "--average", 2)
+    assert found["scores"]["sacrebleu"]["score"] == pytest.approx(100)
+    assert found["unfinished"] == "20 updates"
+    assert json.loads((half_way / "eval/test.beam5.average2.json").read_text())["unfinished"] == "20 updates"
+    assert score_run(data, half_way, "--checkpoint", half_way / "checkpoint1.pt")["unfinished"] is None
+
+
+def test_every_model_of_an_ensemble_must_know_the_datas_words(data, half_way):
+    one, two = half_way / "checkpoint1.pt", half_way / "checkpoint2.pt"
+    assert score_run(data, half_way, "--checkpoint", f"{one}:{two}")["checkpoint"] == f"{one}:{two}"
+    state = load(one)
+    state["model"]["encoder.embed_tokens.weight"] = state["model"]["encoder.embed_tokens.weight"][:-1]
+    torch.save(state, one)
+    for paths in (f"{one}:{two}", f"{two}:{one}"):
+        with pytest.raises(UserError, match=r"checkpoint1\.pt was not trained on "):
+            score_run(data, half_way, "--checkpoint", paths)
 
 
 @pytest.mark.slow
@@ -383,6 +461,9 @@ def test_unk_earns_nothing():
     only = references[:1]
     scores = score(only, only, only, only, True)
     assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
+    for system, baseline in ((only, ["x"]), (["x"], only)):
+        test = scoring.compare(system=system, baseline=baseline, references=only, lowercase=True)["sacrebleu"]
+        assert (test["baseline"], test["difference"]) == (0, 0), "nor in a paired test"
 
 
 def test_raw_references_must_be_the_binary_datas_text(capsys):

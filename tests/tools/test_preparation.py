@@ -49,6 +49,22 @@ def test_a_run_without_its_data_can_be_used(kept, data):
     assert preparation.of_model(args.checkpoint, load(args.checkpoint)).folder == found.folder
 
 
+def test_every_file_that_splits_words_is_kept(data, tmp_path):
+    """Also the list of allowed subwords, and the model of sentencepiece, where the data have them."""
+    copy, run = Path(shutil.copytree(data, tmp_path / "data")), tmp_path / "run"
+    more = ("vocabulary.de", "vocabulary.en", "sentencepiece.bpe.model")
+    for name in more:
+        (copy / name).write_text(f"of {name}\n")
+    preparation.keep(run, copy)
+    names = {path.name for path in (run / "prepared").iterdir()}
+    assert names == {"dict.de.txt", "dict.en.txt", "code", "PREP.json", "DIGEST", *more}
+    for name in more:
+        other = Path(shutil.copytree(copy, tmp_path / f"other {name}"))
+        (other / name).write_text("others\n")
+        with pytest.raises(UserError, match=f"{name}(, line 1|): "):
+            preparation.require_same(preparation.kept_by(run), other, run)
+
+
 def swap_words(text):
     """The same number of entries, two of them exchanged."""
     lines = text.splitlines(keepends=True)
@@ -84,6 +100,15 @@ def test_other_preparations_are_refused_with_the_difference(kept, data, tmp_path
 def test_rules_that_only_choose_sentences_may_differ(kept, data, tmp_path):
     other = changed(data, tmp_path, "PREP.json", other_prep(name="another test set", rules={"max_ratio": 2.0}))
     assert of(kept, other).folder == kept / "prepared"
+
+
+def test_a_checkpoint_of_other_words_than_the_run_keeps_is_refused(kept):
+    """One that was put into the run's folder from elsewhere."""
+    state = load(kept / CHECKPOINT)
+    state["model"]["encoder.embed_tokens.weight"] = state["model"]["encoder.embed_tokens.weight"][:-1]
+    torch.save(state, kept / CHECKPOINT)
+    with pytest.raises(UserError, match=r"was not trained on .*prepared: its encoder knows \d+ tokens"):
+        of(kept)
 
 
 def test_what_is_kept_must_not_change(kept):

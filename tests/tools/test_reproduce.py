@@ -392,6 +392,12 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
         assert trained[records.BATCH] == ("512,1024" if "2,4" in given else "256")
 
 
+def test_the_batch_is_that_of_all_processes():
+    one = {"max-tokens": "512", "update-freq": "4"}
+    for flags in (one, {**one, "distributed-world-size": "2", "update-freq": "2"}):
+        assert records.learning_flags(flags) == {records.BATCH: "2048"}
+
+
 def test_pages_that_show_the_table(toy):
     page = toy / "results" / "README.md"
     page.parent.mkdir()
@@ -475,6 +481,19 @@ def test_records_hold_no_path_of_this_machine(tmp_path):
     assert records.read(tmp_path / "record", "test") == kept
 
 
+def test_the_same_translations_make_the_same_file(tmp_path, monkeypatch):
+    """Else every --collect would change what is under version control."""
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "eval" / "test.json").write_text('{"settings_name": "s"}')
+    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
+    made = []
+    for when in (1e9, 2e9):
+        monkeypatch.setattr(time, "time", lambda when=when: when)
+        records.keep(tmp_path / "run", tmp_path / str(when), "test", "s")
+        made.append((tmp_path / str(when) / "eval" / "test.hyp.txt.gz").read_bytes())
+    assert made[0] == made[1]
+
+
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     """Their scores must not stand where the table's own are expected. Flags of the launch change nothing."""
     pretend(toy, "Plain", 1, 10.0)
@@ -515,6 +534,8 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
 
 def test_runs_on_the_cpu(toy, monkeypatch):
     """As many at once as asked for, each on one thread and with the priority that was asked for."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
     monkeypatch.setattr(
         cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
@@ -528,6 +549,20 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
     assert cells.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
     assert cells.cpu_runs(*parsed[1]) == 0
+
+
+def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch, capsys):
+    """Its checkpoints may be those of the middle of a training. The others are run."""
+
+    def commands(table, cell, *_):
+        return [["false" if cell.row.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.row.label}")]]
+
+    monkeypatch.setattr(cells, "commands", commands)
+    with pytest.raises(SystemExit) as end:
+        reproduce.main([*map(str, options(toy)), "--gpus", "0"])
+    assert re.fullmatch(r"reproduce: these failed; run .*:\n  Plain, .*, seed 1", end.value.code)
+    assert sorted(path.name for path in toy.glob("scored-*")) == ["scored-Evolving", "scored-Nobody"]
+    assert "failed: Plain, " in capsys.readouterr().err
 
 
 def test_a_run_does_not_outlive_its_command(toy):

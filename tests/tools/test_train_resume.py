@@ -64,6 +64,17 @@ def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
     assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == size
 
 
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    """Who saves room has checkpoint_last.pt and checkpoint_best.pt lead to others."""
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+        (tmp_path / name).symlink_to("checkpoint1.pt")
+    checkpoint(tmp_path / "checkpoint2.pt", 20)
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
+    for name, number in (("1", 10), ("2", 20), ("_last", 20), ("_best", 20)):
+        assert run_folder.updates(load(tmp_path / f"checkpoint{name}.pt")) == number
+
+
 def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 20)
     checkpoint(tmp_path / "checkpoint2.pt", 20)
@@ -160,6 +171,40 @@ def test_a_run_without_states_of_the_optimizer_is_left_as_it_is(tmp_path):
     assert not run_folder.resumable(last)
     assert run_folder.finished(last, {"max-update": ["52"]})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_older_checkpoint_with_the_state_of_the_optimizer_is_gone_on_from(tmp_path):
+    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    state = load(checkpoint(tmp_path / "checkpoint_last.pt", 52))
+    del state["last_optimizer_state"]
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 40
+    assert last_updates(tmp_path) == 40
+
+
+def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_path, monkeypatch):
+    """fairseq would begin with a new one; what was done so far is left for evaluate.sh."""
+
+    class Begun(Exception):
+        pass
+
+    def begin(*_):
+        raise Begun
+
+    monkeypatch.setattr(os, "execve", begin)
+    words = [str(word) for word in command(data, tmp_path, "--max-update", 60)]
+    with pytest.raises(Begun):
+        train.main(words)
+    state = load(checkpoint(tmp_path / "checkpoint_last.pt", 52))
+    with pytest.raises(Begun):
+        train.main(words)
+    del state["last_optimizer_state"]
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    starts = (tmp_path / "run.json").read_text()
+    with pytest.raises(SystemExit, match=r"no state of the optimizer .*, so training cannot go on from them"):
+        train.main(words)
+    assert (tmp_path / "run.json").read_text() == starts, "nothing was started"
+    train.main([*words, "--max-update", "52"])  # it is finished, which is no mistake
 
 
 def test_a_run_of_weights_alone_is_not_started_again(tmp_path):
@@ -271,6 +316,17 @@ def test_every_start_is_recorded(tmp_path):
     assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(0, "CPU, "), (1, "NVIDIA Test")])
+def test_a_start_is_recorded_with_the_device_that_it_takes(tmp_path, monkeypatch, gpus, device):
+    """Which is the CPU where there is a GPU and --gpus 0 was given."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    run_folder.claim(tmp_path, {"arch": "a"})
+    run_folder.record_start(tmp_path, {}, launch.Launch(gpus), 0)
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert start["device"].startswith(device)
+
+
 def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
     on_cpu = launch.Launch(gpus=0)
     for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
@@ -297,9 +353,12 @@ def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
     words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9]
+    words += ["--decoder-normalize-before", "--layernorm-embedding", "--activation-fn", "gelu"]
     args, flags = train.parse([*map(str, words)])
     identity = train.identity(train.plan(recipes.read("sample"), args, flags, launch.Launch(gpus=0)))
     model = {"recipe": "sample", "arch": "ea_transformer_lite", "ea-beta": "0.3", "encoder-layers": "2", "seed": "7"}
+    model |= {"decoder-normalize-before": "", "layernorm-embedding": "", "activation-fn": "gelu"}
+    model |= {"share-all-embeddings": "", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam"}
     assert model.items() <= identity.items()
     assert identity["data"] == train.fingerprint(data)
     assert not {"lr", "max-epoch", "max-tokens", "save-dir", "cpu"} & identity.keys(), "these belong to the launch"

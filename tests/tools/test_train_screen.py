@@ -113,6 +113,61 @@ def test_bf16_needs_no_tpu(arch):
     assert not fairseq_train._configuration_without_tpu(args).common.tpu
 
 
+def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
+    """What a link leads to is another checkpoint, which stays; a copy that fails half-way leaves the one before."""
+    for number in (1, 2):
+        (tmp_path / f"checkpoint{number}.pt").write_text(f"contents {number}")
+    best, source = tmp_path / "checkpoint_best.pt", str(tmp_path / "checkpoint2.pt")
+    best.symlink_to("checkpoint1.pt")
+    assert fairseq_train.copy_in_one_step(source, str(best), overwrite=True)
+    assert (best.read_text(), best.is_symlink()) == ("contents 2", False)
+    assert (tmp_path / "checkpoint1.pt").read_text() == "contents 1"
+
+    def full_disk(source, target):
+        Path(target).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fairseq_train.shutil, "copyfile", full_disk)
+    with pytest.raises(SystemExit):
+        fairseq_train.copy_in_one_step(source, str(best), overwrite=True)
+    assert best.read_text() == "contents 2"
+    assert len(list(tmp_path.iterdir())) == 3
+    assert "could not write" in caplog.text
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """A trainer whose base, fairseq's, saves and loads `trainer.state`."""
+    found = object.__new__(fairseq_train.LongRunTrainer)
+    found.state = {"extra_state": {"metrics": {"train": [1], "valid": [2]}}}
+    monkeypatch.setattr(fairseq_train.Trainer, "state_dict", lambda self: self.state)
+    monkeypatch.setattr(fairseq_train.Trainer, "load_checkpoint", lambda self, *_, **__: self.state["extra_state"])
+    return found
+
+
+@pytest.mark.parametrize(("reset", "kept"), [(False, {"best": 5.0, "num_runs": 3.0}), (True, {})])
+def test_early_stopping_begins_afresh_where_meters_do(trainer, monkeypatch, reset, kept):
+    """fairseq's --reset-meters: a run that starts from another's checkpoint is not stopped by that one's losses."""
+    monkeypatch.setattr(fairseq_train.fairseq_train, "should_stop_early", lambda: None)
+    trainer.state["extra_state"]["early_stopping"] = {"best": 5.0, "num_runs": 3.0}
+    trainer.load_checkpoint("checkpoint_last.pt", reset_meters=reset)
+    assert vars(fairseq_train.fairseq_train.should_stop_early) == kept
+
+
+def test_what_a_validation_measured_is_in_no_checkpoint(trainer):
+    """With --eval-bleu these are arrays, which nothing can read that takes weights and settings alone."""
+    assert trainer.state_dict()["extra_state"]["metrics"] == {"train": [1]}
+
+
+@pytest.mark.parametrize("words", [["--cpu"], []])
+def test_freed_memory_is_kept_on_a_cpu(tmp_path, monkeypatch, no_journal, words):
+    asked = []
+    monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: asked.append("--cpu"))
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", lambda: None)
+    fairseq_train.main(["data/x", "--save-dir", str(tmp_path / "none"), *words])
+    assert asked == words
+
+
 def ended_by(error, monkeypatch, folder):
     def cli_main():
         raise error

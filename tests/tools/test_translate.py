@@ -85,11 +85,15 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
         raise KeyboardInterrupt
     with pytest.raises(UserError, match=r"out\.partial: holds 1 lines .* go on with --resume"), output("--nbest", "2"):
         pass
-    with (
-        pytest.raises(UserError, match="made with beam 5, and now"),
-        output("--nbest", "2", "--beam", "4", "--resume"),
-    ):
-        pass
+    for other, message in [
+        (["--beam", "4"], "beam 5, and now it is 4"),
+        (["--lenpen", "1.2"], r"lenpen 1\.0, and now it is 1\.2"),
+        (["--nbest", "3"], "nbest 2, and now it is 3"),
+        (["--precision", "fp16"], "precision fp32, and now it is fp16"),
+        (["--", "--max-len-b", "9"], r"interactive_flags \[\], and now it is \['--max-len-b', '9'\]"),
+    ]:
+        with pytest.raises(UserError, match=f"made with {message}"), output("--resume", "--nbest", "2", *other):
+            pass
     checkpoint.write_text("Weights")  # made again under its name, and as long
     with (
         pytest.raises(UserError, match=r"made with checkpoint .*average\.pt .*, and now"),
@@ -189,6 +193,26 @@ def test_n_best_with_scores():
     assert translate._written(8, [], str.upper, None) == [""]
     with pytest.raises(SystemExit):
         translate.parse(["--run", "x", "--nbest", "6"])
+
+
+def test_an_interruption_ends_fairseq_too(data, checkpoints, monkeypatch):
+    """It has read what it was sent, and would go on to translate it."""
+    started, popen = [], subprocess.Popen
+
+    def start(*words, **options):
+        started.append(popen(*words, **options))
+        return started[-1]
+
+    def interrupted(line):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(translate.subprocess, "Popen", start)
+    answer = ["sh", "-c", r"printf 'H-0\t-1\tdog\n'; exec sleep 5"]
+    monkeypatch.setattr(translate, "interactive", lambda *_: answer)
+    args = translate.parse(["--checkpoint", str(checkpoints.evolving), "--data", str(data)])
+    with pytest.raises(KeyboardInterrupt):
+        translate.translate(args, args.checkpoint, [b"Hund.\n", b"Haus.\n"], interrupted)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_lines_translated_before_are_not_sent(data):
