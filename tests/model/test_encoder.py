@@ -70,3 +70,20 @@ def test_all_hidden_states_are_returned_when_asked_for():
     output = model.encoder(batch([5, 3]), return_all_hiddens=True)
     assert len(output["encoder_states"]) == 4
     assert_close(output["encoder_states"][-1], output["encoder_out"][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+@torch.no_grad()
+def test_a_layer_attends_to_nothing_that_its_mask_names(dtype):
+    """As in fairseq's layer, anything but zero is masked."""
+    layer, seen = build().encoder.layers[0], []
+    layer.self_attn.observer = seen.append
+    masked = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    layer(torch.randn(5, 2, 16), None, attn_mask=masked.to(dtype))
+    assert torch.equal(seen[0].weights == 0, masked.expand(2, 4, 5, 5))
+
+
+@torch.no_grad()
+def test_the_sentences_lengths_are_told():
+    source = batch([5, 3, 1], left_pad=True)
+    assert build().encoder(source)["src_lengths"][0].tolist() == [[5], [3], [1]]

@@ -117,7 +117,22 @@ def test_heads_that_differ_are_refused_though_every_shape_fits(options, message,
         load(build("ea_roberta"), checkpoint(tmp_path / "model.pt", build("roberta"), **options))
 
 
+def test_to_be_told_once_to_start_from_a_plain_checkpoint_counts_once(tmp_path):
+    stock, ours = build("roberta"), build("ea_roberta")
+    load(ours, checkpoint(tmp_path / "model.pt", stock))
+    with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
+        ours.load_state_dict(stock.state_dict())
+
+
 TRANSLATION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "relu"}
+
+
+def test_a_decoders_heads_that_differ_are_refused(tmp_path):
+    path = checkpoint(
+        tmp_path / "model.pt", translation("transformer"), **{**TRANSLATION, "decoder_attention_heads": 2}
+    )
+    with pytest.raises(ValueError, match=r"--decoder-attention-heads is 4 here, and 2 in .*model\.pt"):
+        load(translation("ea_transformer_base"), path, **TRANSLATION)
 
 
 @pytest.mark.parametrize("flag", ["--share-all-embeddings", "--share-decoder-input-output-embed"])
@@ -132,7 +147,7 @@ def test_parameters_that_are_one_only_here_are_refused(flag, tmp_path):
         load(translation("ea_transformer_base", *flags), fits, **TRANSLATION)
 
 
-@pytest.mark.parametrize("name", ["no_token_positional_embeddings", "decoder_normalize_before"])
+@pytest.mark.parametrize("name", ["no_scale_embedding", "no_token_positional_embeddings", "decoder_normalize_before"])
 def test_options_without_parameters_are_refused(name, tmp_path):
     given = checkpoint(tmp_path / "model.pt", translation("transformer"), **TRANSLATION, **{name: True})
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is False here, and True in .*model.pt"):

@@ -2,11 +2,18 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import REPO, warm
-from helpers.models import TINY, batch, build, model_args
+from helpers.models import TINY, batch, build, dictionary, model_args
+
+import ea_fairseq
+from ea_fairseq import transformer
+from ea_fairseq.attention import DecoderAttention, EvolvingAttention
+from ea_fairseq.evolution import Geometry
+from ea_fairseq.options import DEFAULTS
 
 CONVOLUTIONS = {
     "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",
@@ -77,6 +84,53 @@ def test_ablations_remove_exactly_their_convolutions_and_run(flags, kinds):
     assert set(model.state_dict()) - convolution_keys(model) == set(stock.state_dict())
 
 
+def test_a_checkpoint_may_be_older_than_most_flags():
+    """What it says nothing of is as it was before there was a flag."""
+    args, words = model_args("ea_transformer_base", *TINY, "--ea-alpha", 0.3), dictionary()
+    for name in DEFAULTS.keys() - {"ea_alpha", "ea_beta", "ea_kernel_size"}:
+        delattr(args, name)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    model, today = ea_fairseq.EATransformerModel.build_model(args, task), build("ea_transformer_base")
+    assert model.state_dict().keys() == today.state_dict().keys()
+    assert {layer.self_attn.evolution.alpha for layer in model.encoder.layers} == {0.3}
+
+
+def test_fairseqs_quantisation_noise_reaches_every_projection():
+    """Blocks of weights are dropped in training."""
+    model = build("ea_transformer_base", "--quant-noise-pq", 0.5, train=True)
+    attentions = [module for module in model.modules() if isinstance(module, EvolvingAttention)]
+    assert len(attentions) == 3 + 2 * 2
+    for attention in attentions:
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
+            projection(torch.ones(1, 16))
+            assert (projection.weight == 0).any()
+
+
+@pytest.mark.parametrize("flags, offloads", [([], False), (["--offload-activations"], True)])
+def test_activations_are_offloaded_where_that_is_asked_for(flags, offloads, monkeypatch):
+    asked, wrap = [], transformer.checkpoint_wrapper
+
+    def wrapped(layer, offload_to_cpu=False):
+        asked.append(offload_to_cpu)
+        return wrap(layer, offload_to_cpu=offload_to_cpu)
+
+    monkeypatch.setattr(transformer, "checkpoint_wrapper", wrapped)
+    build("ea_transformer_base", "--checkpoint-activations", *flags)
+    assert asked == [offloads] * (3 + 2)
+
+
+@pytest.mark.parametrize("arch", ["ea_transformer_base", "ea_transformer_lite", "ea_roberta", "ea_bart_base"])
+def test_bf16_asks_for_no_tpu(arch):
+    """fairseq would look for one, and end."""
+    assert model_args(arch, "--bf16").tpu is False
+
+
+@pytest.mark.parametrize("name", [name for name in ea_fairseq.__all__ if name.endswith("Model")])
+def test_no_published_model_of_fairseqs_goes_by_our_names(name):
+    """They are models without evolving attention, whose parameters do not fit."""
+    assert getattr(ea_fairseq, name).hub_models() == {}
+
+
 def test_the_skip_connection_reaches_the_next_layer():
     """Changing how the first layer attends changes the second layer's logits only through the skip connection."""
     model = build("ea_transformer_base", "--ea-alpha", 0.5)
@@ -115,24 +169,30 @@ def test_bad_values_are_refused_by_name(flag, value, capsys):
         ("ea_beta", float("nan"), "--ea-beta"),
         ("ea_kernel_size", 2, "--ea-kernel-size"),
         ("ea_alpha", "x", "--ea-alpha"),
+        ("ea_conv_layers", 2.5, "--ea-conv-layers"),
+        ("ea_relative_positions", 2.5, "--ea-relative-positions"),
     ],
 )
 def test_bad_values_from_elsewhere_are_refused_too(name, value, flag):
     """Not every value comes through the parser: --model-overrides, a configuration, a program."""
-    from types import SimpleNamespace
-
-    from ea_fairseq import EATransformerModel
-
     args = model_args("ea_transformer_base", *TINY)
     setattr(args, name, value)
     with pytest.raises(ValueError, match=f"{flag} {value}"):
-        EATransformerModel.build_model(args, SimpleNamespace())
+        ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
 
 
+@pytest.mark.parametrize("heads", [3, 0, -4])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_heads_must_divide_the_dimension(side):
-    with pytest.raises(ValueError, match=f"--{side}-attention-heads 3 .* --{side}-embed-dim 16"):
-        build("ea_transformer_base", f"--{side}-attention-heads", 3)
+def test_heads_must_divide_the_dimension(side, heads):
+    with pytest.raises(ValueError, match=f"--{side}-attention-heads {heads} .* --{side}-embed-dim 16"):
+        build("ea_transformer_base", f"--{side}-attention-heads", heads)
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_keys_that_belong_to_no_position_are_refused(option):
+    """A map would have a column that is nobody's neighbour."""
+    with pytest.raises(ValueError, match=option):
+        DecoderAttention(Geometry.DECODER_SELF, 8, 2, self_attention=True, **{option: True})
 
 
 @pytest.mark.parametrize(

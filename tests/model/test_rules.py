@@ -156,8 +156,9 @@ def test_learnt_mixes_that_start_at_zero_leave_the_plain_transformer(rule, each_
         ("residual", {"alpha": 2, "beta": 0}),
     ],
 )
-def test_what_is_learnt_is_what_the_rule_uses(rule, names):
-    model = build("ea_transformer_base", "--ea-rule", rule, "--ea-learn-mix")
+@pytest.mark.parametrize("start", [[], ["--ea-alpha", 0, "--ea-beta", 0]])
+def test_what_is_learnt_is_what_the_rule_uses(rule, names, start):
+    model = build("ea_transformer_base", "--ea-rule", rule, "--ea-learn-mix", *start)
     found = [name.rsplit(".", 1)[1] for name, _ in model.named_parameters() if name.endswith(("alpha", "beta"))]
     assert {name: found.count(name) for name in names} == names
 

@@ -61,3 +61,18 @@ def test_attention_that_evolves_nothing_equals_fairseqs(geometry):
         real = ~padding.t()  # padded rows are zero in ours, and of no use in either
     assert_close(output[real], expected[real], rtol=1e-5, atol=1e-6)
     assert_close(weights.transpose(0, 1)[real], expected_weights.transpose(0, 1)[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--decoder-embed-dim", 24, "--decoder-attention-heads", 2], ["--no-cross-attention"]]
+)
+@torch.no_grad()
+def test_attentions_of_ours_are_as_large_as_fairseqs(flags):
+    """A decoder may have other sizes than the encoder. Scores that start as dot products make every attention ours."""
+    stock = amplify_(build("transformer", *flags))
+    ours = build("ea_transformer_base", *OFF, "--ea-score", "multiplicative", *flags)
+    assert {key for key in ours.state_dict() if ".score." not in key} == stock.state_dict().keys()
+    torch.nn.Module.load_state_dict(ours, stock.state_dict(), strict=False)
+    source, tokens = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
+    outputs = [model(source, None, tokens)[0][tokens.ne(1)] for model in (ours, stock)]
+    assert_close(*outputs, rtol=1e-5, atol=1e-5)
