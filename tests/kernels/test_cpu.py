@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -484,6 +485,8 @@ REFUSED = {
     "values of another size than queries": {"v": lambda x: x[..., :-1]},
     "keys that sentences share": {"k": lambda x: x[:1], "v": lambda x: x[:1]},
     "no bias": {"bias": lambda x: None},
+    "a bias of fewer heads": {"bias": lambda x: x[:2]},
+    "given logits of another length": {"given": lambda x: torch.ones(BATCH, 4, 5, 4)},
     "a sparse map": {"previous": Tensor.to_sparse},
     "a tensor on another device": {"bias": lambda x: x.to("meta")},
     "dropout beyond everything": {"dropout": lambda x: 1.5},
@@ -502,6 +505,24 @@ def test_what_does_not_fit_is_refused(what):
     assert kernels.attend(call) is not None
     changed = replace(call, **{name: change(getattr(call, name)) for name, change in REFUSED[what].items()})
     assert kernels.attend(changed) is None
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 5), (3, 2, 2, 5), (3, 4, 1, 5), (3, 4, 3, 5), (3, 4, 2, 6)])
+@torch.no_grad()
+def test_rows_above_that_do_not_fit_are_refused(shape):
+    """B, heads, rows that the kernel reaches up to, and at most as many columns as there are keys."""
+    call = equation_4(Geometry.DECODER_SELF, previous=False).call(step=True, above=torch.zeros(3, 4, 2, 5))
+    assert kernels.attend(call) is not None
+    assert kernels.attend(replace(call, above=torch.zeros(shape))) is None
+
+
+@torch.no_grad()
+def test_too_little_memory_is_an_error(simple, monkeypatch):
+    """Else results would be what lay in memory before."""
+    without = SimpleNamespace(evolving_attention_forward=lambda argument, threads: 1)
+    monkeypatch.setattr(cpu_library, "library", lambda: without)
+    with pytest.raises(MemoryError, match="not enough memory for attention maps of 4 x 5 x 5"):
+        kernels.attend(simple)
 
 
 # ---- the C file, compiled
@@ -620,6 +641,16 @@ def test_another_compiler_or_c_library_has_a_library_of_its_own(quick_compiler, 
         cpu_library._load.cache_clear()
         assert cpu.knows(simple)
         assert len(list(fresh.glob("ea_fairseq/*"))) == min(count, 3)
+
+
+def test_another_header_or_processor_has_a_library_of_its_own(monkeypatch, tmp_path):
+    """Homes are shared by machines, on some of which the others' instructions end the process."""
+    names, read = [cpu_library._fingerprint(["cc"])], Path.read_text
+    for path in (cpu_library._INCLUDED, Path("/proc/cpuinfo")):
+        changed = {path: "flags : of another kind\n"}
+        monkeypatch.setattr(Path, "read_text", lambda path, changed=changed: changed.get(path) or read(path))
+        names.append(cpu_library._fingerprint(["cc"]))
+    assert len(set(names)) == 3
 
 
 def test_several_processes_may_compile_at_once(quick_compiler, tmp_path):

@@ -68,6 +68,18 @@ def test_a_state_whose_keys_were_cut_from_outside_gets_the_plain_numbers():
 
 
 @torch.no_grad()
+def test_a_state_whose_padding_was_cut_from_outside_is_refused(each_way):
+    """The kernel would read what lies behind the mask."""
+    module, state = attention(Geometry.ENCODER_DECODER), {}
+    source, padding = torch.randn(5, 2, 12), torch.tensor([[False] * 5, [False] * 4 + [True]])
+    x = torch.randn(1, 2, 12)
+    module(x, source, source, key_padding_mask=padding, incremental_state=state)
+    buffer(module, state)["prev_key_padding_mask"] = padding[:, 1:].clone()
+    with pytest.raises(RuntimeError):
+        module(x, source, source, incremental_state=state)
+
+
+@torch.no_grad()
 def test_a_long_sentence_whose_hypotheses_change_places(each_way):
     """Places alone: where one is copied, the others' older positions are soon those of its copies."""
     module, x, state = attention(), 3 * torch.randn(STEPS, 3, 12), {}
@@ -94,6 +106,18 @@ def test_padding_moves_with_its_hypothesis(each_way):
     future = torch.full((4, 4), -torch.inf).triu(1)
     expected, _ = module(x, x, x, key_padding_mask=padding, attn_mask=future)
     assert_close(run(module, x[3:], state)[0], expected[3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("added", [0.0, 1.0])
+@torch.no_grad()
+def test_a_step_may_have_a_mask_of_its_own(added, each_way):
+    """What it masks is masked, what it adds is added, though the steps before had none."""
+    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+    mask = torch.full((6, 6), -torch.inf).triu(1)
+    mask[3, :4] = torch.tensor([0, -torch.inf, added, 0])
+    outputs = [run(module, x[:3], state), module(*3 * [x[3:4]], incremental_state=state, attn_mask=mask[3:4, :4])[0]]
+    outputs.append(run(module, x[4:], state))
+    assert_close(torch.cat(outputs), module(x, x, x, attn_mask=mask)[0], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -183,6 +207,13 @@ def test_a_room_from_inference_mode_is_left_outside_of_it():
     with torch.no_grad():
         keys, _ = room.append(1, torch.zeros(1, 1, 2, 1, 2)).keys_and_values(2)
     assert keys.flatten().tolist() == [1, 1, 0, 0]
+
+
+def test_what_is_kept_in_float32_stays_so_beside_what_is_not():
+    """As fairseq's torch.cat has it: mixed precision that begins in the middle rounds nothing that was there."""
+    room = Room(torch.full((8, 1, 2, 1, 1), 1 / 3), 2).append(2, torch.ones(1, 1, 2, 1, 1, dtype=torch.bfloat16))
+    keys, _ = room.keys_and_values(3)
+    assert torch.equal(keys.flatten(), torch.tensor([1 / 3, 1 / 3, 1]))
 
 
 def test_gradients_may_be_wanted_after_steps_without_them(each_way):
@@ -341,6 +372,32 @@ def test_shared_sources():
     assert shared_sources(source, None, 10)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     with pytest.raises(ValueError, match="7 hypotheses cannot share the encoder's output of 5 sentences"):
         shared_sources(source, None, 7)
+
+
+@pytest.mark.parametrize("step_by_step", [False, True])
+def test_hypotheses_share_their_sentence_where_gradients_are_wanted_too(step_by_step, each_way):
+    module, source = attention(Geometry.ENCODER_DECODER), torch.randn(5, 2, 12)
+    x, repeated = 3 * torch.randn(1, 4, 12), source.repeat_interleave(2, dim=1)
+    state = {} if step_by_step else None
+    output, _ = module(x, source, source, incremental_state=state)
+    expected, _ = module(x, repeated, repeated)
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    weight = module.v_proj.weight
+    gradients = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (output, expected)]
+    assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_hypotheses_that_are_dropped_at_the_end_leave_the_others():
+    """As in greedy decoding of several sentences, the last of which ends first."""
+    model, source = amplify_(build()), batch([6, 4, 3])
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.arange(3))
+    state, tokens = {}, torch.tensor([[2, 5], [2, 6], [2, 7]])
+    model.decoder(tokens[:, :1], encoder_out=encoded, incremental_state=state)
+    model.decoder.reorder_incremental_state_scripting(state, torch.arange(2))
+    encoded = model.encoder.reorder_encoder_out(encoded, torch.arange(2))
+    output = model.decoder(tokens[:2], encoder_out=encoded, incremental_state=state)[0]
+    assert_close(output[:, -1], model(source[:2], None, tokens[:2])[0][:, -1], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

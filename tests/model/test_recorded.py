@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.models import amplify_, batch, build
 from torch import nn
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,6 +12,7 @@ from ea_fairseq import kernels
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from ea_fairseq.evolution import Evolution, Geometry
 from ea_fairseq.kernels import cpu
+from ea_fairseq.masks import additive, combine
 
 
 @pytest.fixture
@@ -125,6 +127,16 @@ def test_torch_func_differentiates_the_plain_composition():
     assert_close(slope, (expected * direction).sum(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_forward_mode_differentiates_the_plain_composition(gradients):
+    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
+    x, direction = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    _, expected = torch.func.jvp(lambda x: module(x)[0], (x,), (direction,))
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        slope = forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))[0]).tangent
+    assert_close(slope, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_counters_see_all_operations(asked):
     module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
     with FlopCounterMode(display=False) as counter:
@@ -191,6 +203,30 @@ def test_an_evolution_of_another_kind_is_never_taken_for_one_that_a_kernel_knows
     assert_close(call.a_logit, 100 * logits_of["before"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("part", ["evolution", "evolution.conv"])
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_the_way_back_run(part, kind, asked):
+    module, calls = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5), []
+    getattr(module.get_submodule(part), kind)(lambda *_: calls.append(1))
+    module(torch.randn(5, 1, 8))[0].sum().backward()
+    assert (calls, asked) == ([1], [])
+
+
+@pytest.mark.parametrize("geometry", [Geometry.ENCODER_SELF, Geometry.DECODER_SELF])
+@torch.no_grad()
+def test_a_dropout_of_another_kind_is_called(geometry):
+    """In evaluation too, where fairseq's does nothing."""
+    if geometry == Geometry.ENCODER_SELF:
+        module, state = EncoderSelfAttention(8, 2, beta=0.5).eval(), {}
+    else:
+        module = DecoderAttention(geometry, 8, 2, beta=0.5, self_attention=True).eval()
+        state = {"incremental_state": {}}
+    module.dropout_module.register_forward_hook(lambda dropout, args, weights: 0 * weights)
+    x = torch.randn(1, 2, 8)
+    for _ in range(3):
+        assert_close(module(x, x, x, **state)[0], module.out_proj.bias.expand(1, 2, -1))
+
+
 @torch.no_grad()
 def test_convolutions_of_half_precision_among_float32_are_not_misread():
     module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
@@ -244,6 +280,32 @@ def test_other_masks_are_refused_or_read_as_masks():
     assert_close(module(x, attn_mask=torch.zeros(4, 4).masked_fill(future, -torch.inf))[0], expected)
     with pytest.raises(ValueError, match=r"attn_mask must be T x S.*\(2, 4, 4\)"):
         module(x, attn_mask=future.expand(2, 4, 4))
+
+
+def test_how_low_a_mask_of_floats_must_be_to_mask():
+    """fairseq writes -1e4, -1e8 or -inf; a bias that is meant as one is added, however strong."""
+    bias = torch.tensor([[1.0, -1e3, -1e4, -torch.inf]])
+    assert combine(None, bias).flatten().tolist() == [False, False, True, True]
+    assert additive(bias).tolist() == [[1, -1e3, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
+@torch.no_grad()
+def test_padding_may_be_told_in_numbers_of_any_type(dtype, each_way):
+    """As to fairseq's own attention: anything but zero is padding."""
+    x, y, padding = torch.randn(4, 2, 8), torch.randn(5, 2, 8), torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 2, 1]])
+    encoder = EncoderSelfAttention(8, 2, beta=0.5).eval()
+    cross = DecoderAttention(Geometry.ENCODER_DECODER, 8, 2, beta=0.5, encoder_decoder_attention=True).eval()
+
+    def outputs(padding):
+        whole = AttentionCall(padding, query_padding=padding[:, -4:])
+        state, rows = {}, []
+        for row in x:
+            rows.append(cross(row[None], y, y, key_padding_mask=padding, incremental_state=state)[0])
+        return encoder(y, key_padding_mask=padding)[0], cross(x, y, y, key_padding_mask=whole)[0], torch.cat(rows)
+
+    for ours, expected in zip(outputs(padding.to(dtype)), outputs(padding.bool()), strict=True):
+        assert_close(ours, expected)
 
 
 def test_gradients_reach_keys_values_and_convolution_step_by_step_with_frozen_queries():

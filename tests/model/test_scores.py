@@ -73,6 +73,15 @@ def test_additive_is_concatenative_with_the_same_weights():
     assert_close(additive(q, k), concatenative(q, k), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("score", ["additive", "concatenative"])
+def test_each_head_starts_as_a_layer_of_its_own_would(score):
+    """Xavier's bound is that of a head's matrix, however many heads there are."""
+    for name, weights in SCORES[score](K, 64).named_parameters():
+        rows, columns = (1, 64) if name == "vector" else weights.shape[1:]
+        for weight in weights:
+            assert weight.abs().max().item() == pytest.approx((6 / (rows + columns)) ** 0.5, rel=0.1), name
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"score": "multiplicative"}, {"relative_positions": 2}])
 def test_what_starts_as_scaled_dot_products(options):
