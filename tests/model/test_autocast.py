@@ -1,7 +1,5 @@
 """Under PyTorch's automatic mixed precision attention gives float32's numbers, to the precision of the smaller type."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.models import amplify_
@@ -93,17 +91,6 @@ def test_precision_that_changes_in_the_middle_of_a_search(mixed_first):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=(step < 3) == mixed_first):
             outputs.append(module(row[None], row[None], row[None], incremental_state=state)[0].float())
     assert_close(torch.cat(outputs), run(x), rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_learnt_shares(plain):
-    """They stay float32, and are shares of maps that are not."""
-    module = amplify_(EncoderSelfAttention(SIZE, HEADS, alpha=0.4, beta=0.5, learn_mix=True, plain=plain))
-    x, call = torch.randn(LENGTH, BATCH, SIZE), AttentionCall(previous=torch.randn(BATCH, HEADS, LENGTH, LENGTH))
-    expected, _ = module(x, key_padding_mask=call)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, _ = module(x, key_padding_mask=replace(call, previous=call.previous.bfloat16()))
-    assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_kernel_is_asked_about_convolutions_of_the_queries_type(monkeypatch):

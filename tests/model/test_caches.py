@@ -266,6 +266,15 @@ def test_steps_project_as_their_layers_do(size, beams, few, monkeypatch):
     assert calls.count("evolving_attention_step") == (10 if few else 0)
 
 
+@pytest.mark.parametrize("width", [8, 20])
+@torch.no_grad()
+def test_steps_whose_output_has_another_width(width):
+    """A projection that was put in the place of the attention's own."""
+    module, x = attention(), 3 * torch.randn(6, 2, 12)
+    module.out_proj = torch.nn.Linear(12, width)
+    assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("few", [True, False])
 @torch.no_grad()
 def test_steps_do_not_depend_on_the_default_type(few, monkeypatch):

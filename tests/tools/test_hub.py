@@ -86,6 +86,41 @@ def test_an_average_from_before_the_training_went_on_is_noted(kept, tmp_path, ca
     assert f"{average} was made before the training went on" in caplog.text
 
 
+def test_of_several_checkpoints_the_best_one_is_loaded(kept, tmp_path):
+    """The newest average, else the best, else the last: all others are torn here, and would not load."""
+    run = Path(shutil.copytree(kept, tmp_path / "run"))
+    whole = (run / "checkpoint_last.pt").rename(tmp_path / "whole.pt")
+    names = ["checkpoint_last.pt", "checkpoint_best.pt", "average9.pt", "average1.pt"]
+    for when, name in enumerate(names, 1):
+        for path in run.glob("*.pt"):
+            path.write_bytes(b"torn")
+            os.utime(path, (when, when))
+        shutil.copyfile(whole, run / name)
+        os.utime(run / name, (1000, 1000))
+        ea_fairseq.load(run)
+
+
+def test_several_checkpoints_are_an_ensemble(kept):
+    translator = ea_fairseq.load(kept, "checkpoint_last.pt:checkpoint_last.pt")
+    assert len(translator.hub.models) == 2
+    assert translator.translate("Hund.", max_len_b=20) == ea_fairseq.load(kept).translate("Hund.", max_len_b=20)
+
+
+def test_a_preparation_that_is_not_complete_is_not_read(data, kept, tmp_path):
+    """Its digest is the last file to be written."""
+    run = Path(shutil.copytree(kept, tmp_path / "run"))
+    (run / "prepared" / "DIGEST").unlink()
+    (run / "prepared" / "dict.de.txt").unlink()
+    assert ea_fairseq.load(run).hub.cfg.task.data == str(data)
+
+
+def test_settings_of_the_search_are_used(kept):
+    translator = ea_fairseq.load(kept)
+    short, long = (len(translator.translate("Hund, Katze.", lenpen=penalty, max_len_b=30)) for penalty in (-5, 5))
+    assert short < long
+    assert len(translator.translate("Hund, Katze.", lenpen=5, max_len_a=0, max_len_b=1)) < long
+
+
 def test_what_is_missing_is_named(data, run, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         ea_fairseq.load(tmp_path)
