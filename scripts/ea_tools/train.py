@@ -40,7 +40,10 @@ from ea_tools.text import read_prep
 #: fairseq-train's own flags of precision; where one of them is given, none is chosen.
 OF_PRECISION = {"fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"}
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
-IDENTITY = ("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer")
+IDENTITY = (
+    *("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer"),
+    *("no-scale-embedding", "no-token-positional-embeddings", "no-cross-attention", "adaptive-"),
+)
 
 
 @dataclass(frozen=True)

@@ -352,13 +352,18 @@ def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
 
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
-    words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9]
+    words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9, "--no-scale-embedding"]
     words += ["--decoder-normalize-before", "--layernorm-embedding", "--activation-fn", "gelu"]
     args, flags = train.parse([*map(str, words)])
     identity = train.identity(train.plan(recipes.read("sample"), args, flags, launch.Launch(gpus=0)))
     model = {"recipe": "sample", "arch": "ea_transformer_lite", "ea-beta": "0.3", "encoder-layers": "2", "seed": "7"}
     model |= {"decoder-normalize-before": "", "layernorm-embedding": "", "activation-fn": "gelu"}
-    model |= {"share-all-embeddings": "", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam"}
+    model |= {
+        "no-scale-embedding": "",
+        "share-all-embeddings": "",
+        "criterion": "label_smoothed_cross_entropy",
+        "optimizer": "adam",
+    }
     assert model.items() <= identity.items()
     assert identity["data"] == train.fingerprint(data)
     assert not {"lr", "max-epoch", "max-tokens", "save-dir", "cpu"} & identity.keys(), "these belong to the launch"
