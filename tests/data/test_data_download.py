@@ -1,5 +1,6 @@
 """Downloads from a server of our own: resumed where they stopped, verified, refused with directions."""
 
+import errno
 import hashlib
 import re
 import threading
@@ -117,3 +118,17 @@ def test_checksums(tmp_path):
     with pytest.raises(PrepError, match=r"a.bin: 1,024,000 bytes, but it should have 7"):
         download.verify([file], tmp_path / "other", {"a.bin": (7, "")})
     assert not (tmp_path / "other").exists()
+
+
+def test_a_full_disk_is_not_tried_again(tmp_path, monkeypatch):
+    tried = []
+
+    def full(url, part):
+        tried.append(url)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(download, "PAUSE", 0)
+    monkeypatch.setattr(download, "_continue", full)
+    with pytest.raises(OSError, match="No space left"):
+        download.fetch("http://x/y", tmp_path / "y")
+    assert len(tried) == 1

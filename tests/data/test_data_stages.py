@@ -147,6 +147,48 @@ def test_only_what_depends_on_a_change_is_made_again(tmp_path):
     assert made(recipe(merges=70, lowercase=True, max_length=20, filter_on="subwords"), raw, out) == every
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(
+            {"split_dashes": True},
+            {"normalise": True},
+            {"plain_apostrophes": True},
+            {"nfc": True},
+            {"tokenizer": "none"},
+        ),
+        *({"vocabulary_threshold": 2}, {"bpe": "sentencepiece"}, {"max_ratio": 2.0}, {"max_length": 9}),
+        *({"drop_test_overlap": True}, {"valid_every": 5}, {"lowercase": True}),
+    ],
+    ids=lambda rule: next(iter(rule)),
+)
+def test_every_rule_makes_other_data(tmp_path, rule):
+    """Else the old data would be called finished."""
+    raw, keys = corpus(tmp_path / "raw"), set()
+    for rules in ({}, rule):
+        pipeline = Pipeline(recipe(**rules), raw, tmp_path / "out")
+        stages.chain(pipeline.chain)
+        keys.add(pipeline.chain[-1].key)
+    assert len(keys) == 2
+
+
+def test_validation_that_comes_from_the_training_text_is_filtered_like_it(tmp_path):
+    rules = recipe(valid_every=5, filter_on="subwords", max_length=30)
+    pipeline = text_only(dataclasses.replace(rules, valid=()), corpus(tmp_path / "raw"), tmp_path / "out")
+    for path in pipeline.text("filter", "valid"):
+        assert max(len(line.split()) for line in path.read_text().splitlines()) <= 30
+    assert pipeline.chain[5].report()["valid"]["dropped"]
+
+
+def test_the_data_are_for_all_whom_the_umask_allows(tmp_path):
+    before = os.umask(0o022)
+    try:
+        pipeline = text_only(recipe(), corpus(tmp_path / "raw"), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert pipeline.folder["filter"].stat().st_mode & 0o777 == 0o755
+
+
 def test_a_forced_stage_that_fails_is_not_taken_for_done(undisturbed, tmp_path, monkeypatch):
     """Nor is what came after it: their old folders are gone before the new one is begun. The finished data stays."""
     raw, expected = undisturbed

@@ -212,6 +212,13 @@ def test_the_more_sentences_the_larger_the_parts(geometry, count):
     compare(whole)
 
 
+def test_sentences_whose_keys_are_too_large_to_be_packed_all_at_once():
+    """26 MB of keys and values in each of three, of which threads share 24 MB at a time or a single sentence."""
+    large = equation_4(Geometry.ENCODER_DECODER, 2, lengths=(130, 1600), depth=1024, previous=False)
+    large.tensors["q"] *= 0.05
+    compare(large)
+
+
 def test_long_sentences_without_a_convolution():
     evolution = Evolution(Geometry.ENCODER_SELF, 1, alpha=0.4, rule="residual", learn_mix=True)
     compare(with_heads(problem(evolution, (200, 200), 24), 3))
