@@ -68,16 +68,19 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
     assert prep["splits"]["test"]["unknown_percent"]["de"] > 0
 
 
-def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path):
+@pytest.mark.parametrize("unicode", ["NFC", "as given"])
+def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
     """Published corpora are not brought to NFC; what is like them has the form that text to translate gets."""
-    first = tmp_path / "first"
+    first, new = tmp_path / "first", tmp_path / "new"
     custom(text / "one", first, "--merges", 60)
     prep = json.loads((first / "PREP.json").read_text())
-    prep["rules"]["nfc"] = False
+    prep["rules"]["nfc"], prep["unicode"] = False, unicode
     (first / "PREP.json").write_text(json.dumps(prep))
     preparation.keep(tmp_path / "run", first)
-    custom(text / "two", tmp_path / "new", "--like", first, "--drop-test-overlap")
-    preparation.require_same(preparation.kept_by(tmp_path / "run"), tmp_path / "new", tmp_path / "run")
+    custom(text / "two", new, "--like", first, "--drop-test-overlap")
+    preparation.require_same(preparation.kept_by(tmp_path / "run"), new, tmp_path / "run")
+    (tokens,) = read(tmp_path / "new.work/3-tokenise/test.de")[1:2]
+    assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
 
 @pytest.mark.parametrize(
