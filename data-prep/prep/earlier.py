@@ -13,6 +13,9 @@ from .text import PrepError
 #: Rules that say how a line becomes what a model reads; the others choose lines.
 ABOUT_TEXT = ("tokenizer", "lowercase", "split_dashes", "normalise", "plain_apostrophes", "bpe", "vocabulary_threshold")
 
+#: What PREP.json must say for that.
+NEEDED = {"source_lang", "target_lang", "tokenizer", "lowercase", "bpe", "bpe_merges"}
+
 
 @dataclass(frozen=True)
 class Earlier:
@@ -38,7 +41,7 @@ class Earlier:
             prep = json.loads(record.read_text(encoding="utf-8"))
         except ValueError as error:
             raise PrepError(f"--like {place}: {record} is damaged ({error})") from error
-        if not (isinstance(prep, dict) and {"source_lang", "target_lang", "tokenizer", "bpe"} <= prep.keys()):
+        if not (isinstance(prep, dict) and prep.keys() >= NEEDED):
             raise PrepError(f"--like {place}: {record} is not of data for translation")
         earlier = cls(folder, prep)
         earlier.words()  # refused now, rather than after hours

@@ -93,6 +93,7 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
         (["--like", "{tmp}/nothing"], "nothing: has no PREP.json"),
         (["--like", "{tmp}/differ"], "the dictionaries of the two languages in {tmp}/differ differ"),
         (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt is not there"),
+        (["--like", "{tmp}/other"], "{tmp}/other/PREP.json is not of data for translation"),
         (["--out", "{first}"], "is the folder that the new data would replace"),
     ],
 )
@@ -101,6 +102,8 @@ def test_what_is_refused(text, first, tmp_path, options, message):
         shutil.copytree(first, tmp_path / name)
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
     (tmp_path / "lacks/dict.en.txt").unlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/PREP.json").write_text('{"task": "CoLA"}')  # as of data for other tasks
     names = {"tmp": tmp_path, "first": first}
     before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
     options = [option.format(**names) for option in options]
