@@ -20,6 +20,10 @@ def default_tokenizer(*languages: str) -> str:
     return "moses" if MOSES_LANGUAGES.issuperset(map(base_language, languages)) else "none"
 
 
+#: Kind of subwords -> the file of codes that makes them.
+CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rules of one corpus."""

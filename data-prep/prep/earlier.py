@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .corpus import Rules
+from .corpus import CODES, Rules
+from .digest import digest_of
 from .text import PrepError
 
-#: Rules that say how a line becomes what a model reads; the others choose lines.
-ABOUT_TEXT = ("tokenizer", "lowercase", "split_dashes", "normalise", "plain_apostrophes", "bpe", "vocabulary_threshold")
+#: Rules that say how a line becomes what a model reads, beside those that PREP.json states by themselves; the others
+#: choose lines.
+ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold")
 
-#: What PREP.json must say for that.
+#: What PREP.json must say.
 NEEDED = {"source_lang", "target_lang", "tokenizer", "lowercase", "bpe", "bpe_merges"}
 
 
@@ -41,7 +42,7 @@ class Earlier:
             prep = json.loads(record.read_text(encoding="utf-8"))
         except ValueError as error:
             raise PrepError(f"--like {place}: {record} is damaged ({error})") from error
-        if not (isinstance(prep, dict) and prep.keys() >= NEEDED):
+        if not (isinstance(prep, dict) and prep.keys() >= NEEDED and prep["bpe"] in CODES):
             raise PrepError(f"--like {place}: {record} is not of data for translation")
         earlier = cls(folder, prep)
         earlier.words()  # refused now, rather than after hours
@@ -69,20 +70,19 @@ class Earlier:
         """The form that text is brought to, as PREP.json calls it."""
         return self.prep.get("unicode", "NFC")
 
-    def files(self) -> dict[str, bytes]:
-        """What a model of these subwords cannot do without, by name: dictionaries, codes, lists of allowed subwords.
+    def files(self) -> list[Path]:
+        """What a model of these subwords cannot do without: dictionaries, codes, lists of allowed subwords.
 
         Raises:
             PrepError: one of them is not there.
         """
         languages = (self.prep["source_lang"], self.prep["target_lang"])
-        dictionaries = [f"dict.{lang}.txt" for lang in languages]
-        codes = "sentencepiece.bpe.model" if self.prep["bpe"] == "sentencepiece" else "code"
-        allowed = [f"vocabulary.{lang}" for lang in languages if (self.folder / f"vocabulary.{lang}").is_file()]
-        for name in (*dictionaries, codes):
-            if not (self.folder / name).is_file():
-                raise PrepError(f"--like: {self.folder / name} is not there")
-        return {name: (self.folder / name).read_bytes() for name in (*dictionaries, codes, *allowed)}
+        needed = [self.folder / name for name in (*(f"dict.{lang}.txt" for lang in languages), CODES[self.prep["bpe"]])]
+        for path in needed:
+            if not path.is_file():
+                raise PrepError(f"--like: {path} is not there")
+        allowed = (self.folder / f"vocabulary.{lang}" for lang in languages)
+        return [*needed, *(path for path in allowed if path.is_file())]
 
     def words(self) -> list[str]:
         """The subwords of the dictionary that both languages share, in the order of their numbers.
@@ -90,14 +90,11 @@ class Earlier:
         Raises:
             PrepError: the languages' dictionaries differ.
         """
-        one, other = (content for name, content in self.files().items() if name.startswith("dict."))
+        one, other = (path.read_bytes() for path in self.files()[:2])
         if one != other:
             raise PrepError(f"--like: the dictionaries of the two languages in {self.folder} differ, and must not")
         return [line.rsplit(" ", 1)[0] for line in one.decode().split("\n")[:-1]]
 
     def digest(self) -> str:
         """Of everything that decides what text becomes."""
-        found = hashlib.sha256()
-        for name, content in sorted(self.files().items()):
-            found.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
-        return found.hexdigest()
+        return digest_of(self.folder, self.files())

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import binary, download
-from .subwords import CODES, Apply, learn_sentencepiece
+from .corpus import CODES
+from .subwords import Apply, learn_sentencepiece
 from .text import PrepError, checked_lines, open_bytes, reading, refuse_undecodable_names
 
 DATA = Path(__file__).resolve().parents[2] / "data"

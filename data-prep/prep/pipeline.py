@@ -28,7 +28,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
-from .corpus import Corpus
+from .corpus import CODES, Corpus
 from .earlier import Earlier
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
@@ -258,8 +258,8 @@ class Pipeline:
             files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
             raise PrepError(f"train: no words to learn subwords from, only empty lines, in {files}")
         if self.earlier:
-            for name, content in self.earlier.files().items():
-                (folder / name).write_bytes(content)
+            for path in self.earlier.files():
+                shutil.copyfile(path, folder / path.name)
         elif self.codes:
             self._codes(folder).write_bytes(self.codes)
         elif rules.bpe == "sentencepiece":
@@ -279,7 +279,7 @@ class Pipeline:
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
 
     def _codes(self, folder: Path) -> Path:
-        return folder / subwords.CODES[self.corpus.rules.bpe]
+        return folder / CODES[self.corpus.rules.bpe]
 
     # --- apply ------------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ import sentencepiece
 from subword_nmt import apply_bpe, learn_bpe
 from tqdm import tqdm
 
+from .corpus import CODES
 from .parallel import Chunk, tqdm_options
 from .text import PrepError, checked_lines, open_bytes, reading
 
-CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
 VERSION = "#version:"  # the first line of a file of codes, with a number
 CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
 

@@ -38,7 +38,7 @@ from ea_tools.run_folder import LAST, finished, updates
 from ea_tools.text import Words, as_written, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
-from ea_tools.translators import add_precision, passed_on, program
+from ea_tools.translators import add_precision, parse_both, program
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-generate as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         prog="evaluate.sh",
         description=__doc__,
@@ -101,9 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
     add_precision(parser)
-    args = parser.parse_args(arguments[:end])
+    args, flags = parse_both(parser, arguments)
     args.command = ["scripts/evaluate.sh", *arguments]
-    args.generate_flags = passed_on(arguments, parser)
+    args.generate_flags = flags
     return args
 
 

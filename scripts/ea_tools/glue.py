@@ -9,7 +9,6 @@ command again and it goes on. Any flag of fairseq-train may follow: --encoder-la
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ from ea_tools.common import REPO, UserError, positive, read_json, replacing, rep
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
+from prep.digest import digest_of
 
 TABLE = recipes.FOLDER / "tables" / "glue.toml"
 
@@ -193,10 +193,7 @@ def read_prep(data: Path, task: str) -> dict:
 
 def fingerprint(data: Path) -> str:
     """A digest of what is trained and scored on: dictionaries, sentences and labels, as numbers."""
-    found = hashlib.sha256()
-    for path in sorted([*data.glob("input*/*"), *data.glob("label/*")]):
-        found.update(str(path.relative_to(data)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+    return digest_of(data, sorted([*data.glob("input*/*"), *data.glob("label/*")]))[:16]
 
 
 def check_checkpoint(path: Path, data: Path) -> None:

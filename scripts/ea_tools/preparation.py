@@ -13,6 +13,8 @@ from pathlib import Path
 from ea_tools.checkpoints import check_dictionaries, section
 from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines, read_prep
+from prep.corpus import CODES
+from prep.digest import digest_of
 
 FOLDER = "prepared"  # in a run's folder
 DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete
@@ -37,7 +39,7 @@ class Preparation:
 def files(folder: Path, prep: dict) -> list[Path]:
     """What a model cannot be used without: dictionaries, codes, and the list of allowed subwords where there is one."""
     names = [f"{kind}.{prep[side]}{end}" for kind, end in (("dict", ".txt"), ("vocabulary", "")) for side in _SIDES]
-    return [folder / name for name in (*names, "code", "sentencepiece.bpe.model") if (folder / name).is_file()]
+    return [folder / name for name in (*names, *CODES.values()) if (folder / name).is_file()]
 
 
 def settings(prep: dict) -> dict:
@@ -48,10 +50,7 @@ def settings(prep: dict) -> dict:
 
 def digest(folder: Path) -> str:
     """A digest of PREP.json and of the files beside it that a model needs."""
-    found = hashlib.sha256()
-    for path in (folder / "PREP.json", *sorted(files(folder, read_prep(folder)))):
-        found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+    return digest_of(folder, [folder / "PREP.json", *sorted(files(folder, read_prep(folder)))])[:16]
 
 
 def fingerprint(data: Path) -> str:

@@ -31,7 +31,7 @@ from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
-from ea_tools.translators import add_precision, passed_on, program
+from ea_tools.translators import add_precision, parse_both, program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-interactive as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         prog="translate.sh",
         description=__doc__,
@@ -72,14 +71,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a tty)"
     )
-    args = parser.parse_args(arguments[:end])
+    args, flags = parse_both(parser, arguments)
     if not (args.run or args.checkpoint):
         parser.error("--run or --checkpoint is needed")
     if (args.nbest or 1) > args.beam:
         parser.error(f"--nbest {args.nbest}: is more than --beam {args.beam}")
     if args.resume and not args.output:
         parser.error("--resume goes on with an --output, and none is given")
-    args.interactive_flags = passed_on(arguments, parser)
+    args.interactive_flags = flags
     return args
 
 

@@ -19,16 +19,20 @@ SETTLED = {
 }
 
 
-def passed_on(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The flags behind -- , which go to fairseq's program as they are; a usage error for those of ``SETTLED``."""
-    flags = list(arguments[arguments.index("--") + 1 :]) if "--" in arguments else []
+def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the flags behind -- , which go to fairseq's program as they are.
+
+    A flag of ``SETTLED`` among those is a usage error.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    args, flags = parser.parse_args(arguments[:end]), list(arguments[end + 1 :])
     for flag in flags:
         name = flag.partition("=")[0]
         # fairseq takes the beginning of a flag for the flag
         meant = [full for full in SETTLED if full == name or (len(name) > 4 and full.startswith(name))]
         if meant:
             parser.error(f"-- {flag}: this is not for fairseq alone; it comes from {SETTLED[meant[0]]}")
-    return flags
+    return args, flags
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

@@ -348,7 +348,7 @@ def test_every_sentence_is_translated_and_a_long_one_cut():
 @pytest.fixture
 def half_way(data, tmp_path, monkeypatch):
     """A run of two epochs of four, whose translations are made up: the references, in the model's own words."""
-    state = torch.load(save_model(data, tmp_path / "model", "ea_transformer_base"), weights_only=False)
+    state = load(save_model(data, tmp_path / "model", "ea_transformer_base"))
     state["cfg"]["optimization"]["max_epoch"] = 4
     run = tmp_path / "run"
     run.mkdir()
