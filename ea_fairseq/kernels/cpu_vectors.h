@@ -334,17 +334,20 @@ static void pack_columns(const float *from, int64_t stride, int64_t count, int64
 
 /* ---- products with few rows, for step-by-step decoding: packing, for so few, would cost more than it gives ---- */
 
-/* y = x W^T + bias for some rows of x and some of W, both of length C; y's rows are ys apart, and bias may be NULL. */
-INLINE void project_tile(const int rows, const int outputs, int64_t C, const float *x, const float *W, const float *bias,
-                         float *y, int64_t ys) {
+/* y = x W^T + bias for some rows of x and some of W, both of length C; y's rows are ys apart, and bias may be NULL.
+   The first to read these rows of W fetch the ones after them: a processor foresees no further than a page. */
+INLINE void project_tile(const int rows, const int outputs, const int first, int64_t C, const float *x, const float *W,
+                         const float *bias, float *y, int64_t ys) {
     vf acc[3][4];
     for (int r = 0; r < rows; r++) for (int o = 0; o < outputs; o++) acc[r][o] = spread(0);
     int64_t c = 0;
-    for (; c + V <= C; c += V)
+    for (; c + V <= C; c += V) {
+        for (int o = 0; first && o < outputs; o++) __builtin_prefetch(W + (outputs + o) * C + c);
         for (int r = 0; r < rows; r++) {
             vf v = load(x + r * C + c);
             for (int o = 0; o < outputs; o++) acc[r][o] += v * load(W + o * C + c);
         }
+    }
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < outputs; o++) {
             float total = sum(acc[r][o]);
@@ -355,13 +358,13 @@ INLINE void project_tile(const int rows, const int outputs, int64_t C, const flo
 
 INLINE void project_rows(const int outputs, int64_t rows, int64_t C, const float *x, const float *W, const float *bias,
                          float *y, int64_t ys) {
-    int64_t r = 0;
-    for (; r + 3 <= rows; r += 3) project_tile(3, outputs, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 2 <= rows) {
-        project_tile(2, outputs, C, x + r * C, W, bias, y + r * ys, ys);
-        r += 2;
-    }
-    if (r < rows) project_tile(1, outputs, C, x + r * C, W, bias, y + r * ys, ys);
+    if (rows == 1) project_tile(1, outputs, 1, C, x, W, bias, y, ys);
+    else if (rows == 2) project_tile(2, outputs, 1, C, x, W, bias, y, ys);
+    else project_tile(3, outputs, 1, C, x, W, bias, y, ys);
+    int64_t r = 3;
+    for (; r + 3 <= rows; r += 3) project_tile(3, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
+    if (r + 2 == rows) project_tile(2, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
+    if (r + 1 == rows) project_tile(1, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
 }
 
 /* The same for all C rows of W, which is read once. Every number is one thread's, whoever it is. */

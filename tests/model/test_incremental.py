@@ -100,7 +100,7 @@ def test_padding_within_the_prefix(padded_step):
     On the attention alone, for fairseq counts positions in another way step by step.
     """
     length, channels, heads = 6, 12, 3
-    module = DecoderAttention(Geometry.DECODER_SELF, channels, heads, beta=0.5, self_attention=True)
+    module = DecoderAttention(Geometry.DECODER_SELF, channels, heads, beta=0.5, self_attention=True).eval()
     x = 3 * torch.randn(length, 2, channels)
     padding = torch.zeros(2, length, dtype=torch.bool)
     padding[1, padded_step] = True
@@ -116,6 +116,19 @@ def test_padding_within_the_prefix(padded_step):
         assert output.isfinite().all()
         real = ~padding[:, step]
         assert_close(output[0][real], expected[step][real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hypotheses", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("channels", [12, 18, 33])
+@torch.no_grad()
+def test_any_number_of_hypotheses(hypotheses, channels):
+    """The CPU's kernel projects three of them, four outputs and a vector of numbers at a time, and then what is left."""
+    module = DecoderAttention(Geometry.DECODER_SELF, channels, 3, beta=0.5, self_attention=True).eval()
+    x = 3 * torch.randn(4, hypotheses, channels)
+    expected, _ = module(x, x, x, attn_mask=torch.full((4, 4), -torch.inf).triu(1))
+    state = {}
+    for step, now in enumerate(x.split(1)):
+        assert_close(module(now, now, now, incremental_state=state)[0][0], expected[step], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
