@@ -122,7 +122,7 @@ def test_padding_within_the_prefix(padded_step):
 @pytest.mark.parametrize("channels", [12, 18, 33])
 @torch.no_grad()
 def test_any_number_of_hypotheses(hypotheses, channels):
-    """The CPU's kernel projects three of them, four outputs and a vector of numbers at a time, and then what is left."""
+    """The CPU's kernel projects three of them, four outputs and a vector of numbers at a time, then what is left."""
     module = DecoderAttention(Geometry.DECODER_SELF, channels, 3, beta=0.5, self_attention=True).eval()
     x = 3 * torch.randn(4, hypotheses, channels)
     expected, _ = module(x, x, x, attn_mask=torch.full((4, 4), -torch.inf).triu(1))
