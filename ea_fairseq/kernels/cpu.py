@@ -15,7 +15,7 @@ from ..evolution import Coefficients, Geometry
 from . import cpu_library
 from .call import Call, Result
 from .cpu_structures import Problem, carries_mixed, seed_of_dropout
-from .derivatives import refuse_other_derivatives
+from .derivatives import readable, refuse_second_derivatives
 
 #: the fields of a call that may have gradients, in the order in which autograd is given them
 _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
@@ -93,7 +93,8 @@ class _EvolvingAttention(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        refuse_other_derivatives(d_context, d_a_logit, d_weights)
+        refuse_second_derivatives()
+        d_context, d_a_logit, d_weights = readable(d_context, d_a_logit, d_weights)
         *tensors, hidden, masked, a, b, c, d, e = ctx.saved_tensors
         values = zip((a, b, c, d, e), ctx.constants, strict=True)
         call = replace(

@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 from . import cpu_library
 from .call import PLAIN
 from .cpu_structures import Dropout, seed_of_dropout, threshold_of
+from .derivatives import readable
 
 
 def knows(x: Tensor) -> bool:
@@ -49,4 +50,4 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Dropout.apply(gradient, ctx.threshold, ctx.seed), None, None
+        return _Dropout.apply(*readable(gradient), ctx.threshold, ctx.seed), None, None

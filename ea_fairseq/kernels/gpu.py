@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..evolution import Share
 from .call import Call, Result
-from .derivatives import refuse_other_derivatives
+from .derivatives import readable, refuse_second_derivatives
 
 if TYPE_CHECKING:
     from . import gpu_kernels
@@ -235,12 +235,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_other_derivatives(*grads)
+        refuse_second_derivatives()
         saved, count = ctx.saved_tensors, len(ctx.constants)
         pairs = zip(saved[:count], ctx.constants, strict=True)
         tensors = Tensors(*(constant if value is None else value for value, constant in pairs))
         evolved = _kernels().Evolved(*saved[count:], probs=None, weights=None)
-        gradients = backward(tensors, ctx.settings, evolved, *grads)
+        gradients = backward(tensors, ctx.settings, evolved, *readable(*grads))
         return None, *(
             None if gradient is None else gradient.to(value.dtype).view_as(value)
             for gradient, value in zip(gradients, tensors, strict=True)

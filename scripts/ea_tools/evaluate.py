@@ -191,7 +191,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 #: Flags of fairseq-generate that change how fast it is, and where, but not what is asked of it.
-SPEED_FLAGS = {"cpu", "fp16", "bf16", "memory-efficient-fp16", "max-tokens", "batch-size", "num-workers", "log-format"}
+SPEED_FLAGS = {"cpu", "max-tokens", "batch-size", "num-workers", "log-format"}
 
 
 def settings_name(args: argparse.Namespace) -> str:

@@ -30,6 +30,7 @@ NOT_LEARNING = LAUNCH | {
     "eval-bleu-print-samples", "eval-tokenized-bleu",
 }  # fmt: skip
 BATCH = "tokens an update"
+PRECISIONS = ("fp16", "bf16", "bf16-products")  # flags of fairseq-train without which a training is of float32
 UNKNOWN = "not recorded"
 
 
@@ -137,6 +138,7 @@ class Training:
     data: str = UNKNOWN  # the digest of the training data
     commits: tuple[str, ...] = ()  # of the code, one for each change of it
     devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()  # fp32, fp16, bf16 or bf16-products, one for each change of it
     hours: float | None = None
     command: str = UNKNOWN
     flags: tuple[dict[str, str], ...] = ()  # of fairseq-train, one for each change of them
@@ -155,6 +157,7 @@ def training(record: Path) -> Training:
         data=written["identity"]["data"],
         commits=_changes([start["commit"] or UNKNOWN for start in starts]),
         devices=_changes([_device(start) for start in starts]),
+        precisions=_changes([_precision(start) for start in starts]),
         hours=_hours(record),
         command=written["command"],
         flags=_changes(flags),
@@ -166,13 +169,14 @@ def _changes(values: list) -> tuple:
     return tuple(value for number, value in enumerate(values) if number == 0 or value != values[number - 1])
 
 
+def _precision(start: dict) -> str:
+    return next((name for name in PRECISIONS if name in start["flags"]), "fp32")
+
+
 def _device(start: dict) -> str:
-    precision = next((f", {name}" for name in ("fp16", "bf16", "bf16-products") if name in start["flags"]), "")
-    return (
-        f"{start['processes']} x {start['device']}{precision}"
-        if start["processes"] > 1
-        else start["device"] + precision
-    )
+    several = f"{start['processes']} x " if start["processes"] > 1 else ""
+    precision = "" if _precision(start) == "fp32" else f", {_precision(start)}"
+    return f"{several}{start['device']}{precision}"
 
 
 def _hours(record: Path) -> float | None:

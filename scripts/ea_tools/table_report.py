@@ -308,7 +308,7 @@ def _seed_cell(cell: dict, column: Column, seed: int) -> str:
 
 
 def unlike(runs: list[Made], extra: list[str]) -> list[str]:
-    """Whether the runs are alike, and if not, in what: recipe, flags, training data, references, settings, commit."""
+    """Whether the runs are alike, and if not, in what: recipe, flags, data, references, settings, precision, commit."""
     lines, by_others = [], {}
     for run in runs:
         recipe = recipes.read(run.recipe)
@@ -331,6 +331,13 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
             lines += _kinds(f"References of {recipe}, {subset}", texts)
             by = {run: records.settings(one) for run, one in scored.items()}
             lines += _kinds(f"Beam and averaged checkpoints of the scores of {recipe}, {subset}", by)
+    # Rows that ask for a precision compare it. A run without a record of its starts is named below, for its commit.
+    precisions = {
+        str(run): " and then ".join(run.training.precisions)
+        for run in runs
+        if run.training.precisions and not {"precision", "fp16", "bf16"} & recipes.parse_flags(run.row.flags).keys()
+    }
+    lines += _kinds("Precision of training", precisions)
     commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}
     lines += _kinds("Commit of the code in training", commits)
     if lines:
@@ -416,5 +423,6 @@ def draw(table: Table, summaries: dict, path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
         panel.set_title(column.label)
         panel.set_xlabel(LABELS[column.score])
-    figure.suptitle("dot: measured here, diamond: the paper", fontsize="small")
+    published = any(cell["paper"] is not None for cell in summaries.values())
+    figure.suptitle("dot: measured here" + (", diamond: the paper" if published else ""), fontsize="small")
     style.save(figure, path, "png")

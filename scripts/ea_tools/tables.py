@@ -10,6 +10,7 @@ seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] whe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,8 +94,7 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        flags = learning(row.flags, LAUNCH - {"precision"}) | learning(extra)  # a row that asks for one compares it
-        name = "-".join([row.arch, *_slug(flags), f"seed{seed}"])
+        name = "-".join([row.arch, *_slug(_learnt_by(row) | learning(extra)), f"seed{seed}"])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
 
     def with_flags(self, extra: Sequence[str]) -> Table:
@@ -118,9 +118,14 @@ def learning(words: Iterable[str], launch: Iterable[str] = LAUNCH) -> recipes.Fl
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
+def _learnt_by(row: Row) -> recipes.Flags:
+    """What a row's own flags say of the model. A row that asks for a precision is there to compare it."""
+    return learning(row.flags, LAUNCH - {"precision"})
+
+
 def _slug(flags: recipes.Flags) -> list[str]:
-    """ "--ea-alpha 0 --lr 5e-3" -> "ea-alpha0", "lr5e-3"."""
-    return [re.sub(r"[^\w.+-]+", "", name + "".join(values)) for name, values in flags.items()]
+    """ "--ea-alpha 0 --lr 5e-3 --update-freq 1,2" -> "ea-alpha0", "lr5e-3", "update-freq1_2"."""
+    return [name + re.sub(r"[^\w.+-]+", "_", " ".join(values)).strip("_") for name, values in flags.items()]
 
 
 def names() -> list[str]:
@@ -169,6 +174,12 @@ def read(name: str) -> Table:
     for kind, its_labels in (("rows", labels), ("columns", [column.label for column in table.columns])):
         if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
             raise UserError(f"{path}: several {kind} have the label {twice!r}; give each a label of its own")
+    for row, other in itertools.combinations(table.rows, 2):
+        if (row.arch, _slug(_learnt_by(row))) == (other.arch, _slug(_learnt_by(other))):
+            raise UserError(
+                f"{path}: the rows {row.label!r} and {other.label!r} would share one run, for their architecture and "
+                "flags are the same, or as good as the same in a folder's name"
+            )
     for column in table.columns:
         recipe = recipes.read(column.recipe)
         check_score(f"{path}: {column.label}: score", column.score, recipe)

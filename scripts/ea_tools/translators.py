@@ -15,6 +15,7 @@ SETTLED = {
     **{"--path": "--checkpoint", "--gen-subset": "--subset", "--beam": "--beam", "--lenpen": "--lenpen"},
     **{"--input": "--input", "--nbest": "translate.sh --nbest"},
     **dict.fromkeys(("--source-lang", "--target-lang", "-s", "-t", "--task", "--user-dir"), "the run"),
+    **dict.fromkeys(("--fp16", "--bf16", "--memory-efficient-fp16", "--memory-efficient-bf16"), "--precision"),
     **dict.fromkeys(("--post-process", "--remove-bpe", "--results-path"), "the run"),
 }
 

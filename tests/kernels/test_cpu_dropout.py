@@ -57,6 +57,20 @@ def test_the_gradient_passes_where_the_number_did():
     torch.testing.assert_close(gradient[kept], weights[kept] / 0.7, rtol=1e-4, atol=0)
 
 
+def test_a_gradient_whose_memory_holds_its_opposite():
+    x, weights = torch.randn(33, 65, requires_grad=True), torch.randn(33, 65)
+    result = kernels.drop(x, 0.3)
+    (gradient,) = torch.autograd.grad(result, x, weights, retain_graph=True)
+    (opposite,) = torch.autograd.grad(result, x, torch._neg_view(weights))
+    assert torch.equal(opposite, -gradient)
+
+
+def test_gradients_of_several_outputs_at_once_are_refused():
+    x = torch.randn(3, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="--ea-plain can"):
+        torch.autograd.grad(kernels.drop(x, 0.5), x, torch.randn(2, 3, 5), is_grads_batched=True)
+
+
 def test_a_gradient_has_a_gradient():
     x = torch.randn(20, requires_grad=True)
     (gradient,) = torch.autograd.grad(kernels.drop(x, 0.5).pow(2).sum(), x, create_graph=True)

@@ -81,6 +81,16 @@ def test_tables_share_their_runs():
     assert len(folders) == 2 * len(six.rows)
 
 
+def test_other_values_are_another_run():
+    """Nothing of a value is lost that tells it from another: `--update-freq 1,2` is not `12`."""
+    table = tables.read("table6")
+    names = [
+        table.cell(table.rows[0], "iwslt14-de-en", 1, "runs", ["--update-freq", value]).folder.name
+        for value in ("1,2", "12")
+    ]
+    assert names == ["transformer_lite-update-freq1_2-seed1", "transformer_lite-update-freq12-seed1"]
+
+
 def test_a_rows_own_precision_is_what_it_compares():
     table = tables.read("multi30k-laptop-bf16")
     for label, name in (("float32", ""), ("products in bfloat16", "-precisionbf16")):
@@ -212,6 +222,20 @@ def test_runs_that_are_not_alike_are_told(toy):
     assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
 
 
+def test_runs_of_another_precision_are_told(toy):
+    """Where none of the rows is there to compare precisions."""
+    pretend(toy, "Plain", 1, 10.0)
+    pretend(toy, "Evolving", 1, 11.0, **{"bf16-products": True})
+    line = "- Precision of training differs or is not known. fp32: Plain, toy, seed 1. bf16-products: Evolving, toy, "
+    assert line in collect(toy)
+    asks = ('"ea_transformer_base"\nflags = [', '"ea_transformer_base"\nflags = ["--precision", "bf16", ')
+    (toy / "tiny.toml").write_text((toy / "tiny.toml").read_text().replace(*asks))
+    pretend(toy, "Evolving", 1, 12.0, **{"bf16-products": True})
+    written = collect(toy)
+    assert "12.00" in written
+    assert "Precision" not in written
+
+
 def test_runs_of_before_what_is_recorded_now(toy):
     """An older run.json has the command alone: the flags are read from it, and the rest is not recorded."""
     folder = pretend(toy, "Plain", 1, 10.0)
@@ -323,6 +347,7 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
         ("flags = [", 'flags = ["lr", ', "tiny.toml: Plain: flags: 'lr' stands where a flag of fairseq-train is"),
         ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
         ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9': is not in "),
+        ('"transformer"', '"ea_transformer_base"', "tiny.toml: the rows 'Plain' and 'Evolving' would share one run"),
     ],
 )
 def test_tables_that_would_show_what_nobody_made(toy, before, after, message):

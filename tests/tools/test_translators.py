@@ -39,7 +39,20 @@ def test_what_starts_a_program_follows_precision_and_device(gpu, monkeypatch):
     assert "this CPU has no units for bfloat16" in refused("bf16", "--cpu")
 
 
-@pytest.mark.parametrize("flag", ["--path", "--beam", "--lenpen=0.3", "--gen-sub", "-s", "--remove-bpe", "--nbest"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--path",
+        "--beam",
+        "--lenpen=0.3",
+        "--gen-sub",
+        "-s",
+        "--remove-bpe",
+        "--nbest",
+        "--fp16",
+        "--memory-efficient-b",
+    ],
+)
 def test_what_a_record_states_is_not_replaced_behind_its_back(flag, capsys):
     """fairseq takes the last of several flags, and our line would still say what it was told first."""
     for command, own in ((evaluate, ["--data", "d", "--run", "r"]), (translate, ["--run", "r"])):
