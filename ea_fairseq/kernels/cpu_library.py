@@ -3,6 +3,7 @@
 It takes some seconds, and is kept in the user's cache folder. Where it is not possible, one line is logged.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -45,32 +46,38 @@ def _load() -> ctypes.CDLL | None:
     """Whatever stops this is named in one line of the log: there is a way without the kernel."""
     try:
         compiler = shlex.split(os.environ.get("CC") or "cc")
-        built = _cache() / f"cpu_kernel-{_fingerprint(compiler)}.so"
-        return _open(compiler, built)
+        return _open(compiler, _cache(), f"cpu_kernel-{_fingerprint(compiler)}")
     except Exception as error:
         logger.warning("evolving attention takes its slower way on the CPU: %s", _reason(error))
         return None
 
 
-def _open(compiler: list[str], built: Path) -> ctypes.CDLL:
-    """The library, compiled where there is none. One that does not load is compiled again, once."""
-    if built.exists():
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError:
-            pass
-    _compile(compiler, built)
-    return ctypes.CDLL(str(built))
+def _open(compiler: list[str], cache: Path, name: str) -> ctypes.CDLL:
+    """The library of this name, compiled where there is none. One that does not load is compiled again, once.
+
+    Its size stands in its file's name, for to load a part of it, as a full disk may leave it, would end the process.
+    """
+    for built in cache.glob(f"{name}.*.so"):
+        if built.name == _file_name(name, built):
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(str(built))
+    return ctypes.CDLL(str(_compile(compiler, cache, name)))
 
 
-def _compile(compiler: list[str], built: Path) -> None:
-    """Into a file of another name first: several processes may do this at once."""
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        made = Path(folder) / built.name
+def _file_name(name: str, built: Path) -> str:
+    return f"{name}.{built.stat().st_size}.so"
+
+
+def _compile(compiler: list[str], cache: Path, name: str) -> Path:
+    """Into a folder of its own first: several processes may do this at once."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        made = Path(folder) / "made.so"
         command = [*compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING_TAKES_AT_MOST)
-        made.replace(built)
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
+        return made.replace(cache / _file_name(name, made))
 
 
 def _reason(error: Exception) -> str:

@@ -35,7 +35,7 @@ from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
 from ea_tools.run_folder import LAST, finished, updates
-from ea_tools.text import Words, as_written, read_lines, read_prep
+from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
 from ea_tools.translators import add_precision, parse_both, program
@@ -265,11 +265,6 @@ def _reference_file(data: Path, subset: str, prep: dict) -> Path:
         there = sorted(path.stem for path in (data / "raw").glob(f"*.{language}"))
         raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
     return path
-
-
-def digest(lines: Sequence[str]) -> str:
-    """By this two results are known to have the same references."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def read_baseline(args: argparse.Namespace, name: str, references: Sequence[str]) -> list[str]:

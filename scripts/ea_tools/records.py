@@ -8,7 +8,6 @@ results/runs/RECIPE/NAME/run.json            what was trained: recipe, command, 
 
 import contextlib
 import gzip
-import hashlib
 import io
 import json
 import shlex
@@ -20,6 +19,7 @@ from ea_tools import logs, recipes, train
 from ea_tools.common import REPO, UserError, read_json, replacing, say
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
+from ea_tools.text import digest
 
 #: Flags that say how and where a run was launched, and not what it learns. Precision and batch have words of their own.
 NOT_LEARNING = LAUNCH | {
@@ -54,7 +54,8 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
     (record / "eval").mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
-            shutil.copyfile(run / name, record / name)
+            with replacing(record / name) as temporary:
+                shutil.copyfile(run / name, temporary)
     kept = read_json(target) if target.exists() else {}
     if {**kept, "paired": None} == {**scored, "paired": None}:
         return
@@ -120,11 +121,6 @@ def test_against(
     kept = {"translations": digests, **tests["sacrebleu"]}
     _write(record / "eval" / f"{subset}.json", {**scored, "paired": {**scored.get("paired", {}), name: kept}})
     return kept
-
-
-def digest(lines: list[str]) -> str:
-    """By this two texts are known to be the same."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 # --- how a run was trained --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ea_tools.provenance import provenance
 from ea_tools.recipes import Flags
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
+_MINUTES_OF_WRITING = 60  # that no checkpoint takes
 
 _locks = []  # open as long as the process lives
 
@@ -122,8 +124,11 @@ def mend(run: Path) -> dict[str, Any] | None:
     and nothing changed: training cannot go on from it. A checkpoint that is whole but not allowed, for it asks for more
     than weights and settings, ends this with an error and stays where it is; so does one that the machine cannot read.
     """
-    for path in run.glob("*.pt.tmp"):
+    for path in run.glob("*.pt.tmp"):  # fairseq's
         path.unlink()
+    for path in run.glob(".*.pt.*.tmp"):  # replacing()'s; a young one may be an evaluation's that is at work
+        if time.time() - path.stat().st_mtime > _MINUTES_OF_WRITING * 60:
+            path.unlink()
     files = list(run.iterdir())
     families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
     newest = [loaded for family in families if (loaded := _newest_that_loads(family))]

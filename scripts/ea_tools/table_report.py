@@ -13,7 +13,7 @@ from ea_tools.figures import style
 from ea_tools.profile_model import sizes
 from ea_tools.scores import LABELS
 from ea_tools.tables import LAUNCH, Column, Row, Table
-from ea_tools.text import read_prep, references
+from ea_tools.text import digest, read_prep, references
 
 
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
@@ -64,7 +64,7 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
     for seed in seeds:
         one, other = results[seed], baseline[seed]
         differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
-        same = texts if texts and one.get("references") == other.get("references") == records.digest(texts) else None
+        same = texts if texts and one.get("references") == other.get("references") == digest(texts) else None
         if test := records.test_against(one["folder"], other["folder"], column.subset, same, lowercase):
             p[seed] = test["p"]
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}

@@ -1,5 +1,6 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def read_lines(path: Path | str) -> list[str]:
         raise UserError(f"{path}: {error.strerror}") from None
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     return [decode(line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def digest(lines: Sequence[str]) -> str:
+    """By this two texts, such as the references of two scores, are known to be the same."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def decode(line: bytes, path: Path | str, number: int) -> str:

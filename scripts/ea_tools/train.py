@@ -154,7 +154,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
             parser.error(f"{name} {path}: fairseq takes a colon for the end of a name; choose one without")
     args.command = portable(["scripts/train.sh", *arguments])
     args.data = args.data or recipes.read(args.recipe).data
-    args.run = args.run or REPO / "runs" / f"{Path(args.recipe or args.data.resolve()).stem}-{args.arch}"
+    learnt = Path(args.recipe or args.data.resolve()).name.removesuffix(".toml")
+    args.run = args.run or REPO / "runs" / f"{learnt}-{args.arch}"
     return args, flags
 
 

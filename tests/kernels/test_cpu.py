@@ -635,10 +635,23 @@ def test_a_library_that_does_not_load_is_compiled_again(quick_compiler, fresh, s
     assert cpu.knows(simple)
     (built,) = fresh.glob("ea_fairseq/*")
     cpu_library._load.cache_clear()
+    size = built.stat().st_size
     built.unlink()  # what is loaded must not be changed
-    built.write_bytes(b"made for another machine")
+    built.write_bytes(b"made for another machine".ljust(size))
     assert cpu.knows(simple) and not caplog.messages
     ctypes.CDLL(str(built))
+
+
+def test_a_library_of_which_a_part_is_there_is_compiled_again(quick_compiler, fresh):
+    """To call what is missing of it would end the process, and every one after it."""
+    assert cpu_library.library() is not None
+    (built,) = fresh.glob("ea_fairseq/*")
+    part = built.read_bytes()[:20_000]
+    built.unlink()  # what is loaded must not be changed
+    built.write_bytes(part)
+    code = "from ea_fairseq.kernels.cpu_library import library; print(library()._name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{built}\n" and built.stat().st_size > len(part)
 
 
 def test_another_compiler_or_c_library_has_a_library_of_its_own(quick_compiler, fresh, simple, monkeypatch):

@@ -17,7 +17,7 @@ from ea_tools import evaluate, provenance
 from ea_tools import scores as scoring
 from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError
-from ea_tools.text import Words, read_lines, read_prep
+from ea_tools.text import Words, digest, read_lines, read_prep
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",
@@ -145,7 +145,7 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
     other = tmp_path / "other" / "eval"
     other.mkdir(parents=True)
     for stem in ("test.beam1.average3", "test"):
-        (other / f"{stem}.json").write_text(json.dumps({"references": evaluate.digest(["a"]), "data": "x"}))
+        (other / f"{stem}.json").write_text(json.dumps({"references": digest(["a"]), "data": "x"}))
         (other / f"{stem}.hyp.txt").write_text("b\n")
 
     def read(*flags):
@@ -156,7 +156,7 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
         read("--beam", "5")
     assert read("--beam", "5", "--other-settings") == ["b"]
-    (other / "test.json").write_text(json.dumps({"references": evaluate.digest(["c"]), "data": "x"}))
+    (other / "test.json").write_text(json.dumps({"references": digest(["c"]), "data": "x"}))
     with pytest.raises(UserError, match="its test has other references, of x"):
         read("--beam", "5", "--other-settings")
     (other / "test.json").write_text('{"references": ')

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers.toy import ENVIRONMENT, TINY, script
@@ -148,7 +149,7 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
         "date": "now",
         "command": "x",
     }
-    one |= {"references": records.digest(references), "updates": 1500}
+    one |= {"references": text.digest(references), "updates": 1500}
     (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
     flags = (
         recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
@@ -504,6 +505,23 @@ def test_records_hold_no_path_of_this_machine(tmp_path):
     records.keep(tmp_path / "run", tmp_path / "record", "test", "s")
     kept = {"run": "runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"}
     assert records.read(tmp_path / "record", "test") == kept
+
+
+def test_a_full_disk_leaves_a_record_as_it_was(tmp_path, monkeypatch):
+    run, record = tmp_path / "run", tmp_path / "record"
+    for folder, log in ((run, "new\n"), (record, "old\n")):
+        (folder / "eval").mkdir(parents=True)
+        (folder / "log.jsonl").write_text(log)
+    (run / "eval" / "test.json").write_text('{"settings_name": "s"}')
+
+    def half(source, target):
+        Path(target).write_text("n")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", half)
+    with pytest.raises(OSError, match="No space"):
+        records.keep(run, record, "test", "s")
+    assert (record / "log.jsonl").read_text() == "old\n"
 
 
 def test_the_same_translations_make_the_same_file(tmp_path, monkeypatch):

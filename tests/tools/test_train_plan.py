@@ -281,19 +281,19 @@ def test_mistakes(capsys, arguments, message):
 def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, dropout):
     """The recipe is made by the size of the corpus, and printed as TOML that gives the same command as a file."""
     prep = {"source_lang": "et", "target_lang": "en", "tokenizer": "moses", "lowercase": False, "bpe": "subword_nmt"}
-    data = tmp_path / "mine"
+    data = tmp_path / "mine.v2"
     data.mkdir()
     (data / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": pairs}}}))
     command, said = dry_run(capsys, "--data", data, "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
     found = flags(command)
     expected = {"max-tokens": tokens, "update-freq": update_freq, "dropout": dropout, "lr": "5e-4", "ea-alpha": "0.1"}
     assert expected.items() <= found.items()
-    assert found["save-dir"].endswith("runs/mine-ea_transformer_lite")
+    assert found["save-dir"].endswith("runs/mine.v2-ea_transformer_lite")
     assert (found["source-lang"], found["target-lang"]) == ("et", "en")
     toml = said[said.index("# For a corpus") : said.index("effective batch")]
     assert ("eval-bleu = true" in toml) == ("eval-bleu-print-samples" in found) == (pairs <= 50_000)
-    (tmp_path / "mine.toml").write_text(toml)
-    again, _ = dry_run(capsys, tmp_path / "mine.toml", "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
+    (tmp_path / "mine.v2.toml").write_text(toml)
+    again, _ = dry_run(capsys, tmp_path / "mine.v2.toml", "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
     assert again == command
     after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", "--data", data, "--gpus", 0)
     assert after == command

@@ -87,6 +87,16 @@ def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     assert not (tmp_path / "checkpoint4.pt.tmp").exists()
 
 
+def test_what_a_killed_command_was_writing_is_removed_once_it_is_old(tmp_path):
+    checkpoint(tmp_path / "checkpoint_last.pt", 20)
+    old, young = (tmp_path / f".average10.pt.{pid}.tmp" for pid in (12, 34))
+    for path in (old, young):
+        path.write_text("half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    run_folder.mend(tmp_path)
+    assert not old.exists() and young.exists()
+
+
 def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
     """A kill between writing checkpointN.pt and copying it to checkpoint_best.pt and checkpoint_last.pt."""
     for name in ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
