@@ -9,6 +9,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,7 @@ LONG = {
     "one chunk of two bands": (64, 100),
     "two chunks": (130, 150),
     "many, and maps that caches do not hold": (359, 331),
+    "rows that would lie a multiple of 256 numbers apart": (239, 240),
 }
 
 
@@ -256,6 +258,19 @@ def test_of_a_longer_sentence_nothing_is_left_for_a_shorter_one(geometry):
         return (cpu.attend(call_of(evolution, tensors, masks)).context,)
 
     with_threads(1, lambda: compare(whole, context_alone, lambda *arguments: plain(*arguments)[:1]))
+
+
+@pytest.mark.parametrize("vectors", range(1, 8))
+def test_keys_of_any_number_of_vectors_are_left_out(vectors):
+    """Of 112 keys, which products take several vectors at a time."""
+    whole = equation_4(Geometry.ENCODER_DECODER, lengths=(20, 112), depth=24, previous=False, masks=False)
+    masked = (torch.arange(112) >= 16 * vectors).expand(BATCH, 1, 20, 112)
+    whole.masks = {"masked": masked, "hidden": masked}
+
+    def context_alone(evolution, tensors, masks):
+        return (cpu.attend(call_of(evolution, tensors, masks)).context,)
+
+    compare(whole, context_alone, lambda *arguments: plain(*arguments)[:1])
 
 
 def test_gradients_only_where_they_are_wanted():
@@ -346,6 +361,23 @@ def test_dropout_keeps_the_right_share_everywhere():
     assert neighbours[0, 1].abs() < 0.01
 
 
+@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+@pytest.mark.parametrize("lengths", [(40, 40), (300, 300)])
+def test_what_is_left_out_changes_nothing_of_dropout(geometry, lengths):
+    """Maps that are wanted are worked on as a whole, others without what nobody sees."""
+    whole = equation_4(geometry, lengths=lengths, depth=24, previous=False, masks=False)
+    ends = torch.tensor([[1], [0], [0]]) * torch.arange(1, lengths[0] + 1) + torch.tensor([[0], [lengths[1]], [17]])
+    masked = torch.arange(lengths[1]) >= ends[:, None, :, None]
+    whole.masks = {"masked": masked, "hidden": masked}
+
+    def context_alone(evolution, tensors, masks, **options):
+        return (cpu.attend(call_of(evolution, tensors, masks, dropout=0.3, **options)).context,)
+
+    parts, all_of_it = (run(partial(context_alone, keep_map=keep), whole) for keep in (False, True))
+    for name, expected in all_of_it.items():
+        assert_close(parts[name], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item(), msg=name)
+
+
 def test_dropout_repeats_with_the_seed_and_with_nothing_else():
     whole = equation_4(Geometry.ENCODER_SELF, lengths=(20, 20))
     contexts = []
@@ -415,10 +447,21 @@ def test_eight_threads_at_once_get_what_one_gets():
         list(pool.map(work, range(8)))
 
 
+def test_memory_of_a_large_call_is_given_back():
+    def held():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+    large = equation_4(Geometry.ENCODER_DECODER, 8, lengths=(64, 20_000), previous=False, masks=False)
+    before = held()
+    with torch.no_grad():
+        context = cpu.attend(large.call()).context
+    assert context.isfinite().all() and held() - before < 64  # MiB; the maps of a band alone are 42
+
+
 # ---- step by step
 
 
-@pytest.mark.parametrize("depth", [1, 8, 13, 16, 27, 40])
+@pytest.mark.parametrize("depth", [1, 8, 13, 16, 27, 40, 64, 344])
 @pytest.mark.parametrize("at_once", [1, 2])
 @torch.no_grad()
 def test_steps_are_the_rows_of_the_whole(depth, at_once):
