@@ -85,6 +85,7 @@ typedef struct {
     float *G, *A;           /* gradients of the convolution's result, with zeros around, and of A_logit */
     float *dropped, *noise; /* one head's weights after dropout, band x pitch; what they were multiplied with, band x Sp */
     int32_t *seen, *shown;  /* all bits where attention, band x pitch, and where the convolution may see, tall x pitch */
+    int64_t *ends;          /* tall: rows' columns that are worked on, whole vectors */
     int32_t *inside;        /* Sp: all bits in the S columns that there are */
     float *few, *out;       /* one head's vectors of a band, side by side or packed; their product, band x Dp */
     float *d_key, *d_v;     /* K x S x Dp: the chunk's part */
@@ -183,18 +184,26 @@ static int64_t last_seen(const Mask *mask, int64_t b, int64_t i, int64_t S) {
     return s;
 }
 
-/* Columns that must be worked on for the rows of a band, as whole vectors, and at least `before`. */
-static int64_t end_of(const Plan *w, const Band *band, int64_t before) {
-    const Problem *p = &w->p;
-    if (!w->skips) return w->Sp;
-    int64_t end = most(before, 1);
-    for (int64_t i = band->from; i < least(band->from + band->n, p->T) && end < p->S; i++) {
-        int64_t seen = last_seen(&p->masked, band->b, i, p->S);
-        if (seen == 0) seen = p->S; /* a row that is all masked gets equal weights */
-        int64_t shown = p->kernel ? last_seen(&p->hidden, band->b, i, p->S) : 0;
-        end = most(end, most(seen, shown));
+/* Columns of row i that attention or the convolution looks at, as whole vectors. */
+static int64_t columns_of(const Problem *p, int64_t b, int64_t i) {
+    int64_t seen = last_seen(&p->masked, b, i, p->S);
+    if (seen == 0) seen = p->S; /* a row that is all masked gets equal weights */
+    return whole(most(seen, p->kernel ? last_seen(&p->hidden, b, i, p->S) : 0));
+}
+
+/* The ends of a band's rows, and of the band, after one of `n` rows. */
+static void set_ends(const Plan *w, Scratch *m, Band *band, int64_t n) {
+    int64_t kept = w->p.k - 1;
+    memmove(m->ends, m->ends + n, kept * sizeof(int64_t));
+    for (int64_t i = band->from; i < least(band->from + band->n, w->p.T); i++) {
+        int64_t end = m->ends[i - band->from + kept] = w->skips ? columns_of(&w->p, band->b, i) : w->Sp;
+        band->end = most(band->end, end);
     }
-    return whole(end);
+}
+
+/* Columns that must be worked on for one row; from there to the band's end there are zeros. */
+INLINE int64_t end_of(const Plan *w, const Scratch *m, const Band *band, int64_t i) {
+    return m->ends[i - band->from + w->p.k - 1];
 }
 
 /* ---- the parts of the forward pass, on one band ---- */
@@ -377,12 +386,12 @@ INLINE void evolve_at(const int vectors, const Plan *w, Scratch *m, const Band *
     }
 }
 
-/* P = A_logit of one row; in the backward pass G = ReLU(Conv(X)). */
-static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
+/* P = A_logit of one row up to column `end`; in the backward pass G = ReLU(Conv(X)). */
+static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t end) {
     const Problem *p = &w->p;
     int64_t row = i - (band->from - w->down);
-    for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
-        vectors = vectors_at(s, band->end);
+    for (int64_t s = 0, vectors; s < end; s += vectors * V) {
+        vectors = vectors_at(s, end);
         foresee(w, m->X + (row + p->k - 1) * w->pitch + s, w->tall);
         foresee(w, m->P + row * w->pitch + s, w->band);
         if (w->backward) foresee(w, m->G + (row + p->k - 1) * w->pitch + s, w->tall);
@@ -396,9 +405,9 @@ static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
 }
 
 /* The same where nothing is convolved. */
-static void carry_row(const Plan *w, Scratch *m, const Band *band, int64_t i) {
+static void carry_row(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t end) {
     for (int64_t h = 0; h < w->p.K; h++)
-        for (int64_t s = 0; s < band->end; s += V)
+        for (int64_t s = 0; s < end; s += V)
             store(m->P + (h * w->band + i - band->from) * w->pitch + s, carried(w, m, band, h, i, s));
 }
 
@@ -426,15 +435,16 @@ static void softmax_row(const Scratch *m, int64_t end, const int32_t *seen, floa
 static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
     const Problem *p = &w->p;
     for (; i < past; i++) {
-        int64_t row = i - (band->from - w->down);
+        int64_t row = i - (band->from - w->down), end = end_of(w, m, band, i);
         int32_t *seen = m->seen + row * w->pitch;
-        bits(&p->masked, band->b, i, p->S, band->end, seen);
-        if (p->kernel) evolve_row(w, m, band, i);
-        else carry_row(w, m, band, i);
+        bits(&p->masked, band->b, i, p->S, end, seen);
+        if (p->kernel) evolve_row(w, m, band, i, end);
+        else carry_row(w, m, band, i, end);
         for (int64_t h = 0; h < p->K; h++) {
             float *P = m->P + (h * w->band + row) * w->pitch;
-            if (p->a_logit) write_row(w, P, band->end, p->a_logit, row_number(w, band->b, h, i));
-            softmax_row(m, band->end, seen, P);
+            if (p->a_logit) write_row(w, P, end, p->a_logit, row_number(w, band->b, h, i));
+            softmax_row(m, end, seen, P);
+            zero(P + end, band->end - end);
             if (p->weights) write_row(w, P, band->end, p->weights, row_number(w, band->b, h, i));
         }
     }
@@ -497,9 +507,9 @@ static void softmax_backward(const Plan *w, const Scratch *m, const Band *band, 
                              const float *noise, float *A) {
     const Problem *p = &w->p;
     const int32_t *seen = m->seen + (i - (band->from - w->down)) * w->pitch;
-    int64_t r = row_number(w, band->b, h, i);
+    int64_t r = row_number(w, band->b, h, i), end = end_of(w, m, band, i);
     vf total = spread(0);
-    for (int64_t s = 0; s < band->end; s += V) {
+    for (int64_t s = 0; s < end; s += V) {
         vf x = load(A + s);
         if (noise) x *= load(noise + s);
         if (p->d_weights) x += row_load(w, m, p->d_weights, r, s);
@@ -507,11 +517,12 @@ static void softmax_backward(const Plan *w, const Scratch *m, const Band *band, 
         total += x * load(P + s);
     }
     float mean = sum(total);
-    for (int64_t s = 0; s < band->end; s += V) {
+    for (int64_t s = 0; s < end; s += V) {
         vf x = keep(load(P + s) * (load(A + s) - mean), loadi(seen + s));
         if (p->d_a_logit) x += row_load(w, m, p->d_a_logit, r, s);
         store(A + s, x);
     }
+    zero(A + end, band->end - end);
 }
 
 /* G of head h, the ReLU's results, is turned into the gradient of the convolution's; zeros where there are no rows. The
@@ -525,14 +536,15 @@ static void relu_backward(const Plan *w, Scratch *m, const Band *band, int64_t h
             zero(G, band->end + w->gap);
             continue;
         }
+        int64_t end = end_of(w, m, band, r);
         vf total = spread(0), convolved = spread(0);
-        for (int64_t s = 0; s < band->end; s += V) {
+        for (int64_t s = 0; s < end; s += V) {
             vf relu = load(G + s), d = load(A + s), g = keep(p->c * d, relu > 0.0f);
             if (p->d_shares) convolved += d * (relu - carried(w, m, band, h, r, s));
             store(G + s, g);
             total += g;
         }
-        zero(G + band->end, w->gap);
+        zero(G + end, band->end - end + w->gap);
         if (r < band->own || r >= band->past) continue;
         store(m->d_bias + h * V, load(m->d_bias + h * V) + total);
         m->d_shares[2] += sum(convolved);
@@ -607,16 +619,17 @@ static void kernel_backward(const Plan *w, Scratch *m, const Band *band, int64_t
     const Problem *p = &w->p;
     int64_t few = most(1, 1024 / band->end);
     for (; i < past; i += few) {
-        int64_t rows = least(few, past - i), row = i - (band->from - w->down);
+        int64_t rows = least(few, past - i), row = i - (band->from - w->down), end = 0;
+        for (int64_t r = i; r < i + rows; r++) end = most(end, end_of(w, m, band, r));
         const float *X = m->X + row * w->pitch - p->left;
         for (int64_t first = 0; first < p->K; first += 4) {
             const float *G = m->G + (first * w->tall + row + p->k - 1) * w->pitch;
             float *to = m->d_taps + first * p->K * p->k * p->k * V;
             switch (p->K - first) {
-            case 1: taps_of(1, w, rows, band->end, X, G, to); break;
-            case 2: taps_of(2, w, rows, band->end, X, G, to); break;
-            case 3: taps_of(3, w, rows, band->end, X, G, to); break;
-            default: taps_of(4, w, rows, band->end, X, G, to);
+            case 1: taps_of(1, w, rows, end, X, G, to); break;
+            case 2: taps_of(2, w, rows, end, X, G, to); break;
+            case 3: taps_of(3, w, rows, end, X, G, to); break;
+            default: taps_of(4, w, rows, end, X, G, to);
             }
         }
     }
@@ -676,8 +689,9 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
     const Problem *p = &w->p;
     for (; i < past; i++) {
         Shares shares = {0}, *wanted = p->d_shares ? &shares : NULL;
-        for (int64_t s = 0, vectors; s < band->end; s += vectors * V) {
-            vectors = vectors_at(s, band->end);
+        int64_t end = end_of(w, m, band, i);
+        for (int64_t s = 0, vectors; s < end; s += vectors * V) {
+            vectors = vectors_at(s, end);
             if (p->kernel) foresee(w, m->G + (i - band->from + 2 * (p->k - 1)) * w->pitch + s, w->tall);
             foresee(w, m->A + (i - band->from + w->down + p->k - 1) * w->pitch + s, w->tall);
             for (int64_t first = 0; first < p->K; first += 4)
@@ -695,7 +709,7 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
             write_row(w, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
                       row_number(w, band->b, h, i));
         for (int64_t h = 0; p->d_previous && h < p->K; h++)
-            write_row(w, m->P + h * w->band * w->pitch, band->end, p->d_previous, row_number(w, band->b, h, i));
+            write_row(w, m->P + h * w->band * w->pitch, end, p->d_previous, row_number(w, band->b, h, i));
     }
 }
 
@@ -788,7 +802,7 @@ static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk
     for (band.from = from; band.from < past; band.from += rows) {
         int64_t old_end = band.end, n = band.n;
         band.n = least(rows, past - band.from);
-        band.end = end_of(w, &band, old_end);
+        set_ends(w, m, &band, n);
         if (band.from > from) roll(w, m, n, old_end, band.end);
         work_on_band(w, m, &band, packed);
     }
@@ -845,6 +859,7 @@ static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
     m->noise = take(&next, p->threshold ? w->band * w->Sp : 0);
     m->seen = (int32_t *)take(&next, w->band * w->pitch);
     m->shown = (int32_t *)take(&next, w->tall * w->pitch);
+    m->ends = (int64_t *)take(&next, 2 * w->tall);
     m->inside = (int32_t *)take(&next, w->Sp);
     m->few = take(&next, w->band * w->Dp);
     m->out = take(&next, w->band * w->Dp);

@@ -226,13 +226,14 @@ def test_long_sentences_without_a_convolution():
     compare(with_heads(problem(evolution, (200, 200), 24), 3))
 
 
-@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+@pytest.mark.parametrize("geometry", KINDS)
 @pytest.mark.parametrize("lengths", [(7, 7), (40, 70), (150, 200)])
 @pytest.mark.parametrize("mask", ["the future and padding", "ragged"])
 @pytest.mark.parametrize("given", [False, True])
 def test_what_nobody_sees_may_be_left_out(geometry, lengths, mask, given):
     """The right ends of rows, whatever their order: rows without keys, hidden rows and hidden columns among them."""
-    whole = equation_4(geometry, lengths=lengths, depth=24, previous=False, given=given)
+    encoder = geometry == Geometry.ENCODER_SELF
+    whole = equation_4(geometry, lengths=lengths, depth=24, previous=encoder, given=given)
     if mask == "ragged":
         rows, columns = whole.masks["masked"].expand(BATCH, 1, lengths[0], -1).shape[2:]
         ends = torch.randint(0, columns + 1, (BATCH, 1, rows, 1))
