@@ -6,6 +6,7 @@ missing or left over is refused, as ever.
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 #: options that change what a model computes, and that neither names nor shapes of its parameters show
 INVISIBLE_OPTIONS = (
     *("encoder_attention_heads", "decoder_attention_heads", "activation_fn", "no_scale_embedding"),
-    *("no_token_positional_embeddings", "decoder_normalize_before"),
+    *("no_token_positional_embeddings", "decoder_normalize_before", "cross_self_attention"),
 )
 
 
@@ -49,11 +50,15 @@ def origin(model_cfg: Any) -> str | None:
     return getattr(model_cfg, "finetune_from_model", None)
 
 
-def accept_plain(model: nn.Module, model_cfg: Any, keys: Any) -> None:
+def accept_plain(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
     """Let all that is new start fresh, if none of it is in the checkpoint that a run was told to start from.
+
+    A run's own checkpoints name that checkpoint as well: what is loaded must be its parameters, and not any that lack
+    the same.
 
     Args:
         model: the model that a state dict was loaded into.
+        given: that state dict.
         model_cfg: see ``origin``.
         keys: what PyTorch found missing and left over; what may be missing is taken out of its missing_keys.
 
@@ -61,18 +66,25 @@ def accept_plain(model: nn.Module, model_cfg: Any, keys: Any) -> None:
         ValueError: the checkpoint's model computes something else than this one would with its parameters.
     """
     path, new = origin(model_cfg), new_parameters(model)
-    if path is None or not new or not set(new).issubset(keys.missing_keys):
+    if path is None or not set(new).issubset(keys.missing_keys) or not Path(path).is_file():
         return
     state = _checkpoint(path)
+    if not _same(given, state["model"]):
+        return
     _check_invisible_options(path, state, model_cfg)
     _check_shared_parameters(path, state["model"], model)
-    keys.missing_keys[:] = [key for key in keys.missing_keys if key not in set(new)]
-    logger.info("%s is a checkpoint without evolving attention. These parameters start fresh: %s", path, ", ".join(new))
+    if new:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in set(new)]
+        logger.info("%s is without evolving attention. These parameters start fresh: %s", path, ", ".join(new))
 
 
 def _checkpoint(path: str) -> dict[str, Any]:
     allow_in_checkpoints()
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value.cpu(), other[name]) for name, value in one.items())
 
 
 def _check_invisible_options(path: str, state: dict[str, Any], model_cfg: Any) -> None:

@@ -228,8 +228,11 @@ class EvolvingModel:
         Raises:
             RuntimeError, ValueError: parameters that are missing, too many, of another shape, or of another meaning.
         """
+        given = dict(state_dict)  # as it is now: fairseq gives old names of parameters new ones in place
         state_dict = without_first_layers_convolution(state_dict, self, model_cfg)
-        accept = self.register_load_state_dict_post_hook(lambda model, keys: accept_plain(model, model_cfg, keys))
+        accept = self.register_load_state_dict_post_hook(
+            lambda model, keys: accept_plain(model, given, model_cfg, keys)
+        )
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)
         except (RuntimeError, ValueError) as error:

@@ -105,6 +105,11 @@ def test_nothing_else_may_be_missing_or_left_over(change, message, tmp_path):
         load(build("ea_roberta"), path)
 
 
+#: flags by which a model has parameters that the plain one has not, or none
+NEW_OR_NONE = pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0], ["--ea-rule", "realformer"]])
+
+
+@NEW_OR_NONE
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -112,9 +117,37 @@ def test_nothing_else_may_be_missing_or_left_over(change, message, tmp_path):
         ({"activation_fn": "relu"}, "--activation-fn is gelu here, and relu in .*model.pt"),
     ],
 )
-def test_heads_that_differ_are_refused_though_every_shape_fits(options, message, tmp_path):
+def test_heads_that_differ_are_refused_though_every_shape_fits(options, message, flags, tmp_path):
     with pytest.raises(ValueError, match=message):
-        load(build("ea_roberta"), checkpoint(tmp_path / "model.pt", build("roberta"), **options))
+        load(build("ea_roberta", *flags), checkpoint(tmp_path / "model.pt", build("roberta"), **options))
+
+
+def evolved_without_convolutions(plain, ours):
+    """What a tool may have made of a trained model."""
+    return {name: value + 1 for name, value in ours.items() if name in plain}
+
+
+def trained_further(plain, ours):
+    """As a run with other betas leaves it behind, that began with the plain model."""
+    return {name: value + 1 for name, value in plain.items()}
+
+
+@pytest.mark.parametrize("change", [evolved_without_convolutions, trained_further])
+@pytest.mark.parametrize("is_there", [True, False], ids=["the plain checkpoint is there", "and is not"])
+def test_what_began_with_a_plain_checkpoint_is_not_one(change, is_there, tmp_path):
+    """Its convolutions are lost; those that would start fresh again are others'."""
+    plain, ours = build("roberta"), build("ea_roberta")
+    path = checkpoint(tmp_path / "model.pt", plain)
+    state = change(plain.state_dict(), ours.state_dict())
+    if not is_there:
+        path.unlink()
+    with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
+        ours.load_state_dict(state, model_cfg=command_line(path))
+
+
+def test_a_model_without_new_parameters_needs_no_plain_checkpoint_later(tmp_path):
+    ours = build("ea_roberta", "--ea-rule", "residual")
+    ours.load_state_dict(ours.state_dict(), model_cfg=command_line(tmp_path / "gone.pt", encoder_attention_heads=2))
 
 
 def test_to_be_told_once_to_start_from_a_plain_checkpoint_counts_once(tmp_path):
@@ -135,19 +168,23 @@ def test_a_decoders_heads_that_differ_are_refused(tmp_path):
         load(translation("ea_transformer_base"), path, **TRANSLATION)
 
 
+@NEW_OR_NONE
 @pytest.mark.parametrize("flag", ["--share-all-embeddings", "--share-decoder-input-output-embed"])
-def test_parameters_that_are_one_only_here_are_refused(flag, tmp_path):
+def test_parameters_that_are_one_only_here_are_refused(flag, flags, tmp_path):
     """Else the last one of those that are loaded into it would win, and the others be lost."""
     apart, shared = translation("transformer"), translation("transformer", flag)
     refused = checkpoint(tmp_path / "apart.pt", apart, **TRANSLATION)
     with pytest.raises(ValueError, match=r"embed_tokens.weight and .* are one parameter here, and two in .*apart.pt"):
-        load(translation("ea_transformer_base", flag), refused, **TRANSLATION)
+        load(translation("ea_transformer_base", flag, *flags), refused, **TRANSLATION)
     fits = checkpoint(tmp_path / "shared.pt", shared, **TRANSLATION)
-    for flags in ([flag], []):  # what was one there may become two
-        load(translation("ea_transformer_base", *flags), fits, **TRANSLATION)
+    for shares in ([flag], []):  # what was one there may become two
+        load(translation("ea_transformer_base", *shares, *flags), fits, **TRANSLATION)
 
 
-@pytest.mark.parametrize("name", ["no_scale_embedding", "no_token_positional_embeddings", "decoder_normalize_before"])
+@pytest.mark.parametrize(
+    "name",
+    ["no_scale_embedding", "no_token_positional_embeddings", "decoder_normalize_before", "cross_self_attention"],
+)
 def test_options_without_parameters_are_refused(name, tmp_path):
     given = checkpoint(tmp_path / "model.pt", translation("transformer"), **TRANSLATION, **{name: True})
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is False here, and True in .*model.pt"):
