@@ -63,7 +63,9 @@ def res_transformer_lite(args: argparse.Namespace) -> None:
 @register_model_architecture("ea_transformer", "conv_transformer_lite")
 def conv_transformer_lite(args: argparse.Namespace) -> None:
     """``transformer_lite`` with a convolution beside the encoder's self-attention; its maps do not evolve."""
-    _default(args, ea_conv_branch=True, ea_alpha=0.0, ea_beta=0.0)
+    if not hasattr(args, "ea_rule"):  # whoever names a rule wants it
+        _default(args, ea_alpha=0.0, ea_beta=0.0)
+    _default(args, ea_conv_branch=True)
     ea_transformer_lite(args)
 
 

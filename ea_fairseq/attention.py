@@ -109,6 +109,7 @@ class EvolvingAttention(MultiheadAttention):
         super().__init__(embed_dim, num_heads, **kwargs)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
+        self.dropout_module.module_name = MultiheadAttention.__name__  # for --retain-dropout-modules, as with fairseq's
         options = {"rule": rule, "first": first, "conv_layers": conv_layers, "learn_mix": learn_mix}
         self.evolution = Evolution(geometry, num_heads, kernel_size, alpha, beta, **options)
         build_score = SCORES[score]
@@ -503,7 +504,10 @@ class DecoderAttention(EvolvingAttention):
 
 
 def _may_reuse() -> bool:
-    """Whether memory may be written twice and what is equal computed once: not where gradients or records need all."""
+    """Whether steps may write into memory that they share, and compute once what is equal for several hypotheses.
+
+    Not while gradients are wanted or operations are recorded: both need every tensor as it was.
+    """
     return not torch.is_grad_enabled() and not kernels.is_looked_at()
 
 

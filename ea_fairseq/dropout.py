@@ -1,5 +1,6 @@
 """fairseq's dropout, by a faster way on CPUs. A GPU's is PyTorch's, as ever."""
 
+from fairseq.models.transformer import transformer_decoder, transformer_encoder
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
@@ -17,11 +18,17 @@ class Dropout(FairseqDropout):
         return kernels.drop(x, self.p)
 
 
-def hasten_dropout(module: nn.Module, settings: Settings) -> None:
+def adopt_dropout(module: nn.Module, settings: Settings) -> None:
     """Put ours in the place of fairseq's in an encoder, a decoder or a layer, unless the plain way was asked for.
 
-    Its attentions keep theirs, whose probability alone the kernels read.
+    Either is called by the name that fairseq gives it, which --retain-dropout-modules asks for: that of the class that
+    the module's own extends. The attentions in it keep theirs, whose probability alone the kernels read.
     """
+    extended = next(base.__name__ for base in type(module).__mro__ if base.__module__.startswith("fairseq."))
+    for short in (transformer_encoder.module_name_fordropout, transformer_decoder.module_name_fordropout):
+        extended = short(extended)
     for name, child in module.named_children():
-        if type(child) is FairseqDropout and not settings.plain:
-            setattr(module, name, Dropout(child.p, child.module_name))
+        if type(child) is FairseqDropout:
+            child.module_name = extended
+            if not settings.plain:
+                setattr(module, name, Dropout(child.p, extended))

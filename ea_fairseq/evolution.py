@@ -182,7 +182,7 @@ class Evolution(nn.Module):
         beta: as the rule uses it; in equation 4 the convolution's share. Where the rule and these two leave the
             convolution no share there is no convolution, and no parameter.
         rule: a name in ``RULES``.
-        first: whether no layer before hands on a map. Never one does in decoders.
+        first: whether this is the first layer, to which no layer hands a map. A decoder's layers never get one.
         conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
         learn_mix: whether alpha and beta are parameters, started at the values given, where the rule uses them.
     """

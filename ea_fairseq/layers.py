@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from .branches import TwoBranchSelfAttention
-from .dropout import hasten_dropout
+from .dropout import adopt_dropout
 from .evolution import Geometry
 from .options import Settings
 
@@ -38,7 +38,7 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
         super().__init__(cfg)
         settings = Settings.of(cfg)
         self.evolves = settings.evolves(Geometry.ENCODER_SELF)
-        hasten_dropout(self, settings)
+        adopt_dropout(self, settings)
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> MultiheadAttention:
         settings = Settings.of(cfg)
@@ -87,7 +87,7 @@ class EADecoderLayer(TransformerDecoderLayerBase):
         super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)
         settings = Settings.of(cfg)
         self.cross_evolves = not no_encoder_attn and settings.evolves(Geometry.ENCODER_DECODER)
-        hasten_dropout(self, settings)
+        adopt_dropout(self, settings)
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False

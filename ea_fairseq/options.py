@@ -78,7 +78,7 @@ OPTIONS = {
     "--ea-cross-beta": (fraction, "in place of --ea-beta in encoder-decoder attention"),
     "--ea-kernel-size": (kernel_size, "the convolutions' kernel is as wide and as high as this odd number"),
     "--ea-rule": (rule, f"how maps evolve: {', '.join(RULES)}"),
-    "--ea-conv-layers": (conv_layers, "with --ea-rule predictive: this many convolutions, one after the other"),
+    "--ea-conv-layers": (conv_layers, "with --ea-rule predictive: 1 to 3 convolutions, one after the other"),
     "--ea-score": (score, f"how queries and keys give logits, in all three kinds of attention: {', '.join(SCORES)}"),
     "--ea-relative-positions": (
         distance,
@@ -138,7 +138,8 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
     Raises:
         ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule or score, relative positions below
             1, options that a rule does not have (several convolutions, anything to learn), heads that do not divide
-            the dimension or half of it, --ea-conv-branch without an encoder, --cross-self-attention.
+            the dimension or half of it, --ea-conv-branch without an encoder, --cross-self-attention, and
+            --mha-heads-to-keep where the encoder's maps evolve.
     """
     for flag, (parse, _) in OPTIONS.items():
         value = getattr(args, _attribute(flag), None)
@@ -164,6 +165,11 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
     if settings.conv_branch:
         _check_branch(args, sides)
+    if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
+        raise ValueError(
+            f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep heads of its own, and hand their "
+            "maps to others; leave the flag out"
+        )
     if getattr(args, "cross_self_attention", False):
         raise ValueError(
             "--cross-self-attention: one map would be part encoder-decoder attention, whose neighbours lie on both "

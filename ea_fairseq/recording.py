@@ -36,9 +36,18 @@ class RecordablePositions(SinusoidalPositionalEmbedding):
         timestep: Tensor | None = None,
         positions: Any = None,
     ) -> Tensor:
-        """As fairseq's. input: B x T, token ids; result: B x T x C, or B x 1 x C in step-by-step decoding."""
-        if not is_recorded():
+        """As fairseq's. input: B x T, token ids; result: B x T x C, or B x 1 x C in step-by-step decoding.
+
+        Where the table ends before a sentence does, fairseq puts a longer one in its place, which a second thread may
+        replace by a shorter one before it is read. Here such a sentence has a table of its own.
+        """
+        weights, needed = self.weights, self.padding_idx + 1 + input.size(1)
+        if is_recorded():
+            pass
+        elif timestep is not None or needed <= weights.size(0):
             return super().forward(input, incremental_state, timestep, positions)
+        else:
+            weights = self.get_embedding(needed, self.embedding_dim, self.padding_idx).to(weights)
         if incremental_state is not None:
-            return self.weights[self.padding_idx + input.size(1)].expand(input.size(0), 1, -1)
-        return self.weights[utils.make_positions(input, self.padding_idx)].detach()
+            return weights[self.padding_idx + input.size(1)].expand(input.size(0), 1, -1)
+        return weights[utils.make_positions(input, self.padding_idx)].detach()

@@ -20,7 +20,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from .attention import IncrementalState
-from .dropout import hasten_dropout
+from .dropout import adopt_dropout
 from .evolution import Geometry
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
@@ -39,7 +39,7 @@ class EATransformerEncoder(TransformerEncoderBase):
         super().__init__(cfg, *args, **kwargs)
         settings = Settings.of(cfg)
         self.hands_on_maps = settings.hands_on_maps
-        hasten_dropout(self, settings)
+        adopt_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -114,7 +114,7 @@ class EATransformerDecoder(TransformerDecoderBase):
         super().__init__(cfg, *args, **kwargs)
         settings = Settings.of(cfg)
         self.self_attention_evolves = settings.evolves(Geometry.DECODER_SELF)
-        hasten_dropout(self, settings)
+        adopt_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -168,9 +168,12 @@ class EATransformerDecoder(TransformerDecoderBase):
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Activation checkpointing and FSDP, as fairseq applies them to a layer of its own."""
-    if cfg.checkpoint_activations:
+    recomputes = (
+        cfg.checkpoint_activations or cfg.offload_activations
+    )  # a language model's options set the latter alone
+    if recomputes:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+    return fsdp_wrap(layer, min_num_params=0 if recomputes else cfg.min_params_to_wrap)
 
 
 def without_first_layers_convolution(state: dict[str, Tensor], model: nn.Module, model_cfg: Any) -> dict[str, Tensor]:

@@ -135,6 +135,12 @@ def test_presets(arch, rule, branch):
     assert model_args(arch, "--ea-alpha", 0.3).ea_alpha == 0.3
 
 
+def test_a_branch_and_a_rule_that_is_named():
+    """Else `--ea-rule predictive` would have nothing to predict with."""
+    named = model_args("conv_transformer_lite", "--ea-rule", "predictive")
+    assert vars(named) == {**vars(model_args("pa_conv_transformer_lite")), "arch": "conv_transformer_lite"}
+
+
 @pytest.mark.parametrize(
     "flag, value",
     [("--ea-score", "cosine"), *(("--ea-relative-positions", value) for value in ("0", "-1", "2.5", "far"))],

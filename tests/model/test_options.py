@@ -1,12 +1,13 @@
 """Names that others rely on: architectures, their sizes, flags, state-dict keys; and what is refused."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import REPO, warm
+from helpers import REPO, other_models, warm
 from helpers.models import TINY, batch, build, dictionary, model_args
 
 import ea_fairseq
@@ -117,6 +118,22 @@ def test_activations_are_offloaded_where_that_is_asked_for(flags, offloads, monk
     monkeypatch.setattr(transformer, "checkpoint_wrapper", wrapped)
     build("ea_transformer_base", "--checkpoint-activations", *flags)
     assert asked == [offloads] * (3 + 2)
+
+
+@pytest.mark.parametrize("arch", ["ea_transformer_lm", "ea_transformer_lm_base", "ea_bart_base"])
+def test_activations_that_are_offloaded_are_computed_again(arch):
+    """fairseq's options of a language model do not say that the one needs the other."""
+    model = other_models.build(arch, "--offload-activations")
+    layers = [layer for name, layer in model.named_modules() if re.search(r"layers\.\d+$", name)]
+    assert layers and all(hasattr(layer, "precheckpoint_forward") for layer in layers)
+
+
+@pytest.mark.parametrize("rule", ["evolving", "residual"])
+def test_heads_are_not_pruned_where_maps_are_handed_on(rule):
+    flags = ["--ea-rule", rule, "--mha-heads-to-keep"]
+    with pytest.raises(ValueError, match="--mha-heads-to-keep 2: each layer would keep heads of its own"):
+        other_models.build("ea_roberta", *flags, 2)
+    other_models.build("ea_roberta", *flags, -1)
 
 
 @pytest.mark.parametrize("arch", ["ea_transformer_base", "ea_transformer_lite", "ea_roberta", "ea_bart_base"])

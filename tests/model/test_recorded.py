@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fairseq.modules.fairseq_dropout import FairseqDropout
 from helpers.models import amplify_, batch, build
 from torch import nn
 from torch.autograd import forward_ad
@@ -358,6 +359,17 @@ def test_retained_dropout_drops_in_evaluation(each_way):
     layer, x = model.encoder.layers[0], torch.randn(5, 1, 16)
     first, second = (layer.self_attn(x)[0] for _ in range(2))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("flags", [[], ["--ea-plain"]])
+def test_dropout_has_the_names_by_which_fairseq_asks_for_it(flags):
+    """--retain-dropout-modules names classes of fairseq's, which ours stand for."""
+
+    def names(arch, *flags):
+        modules = build(arch, *flags).named_modules()
+        return {place: one.module_name for place, one in modules if isinstance(one, FairseqDropout)}
+
+    assert names("ea_transformer_base", *flags) == names("transformer")
 
 
 def test_the_kernel_is_asked_about_calls_that_are_shaped_as_they_are():

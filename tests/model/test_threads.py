@@ -42,6 +42,17 @@ def tiny(*flags):
     return amplify_(build("ea_transformer_base", "--ea-alpha", 0.5, "--ea-beta", 0.5, *flags, size=size.split()))
 
 
+@torch.no_grad()
+def test_a_sentence_beyond_the_table_of_positions_leaves_it_as_it_is():
+    """Else a second thread's shorter table may be there when this one's is read."""
+    short, long = (tiny("--max-source-positions", length).encoder for length in (8, 64))
+    long.load_state_dict(short.state_dict())
+    table, source = short.embed_positions.weights, batch([40, 7])
+    for name, expected in long(source).items():
+        assert not expected or torch.equal(short(source)[name][0], expected[0])
+    assert short.embed_positions.weights is table
+
+
 @pytest.mark.parametrize("rule", ["evolving", "predictive"])
 @torch.no_grad()
 def test_many_threads_get_what_one_thread_gets(rule, each_way):
