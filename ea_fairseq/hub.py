@@ -108,7 +108,7 @@ def _newest(run: Path) -> str:
         if (run / name).exists():
             _note_if_old(run / name, run / "checkpoint_last.pt")
             return name
-    raise FileNotFoundError(f"{run}: has no checkpoint")
+    raise FileNotFoundError(f"{run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
 
 
 def _note_if_old(average: Path, last: Path) -> None:

@@ -60,7 +60,11 @@ class Side:
             if (raw / name).is_file():
                 return raw / name
         where = f"; it can be had at {self.url}" if self.url else ""
-        raise PrepError(f"{raw}: has no {' and no '.join(names)}{where}")
+        folder = (raw / self.member).with_suffix("")
+        if folder.is_dir():
+            where += f"; {folder} is a folder: give what its two files' names begin with, as in {folder}/train"
+        has = "there is" if Path(self.member).is_absolute() else f"{raw}: has"
+        raise PrepError(f"{has} no {' and no '.join(names)}{where}")
 
     def fingerprint(self) -> list:
         """Changes when the file is replaced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import pickle
 import re
@@ -86,7 +87,8 @@ def load(path: Path | str) -> dict[str, Any]:
 def _of_the_machine(error: Exception) -> bool:
     """Whether reading failed by the disk, a permission or too little memory, and not by what is in the file."""
     if isinstance(error, OSError):
-        return error.errno is not None
+        # EINVAL: PyTorch looks for the list at an archive's end, which lies before the beginning of a file cut short.
+        return error.errno not in (None, errno.EINVAL)
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -135,7 +137,7 @@ def choose(run: Path) -> Path:
             if path in averaged and last.exists() and last.stat().st_mtime > path.stat().st_mtime + 60:
                 say(f"note: {path} was made before the training went on; scripts/evaluate.sh averages anew")
             return path
-    raise UserError(f"--run {run}: has no checkpoint")
+    raise UserError(f"--run {run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
 
 
 def check_dictionaries(

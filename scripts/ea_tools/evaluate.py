@@ -297,10 +297,11 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     files = list(run.iterdir())
     epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
     if max(epochs, updates) < wanted:
-        hint = "" if count else f"; --average {max(epochs, updates, 1)} takes what there is"
+        there = max(epochs, updates)
+        hint = f"--average {there} takes what there is, and --best the best one" if there else "has it been trained?"
         raise UserError(
             f"{run}: {wanted} checkpoints to average are wanted; there are {epochs} by epoch, {updates} by update"
-            f"{hint if epochs or updates else ''}"
+            f"; {hint}"
         )
     by_epoch = epochs >= wanted
     paths = average.select([run], wanted if by_epoch else None, None if by_epoch else wanted)

@@ -19,7 +19,7 @@ from unittest import mock
 
 from ea_tools.common import REPO, UserError
 
-USAGE = "fairseq-train --user-dir ea_fairseq --arch {arch} --help lists all flags"
+USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch {arch} --help lists all flags"
 
 
 def check(arch: str, command: Sequence[str], by_user: bool, others: Iterable[str] = ()) -> None:
@@ -96,10 +96,11 @@ def _raise(parser: argparse.ArgumentParser, others: Iterable[str], message: str)
     arch = parser.get_default("arch") or "ARCH"
     if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
         flags = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
-        known = flags_of(parser).union(others)
-        near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in flags}
+        # Without their dashes, which all have in common.
+        known = [flag.removeprefix("--") for flag in flags_of(parser).union(others)]
+        near = {flag: difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=0.7) for flag in flags}
         meant = [
-            f"{flag}: there is no such flag" + (f"; is {words[0]} meant?" if words else "")
+            f"{flag}: there is no such flag" + (f"; is --{words[0]} meant?" if words else "")
             for flag, words in near.items()
         ]
         message = "; ".join(meant) or f"{unknown[1]!r} belongs to no flag"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -74,7 +75,11 @@ def read(name: str) -> Recipe:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     merged = _inherited(path) if path.is_file() else {}
     if not path.is_file() or (path.parent == FOLDER and "data" not in merged):
-        raise UserError(f"there is no recipe {name!r}; there are: {', '.join(names())}")
+        if name.endswith(".toml"):
+            raise UserError(f"{name}: no such file; a recipe of your own is wanted, or the name of one of those here")
+        near = difflib.get_close_matches(name, names(), n=1)
+        meant = f" (is {near[0]} meant?)" if near else ""
+        raise UserError(f"there is no recipe {name!r}{meant}; there are: {', '.join(names())}")
     return _recipe(path, merged)
 
 

@@ -20,13 +20,20 @@ from ea_tools.recipes import Flags
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _MINUTES_OF_WRITING = 60  # that no checkpoint takes
+_BEFORE = ("lock", "reproduce.log")  # what may be there before a run is claimed
 
 _locks = []  # open as long as the process lives
 
 
 def take(run: Path) -> None:
     """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"--run {run}: is a file, and a folder is wanted")
     run.mkdir(parents=True, exist_ok=True)
+    if not (run / "run.json").exists() and not started(run):
+        foreign = sorted(path.name for path in run.iterdir() if path.name not in _BEFORE)
+        if foreign:
+            raise UserError(f"--run {run}: holds {foreign[0]}, which no training put there; choose another folder")
     lock = (run / "lock").open("w")
     try:
         # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.

@@ -58,7 +58,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     if {"-h", "--help"} & set(arguments):
         parser.parse_args(["--help"])
     if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
-        parser.error("RECIPE and ARCH come first")
+        parser.error(
+            "RECIPE and ARCH come first; for data of your own RECIPE is a copy of the recipe.toml that a run by "
+            "train.sh --data keeps in its folder"
+        )
     args, flags = parser.parse_known_args(arguments)
     args.command = portable(["scripts/sweep.sh", *arguments])
     try:

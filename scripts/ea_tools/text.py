@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import UserError, read_json
+from ea_tools.common import REPO, UserError, read_json
 from prep.text import wide_encoding
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
@@ -16,8 +16,8 @@ def read_prep(data: Path | str) -> dict[str, Any]:
     path = Path(data) / "PREP.json"
     try:
         prep = read_json(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; is {data} a folder made by data-prep/?") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: no such file; is {data} a folder made by data-prep/?{_made_by(data)}") from None
     if not isinstance(prep, dict):
         raise UserError(f"{path}: is not of the form that data-prep/ writes")
     missing = [key for key in ("source_lang", "target_lang", "tokenizer", "lowercase", "bpe") if key not in prep]
@@ -35,6 +35,16 @@ def read_prep(data: Path | str) -> dict[str, Any]:
     if not (texts and isinstance(prep.get("rules", {}), dict) and isinstance(prep.get("splits", {}), dict)):
         raise UserError(f"{path}: is not of the form that data-prep/ writes")
     return prep
+
+
+def _made_by(data: Path | str) -> str:
+    """The command that makes a recipe's data, where its folder's name says which."""
+    scripts = sorted((REPO / "data-prep").glob("*.sh"), key=lambda script: len(script.stem))
+    fits = [script for script in scripts if f"{Path(data).name}-".startswith(f"{script.stem}-")]
+    if not fits:
+        return ""
+    words = Path(data).name.removeprefix(fits[-1].stem).removeprefix("-")
+    return f" bash data-prep/{fits[-1].name} {words}".rstrip() + " makes it"
 
 
 def read_lines(path: Path | str) -> list[str]:

@@ -37,6 +37,12 @@ from ea_tools.run_folder import (
 from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
 
+#: fairseq-train's flags that are this program's to give -> what stands for them
+ELSEWHERE = {
+    "save-dir": "use --run",
+    "arch": "ARCH stands after RECIPE",
+    "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
+}
 #: fairseq-train's own flags of precision; where one of them is given, none is chosen.
 OF_PRECISION = {"fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"}
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
@@ -71,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_values(flags, args)
         start = plan(recipe, args, flags, Launch.of(args))
         by_user = bool(flags) or args.recipe.endswith(".toml")
-        flag_faults.check(args.arch, fairseq_words(start), by_user)
+        flag_faults.check(args.arch, fairseq_words(start), by_user, args.own_flags)
         if args.dry_run:
             print(shlex.join(start.command))
             return
@@ -146,12 +152,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         flags = parse_flags(rest)
     except UserError as error:
         parser.error(str(error))
-    for name in ("save-dir", "arch", "restore-file"):
+    for name, instead in ELSEWHERE.items():
         if name in flags:
-            parser.error(f"--{name} is not to be given here: {'use --run' if name == 'save-dir' else 'see --help'}")
+            parser.error(f"--{name} is not to be given here: {instead}")
     for name, path in (("--run", args.run), ("--data", args.data)):
         if path and ":" in str(path):
             parser.error(f"{name} {path}: fairseq takes a colon for the end of a name; choose one without")
+    args.own_flags = flag_faults.flags_of(parser)
     args.command = portable(["scripts/train.sh", *arguments])
     args.data = args.data or recipes.read(args.recipe).data
     learnt = Path(args.recipe or args.data.resolve()).name.removesuffix(".toml")
@@ -276,9 +283,10 @@ def check_data(data: Path, recipe: Recipe) -> None:
 def check_first_model(flags: Flags, data: Path) -> None:
     """What a training starts from must have been trained on these subwords, for its vectors are numbered like them."""
     for name in flags.get("finetune-from-model", []):
+        if not Path(name).is_file():
+            raise UserError(f"--finetune-from-model {name}: no such file; a checkpoint of another training is wanted")
         run = Path(name).parent
-        kept = kept_by(run) if Path(name).is_file() else None
-        if kept is None:
+        if (kept := kept_by(run)) is None:
             continue
         try:
             require_same(kept, data, run)

@@ -90,6 +90,8 @@ def _input(path: Path | None) -> Iterator[IO[bytes]]:
         with open(sys.stdin.fileno(), "rb", closefd=False) as file:
             yield file
     else:
+        if path.is_dir() or not path.exists():
+            raise UserError(f"--input {path}: {'is a folder' if path.is_dir() else 'no such file'}; a text is wanted")
         with path.open("rb") as file:
             yield file
 
@@ -114,6 +116,8 @@ def _output(
         yield lines, lambda line: print(line, flush=True), 0
         return
     output = replaceable(args.output, "--output ")
+    if not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no folder {args.output.parent}; make it first")
     if output is None:  # a pipe or a device, which keeps nothing to go on with
         if args.resume:
             raise UserError(f"--resume: --output {args.output} is not a file")

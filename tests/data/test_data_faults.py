@@ -252,6 +252,8 @@ GIVEN = [*CUSTOM, "--tokenised", "--bpe-given", "no-code"]
         (["multi30k", "de-en", "--workers", "two"], "argument --workers: must be a whole number"),
         (["multi30k", "de-en", "--force", "cook"], "argument --force: invalid choice: 'cook'"),
         (["multi30k", "de-en", "--raw", "/nowhere"], "/nowhere: has no train.de"),
+        ([*CUSTOM[:5], "--train", "/nowhere/c", "--valid", "y"], "there is no /nowhere/c.de and no /nowhere/c."),
+        ([*CUSTOM[:5], "--train", "/usr", "--valid", "y"], "/usr is a folder: give what its two files' names"),
         (["custom", "--source-lang", "de"], "the following arguments are required: --target-lang, --train"),
         (["custom", "--source-lang", "d/e", "--target-lang", "en", "--train", "x"], "must be a language code"),
         (["custom", "--source-lang", "de", "--target-lang", "de", "--train", "x", "--valid", "y"], "differ"),

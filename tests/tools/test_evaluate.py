@@ -578,7 +578,10 @@ def test_mistakes_are_told_apart(data, run, tmp_path):
         assert "Traceback" not in result.stderr
         return result.stderr
 
-    assert "10 checkpoints to average are wanted; there are 3 by epoch" in error()
+    for flags in ([], ["--average", 10]):
+        said = error(*flags)
+        assert "10 checkpoints to average are wanted; there are 3 by epoch" in said
+        assert "--average 3 takes what there is, and --best the best one" in said
     assert "--subset nope" in error("--subset", "nope", "--average", 1)
     assert "there are: test, valid" in error("--subset", "nope", "--average", 1)
     assert "no such checkpoint" in error("--checkpoint", tmp_path / "none.pt")

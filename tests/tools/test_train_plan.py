@@ -247,9 +247,17 @@ def test_the_command_line_wins(capsys):
     ("arguments", "message"),
     [
         (["iwslt", "transformer"], "there is no recipe 'iwslt'; there are: iwslt14-de-en"),
+        (["mutli30k-de-en", "transformer"], "there is no recipe 'mutli30k-de-en' (is multi30k-de-en meant?); "),
+        (["my.toml", "transformer"], "my.toml: no such file; a recipe of your own is wanted"),
         (["sample"], "RECIPE and ARCH come first"),
         (["sample", "transformer", "--save-dir", "x"], "use --run"),
-        (["sample", "transformer", "--restore-file", "x"], "--restore-file is not to be given here"),
+        (
+            ["sample", "transformer", "--restore-file", "x"],
+            "--restore-file is not to be given here: a run goes on from its",
+        ),
+        (["sample", "transformer", "--gpu", "1"], "--gpu: there is no such flag; is --gpus meant?"),
+        (["sample", "transformer", "--dryrun"], "--dryrun: there is no such flag; is --dry-run meant?"),
+        (["sample", "transformer", "--epochs", "3"], "--epochs: there is no such flag (.venv/bin/fairseq-train "),
         (["sample", "transformer", "--arch", "x"], "--arch is not to be given here"),
         (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
         (["sample", "transformer", "--nodes", "2", "--node-rank", "2", "--master", "a"], "with --nodes 2 it is 0 to 1"),
@@ -297,6 +305,32 @@ def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, d
     assert again == command
     after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", "--data", data, "--gpus", 0)
     assert after == command
+
+
+def test_the_command_that_makes_a_recipes_data_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "REPO", tmp_path)
+    for name, command in {
+        "multi30k-de-en": "multi30k.sh de-en",
+        "wmt14-en-de": "wmt14-en-de.sh",
+        "sample": "sample.sh",
+    }.items():
+        with pytest.raises(SystemExit, match=rf"PREP\.json: no such file; .* bash data-prep/{command} makes it"):
+            train.main([name, "transformer_lite", "--gpus", "0"])
+
+
+def test_a_folder_of_other_files_is_not_trained_in(tmp_path, data):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    words = ["sample", "transformer_lite", "--data", str(data), "--gpus", "0", "--run", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"holds thesis\.tex, which no training put there; choose another folder"):
+        train.main(words)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_first_model_that_is_not_there(tmp_path, data):
+    words = ["sample", "transformer_lite", "--data", str(data), "--gpus", "0", "--run", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=r"--finetune-from-model nope\.pt: no such file"):
+        train.main([*words, "--finetune-from-model", "nope.pt"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_own_data_must_be_prepared(capsys, tmp_path):

@@ -16,7 +16,7 @@ from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
 from ea_tools import fairseq_train, launch, preparation, recipes, run_folder, train
-from ea_tools.checkpoints import load
+from ea_tools.checkpoints import DamagedError, load
 from ea_tools.common import UserError
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
@@ -235,6 +235,18 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
     assert not list(tmp_path.glob("*.damaged"))
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("size", [5_000, 20_000, 66_000, 150_000])
+def test_a_checkpoint_of_which_a_part_is_there_is_torn(tmp_path, size):
+    """PyTorch has other words for it where the part is shorter than what it looks through for an archive's end."""
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    torn = tmp_path / "checkpoint2.pt"
+    torch.save({"model": {"weight": torch.zeros(50_000)}}, torn)
+    os.truncate(torn, size)
+    with pytest.raises(DamagedError):
+        load(torn)
+    assert run_folder.updates(run_folder.mend(tmp_path)) == 10
 
 
 @pytest.mark.parametrize(

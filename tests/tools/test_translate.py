@@ -297,6 +297,10 @@ def test_mistakes(data, run, tmp_path):
         return result.stderr
 
     assert "has no checkpoint" in error("--run", tmp_path)
+    assert "no such folder" in error("--run", tmp_path / "nowhere")
+    for path, what in ((tmp_path / "nope", "no such file"), (tmp_path, "is a folder")):
+        assert f"--input {path}: {what}" in error("--run", run, "--input", path)
+    assert f"there is no folder {tmp_path}/nodir" in error("--run", run, "--output", tmp_path / "nodir" / "out")
     assert "PREP.json: no such file" in error("--run", run, "--data", tmp_path)
     assert "unrecognized arguments: --nonsense" in error("--run", run, "--", "--nonsense")
     import torch
