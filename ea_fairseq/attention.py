@@ -175,6 +175,9 @@ class EvolvingAttention(MultiheadAttention):
             rows = own.query_padding.bool()[:, None, :, None]
             hidden = rows if masked is None else masked | rows
         previous = own.previous if evolution.uses_previous else None
+        if previous is not None and previous.dtype != q.dtype:
+            # fairseq's --checkpoint-activations computes a layer again outside of autocast, from a map made inside of it.
+            previous = previous.to(q.dtype)
         weight, conv_bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
             weight, conv_bias = weight.to(q.dtype), conv_bias.to(q.dtype)  # as autocast does for a convolution

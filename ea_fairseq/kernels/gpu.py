@@ -79,6 +79,12 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def summary(error: Exception) -> str:
+    """The first and the last line of an error: Triton's compiler begins with a place, and ends with what is wrong."""
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
 @functools.cache
 def _kernels() -> ModuleType | None:
     """The kernels; None, and a line in the log, where there is no Triton for this machine."""
@@ -89,7 +95,7 @@ def _kernels() -> ModuleType | None:
         if gpu_kernels.INTERPRETED.value != _interpreted():
             reason = f"Triton was imported {'without' if _interpreted() else 'for'} its interpreter"
     except Exception as error:  # whatever it is, there is a path without kernels
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = summary(error)
     if reason is None:
         return gpu_kernels
     logger.warning("evolving attention takes its slower way on the GPU: %s", reason)

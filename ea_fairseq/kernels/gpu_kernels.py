@@ -489,6 +489,8 @@ def _mix_backward_row(
         if KIND_A + KIND_D > 0:
             x = _weighted(share_a, of_mixed, share_d, of_carried, KIND_A, KIND_D)
             tl.store(grad_previous + offsets, x.to(grad_previous.dtype.element_ty), mask=stored)
+        # In the place of what was read above: what is stored depends on that, so it is read first. A rule for which it
+        # did not (no share of what is carried, which is not what is mixed) would need a barrier here.
         x = _weighted(share_b, of_mixed, share_e, of_carried, KIND_B, KIND_E)
         tl.store(grad + offsets, x.to(grad.dtype.element_ty), mask=stored)
         if LEARNS:

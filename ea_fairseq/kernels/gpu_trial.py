@@ -122,7 +122,7 @@ def _try(variant: Variant) -> bool | None:
         with ThreadPoolExecutor(1) as thread:
             reason = thread.submit(find_difference, variant).result()
     except Exception as error:  # whatever it is, there is a path without kernels
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = gpu.summary(error)
         # drivers and cuBLAS have words of their own for it
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
             return None

@@ -21,16 +21,16 @@ from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 from ea_tools.text import digest
 
+PRECISIONS = ("bf16-products", *sorted(train.OF_PRECISION))  # flags without which a training is of float32
 #: Flags that say how and where a run was launched, and not what it learns. Precision and batch have words of their own.
-NOT_LEARNING = LAUNCH | {
+NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
     "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
-    "cpu", "fp16", "bf16", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
-    "bf16-products", "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+    "cpu", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
+    "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
     "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
     "eval-bleu-print-samples", "eval-tokenized-bleu",
 }  # fmt: skip
 BATCH = "tokens an update"
-PRECISIONS = ("fp16", "bf16", "bf16-products")  # flags of fairseq-train without which a training is of float32
 UNKNOWN = "not recorded"
 
 

@@ -335,7 +335,8 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
     precisions = {
         str(run): " and then ".join(run.training.precisions)
         for run in runs
-        if run.training.precisions and not {"precision", "fp16", "bf16"} & recipes.parse_flags(run.row.flags).keys()
+        if run.training.precisions
+        and not {"precision", *records.PRECISIONS} & recipes.parse_flags(run.row.flags).keys()
     }
     lines += _kinds("Precision of training", precisions)
     commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}

@@ -736,6 +736,17 @@ def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
         trial._try(variant)
 
 
+def test_what_a_compiler_says_last_is_in_the_log(monkeypatch, caplog):
+    """It begins with the place."""
+
+    def fail(_):
+        raise RuntimeError("at 12:4:\n    x = y\n    ^\nno such operation\n")
+
+    monkeypatch.setattr(trial, "errors", fail)
+    assert not trial._try(trial.Variant.of(small_call()))
+    assert "RuntimeError: at 12:4: ... no such operation" in caplog.text
+
+
 def test_each_variant_is_tried_once(monkeypatch):
     tried = []
     monkeypatch.setattr(trial, "errors", lambda variant: tried.append(variant) or {})

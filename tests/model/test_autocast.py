@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.models import amplify_
+from helpers.models import amplify_, batch
+from helpers.models import build as build_model
 from torch.testing import assert_close
 
 from ea_fairseq import kernels
@@ -40,6 +41,22 @@ def steps(plain):
         return torch.cat([module(row[None], row[None], row[None], incremental_state=state)[0] for row in x])
 
     return module, run
+
+
+@pytest.mark.parametrize("rule", ["evolving", "predictive", "residual", "realformer"])
+def test_a_layer_may_be_computed_again_without_it(rule):
+    """As by fairseq's --amp --checkpoint-activations, whose backward pass is outside of autocast."""
+    source, target = batch([3, 5]), batch([4, 2], eos_first=True)
+    gradients = []
+    for flags in ([], ["--checkpoint-activations"]):
+        torch.manual_seed(1)
+        model = build_model("ea_transformer_lite", "--ea-rule", rule, *flags, train=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, _ = model(source, None, target)
+        logits.float().square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, expected in gradients[0].items():
+        assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05 * expected.abs().max().item() + 0.01, msg=name)
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -152,6 +152,20 @@ def test_the_papers_other_systems_have_their_flags(size, expected):
     assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == expected
 
 
+def test_a_step_that_memory_does_not_hold_is_not_timed(monkeypatch):
+    """fairseq would leave it out and go on."""
+    args = options.training(["--max-tokens", "60"])
+    trainer = benchmark_training.trainer(args, "ea_transformer_lite", "cpu", "fp32")
+    (batch,) = benchmark_training.choose(args, trainer.task, 16, 1)
+
+    def too_large(*_, **__):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.task, "train_step", too_large)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        benchmark_training.training_step(trainer)(batch)
+
+
 def test_training_trains_as_the_recipe_does():
     args = options.training(["--max-tokens", "60"])
     trainer = benchmark_training.trainer(args, "ea_transformer_lite", "cpu", "fp32")

@@ -15,7 +15,7 @@ from helpers.toy import data  # noqa: F401  (a fixture)
 
 from ea_fairseq.kernels import gpu
 from ea_tools.bench import attention, common, decoding, gpu_report, gpu_sections, training
-from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section
+from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, kernels_row
 from ea_tools.common import UserError
 
 GPU = Plan(rehearsal=False)
@@ -148,6 +148,27 @@ def test_a_cell_that_ends_its_process_is_not_tried_again(tmp_path, small_section
 def test_a_cell_whose_time_was_over_is_tried_next_time(tmp_path, small_section, monkeypatch):
     content = run_section(tmp_path, monkeypatch, lambda path: started(path, "b", None, "a"))
     assert content == {"rehearsal": True, "cells": {"a": {"value": "a"}}, "running": None}
+
+
+def test_a_section_that_cannot_start_stops_no_other(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def section(name, args, end):
+        begun.append(name)
+        if name == "kernels":
+            raise UserError("kernels: it cannot start")
+
+    monkeypatch.setattr(gpu_report, "run_section", section)
+    with pytest.raises(SystemExit, match="gpu_report: kernels: it cannot start"):
+        gpu_report.main(["--rehearse", "--output", str(tmp_path)])
+    assert begun == list(gpu_report.SECTIONS)
+    assert (tmp_path / "report.md").is_file()
+
+
+@pytest.mark.parametrize("names", [("context", "A_logit"), ("A_logit", "context")])
+def test_nothing_is_more_wrong_than_no_number(names):
+    errors = {name: {"context": 1e-6, "A_logit": float("nan")}[name] for name in names}
+    assert kernels_row({"errors": errors, "passed": False, "tolerance": 1e-4}) == ["nan **wrong**", "1e-04", "A_logit"]
 
 
 def test_a_section_that_cannot_start_says_where_to_look(tmp_path, small_section, monkeypatch):

@@ -223,6 +223,17 @@ def test_runs_that_are_not_alike_are_told(toy):
     assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
 
 
+@pytest.mark.parametrize("flag", ["fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"])
+def test_any_way_to_be_less_precise_is_told(toy, flag):
+    """And is no other model."""
+    pretend(toy, "Plain", 1, 10.0)
+    pretend(toy, "Evolving", 1, 11.0, **{flag: True})
+    written = collect(toy)
+    assert f"fp32: Plain, toy, seed 1. {flag}: Evolving, toy, seed 1." in written
+    assert f"CPU, two cores, {flag} |" in written
+    assert "was not trained by this table's recipe" not in written
+
+
 def test_runs_of_another_precision_are_told(toy):
     """Where none of the rows is there to compare precisions."""
     pretend(toy, "Plain", 1, 10.0)

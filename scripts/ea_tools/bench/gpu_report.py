@@ -49,14 +49,19 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.monotonic()
         end = start + 60 * args.minutes
         shares = {name: section.share for name, section in SECTIONS.items() if name in args.only}
-        so_far = 0.0
+        so_far, failed = 0.0, []
         for name, share in shares.items():
             so_far += share / sum(shares.values())
-            run_section(name, args, start + so_far * (end - start - GRACE))
+            try:
+                run_section(name, args, start + so_far * (end - start - GRACE))
+            except UserError as error:  # the others may do better
+                failed.append(str(error))
         report = args.output / "report.md"
         with replacing(report) as temporary:
             temporary.write_text(markdown(args.output, plan), encoding="utf-8")
         print(f"written: {report}")
+        if failed:
+            raise UserError("; ".join(failed))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -181,7 +186,9 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
         try:
             result = cells[name](end - start)
         except Exception as error:  # whatever it is, other cells may do better
-            result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+            from ea_fairseq.kernels.gpu import summary
+
+            result = {"failed": summary(error)}
         content["cells"][name] = {**result, "seconds": time.monotonic() - start, "origin": here}
         content["running"] = None
         write(path, content)

@@ -5,6 +5,7 @@ Modules that need torch are imported where they are used: the program that start
 
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -329,9 +330,10 @@ def last_line(said: str) -> str:
 
 
 def kernels_row(cell: dict) -> list[str]:
-    worst = max(cell["errors"], key=cell["errors"].get)
+    errors = cell["errors"]
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))  # nothing is larger than a NaN
     wrong = "" if cell["passed"] else " **wrong**"
-    return [f"{cell['errors'][worst]:.1e}{wrong}", f"{cell['tolerance']:.0e}", worst]
+    return [f"{errors[worst]:.1e}{wrong}", f"{cell['tolerance']:.0e}", worst]
 
 
 def speed_row(cell: dict) -> list[str]:

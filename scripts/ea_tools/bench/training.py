@@ -133,7 +133,7 @@ def training_step(trainer: Trainer) -> Candidate:
     """A function that trains on a batch and gives its number of tokens."""
 
     def step(batch: Batch) -> int:
-        trainer.train_step([batch])
+        trainer.train_step([batch], raise_oom=True)  # else fairseq leaves the batch out, and it would count as done
         return batch["ntokens"]
 
     return step
