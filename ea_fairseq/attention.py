@@ -176,7 +176,7 @@ class EvolvingAttention(MultiheadAttention):
             hidden = rows if masked is None else masked | rows
         previous = own.previous if evolution.uses_previous else None
         if previous is not None and previous.dtype != q.dtype:
-            # fairseq's --checkpoint-activations computes a layer again outside of autocast, from a map made inside of it.
+            # fairseq's --checkpoint-activations computes a layer again outside of autocast, from a map made inside.
             previous = previous.to(q.dtype)
         weight, conv_bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
