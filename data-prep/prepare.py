@@ -74,7 +74,7 @@ def common_options() -> argparse.ArgumentParser:
         "--merges",
         type=positive,
         metavar="N",
-        help="merges of BPE, or pieces of sentencepiece, both languages together (default: the corpus's, custom.sh: 10000)",
+        help="merges of BPE, or pieces of sentencepiece, of both languages (default: the corpus's; custom.sh: 10000)",
     )
     add("--vocabulary-threshold", type=positive, metavar="N",
         help="split subwords again that occur fewer than N times on their side of the training text")  # fmt: skip
@@ -135,7 +135,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
         help="drop training pairs of which the source or the target is a sentence of validation or a test",
     )
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
-    add("--max-ratio", type=ratio, metavar="R", help="drop training pairs with one side more than R times the other (default: none)")
+    add("--max-ratio", type=ratio, metavar="R",
+        help="drop training pairs with one side more than R times the other (default: none)")  # fmt: skip
 
     args, unknown = parser.parse_known_args(arguments)
     parser = commands.choices[args.command]  # which names the script that was typed
