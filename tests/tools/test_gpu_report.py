@@ -60,14 +60,14 @@ def test_what_is_not_finished_goes_on(tmp_path, small_section):
 
 def test_a_cell_that_fails_says_why_and_others_are_measured(tmp_path, small_section):
     def fail(seconds):
-        raise RuntimeError("no such instruction | of course\nand more")
+        raise RuntimeError("no such instruction | of course\nat some place\nand more")
 
     small_section["a"] = fail
     _, content = work(tmp_path)
-    assert content["cells"]["a"]["failed"] == "RuntimeError: no such instruction | of course"
+    assert content["cells"]["a"]["failed"] == "RuntimeError: no such instruction | of course ... and more"
     assert content["cells"]["c"]["value"] == "c"
     report = gpu_report.markdown(tmp_path, Plan(rehearsal=True))
-    assert "| a | failed: RuntimeError: no such instruction / of course |" in report
+    assert "| a | failed: RuntimeError: no such instruction / of course ... and more |" in report
     assert "| c | c |" in report
 
 
