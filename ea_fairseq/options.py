@@ -5,6 +5,7 @@ and ``check_options`` does not ask it for that side's sizes.
 """
 
 import argparse
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from fairseq import options as fairseq_options
 
 from .evolution import RULES, Geometry
 from .scores import SCORES
+
+logger = logging.getLogger(__name__)
 
 
 def fraction(value: Any) -> float:
@@ -165,6 +168,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
     if settings.conv_branch:
         _check_branch(args, sides)
+    _note_unused_betas(args, sides)
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
             f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep heads of its own, and hand their "
@@ -176,6 +180,21 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             "sides, and part decoder self-attention, where those on the right are the future. The papers have no "
             "convolution for that; leave the flag out"
         )
+
+
+def _note_unused_betas(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
+    """Log what was given for a kind of attention and changes nothing. It is in older checkpoints, so not refused."""
+    there = {"encoder": "encoder" in sides, "decoder": "decoder" in sides}
+    there["cross"] = all(there.values()) and not getattr(args, "no_cross_attention", False)
+    rule_name = Settings.of(args).rule
+    chosen = RULES[rule_name]
+    has_beta = any(chosen.depends_on(has_previous)[1] for has_previous in (False, True))
+    for kind, is_there in there.items():
+        value = getattr(args, f"ea_{kind}_beta", None)
+        if value is None or (is_there and has_beta and (kind == "encoder" or chosen.in_decoders)):
+            continue
+        why = f"--ea-rule {rule_name} has no beta there" if is_there else "this model has no such attention"
+        logger.warning("--ea-%s-beta %s changes nothing: %s", kind, value, why)
 
 
 def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:

@@ -128,6 +128,34 @@ def test_activations_that_are_offloaded_are_computed_again(arch):
     assert layers and all(hasattr(layer, "precheckpoint_forward") for layer in layers)
 
 
+@pytest.mark.parametrize(
+    ("arch", "flags", "said"),
+    [
+        ("ea_transformer_base", ["--ea-rule", "residual", "--ea-decoder-beta", 0.2], "--ea-rule residual has no beta"),
+        ("ea_transformer_base", ["--ea-rule", "predictive", "--ea-encoder-beta", 0.2], "predictive has no beta there"),
+        ("ea_transformer_base", ["--no-cross-attention", "--ea-cross-beta", 0.2], "this model has no such attention"),
+        (
+            "ea_transformer_lm",
+            ["--ea-encoder-beta", 0.2],
+            "--ea-encoder-beta 0.2 changes nothing: this model has no such",
+        ),
+        (
+            "ea_roberta",
+            ["--ea-cross-beta", 0.2],
+            "--ea-cross-beta 0.2 changes nothing: this model has no such attention",
+        ),
+        ("ea_transformer_base", ["--ea-encoder-beta", 0, "--ea-decoder-beta", 0.2, "--ea-cross-beta", 0.3], None),
+        ("ea_transformer_lm", ["--ea-decoder-beta", 0.2], None),
+    ],
+)
+def test_a_beta_that_changes_nothing_is_noted(arch, flags, said, caplog):
+    """An ablation over it would train the same model again and again."""
+    (build if arch == "ea_transformer_base" else other_models.build)(arch, *flags)
+    notes = [message for message in caplog.messages if "changes nothing" in message]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
+
+
 @pytest.mark.parametrize("rule", ["evolving", "residual"])
 def test_heads_are_not_pruned_where_maps_are_handed_on(rule):
     flags = ["--ea-rule", rule, "--mha-heads-to-keep"]
