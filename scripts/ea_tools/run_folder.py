@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from ea_tools.recipes import Flags
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _MINUTES_OF_WRITING = 60  # that no checkpoint takes
-_BEFORE = ("lock", "reproduce.log")  # what may be there before a run is claimed
+_BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # what may be there before a run: a shell's log of it, maybe
 
 _locks = []  # open as long as the process lives
 
@@ -31,7 +32,7 @@ def take(run: Path) -> None:
         raise UserError(f"--run {run}: is a file, and a folder is wanted")
     run.mkdir(parents=True, exist_ok=True)
     if not (run / "run.json").exists() and not started(run):
-        foreign = sorted(path.name for path in run.iterdir() if path.name not in _BEFORE)
+        foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))
         if foreign:
             raise UserError(f"--run {run}: holds {foreign[0]}, which no training put there; choose another folder")
     lock = (run / "lock").open("w")

@@ -1,6 +1,7 @@
 """Raw text to a prepared folder's tokens and back, as its PREP.json says."""
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,13 @@ def read_prep(data: Path | str) -> dict[str, Any]:
 
 def _made_by(data: Path | str) -> str:
     """The command that makes a recipe's data, where its folder's name says which."""
-    scripts = sorted((REPO / "data-prep").glob("*.sh"), key=lambda script: len(script.stem))
-    fits = [script for script in scripts if f"{Path(data).name}-".startswith(f"{script.stem}-")]
-    if not fits:
-        return ""
-    words = Path(data).name.removeprefix(fits[-1].stem).removeprefix("-")
-    return f" bash data-prep/{fits[-1].name} {words}".rstrip() + " makes it"
+    name = Path(data).name
+    for script in (REPO / "data-prep").glob("*.sh"):
+        language_pair = name.removeprefix(script.stem).removeprefix("-")
+        wants_more = script.stem in ("corpus", "custom", "glue", "one-side")
+        if name.startswith(script.stem) and re.fullmatch(r"|[a-z]{2}-[a-z]{2}", language_pair) and not wants_more:
+            return f" bash data-prep/{script.name} {language_pair}".rstrip() + " makes it"
+    return ""
 
 
 def read_lines(path: Path | str) -> list[str]:

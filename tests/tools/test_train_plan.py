@@ -8,7 +8,7 @@ import pytest
 from fairseq import options
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools import flag_faults, launch, products, recipes, train
+from ea_tools import flag_faults, launch, products, recipes, run_folder, train
 from ea_tools.common import UserError
 from ea_tools.recipes import parse_flags
 
@@ -324,6 +324,8 @@ def test_a_folder_of_other_files_is_not_trained_in(tmp_path, data):
     with pytest.raises(SystemExit, match=r"holds thesis\.tex, which no training put there; choose another folder"):
         train.main(words)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "thesis.tex").rename(tmp_path / "nohup.out")  # which a shell may have made for this very run
+    run_folder.take(tmp_path)
 
 
 def test_a_first_model_that_is_not_there(tmp_path, data):
