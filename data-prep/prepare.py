@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import sample
 from prep import stages
 from prep.corpus import Corpus, Rules, default_tokenizer
 from prep.earlier import Earlier
+from prep.system import explained
 from prep.text import PrepError
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -292,8 +292,7 @@ def main() -> None:
         raw = raw_folder(args, corpus, out)
         Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
     except OSError as error:
-        hint = "\nRun it again when there is room: it goes on from here." if error.errno == errno.ENOSPC else ""
-        sys.exit(f"{args.command}.sh: {error}{hint}")
+        sys.exit(f"{args.command}.sh: {explained(error)}")
     except PrepError as error:
         sys.exit(f"{args.command}.sh: {error}")
     except KeyboardInterrupt:

@@ -30,6 +30,7 @@ from pathlib import Path
 from . import binary, download
 from .corpus import CODES
 from .subwords import Apply, learn_sentencepiece
+from .system import explained
 from .text import PrepError, checked_lines, open_bytes, reading, refuse_undecodable_names
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -341,8 +342,10 @@ def main() -> None:
         raw = args.raw.resolve() if args.raw else downloaded(args.task)
         if not prepare(args.task, raw, out, args.pieces, args.gpt2):
             print("nothing to do: made before, with the same options from the same files", file=sys.stderr)
-    except (PrepError, OSError) as error:
+    except PrepError as error:
         sys.exit(f"glue.sh: {error}")
+    except OSError as error:
+        sys.exit(f"glue.sh: {explained(error)}")
     except KeyboardInterrupt:
         print("\nglue.sh: interrupted; run it again", file=sys.stderr)
         sys.exit(130)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from prep.system import explained
+
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]
 
@@ -33,8 +35,10 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
             stream.reconfigure(errors="replace")
     try:
         yield
-    except (UserError, OSError) as error:
+    except UserError as error:
         sys.exit(f"{command}: {error}")
+    except OSError as error:
+        sys.exit(f"{command}: {explained(error)}")
     except UnicodeDecodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end + 20]
         sys.exit(f"{command}: a file that was read is not UTF-8 text ({error.reason}), near {near!r}; convert it first")
@@ -108,6 +112,13 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, which appears under its name only when it is whole. A path becomes its text."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=os.fspath) + "\n"
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of a file's name that is not UTF-8
 
 
 def portable(command: Iterable[str]) -> str:

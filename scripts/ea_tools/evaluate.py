@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
-from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting
+from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, write_json
 from ea_tools.preparation import digest as preparation_digest
 from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
@@ -184,8 +184,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     for stem in (name, args.subset):
         with replacing(results / f"{stem}.hyp.txt") as temporary:
             temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
-        with replacing(results / f"{stem}.json") as temporary:
-            temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(results / f"{stem}.json", result)
     report(result, results / f"{name}.json")
     return result
 

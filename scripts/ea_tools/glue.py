@@ -10,7 +10,6 @@ command again and it goes on. Any flag of fairseq-train may follow: --encoder-la
 
 import argparse
 import itertools
-import json
 import math
 import os
 import shlex
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools import checkpoints, flag_faults, recipes, run_folder
-from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting
+from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting, write_json
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
@@ -176,7 +175,7 @@ def run(args: argparse.Namespace, flags: dict) -> None:
         "trained_at": list(dict.fromkeys(start["commit"] for start in starts)),
         **provenance(on_cpu="cpu" in flags),
     }
-    _write(args.results / "glue" / f"{args.task}-{args.name}.json", result)
+    write_json(args.results / "glue" / f"{args.task}-{args.name}.json", result)
 
 
 def read_prep(data: Path, task: str) -> dict:
@@ -286,7 +285,7 @@ def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict,
         return record
     run_folder.take(folder)  # the same command may be at work on it
     record["starts"].append(provenance(on_cpu="--cpu" in command))
-    _write(path, record)
+    write_json(path, record)
     print("+ " + shlex.join(command), file=sys.stderr, flush=True)
     if subprocess.run(command, env=os.environ, check=False).returncode:
         raise UserError(f"{folder}: training failed, see above; the same command goes on")
@@ -296,13 +295,8 @@ def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict,
         if split != "train":
             predicted, expected = predict(best, data, split)
             record["scores"][split] = {name: 100 * METRICS[name](expected, predicted) for name in metrics}
-    _write(path, record)
+    write_json(path, record)
     return record
-
-
-def _write(path: Path, content: dict) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def pick(scores: dict[Setting, dict[int, dict]], metrics: list[str]) -> dict:

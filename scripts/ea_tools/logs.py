@@ -60,7 +60,7 @@ def read(path: Path) -> Run:
             "fairseq-train printed"
         )
     text = log.read_text(encoding="utf-8", errors="replace")
-    entries = join(filter(None, map(parse_line, text.splitlines())))
+    entries = entries_of(text)
     curves = {name: curve(entries, name) for name in QUANTITIES}
     points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
     if not points:
@@ -102,6 +102,11 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def entries_of(log: str) -> list[Entry]:
+    """What a log tells, in the order of updates."""
+    return join(filter(None, map(parse_line, log.splitlines())))
 
 
 def join(entries: Iterable[Entry]) -> list[Entry]:

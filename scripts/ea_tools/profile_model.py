@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ea_tools import flag_faults
-from ea_tools.common import REPO, UserError, quiet, replacing, reporting
+from ea_tools.common import REPO, UserError, quiet, reporting, write_json
 from ea_tools.sides import TASKS, arguments, sides_of
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
@@ -114,8 +114,8 @@ def sizes(models: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
     if missing:
         quiet()
         known |= {key: profile(*model) for key, model in missing.items()}
-        with contextlib.suppress(OSError), replacing(cache) as temporary:  # without a cache it is only slower
-            temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # without a cache it is only slower
+            write_json(cache, known)
     return [known[key] for key in keys]
 
 

@@ -70,6 +70,14 @@ def names() -> list[str]:
     return sorted(found)
 
 
+def refuse_as_architecture(word: str) -> None:
+    """Refuse a recipe's name in the place of an architecture's: the two were given in the wrong order."""
+    if word in names():
+        raise UserError(
+            f"{word} is a recipe, and stands where an architecture is wanted: RECIPE comes first, then ARCH"
+        )
+
+
 def read(name: str) -> Recipe:
     """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"

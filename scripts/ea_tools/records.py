@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools import logs, recipes, train
-from ea_tools.common import REPO, UserError, read_json, replacing, say
+from ea_tools.common import REPO, UserError, read_json, replacing, say, write_json
 from ea_tools.scores import compare
 from ea_tools.tables import LAUNCH
 from ea_tools.text import digest
@@ -62,7 +62,7 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
     translations = scores.with_suffix(".hyp.txt").read_bytes()
     with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
         temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
-    _write(target, scored)
+    write_json(target, scored)
 
 
 def settings(scored: dict) -> str:
@@ -75,11 +75,6 @@ def read(record: Path, subset: str) -> dict | None:
     """The scores of a run on one split, with the tests of test_against(); None where there are none."""
     path = record / "eval" / f"{subset}.json"
     return read_json(path) if path.exists() else None
-
-
-def _write(path: Path, content: dict) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def translations(record: Path, subset: str) -> list[str] | None:
@@ -119,7 +114,7 @@ def test_against(
         kinds=["sacrebleu"],
     )
     kept = {"translations": digests, **tests["sacrebleu"]}
-    _write(record / "eval" / f"{subset}.json", {**scored, "paired": {**scored.get("paired", {}), name: kept}})
+    write_json(record / "eval" / f"{subset}.json", {**scored, "paired": {**scored.get("paired", {}), name: kept}})
     return kept
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
-from ea_tools.common import UserError, portable, read_json, replacing, say
+from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
 from ea_tools.launch import Launch
 from ea_tools.preparation import keep, kept_by, require_same
 from ea_tools.provenance import provenance
@@ -70,7 +69,7 @@ def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | No
     elif started(run):
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     first = before.get("command", command)  # that which began the run; each start has its own
-    _write_record(run, {"identity": this, "command": first, "starts": before.get("starts", [])})
+    write_json(run / "run.json", {"identity": this, "command": first, "starts": before.get("starts", [])})
 
 
 def keep_preparation(run: Path, data: Path) -> None:
@@ -97,7 +96,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
     record = read_json(run / "run.json")
     if done and record["starts"]:
         say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
-    _write_record(run, {**record, "starts": [*record["starts"], start]})
+    write_json(run / "run.json", {**record, "starts": [*record["starts"], start]})
 
 
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -118,11 +117,6 @@ def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path}: is torn, or not what scripts/train.sh wrote, and the checkpoints beside it may be anyone's; "
             "put it back as it was, or choose another --run"
         ) from None
-
-
-def _write_record(run: Path, record: dict[str, Any]) -> None:
-    with replacing(run / "run.json") as temporary:
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def mend(run: Path) -> dict[str, Any] | None:

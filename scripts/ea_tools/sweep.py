@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from ea_tools import cells, recipes
 from ea_tools.common import UserError, listed, portable, positive, reporting
@@ -19,6 +20,8 @@ from ea_tools.sweep_grid import Sweep, candidates, gather, scores_of
 from ea_tools.sweep_report import write
 from ea_tools.tables import check_flags, check_seeds
 from ea_tools.text import read_prep
+
+GRID = "the flag's name without dashes is wanted, then its values"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,9 +65,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
             "RECIPE and ARCH come first; for data of your own RECIPE is a copy of the recipe.toml that a run by "
             "train.sh --data keeps in its folder"
         )
+    for before, word in pairwise(arguments):
+        if before == "--grid" and word.startswith("-"):
+            parser.error(f"--grid {word}: {GRID}, such as --grid ea-alpha 0 0.1")
     args, flags = parser.parse_known_args(arguments)
     args.command = portable(["scripts/sweep.sh", *arguments])
     try:
+        recipes.refuse_as_architecture(args.arch)
         check(args.grid, args.seeds, recipes.parse_flags(flags))
     except UserError as error:
         parser.error(str(error))
@@ -75,8 +82,8 @@ def check(grid: Sequence[Sequence[str]], seeds: Sequence[int], flags: Mapping[st
     """Refuse a grid that contradicts itself or the rest of the command line."""
     names = [name for name, *_ in grid]
     for name, *values in grid:
-        if name.startswith("-") or not values:
-            raise UserError(f"--grid {name}: the flag's name without dashes is wanted, then its values")
+        if not values:
+            raise UserError(f"--grid {name}: {GRID}")
         if name in flags:
             raise UserError(f"--{name}: is in the grid; it cannot be given to every run as well")
         if names.count(name) > 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.common import REPO, UserError, read_json
+from prep.system import explained
 from prep.text import wide_encoding
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
@@ -55,7 +56,7 @@ def read_lines(path: Path | str) -> list[str]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(explained(error)) from None
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     return [decode(line, path, number) for number, line in enumerate(lines, 1)]
 

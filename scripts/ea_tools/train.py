@@ -149,6 +149,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         parser.error("RECIPE and ARCH come first, or --data DIR and ARCH")
     args, rest = parser.parse_known_args(words)
     try:
+        recipes.refuse_as_architecture(args.arch)
         flags = parse_flags(rest)
     except UserError as error:
         parser.error(str(error))

@@ -272,7 +272,7 @@ GIVEN = [*CUSTOM, "--tokenised", "--bpe-given", "no-code"]
         ([*GIVEN, "--bpe", "sentencepiece"], "--bpe cannot be had with --bpe-given"),
         ([*GIVEN, "--vocabulary-threshold", "9"], "--vocabulary-threshold cannot be had with --bpe-given"),
         ([*GIVEN, "--split-dashes"], "--split-dashes cannot be had with --tokenised"),
-        ([*GIVEN], "custom.sh: [Errno 2] No such file or directory: 'no-code'"),
+        ([*GIVEN], "custom.sh: no-code: No such file or directory; check the path"),
         (["sample", "--train", "none"], "argument --train: must be a whole number"),
         (["sample", "--train", "3"], "--train 3: cannot make"),
     ],

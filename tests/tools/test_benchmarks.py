@@ -393,7 +393,7 @@ def test_peak_memory_is_counted():
         (plot_growth, ["/nowhere"], "/nowhere"),
         (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
         (plot_growth, [__file__, "--out", "x.txt"], "must end in .png"),
-        (plot_growth, ["."], "Is a directory: '.'"),
+        (plot_growth, ["."], ".: Is a directory; give the name of a file"),
     ],
 )
 def test_refused(module, flags, said, capsys, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What commands share: files that are replaced when they are complete, and mistakes that are one line."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import sys
 import pytest
 
 from ea_tools import checkpoints
-from ea_tools.common import UserError, read_json, replacing, reporting
+from ea_tools.common import UserError, read_json, replacing, reporting, write_json
+from prep.system import explained
 
 
 def write(path, text):
@@ -72,7 +74,36 @@ def test_text_that_is_not_utf8_is_one_line():
 def test_what_the_system_refuses_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as end, reporting("tool"):
         (tmp_path / "absent").read_text()
-    assert end.value.code == f"tool: [Errno 2] No such file or directory: '{tmp_path / 'absent'}'"
+    assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory; check the path"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            OSError(errno.ENOTDIR, "Not a directory", "a/b"),
+            "a/b: Not a directory; a file stands where a folder is wanted",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room and run it again"),
+        (OSError(errno.EXDEV, "Invalid link", "a", None, b"b"), "a -> b: Invalid link"),
+        (OSError(errno.EBADF, "Bad file descriptor", 7), "Bad file descriptor"),
+        (OSError("a library's own words"), "a library's own words"),
+    ],
+)
+def test_the_system_s_errors_in_words(error, said):
+    assert explained(error).startswith(said)
+    assert ";" in said or explained(error) == said
+
+
+def test_json_is_whole_or_not_there(tmp_path):
+    write_json(tmp_path / "a.json", {"path": tmp_path, "word": "é", "name": "a\udcff"})
+    assert read_json(tmp_path / "a.json") == {"path": str(tmp_path), "word": "é", "name": "a\udcff"}
+    before = (tmp_path / "a.json").read_bytes()
+    assert "é".encode() in before
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"word": {1, 2}})
+    assert (tmp_path / "a.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing():

@@ -130,7 +130,7 @@ def started(path, name, status, *done):
     """A process that measured some cells, began another one, and ended."""
     content = gpu_report.read(path, Plan(rehearsal=True))
     content["cells"] |= {cell: {"value": cell} for cell in done}
-    gpu_report.write(path, {**content, "running": name})
+    gpu_report.write_json(path, {**content, "running": name})
     return status
 
 
@@ -305,15 +305,31 @@ def test_kernels_on_a_gpu(monkeypatch):
 
 
 def test_a_training_that_is_cut_off(monkeypatch, tmp_path):
-    said = "| INFO | train_inner | epoch 003: 2 / 9 loss=5.2, wps=1234.5, num_updates=200, lr=1\n"
-    said += "| INFO | valid | epoch 002 | valid on 'valid' subset | loss 4.5 | ppl 9 | wps 99 | num_updates 190\n"
+    log = [
+        {"tag": "valid", "step": 190, "loss": 4.5, "wps": 99.0, "num_updates": 190.0},
+        {"tag": "train", "step": 190, "loss": 5.3, "wps": 1300.0, "num_updates": 190.0},
+        {"tag": "train_inner", "step": 200, "loss": 5.2, "wps": 1234.5, "num_updates": 200.0},
+    ]
     asked = []
-    monkeypatch.setattr(gpu_sections, "command", lambda words, seconds: asked.append(words) or (None, said))
+
+    def command(words, seconds):  # a second call says nothing new: the run has its end, or no time was left
+        if not asked:
+            run = words[words.index("--run") + 1]
+            run.mkdir(parents=True)
+            (run / "log.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in log))
+        asked.append(words)
+        return None, ""
+
+    monkeypatch.setattr(gpu_sections, "command", command)
+    monkeypatch.setattr(gpu_sections, "REPO", tmp_path)
     (tmp_path / "PREP.json").write_text("{}")
     found = gpu_sections.train_recipe(Plan(False, tmp_path), "ea_transformer_base", 10.0)
-    assert (found["finished"], found["updates"], found["validation_loss"]) == (False, 190, 4.5)
+    assert (found["finished"], found["updates"], found["validation_loss"]) == (False, 200, 4.5)
+    assert found["words_per_second"] == 1234.5, "of the training, not of the validation"
+    again = gpu_sections.train_recipe(Plan(False, tmp_path), "ea_transformer_base", 10.0)
+    assert again == found
     assert asked[0][:5] == ["train", "multi30k-tiny-en-de", "ea_transformer_base", "--data", tmp_path]
-    assert SECTIONS["multi30k"].row(found)[0] == "190"
+    assert SECTIONS["multi30k"].row(found)[:3] == ["200", "1,234.5", "4.5"]
     nothing = gpu_sections.train_recipe(Plan(False, tmp_path / "nowhere"), "transformer", 10.0)
     assert nothing["finished"] is False
     assert "docs/data.md" in nothing["why"]

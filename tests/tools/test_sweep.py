@@ -222,6 +222,7 @@ def test_nothing_half_written(toy, trainings, monkeypatch):
         (["--grid", "ea-alpha", "0", "1.5"], "argument --ea-alpha: "),
         (["--grid", "ea-alpha", "0.1", "0.10"], "are the same: ea-alpha 0.1; ea-alpha 0.10"),
         (["--grid", "num-workers", "0", "1"], "are the same: num-workers 0; num-workers 1"),
+        (["--grid", "--ea-alpha", "0"], "--grid --ea-alpha: the flag's name without dashes is wanted, then its values"),
         (["--grid", "ea-alpha"], "--grid ea-alpha: the flag's name without dashes is wanted, then its values"),
         (["--grid", "ea-alpha", "0", "--grid", "ea-alpha", "1"], "--grid ea-alpha: given twice"),
         ([*ALPHA, "--ea-alpha", "0.3"], "--ea-alpha: is in the grid; it cannot be given to every run as well"),
@@ -252,6 +253,7 @@ def test_missing_pieces(toy, trainings, capsys):
     for words, message in [
         (["iwslt", "ea_transformer_lite"], "no recipe 'iwslt'"),
         (["sample"], "RECIPE and ARCH come first"),
+        (["ea_transformer_lite", "sample", "--grid", "ea-alpha", "0"], "sample is a recipe, and stands where an"),
     ]:
         with pytest.raises(SystemExit) as refusal:
             sweep.main([*words, *BETA])

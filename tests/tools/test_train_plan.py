@@ -250,6 +250,7 @@ def test_the_command_line_wins(capsys):
         (["mutli30k-de-en", "transformer"], "there is no recipe 'mutli30k-de-en' (is multi30k-de-en meant?); "),
         (["my.toml", "transformer"], "my.toml: no such file; a recipe of your own is wanted"),
         (["sample"], "RECIPE and ARCH come first"),
+        (["ea_transformer_lite", "sample"], "sample is a recipe, and stands where an architecture is wanted"),
         (["sample", "transformer", "--save-dir", "x"], "use --run"),
         (
             ["sample", "transformer", "--restore-file", "x"],

@@ -20,8 +20,8 @@ from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAtt
 from ea_fairseq.evolution import Evolution, Geometry
 from ea_fairseq.masks import combine
 from ea_tools.bench import options
-from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize, write
-from ea_tools.common import reporting
+from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
+from ea_tools.common import reporting, write_json
 from ea_tools.memory import keep_freed_memory
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         result = measure(args, device, precision, kind, heads, length, peaks)
                         results.append(result)
                         report(result)
-                        write(args.output, record("attention", args, device, results))
+                        write_json(args.output, record("attention", args, device, results))
     print(f"written: {args.output}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shlex
 import sys
@@ -35,7 +34,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.tasks import TASK_REGISTRY, FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
-from ea_tools.common import UserError, replacing
+from ea_tools.common import UserError
 from ea_tools.products import use_bf16_products
 from ea_tools.provenance import provenance
 from ea_tools.sides import BOTH, TASKS, Sides, sides_of
@@ -314,9 +313,3 @@ def record(name: str, args: argparse.Namespace, device: str, results: Sequence[M
         "load_average": os.getloadavg(),  # above the number of cores: others were at work
         "results": results,
     }
-
-
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON; a file appears under its name only when it is complete."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

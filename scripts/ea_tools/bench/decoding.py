@@ -34,10 +34,9 @@ from ea_tools.bench.common import (
     speeds,
     task_flags,
     type_of_numbers,
-    write,
 )
 from ea_tools.checkpoints import check_dictionaries, choose, load, section, settings
-from ea_tools.common import UserError, reporting
+from ea_tools.common import UserError, reporting, write_json
 from ea_tools.products import require_bf16_units
 from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.text import read_prep
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for beam in args.beam:
                     for batch in args.batch:
                         results.append(measure(args, device, subject, precision, beam, batch))
-                        write(args.output, record("decoding", args, device, results))
+                        write_json(args.output, record("decoding", args, device, results))
     print(f"written: {args.output}")
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section
-from ea_tools.common import REPO, UserError, replacing, reporting
+from ea_tools.common import REPO, UserError, replacing, reporting, write_json
 
 #: seconds that a process has to end by itself when its time is over
 GRACE = 20
@@ -145,11 +145,6 @@ def read(path: Path, plan: Plan) -> dict:
     return content
 
 
-def write(path: Path, content: dict) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-
-
 def missing(section: str, plan: Plan, content: dict) -> list[str]:
     """The cells that are not there, or that say that they are not finished."""
     cells = content["cells"]
@@ -160,14 +155,14 @@ def forget_what_was_running(path: Path, plan: Plan) -> None:
     """Its time was over: it is measured next time."""
     content = read(path, plan)
     if content["running"]:
-        write(path, {**content, "running": None})
+        write_json(path, {**content, "running": None})
 
 
 def note_what_was_running(path: Path, plan: Plan, reason: str) -> None:
     """It ended its process, and would do so again."""
     content = read(path, plan)
     if name := content["running"]:
-        write(path, {**content, "cells": {**content["cells"], name: {"failed": reason}}, "running": None})
+        write_json(path, {**content, "cells": {**content["cells"], name: {"failed": reason}}, "running": None})
 
 
 def work(section: str, plan: Plan, output: Path, end: float) -> int:
@@ -181,7 +176,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
     for name in missing(section, plan, content):
         if time.monotonic() >= end:
             break
-        write(path, {**content, "running": name})
+        write_json(path, {**content, "running": name})
         start = time.monotonic()
         try:
             result = cells[name](end - start)
@@ -191,7 +186,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
             result = {"failed": summary(error)}
         content["cells"][name] = {**result, "seconds": time.monotonic() - start, "origin": here}
         content["running"] = None
-        write(path, content)
+        write_json(path, content)
         print(f"{name}: {content['cells'][name]['seconds']:.1f} s {result.get('failed', '')}", flush=True)
         if any(words in result.get("failed", "") for words in ("CUDA error", "[CUDA]", "broke the device")):
             return GPU_IS_LOST

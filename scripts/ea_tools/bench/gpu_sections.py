@@ -6,7 +6,6 @@ Modules that need torch are imported where they are used: the program that start
 import gc
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -274,7 +273,7 @@ def train_recipe(plan: Plan, arch: str, seconds: float) -> dict:
     flags = ["--gpus", "0", *REHEARSED] if plan.rehearsal else ["--gpus", "1"]
     train = ["train", plan.recipe, arch, "--data", data, "--run", run, "--no-tensorboard", *flags]
     status, said = command(train, seconds)
-    result = {"run": run, "architecture": arch, **progress(said)}
+    result = {"run": run, "architecture": arch, **progress(run)}
     if status is None:
         return {**result, "finished": False}
     if status:
@@ -311,14 +310,18 @@ def command(words: list, seconds: float) -> tuple[int | None, str]:
     return status, said
 
 
-def progress(said: str) -> dict:
-    """What fairseq's log told last: updates, words a second, and the loss on the validation set."""
-    scores = {}
-    for name, pattern in (("updates", r"num_updates[=\s]+(\d+)"), ("words_per_second", r"\bwps[=\s]+([\d.]+)")):
-        if numbers := re.findall(pattern, said):
-            scores[name] = float(numbers[-1])
-    if losses := re.findall(r"valid on .valid. subset \| loss ([\d.]+)", said):
-        scores["validation_loss"] = float(losses[-1])
+def progress(run: Path) -> dict:
+    """What the run's log told last: updates, words a second of training, and the loss on the validation set."""
+    from ea_tools import logs
+
+    log = run / "log.jsonl"
+    entries = logs.entries_of(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    scores = {"updates": float(entries[-1][1])} if entries else {}
+    for tag, _, numbers in entries:
+        if tag == "valid":
+            scores["validation_loss"] = numbers["loss"]
+        elif "wps" in numbers:
+            scores["words_per_second"] = numbers["wps"]
     return scores
 
 

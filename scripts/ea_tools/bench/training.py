@@ -37,9 +37,8 @@ from ea_tools.bench.common import (
     speeds,
     task_flags,
     type_of_numbers,
-    write,
 )
-from ea_tools.common import UserError, reporting
+from ea_tools.common import UserError, reporting, write_json
 from ea_tools.memory import keep_freed_memory
 from ea_tools.products import require_bf16_units
 from ea_tools.recipes import read, spell_flags
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for precision in args.precision:
                 for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]:
                     results.append(measure(args, arguments, device, size, precision, length))
-                    write(args.output, record("growth" if args.growth else "training", args, device, results))
+                    write_json(args.output, record("growth" if args.growth else "training", args, device, results))
     print(f"written: {args.output}")
 
 
