@@ -116,7 +116,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
     add("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
     add("--valid-every", type=two_or_more, metavar="N", help="instead: every N-th training pair is validation")
     add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
-    add("--name", type=folder_name, help="name of the data (default: custom-XX-YY)")
+    add("--name", type=folder_name, help="name of the data (default: that of --out, else custom-XX-YY)")
     add("--tokenizer", choices=["moses", "none"],
         help="none: subwords are made of raw text, by sentencepiece (default: moses where Moses has rules for both "
         "languages, else none)")  # fmt: skip
@@ -246,7 +246,7 @@ def custom(args: argparse.Namespace) -> Corpus:
             tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
             normalise=args.normalise, bpe="sentencepiece" if chosen == "none" else "subword_nmt", **about_lines,
         )  # fmt: skip
-    name = args.name or f"custom-{args.source_lang}-{args.target_lang}"
+    name = args.name or (args.out and args.out.resolve().name) or f"custom-{args.source_lang}-{args.target_lang}"
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
     return dataclasses.replace(corpus, codes=args.bpe_given, like=args.like)
 

@@ -45,13 +45,15 @@ class Text:
             line = unicodedata.normalize("NFC", line)
         if self._normalizer:
             line = self._normalizer.normalize(line)
+            line = "".join(" " if unicodedata.category(letter)[0] == "C" else letter for letter in line)
         if self._rules.get("plain_apostrophes"):
             line = line.replace("’", "'")
         if self._raw:
             line = " ".join(line.split())
         else:
             dashes = self._rules.get("split_dashes", False)
-            line = self._tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True)
+            escape = self.prep.get("escape", True)
+            line = self._tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=escape)
         return self._split(line.lower() if self.prep["lowercase"] else line)
 
     def detokenize(self, words: str) -> str:

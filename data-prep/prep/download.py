@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import hashlib
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .parallel import tqdm_options
-from .text import PrepError, reading
+from .text import AGAIN, PrepError, reading
 
 BLOCK = 1 << 20
 ATTEMPTS = 5
@@ -36,10 +35,8 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
             if error.code < 500:
                 raise _unavailable(url, path, error) from error
             last = error
-        except (OSError, HTTPException) as error:  # no network, or cut off: try again from where it stopped
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise
-            last = error
+        except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException) as error:
+            last = error  # no network, or cut off: try again from where it stopped
     else:
         raise _unavailable(url, path, last) from last
     if size and part.stat().st_size != size:
@@ -106,16 +103,16 @@ def verify(files: Iterable[Path], sums: Path, known: dict[str, tuple[int, str]])
     for path in files:
         size, digest = known.get(path.name, (0, ""))
         if size and path.stat().st_size != size:
-            raise PrepError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; fetch it again")
+            raise PrepError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; {AGAIN}")
         if path.name not in recorded and path.suffix in (".gz", ".tgz"):
             _read_whole(path)
         actual = sha256(path)
         if digest and actual != digest:
-            raise PrepError(f"{path}: its SHA-256 is {actual}, but should be {digest}; fetch it again")
+            raise PrepError(f"{path}: its SHA-256 is {actual}, but should be {digest}; {AGAIN}")
         if actual != recorded.setdefault(path.name, actual):
             raise PrepError(
                 f"{path}: its SHA-256 is {actual}, but was {recorded[path.name]} at first use;\n"
-                f"fetch it again, or delete its line from {sums} if the new one is right"
+                f"{AGAIN}, or delete its line from {sums} if the new one is right"
             )
     if recorded != before:
         temporary = sums.with_name(sums.name + ".tmp")

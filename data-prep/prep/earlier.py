@@ -70,6 +70,11 @@ class Earlier:
         """The form that text is brought to, as PREP.json calls it."""
         return self.prep.get("unicode", "NFC")
 
+    @property
+    def escape(self) -> bool:
+        """Whether its tokens have "&apos;" for an apostrophe, and the like."""
+        return self.prep.get("escape", True)
+
     def files(self) -> list[Path]:
         """What a model of these subwords cannot do without: dictionaries, codes, lists of allowed subwords.
 

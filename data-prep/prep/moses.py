@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
+import regex
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
+from .corpus import base_language
+
+NON_PRINTING = regex.compile(r"\p{C}")
 METACHARACTERS = re.compile(r"[][(){}.*+?|^$\\]")
 
 
@@ -42,7 +46,7 @@ class Normalizer(MosesPunctNormalizer):
     """
 
     def __init__(self, lang: str) -> None:
-        super().__init__(lang, perl_parity=True)
+        super().__init__(base_language(lang), perl_parity=True)
         self._steps = [(_needed(pattern), re.compile(pattern).sub, text) for pattern, text in self.substitutions]
 
     def normalize(self, text: str) -> str:
@@ -50,6 +54,11 @@ class Normalizer(MosesPunctNormalizer):
             if needed in text:
                 text = substitute(replacement, text)
         return text.strip()
+
+    def clean(self, text: str) -> str:
+        """The text normalised, with spaces for characters that do not print, such as soft hyphens."""
+        text = self.normalize(text)
+        return text if text.isprintable() else NON_PRINTING.sub(" ", text)
 
 
 def _needed(pattern: str) -> str:

@@ -36,9 +36,9 @@ from .sources import Side
 from .stages import NAMES, Stage
 from .text import PrepError, checked_lines, count_lines, lower_case_lines
 
-RULES = 3  # raise this when the same options come to make other text
+RULES = 4  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
-LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "numpy")
+LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "regex", "numpy")
 
 
 def say(text: str) -> None:
@@ -101,15 +101,19 @@ class Pipeline:
         tokens += [rules.tokenizer] * (rules.tokenizer != "moses")
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on, *["overlap"] * rules.drop_test_overlap]
         options = {
-            "extract": [self.languages, self._fingerprint()],
+            "extract": [RULES, versions(), self.languages, self._fingerprint(), self._checked()],
             "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc],
-            "tokenise": [RULES, versions(), tokens, lengths if rules.filter_on == "words" else None],
+            "tokenise": [tokens, lengths if rules.filter_on == "words" else None],
             "learn": self._what_is_learnt(),
             "apply": None,
             "filter": lengths if rules.filter_on == "subwords" else None,
             "binarise": self.corpus.name,
         }
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
+
+    def _checked(self) -> list[bool]:
+        """What decides, beside the text itself, whether it is taken: lower case, and NUL bytes."""
+        return [bool(self.codes and self.corpus.rules.lowercase), self.corpus.rules.normalise]
 
     def _what_is_learnt(self) -> str | list:
         """What decides the subwords and the dictionary, beside the text."""
@@ -403,8 +407,13 @@ class Pipeline:
 
     def _checks(self) -> dict:
         """What the report says about the text beyond its counts: see report.py, which says above what it warns."""
-        work = round_trip.RoundTrip(self.languages, self.corpus.rules, self._codes(self.folder["learn"]))
-        paths = self.text("filter", "valid", raw=True)
+        paths, given = self.text("filter", "valid", raw=True), self.corpus.rules.tokenizer == "given"
+        if self.earlier:
+            escape = self.earlier.escape
+        else:
+            escape = not given or round_trip.escaped(path.read_text(encoding="utf-8") for path in paths)
+        codes = self._codes(self.folder["learn"])
+        work = round_trip.RoundTrip(self.languages, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
         sides = reduce(round_trip.add, (found for _, found in self._read(work, paths, "check valid")))
         held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
         work = overlap.Seen(overlap.HeldOut(chain.from_iterable(held_out.values())))
@@ -414,6 +423,7 @@ class Pipeline:
             for total, more in zip(seen, known, strict=True):
                 total |= more
         return {
+            **({"escape": escape} if given else {}),
             "round_trip": dict(zip(self.languages, sides, strict=True)),
             "overlap_with_training": {split: overlap.count(rows, seen) for split, rows in held_out.items()},
             "duplicate_training_pairs": overlap.duplicates(pairs),

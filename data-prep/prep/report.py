@@ -14,7 +14,7 @@ from .corpus import Corpus
 
 POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
 #: Shares, in percent, beyond which there is a warning. Short sentences recur in any corpus, whole pairs hardly do.
-LEAST_ROUND_TRIP = 99.0  # of the validation text's lines that come back from words and subwords as they were
+LEAST_ROUND_TRIP = 99.0  # of the validation text's lines that come back as they were: see round_trip.py
 MOST_OVERLAP = {"both": 1.0, "source": 5.0, "target": 5.0}  # of a split's pairs that are in the training text, too
 MOST_DUPLICATES = 10.0  # of the training pairs
 MOST_UNKNOWN = 1.0  # of a test's subwords
@@ -182,6 +182,13 @@ def _broken(summary: dict) -> Iterator[str]:
         percent = 100 * found["same"] / max(1, found["lines"])
         if percent < LEAST_ROUND_TRIP:
             examples = "".join(f"\n    {text}\n -> {back}" for text, back in found["examples"])
+            if summary["tokenizer"] == "given":
+                yield (
+                    f"valid: only {percent:.1f}% of its {lang} lines are in the tokens that Moses makes of them (less "
+                    f"than {LEAST_ROUND_TRIP:g}%), and by Moses text to translate is made into tokens: the model will "
+                    f"read others than it was trained on; for example:{examples}"
+                )
+                continue
             hint = "; custom.sh --tokenizer none takes the text as it is" if summary["tokenizer"] == "moses" else ""
             yield (
                 f"valid: only {percent:.1f}% of its {lang} lines come back from tokenising and detokenising "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +14,47 @@ from .parallel import Chunk
 from .words import composed, words
 
 EXAMPLES = 3  # kept of each side
+ENTITY = re.compile(r"&(amp|apos|quot|lt|gt|#124|#91|#93);")  # what Moses writes for a character that means something
+BARE = re.compile(r"""['"<>|\[\]]|&(?!\w+;|#\d+;)""")  # such a character
+
+
+def escaped(texts: Iterable[str]) -> bool:
+    """Whether texts in tokens have Moses' "&apos;" for an apostrophe, and the like; also where they have neither."""
+    counts = [(len(ENTITY.findall(text)), len(BARE.findall(text))) for text in texts]
+    return sum(entities for entities, _ in counts) >= sum(bare for _, bare in counts)
 
 
 class RoundTrip:
     """Chunk of raw text -> for each side {"lines", "same", "decomposed", "examples": pairs of a line and its return}.
 
     `same` counts the lines that come back as they were, but for white space at the ends and doubled spaces;
-    `decomposed` counts those that are not in Unicode's form NFC. `codes` is the file of subword codes.
+    `decomposed` counts those that are not in Unicode's form NFC. Text that was given in tokens goes the other way: to
+    what people would have written, and back to tokens, as text to translate is made into tokens.
+
+    Args:
+        codes: the file of subword codes.
+        escape: see ``words.Moses``.
+        in_subwords: the text was given in subwords.
     """
 
-    def __init__(self, languages: tuple[str, str], rules: Rules, codes: Path) -> None:
-        self._words = [words(rules.tokenizer, language, rules.split_dashes) for language in languages]
-        self._rules = rules
+    def __init__(
+        self, languages: tuple[str, str], rules: Rules, codes: Path, escape: bool = True, in_subwords: bool = False
+    ) -> None:
+        self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in languages]
+        self._rules, self._in_subwords = rules, in_subwords
         # subword-nmt only marks where it cut a word; sentencepiece has spaces and rare characters in its charge, too.
         self._pieces = subwords.Apply(codes) if rules.bpe == "sentencepiece" else None
 
     def __call__(self, chunk: Chunk) -> list[dict[str, Any]]:
+        if self._in_subwords:
+            chunk = subwords.join(chunk)
         return [self._side(at, [line.decode() for line in lines]) for at, lines in enumerate(chunk)]
 
     def _side(self, at: int, lines: list[str]) -> dict[str, Any]:
         decomposed = sum(not unicodedata.is_normalized("NFC", line) for line in lines)
-        pairs = []
-        if self._rules.tokenizer != "given":  # what people would have written is not known there
-            texts = [" ".join((composed(line) if self._rules.nfc else line).split()) for line in lines]
-            pairs = [(text, back) for text in texts if (back := self._there_and_back(at, text)) != text]
+        there_and_back = self._back_and_there if self._rules.tokenizer == "given" else self._there_and_back
+        texts = [" ".join((composed(line) if self._rules.nfc else line).split()) for line in lines]
+        pairs = [(text, back) for text in texts if (back := there_and_back(at, text)) != text]
         return {
             "lines": len(lines),
             "same": len(lines) - len(pairs),
@@ -48,6 +67,9 @@ class RoundTrip:
         if self._pieces:
             tokens = subwords.join_pieces(self._pieces.sides[at].line(tokens.encode() + b"\n").decode())
         return " ".join(self._words[at].detokenize(tokens).split())
+
+    def _back_and_there(self, at: int, tokens: str) -> str:
+        return " ".join(self._words[at].tokenize(self._words[at].detokenize(tokens)).split())
 
 
 def add(total: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-import regex
-
 from .corpus import Rules
 from .moses import Normalizer
 from .parallel import Chunk
 from .words import composed, words
 
-NON_PRINTING = regex.compile(r"\p{C}")
 OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
 
 
@@ -41,13 +38,9 @@ class Normalise:
 
     def __call__(self, chunk: Chunk) -> Chunk:
         return tuple(
-            [_printing(normalizer.normalize(line.decode())).encode() + b"\n" for line in lines]
+            [normalizer.clean(line.decode()).encode() + b"\n" for line in lines]
             for normalizer, lines in zip(self._normalizers, chunk, strict=True)
         )
-
-
-def _printing(text: str) -> str:
-    return text if text.isprintable() else NON_PRINTING.sub(" ", text)
 
 
 def plain_apostrophes(chunk: Chunk) -> Chunk:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import sentencepiece
@@ -14,9 +15,10 @@ from tqdm import tqdm
 
 from .corpus import CODES
 from .parallel import Chunk, tqdm_options
-from .text import PrepError, checked_lines, open_bytes, reading
+from .text import PrepError, checked_lines, count_lines, open_bytes, reading
 
 VERSION = "#version:"  # the first line of a file of codes, with a number
+MOST_SENTENCES = 5_000_000  # sentencepiece learns from no more, for its memory's sake
 CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
 
 
@@ -67,18 +69,31 @@ def learn(words: Counter, merges: int, folder: Path) -> None:
 
 
 def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = "--merges") -> None:
-    """Writes folder/sentencepiece.bpe.model, of `size` pieces; `flag` is where the user says how many."""
+    """Writes folder/sentencepiece.bpe.model, of `size` pieces; `flag` is where the user says how many.
+
+    From more than MOST_SENTENCES every second line is taken, or every third and so on: sentencepiece's own choice is
+    another one every time.
+    """
     prefix = folder / CODES["sentencepiece"].removesuffix(".model")
+    every = -(-sum(map(count_lines, texts)) // MOST_SENTENCES)
+    source = {"input": [str(path) for path in texts]}
+    if every > 1:
+        source = {"sentence_iterator": (line for path in texts for line in _some_lines(path, every))}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            input=[str(path) for path in texts], model_prefix=str(prefix), model_type="bpe", vocab_size=size,
-            character_coverage=1.0, input_sentence_size=5_000_000, shuffle_input_sentence=True,
-            normalization_rule_name="identity", minloglevel=1,
+            **source, model_prefix=str(prefix), model_type="bpe", vocab_size=size,
+            character_coverage=1.0, normalization_rule_name="identity", minloglevel=1,
             hard_vocab_limit=False,  # a small text has fewer pieces than asked for, as it has fewer merges of BPE
         )  # fmt: skip
     except RuntimeError as error:
         raise PrepError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error
     prefix.with_suffix(".bpe.vocab").unlink(missing_ok=True)
+
+
+def _some_lines(path: Path, every: int) -> Iterator[str]:
+    with path.open("rb") as file:
+        for line in islice(file, 0, None, every):
+            yield line.decode().removesuffix("\n")
 
 
 def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:

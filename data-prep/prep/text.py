@@ -21,6 +21,9 @@ UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 UTF32_BOMS = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 
 
+AGAIN = "delete it, and fetch it again (the same command does, where it fetched it itself)"
+
+
 class PrepError(Exception):
     """A fault in the data or the command, worded for the person who has to mend it."""
 
@@ -31,7 +34,7 @@ def reading(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise PrepError(f"{path}: truncated or damaged ({error}); fetch it again") from error
+        raise PrepError(f"{path}: truncated or damaged ({error}); {AGAIN}") from error
 
 
 def open_bytes(path: Path) -> IO[bytes]:

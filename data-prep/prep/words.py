@@ -16,16 +16,21 @@ def composed(text: str) -> str:
 
 
 class Moses:
-    """Moses tokens of one language. `split_dashes`: "foo-bar" becomes "foo @-@ bar"."""
+    """Moses tokens of one language.
 
-    def __init__(self, language: str, split_dashes: bool = False) -> None:
+    Args:
+        split_dashes: "foo-bar" becomes "foo @-@ bar".
+        escape: tokens have "&apos;" for an apostrophe, and the like, as Moses has by default.
+    """
+
+    def __init__(self, language: str, split_dashes: bool = False, escape: bool = True) -> None:
         language = base_language(language)
         self._tokenizer, self._detokenizer = Tokenizer(language), MosesDetokenizer(language)
-        self._split_dashes = split_dashes
+        self._split_dashes, self._escape = split_dashes, escape
 
     def tokenize(self, line: str) -> str:
         """One line of raw text as tokens with spaces between them."""
-        return self._tokenizer.tokenize(line, self._split_dashes, return_str=True)
+        return self._tokenizer.tokenize(line, self._split_dashes, return_str=True, escape=self._escape)
 
     def detokenize(self, line: str) -> str:
         """The reverse."""
@@ -42,6 +47,6 @@ class RawText:
     detokenize = tokenize
 
 
-def words(tokenizer: str, language: str, split_dashes: bool = False) -> Moses | RawText:
+def words(tokenizer: str, language: str, split_dashes: bool = False, escape: bool = True) -> Moses | RawText:
     """What splits and joins text of a corpus with this tokenizer; for text that was given in tokens that is Moses."""
-    return RawText() if tokenizer == "none" else Moses(language, split_dashes)
+    return RawText() if tokenizer == "none" else Moses(language, split_dashes, escape)

@@ -6,7 +6,9 @@ Two kinds of BLEU come out, and they are not comparable with each other:
 Where the model was trained on lower-cased text all scores ignore case, and their signatures say so.
 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
-the last of a split is test.json and test.hyp.txt, too.
+the last of a split is test.json and test.hyp.txt, too. Those of other data than the run's have their name in front:
+law.test.beam5.average10.json, law.test.json. What COMET and --against gave stays where the same translations are made
+again without them.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from tqdm import tqdm
 from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, write_json
+from ea_tools.preparation import FOLDER, of_model
 from ea_tools.preparation import digest as preparation_digest
-from ea_tools.preparation import of_model
 from ea_tools.provenance import provenance
 from ea_tools.recipes import parse_flags
 from ea_tools.run_folder import LAST, finished, updates
@@ -116,8 +118,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         scores.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
-    name = f"{args.subset}.{settings_name(args)}"
-    baseline = read_baseline(args, name, references) if args.against else None
+    baseline = read_baseline(args, prep, references) if args.against else None
     checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
     for path in checkpoint.split(":"):
         state = load(path)
@@ -130,13 +131,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
     output = generate(command, results, args.subset, len(references))
     hypotheses = in_order(output, len(references), left_out=too_long[1])
-    prep = preparation.prep
+    data, prep = prep.get("name", args.data.name), preparation.prep
     words = Words(prep, prep["target_lang"])
     detokenised = [words.detokenize(line) for line in hypotheses]
     check_references(output, tokenised_references, prep["lowercase"], f"{args.subset!r} in {args.data}")
 
     result = {
-        "data": prep.get("name", args.data.name),
+        "data": data,
         "preparation": preparation_digest(preparation.folder),
         "run": str(args.run),
         "subset": args.subset,
@@ -181,12 +182,36 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer=tokenizer,
         )
         result["against"] = {"run": str(args.against), **difference}
-    for stem in (name, args.subset):
+    last = split_name(args.run, data, args.subset)
+    name = f"{last}.{settings_name(args)}"
+    result |= _kept(results / name, result, detokenised)
+    for stem in (name, last):
         with replacing(results / f"{stem}.hyp.txt") as temporary:
             temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
         write_json(results / f"{stem}.json", result)
     report(result, results / f"{name}.json")
     return result
+
+
+def split_name(run: Path, data: str, subset: str) -> str:
+    """What names a split in a run's results: "test", or "law.test" of other data than the run's own."""
+    kept = run / FOLDER / "PREP.json"
+    own = read_prep(kept.parent).get("name", data) if kept.is_file() else data
+    return subset if data == own else f"{data}.{subset}"
+
+
+def _kept(path: Path, result: dict[str, Any], translations: Sequence[str]) -> dict[str, Any]:
+    """What an earlier result, of the same translations and references, has that this one was not asked for."""
+    file, text = Path(f"{path}.json"), Path(f"{path}.hyp.txt")
+    if not (file.exists() and text.exists()) or read_lines(text) != list(translations):
+        return {}
+    earlier = read_json(file)
+    if earlier.get("references") != result["references"]:
+        return {}
+    found = {"against": earlier["against"]} if "against" in earlier and "against" not in result else {}
+    if "comet" in earlier["scores"] and "comet" not in result["scores"]:
+        found["scores"] = {**result["scores"], "comet": earlier["scores"]["comet"]}
+    return found
 
 
 #: Flags of fairseq-generate that change how fast it is, and where, but not what is asked of it.
@@ -266,12 +291,13 @@ def _reference_file(data: Path, subset: str, prep: dict) -> Path:
     return path
 
 
-def read_baseline(args: argparse.Namespace, name: str, references: Sequence[str]) -> list[str]:
+def read_baseline(args: argparse.Namespace, prep: dict, references: Sequence[str]) -> list[str]:
     """The translations of --against: of the same text, and made with the same settings unless others are asked for."""
     folder = args.against / "eval"
-    stem = args.subset if args.other_settings else name
+    split = split_name(args.against, prep.get("name", args.data.name), args.subset)
+    stem = split if args.other_settings else f"{split}.{settings_name(args)}"
     if not all((folder / f"{stem}.{kind}").exists() for kind in ("json", "hyp.txt")):
-        there = sorted(path.stem for path in folder.glob(f"{args.subset}.*.json"))
+        there = sorted(path.stem for path in folder.glob(f"{split}.*.json"))
         raise UserError(
             f"--against {args.against}: {folder / stem}.json does not exist; evaluate that run first, with the same "
             "settings" + (f". There are: {', '.join(there)}; --other-settings takes the last of them" if there else "")

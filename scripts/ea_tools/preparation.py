@@ -21,7 +21,7 @@ DIGEST = "DIGEST"  # the last file to be written there: a folder without it is n
 
 _SIDES = ("source_lang", "target_lang")
 # Settings in PREP.json that say how text becomes what a model reads.
-_SETTINGS = (*_SIDES, "tokenizer", "unicode", "lowercase", "bpe")
+_SETTINGS = (*_SIDES, "tokenizer", "escape", "unicode", "lowercase", "bpe")
 # Rules of data preparation that choose sentences, or whose effect is in the codes or in a setting: two corpora may
 # differ in them.
 _NOT_COMPARED = {"filter_on", "max_ratio", "max_length", "valid_every", "drop_test_overlap"}
@@ -137,17 +137,24 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Path 
     if kept := kept_by(run):
         if data is not None:
             require_same(kept, data, run)
+        own = checkpoint.parent  # another run's, where the checkpoint is one
+        if own.resolve() != run.resolve() and (own / FOLDER / DIGEST).is_file():
+            require_same(kept, own / FOLDER, run)
+        _check_direction(checkpoint, state, kept)
         check_dictionaries(kept.folder, kept.prep, checkpoint, state, compare_words=False)
         return kept
-    task = section(state, "task")
-    data = data or Path(task.get("data") or "")
+    data = data or Path(section(state, "task").get("data") or "")
     prep = read_prep(data)
-    trained, given = ((names.get("source_lang"), names.get("target_lang")) for names in (task, prep))
-    if all(trained) and trained != given:
-        raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {data} is {'-'.join(given)}")
+    _check_direction(checkpoint, state, Preparation(data, prep))
     check_dictionaries(data, prep, checkpoint, state)
     _check_fingerprint(run, data)
     return Preparation(data, prep)
+
+
+def _check_direction(checkpoint: Path, state: dict, preparation: Preparation) -> None:
+    trained, given = ([names.get(side) for side in _SIDES] for names in (section(state, "task"), preparation.prep))
+    if all(trained) and trained != given:
+        raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}")
 
 
 def _check_fingerprint(run: Path, data: Path) -> None:

@@ -87,7 +87,8 @@ class Words:
         from prep.words import words
 
         self._rules = prep.get("rules", {})
-        self._words = words(prep["tokenizer"], language, self._rules.get("split_dashes", False))
+        escape = prep.get("escape", True)
+        self._words = words(prep["tokenizer"], language, self._rules.get("split_dashes", False), escape)
 
     def tokenize(self, line: str) -> str:
         """Raw text, as the held-out splits were tokenised, with spaces between the tokens."""
@@ -120,8 +121,13 @@ def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
     written = as_written(path, prep, prep["target_lang"])
     if prep["tokenizer"] == "given":
         return written, read_lines(path)
-    words = Words(prep, prep["target_lang"])
-    return written, [words.tokenize(line) for line in written]
+    words, rules, made = Words(prep, prep["target_lang"]), prep.get("rules", {}), written
+    if rules.get("normalise") and rules.get("valid_every") and path.name.startswith("valid."):
+        from prep.moses import Normalizer  # this split was training text, which was normalised
+
+        normalizer = Normalizer(prep["target_lang"])
+        made = [normalizer.clean(line) for line in written]
+    return written, [words.tokenize(line) for line in made]
 
 
 class Source:
@@ -146,7 +152,7 @@ class Source:
         """One line of text; "" where there is nothing to translate."""
         line = self._compose(line)
         if self._normalizer:
-            line = self._normalizer.normalize(line)
+            line = self._normalizer.clean(line)
         line = self._words.tokenize(line)
         return self.subwords.split(line.lower() if self._lowercase else line)
 

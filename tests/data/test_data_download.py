@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -120,15 +121,16 @@ def test_checksums(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_full_disk_is_not_tried_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_what_the_disk_refuses_is_not_tried_again(tmp_path, monkeypatch, fault):
     tried = []
 
-    def full(url, part):
+    def refused(url, part):
         tried.append(url)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(fault, os.strerror(fault))
 
     monkeypatch.setattr(download, "PAUSE", 0)
-    monkeypatch.setattr(download, "_continue", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(download, "_continue", refused)
+    with pytest.raises(OSError, match=os.strerror(fault)):
         download.fetch("http://x/y", tmp_path / "y")
     assert len(tried) == 1

@@ -2,13 +2,16 @@
 
 import gzip
 import json
+from xml.sax.saxutils import escape
 
 import pytest
 from helpers.data_toy import Rules, pairs, read, script, write
 
+from ea_fairseq.text import Text
 from ea_tools import text
 from prep import rules, subwords
 
+ESCAPES = {"'": "&apos;", '"': "&quot;"}
 SPLITS = {"train": 200, "valid": 20, "news.2016": 15}
 
 
@@ -76,6 +79,7 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
     assert [line.decode().split() for line in joined[0]][:-1] == [line.split() for line in read(out / "raw/valid.de")]
     prep = json.loads((out / "PREP.json").read_text())
     assert (prep["tokenizer"], prep["bpe_merges"], prep["lowercase"]) == ("given", 50, False)
+    assert prep["name"] == "out", "that of --out"
 
 
 def test_white_space_of_any_kind_separates_tokens():
@@ -113,6 +117,52 @@ def test_upper_case_is_refused_where_lower_case_was_promised(published, tmp_path
     assert f"{tmp_path}/raw/train.en, line 7: is not lower-case" in done.stderr
     assert not (tmp_path / "out").exists()
     prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", published / "code")
+    done = prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", published / "code", "--lowercase", check=False)
+    assert f"{tmp_path}/raw/train.en, line 7: is not lower-case" in done.stderr, "in this order, too"
+
+
+def test_tokens_without_moses_escapes(tmp_path):
+    """A model that read bare apostrophes in training reads them in translation, through both doors."""
+    lines = [f'she " has " & {number} < b >' for number in range(40)]
+    for split in SPLITS:
+        for lang in ("de", "en"):
+            write(tmp_path / "bare" / f"{split}.{lang}", lines)
+            write(tmp_path / "moses" / f"{split}.{lang}", [escape(line, ESCAPES) for line in lines])
+    for kind, expected in (("bare", False), ("moses", True)):
+        out = tmp_path / f"{kind}-data"
+        done = prepare(tmp_path / kind, out, "--merges", "60")
+        prep = text.read_prep(out)
+        assert prep["escape"] is expected
+        assert prep["round_trip"]["en"]["same"] == 40
+        assert "the tokens that Moses makes" not in done.stderr
+        given = read(tmp_path / kind / "valid.de")[7]
+        raw = 'she "has" & 7 < b >'
+        for split in (text.Source(out, prep), Text(out).subwords):
+            assert split(raw).replace("@@ ", "").split() == given.split()
+
+
+def test_text_like_tokens_without_escapes_has_none(tmp_path):
+    """Where the new text has nothing to escape, too: else it would not be like the first."""
+    for folder, line in (("first", 'she " has " {}'), ("new", "nothing {}")):
+        for split in SPLITS:
+            for lang in ("de", "en"):
+                write(tmp_path / folder / f"{split}.{lang}", [line.format(number) for number in range(40)])
+    prepare(tmp_path / "first", tmp_path / "out", "--merges", "60")
+    files = ("--train", tmp_path / "new/train", "--valid", tmp_path / "new/valid", "--workers", "1")
+    languages = ("--source-lang", "de", "--target-lang", "en")
+    script("custom", *languages, *files, "--out", tmp_path / "like", "--like", tmp_path / "out")
+    assert text.read_prep(tmp_path / "like")["escape"] is False
+
+
+def test_tokens_that_moses_does_not_make_are_told(published, tmp_path):
+    for split in SPLITS:
+        for lang in ("de", "en"):
+            write(tmp_path / "raw" / f"{split}.{lang}", [f"do n't 4.5% {number} ( a)b" for number in range(40)])
+    done = prepare(tmp_path / "raw", tmp_path / "out", "--merges", "60")
+    assert "valid: only 0.0% of its en lines are in the tokens that Moses makes of them" in done.stderr
+    done = prepare(published / "subwords", tmp_path / "good", "--bpe-given", published / "code", "--lowercase")
+    assert "the tokens that Moses makes" not in done.stderr
+    assert json.loads((tmp_path / "good/PREP.json").read_text())["round_trip"]["de"]["same"] == SPLITS["valid"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_contract(multi30k, tmp_path):
     assert prep["splits"]["test"]["name"] == "test_2016_flickr"
     assert prep["splits"]["test1"]["name"] == "test_2017_flickr"
     assert prep["command"].startswith("data-prep/multi30k.sh en-de --raw ")
-    assert {"python", "sacremoses", "subword-nmt", "sentencepiece", "numpy"} <= set(prep["versions"])
+    assert {"python", "sacremoses", "subword-nmt", "sentencepiece", "regex", "numpy"} <= set(prep["versions"])
     assert (out / "lengths.png").read_bytes().startswith(b"\x89PNG")
     assert "fairseq-preprocess --joined-dictionary --source-lang en --target-lang de" in done.stderr
     assert f"{out}: ready" in done.stdout

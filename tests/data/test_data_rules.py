@@ -47,6 +47,8 @@ def test_normaliser(lang):
     plain, ours = MosesPunctNormalizer(lang, perl_parity=True), rules.Normalise((lang, lang))
     for line in LINES + AWKWARD:
         assert ours(([line.encode()], []))[0] == [plain.normalize(line).replace("\t", " ").encode() + b"\n"]
+    region, base = moses.Normalizer(f"{lang}_XX"), moses.Normalizer(lang)
+    assert all(region.normalize(line) == base.normalize(line) for line in AWKWARD)
     assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
 
 
@@ -126,6 +128,21 @@ def test_sentencepiece(learnt):
     pieces = subwords.Apply(model)((chunk(source), chunk(target)))
     for lines, side in zip((source, target), pieces, strict=True):
         assert [line.decode().rstrip("\n").replace(" ", "").replace("▁", " ").strip() for line in side] == lines
+
+
+def test_sentencepiece_of_much_text_is_the_same_every_time(learnt, monkeypatch):
+    monkeypatch.setattr(subwords, "MOST_SENTENCES", 300)
+    folder, source, target = learnt
+    texts = [write(folder / "source", source), write(folder / "target", [line.upper() for line in target])]
+    models, model = set(), folder / "sentencepiece.bpe.model"
+    for _ in range(3):
+        subwords.learn_sentencepiece(texts, 300, folder)
+        models.add(model.read_bytes())
+    assert len(models) == 1
+    both = subwords.Apply(model)((chunk(source), chunk([line.upper() for line in target])))
+    pieces = {piece for side in both for line in side for piece in line.decode().split() if len(piece) > 3}
+    assert any(piece.isupper() for piece in pieces), "of the second file, too"
+    assert any(piece.islower() for piece in pieces)
 
 
 @pytest.mark.parametrize(

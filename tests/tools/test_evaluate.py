@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 from fairseq import options
 from helpers.toy import save_model, script
 
-from ea_tools import evaluate, provenance
+from ea_tools import evaluate, preparation, provenance
 from ea_tools import scores as scoring
 from ea_tools.checkpoints import load
 from ea_tools.common import REPO, UserError
-from ea_tools.text import Words, digest, read_lines, read_prep
+from ea_tools.text import Words, digest, read_lines, read_prep, references
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",
@@ -150,7 +151,7 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
 
     def read(*flags):
         args = evaluate.parse(["--data", "d", "--run", "r", "--against", str(other.parent), "--average", "3", *flags])
-        return evaluate.read_baseline(args, f"test.{evaluate.settings_name(args)}", ["a"])
+        return evaluate.read_baseline(args, {"name": "d"}, ["a"])
 
     assert read("--beam", "1") == ["b"]
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
@@ -372,6 +373,49 @@ def test_a_score_of_an_average_says_that_the_training_had_not_ended(data, half_w
     assert found["unfinished"] == "20 updates"
     assert json.loads((half_way / "eval/test.beam5.average2.json").read_text())["unfinished"] == "20 updates"
     assert score_run(data, half_way, "--checkpoint", half_way / "checkpoint1.pt")["unfinished"] is None
+
+
+def test_a_score_on_other_data_has_a_name_of_its_own(data, half_way, tmp_path):
+    """It neither takes the place of the run's own score nor says that it is of the run's own data."""
+    preparation.keep(half_way, data)
+    own = score_run(data, half_way, "--average", 2)
+    prep = json.loads((data / "PREP.json").read_text())
+    law = Path(shutil.copytree(data, tmp_path / "law"))
+    (law / "PREP.json").write_text(json.dumps({**prep, "name": "law"}))
+    found = score_run(law, half_way, "--average", 2)
+    assert (own["data"], found["data"]) == (prep["name"], "law")
+    results = half_way / "eval"
+    for name, expected in (("test", own), ("law.test", found)):
+        for stem in (name, f"{name}.beam5.average2"):
+            assert json.loads((results / f"{stem}.json").read_text()) == expected
+            assert (results / f"{stem}.hyp.txt").exists()
+    assert score_run(law, half_way, "--average", 2, "--against", half_way)["against"]["identical"]
+
+
+def test_a_score_that_is_made_again_keeps_what_was_asked_for_before(data, half_way, monkeypatch):
+    comet = {"score": 80.0, "signature": "a model"}
+    monkeypatch.setattr(scoring, "comet_command", lambda: None)
+    monkeypatch.setattr(scoring, "comet", lambda *_: comet)
+    score_run(data, half_way, "--average", 2)
+    score_run(data, half_way, "--average", 2, "--against", half_way, "--comet", "a model")
+    found = score_run(data, half_way, "--average", 2)
+    assert (found["scores"]["comet"], found["against"]["identical"]) == (comet, True)
+    assert json.loads((half_way / "eval/test.json").read_text()) == found
+    lines = [f"H-{number}\t-0.5\tsomething else" for number in range(found["sentences"])]
+    monkeypatch.setattr(evaluate, "generate", lambda *_: lines)
+    other = score_run(data, half_way, "--average", 2)
+    assert "against" not in other
+    assert "comet" not in other["scores"]
+
+
+def test_validation_from_normalised_training_text_has_such_references(data, tmp_path):
+    prep = {**read_prep(data), "rules": {"normalise": True, "valid_every": 10}, "target_lang": "fr"}
+    (tmp_path / "valid.fr").write_text("« été »…\u00ad ok\n", encoding="utf-8")
+    shutil.copyfile(tmp_path / "valid.fr", tmp_path / "test.fr")
+    written, made = references(tmp_path / "valid.fr", prep)
+    assert written == ["« été »…\u00ad ok"]
+    assert made == ["&quot; été &quot; ... ok"]
+    assert references(tmp_path / "test.fr", prep)[1] != made, "which came as such"
 
 
 def test_every_model_of_an_ensemble_must_know_the_datas_words(data, half_way):

@@ -17,6 +17,7 @@ from ea_tools import preparation
 from ea_tools.text import Source
 
 CHECKPOINT = "checkpoint3.pt"
+ODD = 'Der Arbeits\u00admarkt ist\u200b „gut“, 1\u00a0000 ,"x'
 SENTENCES = ["Hund, Katze, Haus.", "", "Haus.", "  ", "GARTEN, Vogel.", "Haus."]
 
 
@@ -36,6 +37,8 @@ def kept(data, run, tmp_path_factory):
         {},
         {"lowercase": False, "rules": {"split_dashes": True, "plain_apostrophes": True}},
         {"source_lang": "en", "rules": {"normalise": True}},
+        {"source_lang": "de_AT", "rules": {"normalise": True}},
+        {"tokenizer": "given", "escape": False},
     ],
 )
 def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):
@@ -44,7 +47,7 @@ def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):
         shutil.copyfile(data / name, tmp_path / name)
     (tmp_path / "PREP.json").write_text(json.dumps(prep))
     ours, tools = Text(tmp_path), Source(tmp_path, prep)
-    for line in [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", ""]:
+    for line in [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD]:
         assert ours.subwords(line) == tools(line), line
 
 

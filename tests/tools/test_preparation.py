@@ -111,6 +111,31 @@ def test_a_checkpoint_of_other_words_than_the_run_keeps_is_refused(kept):
         of(kept)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [("code", swap_words, "code"), ("PREP.json", other_prep(source_lang="en", target_lang="de"), "source_lang")],
+)
+def test_a_checkpoint_of_a_run_that_was_prepared_otherwise_is_refused(kept, data, tmp_path, name, change, said):
+    """Its dictionaries may be of the same size, as those of a corpus's two directions are."""
+    other = tmp_path / "runs" / "other"
+    other.mkdir()
+    shutil.copyfile(kept / CHECKPOINT, other / CHECKPOINT)
+    state = load(kept / CHECKPOINT)
+    preparation.keep(other, changed(data, tmp_path, "PREP.json", other_prep(rules=RULES)))
+    assert preparation.of_model(other / CHECKPOINT, state, kept).folder == kept / "prepared"
+    preparation.keep(other, changed(data, tmp_path / "else", name, change))
+    with pytest.raises(UserError, match=rf"other/prepared is not what .*kept was trained on(.|\n)*{said}"):
+        preparation.of_model(other / CHECKPOINT, state, kept)
+
+
+def test_a_checkpoint_of_the_other_direction_is_refused(kept, tmp_path):
+    """Also one that lies alone, without what its run kept."""
+    state = load(kept / CHECKPOINT)
+    state["cfg"]["task"].update(source_lang="en", target_lang="de")
+    with pytest.raises(UserError, match=r"c\.pt translates en-de, and .*prepared is de-en"):
+        preparation.of_model(tmp_path / "c.pt", state, kept)
+
+
 def test_what_is_kept_must_not_change(kept):
     (kept / "prepared" / "code").write_text("#version: 0.2\na b\n")
     with pytest.raises(UserError, match="prepared: has been changed since the run began"):

@@ -31,6 +31,7 @@ def test_rules_of_the_data_are_followed(data):
     assert Source(data, prep)("Hund").replace("@@ ", "") == "Hund"
     normalising = Source(data, {**prep, "rules": {"normalise": True}})
     assert "„" not in normalising("„Hund“")
+    assert normalising("Arbeits\u00admarkt") == normalising("Arbeits markt"), "as in training text"
     with pytest.raises(UserError, match=r"sentencepiece\.bpe\.model: no such file"):
         Source(data, {**prep, "bpe": "sentencepiece"})
 
