@@ -9,7 +9,7 @@ import pickle
 import re
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ def choose(run: Path) -> Path:
                 say(f"note: {path} was made before the training went on; scripts/evaluate.sh averages anew")
             return path
     raise UserError(f"--run {run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
+
+
+def told_apart(checkpoints: Sequence[Path]) -> list[str]:
+    """RUN/checkpoint.pt of each, or with as many of the folders above as tell them apart."""
+    parts = [path.absolute().parts for path in checkpoints]
+    most = max(map(len, parts))
+    names = (["/".join(one[-count:]) for one in parts] for count in range(2, most + 1))
+    return next((found for found in names if len(set(found)) == len(set(parts))), [str(path) for path in checkpoints])
 
 
 def check_dictionaries(

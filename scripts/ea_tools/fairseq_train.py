@@ -67,7 +67,11 @@ class LongRunTrainer(Trainer):
         """An epoch's batches, the same ones whichever process makes them."""
         # fairseq groups sentences into batches once, by a seed that depends on the epoch in which it does: the first,
         # or the one in which a run is taken up again. Always as in the first, a resumed run sees the same batches.
-        batches = super().get_train_iterator(epoch if self.task.has_sharded_data("train") else 1, *args, **kwargs)
+        # Where each epoch has batches of its own (--update-epoch-batch-itr, some data), they are the epoch's.
+        new_ones = self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr
+        batches = super().get_train_iterator(epoch if new_ones else 1, *args, **kwargs)
+        if epoch != 1 and not new_ones and not self.task.can_reuse_epoch_itr(self.task.dataset("train")):
+            batches = super().get_train_iterator(epoch, *args, **{**kwargs, "load_dataset": False})
         self._batches_in_epoch = len(batches)
         if self._taken_up:
             fit_place(self._taken_up, self._batches_in_epoch)
@@ -100,7 +104,9 @@ class LongRunTrainer(Trainer):
         stopping = (extra_state or {}).get("early_stopping", {})
         if not reset_meters:
             vars(fairseq_train.should_stop_early).update(stopping)
-        self._taken_up = (extra_state or {}).get("train_iterator")
+        asked_for = self.cfg.checkpoint
+        anew = asked_for.reset_dataloader or (reset_meters and not asked_for.reset_meters)  # for --finetune-from-model
+        self._taken_up = None if anew else (extra_state or {}).get("train_iterator")
         return extra_state
 
 
@@ -325,7 +331,7 @@ def main(words: list[str]) -> None:
         said = next(iter(str(error).strip().splitlines()), "")
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
         sys.exit(1)
-    if Journal.file:
+    if Journal.file and (folder / "run.json").exists():  # scripts/train.sh's
         logger.info(f"next: {next_command(Path(words[0]), folder)}")
 
 

@@ -9,15 +9,17 @@ command again and it goes on. Any flag of fairseq-train may follow: --encoder-la
 """
 
 import argparse
+import hashlib
 import itertools
 import math
-import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ea_tools import checkpoints, flag_faults, recipes, run_folder
@@ -148,6 +150,7 @@ def run(args: argparse.Namespace, flags: dict) -> None:
     prep = read_prep(data, args.task)
     if args.checkpoint:
         check_checkpoint(args.checkpoint, data)
+    began_with = digest_of_file(args.checkpoint) if args.checkpoint else None
     metrics = table["tasks"][args.task]["metrics"]
     scores: dict[Setting, dict[int, dict]] = {}
     starts: list[dict] = []
@@ -158,7 +161,7 @@ def run(args: argparse.Namespace, flags: dict) -> None:
         if args.dry_run:
             print(shlex.join(command))
             continue
-        made = trained_and_scored(folder, command, data, prep, metrics)
+        made = trained_and_scored(folder, command, data, prep, metrics, began_with)
         scores.setdefault(setting, {})[seed] = made["scores"]
         starts += made.get("starts", [{"commit": None}])  # a record of before this was written down
     if args.dry_run:
@@ -172,6 +175,7 @@ def run(args: argparse.Namespace, flags: dict) -> None:
         **pick(scores, metrics),
         "command": args.command.replace(f"{REPO}/", ""),
         "data": fingerprint(data),
+        "began_with": began_with,
         "trained_at": list(dict.fromkeys(start["commit"] for start in starts)),
         **provenance(on_cpu="cpu" in flags),
     }
@@ -229,7 +233,9 @@ def training_command(
     """The words of one training run."""
     import torch
 
-    updates = setting.epochs * math.ceil(prep["splits"]["train"]["rows"] / setting.batch_size)
+    batches = math.ceil(prep["splits"]["train"]["rows"] / setting.batch_size)
+    updates = setting.epochs * math.ceil(batches / _whole(flags, "update-freq", 1))
+    updates = min(updates, _whole(flags, "max-update", updates))
     numbers = prep["labels"] is None
     chosen: dict[str, Any] = {
         "task": "sentence_prediction",
@@ -267,13 +273,48 @@ def training_command(
     return [sys.executable, "-u", "-P", str(train), str(data), "--user-dir", str(REPO / "ea_fairseq"), *words]
 
 
-def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict, metrics: list[str]) -> dict:
+def _whole(flags: dict, name: str, default: int) -> int:
+    """What a flag says; 0 and less is the default."""
+    value = " ".join(flags.get(name, [])) or "0"
+    if not value.lstrip("-").isdecimal():
+        raise UserError(f"--{name} {value}: a whole number is wanted")
+    return int(value) if int(value) > 0 else default
+
+
+def digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def run_to_the_end(command: list[str]) -> int:
+    """The status of a command, which ends where this process is told to: it would train on, and hold no lock."""
+
+    def end(signum: int, _: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with subprocess.Popen(command) as process:
+            try:
+                return process.wait()
+            except BaseException:
+                process.terminate()
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def trained_and_scored(
+    folder: Path, command: list[str], data: Path, prep: dict, metrics: list[str], began_with: str | None = None
+) -> dict:
     """One run's record, from folder/glue.json or made now: its command and data, every start, its scores.
 
-    It is written before the training too, so that one that goes on does so on the same data.
+    It is written before the training too, so that one that goes on does so on the same data. `began_with` is the digest
+    of the checkpoint that training begins with.
     """
     path, found = folder / "glue.json", fingerprint(data)
-    record = read_json(path) if path.exists() else {"command": command, "data": found, "starts": []}
+    new = {"command": command, "data": found, "began_with": began_with, "starts": []}
+    record = read_json(path) if path.exists() else new
     if record["command"] != command:
         raise UserError(f"{folder}: was made by another command; delete it, or choose another --name")
     if record.get("data", found) != found:  # older records have none
@@ -281,13 +322,18 @@ def trained_and_scored(folder: Path, command: list[str], data: Path, prep: dict,
             f"{folder}: was trained on other data (digest {record['data']}) than {data} holds now ({found}), and their "
             "scores must not be mixed; move it away to train it again, or choose another --name"
         )
+    if record.get("began_with", began_with) != began_with:
+        raise UserError(
+            f"{folder}: began with another model than the checkpoint holds now (digest {record['began_with']}, now "
+            f"{began_with}), and their scores must not be mixed; move it away, or choose another --name"
+        )
     if "scores" in record:
         return record
-    run_folder.take(folder)  # the same command may be at work on it
+    run_folder.take(folder, path.name)  # the same command may be at work on it
     record["starts"].append(provenance(on_cpu="--cpu" in command))
     write_json(path, record)
     print("+ " + shlex.join(command), file=sys.stderr, flush=True)
-    if subprocess.run(command, env=os.environ, check=False).returncode:
+    if run_to_the_end(command):
         raise UserError(f"{folder}: training failed, see above; the same command goes on")
     best = folder / "checkpoint_best.pt"
     record["scores"] = {}

@@ -20,6 +20,7 @@ from ea_tools.recipes import parse_flags
 from ea_tools.tables import LAUNCH
 from ea_tools.train import data_last, first_flag
 
+OF_A_START = LAUNCH - {"precision"} | {"run", "data"}  # what two starts of one run may differ in
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
 AXES = ("updates", "epochs", "hours")
 
@@ -83,8 +84,10 @@ def parse_line(line: str) -> Entry | None:
             content = json.loads(line[brace:])
         except ValueError:
             return None
-        tag = content.pop("tag", None) or next((t for t in ("train", "valid") if f"{t}_loss" in content), "train_inner")
-        numbers = {name.removeprefix(f"{tag}_"): value for name, value in content.items()}
+        tag, numbers = content.pop("tag", None), content
+        if tag is None:  # fairseq's own, where names begin with the tag
+            tag = next((t for t in ("train", "valid") if f"{t}_loss" in content), "train_inner")
+            numbers = {name.removeprefix(f"{tag}_"): value for name, value in content.items()}
     elif match := re.search(r"\bepoch \d+(:\s+\d+ / \d+ | \| )(.*)", line):
         inner, subset = match[1][0] == ":", re.search(r"valid on '(\S+)' subset", line)
         tag = "train_inner" if inner else subset[1] if subset else "train"
@@ -180,5 +183,5 @@ def identity(record: Path) -> tuple[dict[str, str], str | None]:
         given = {name: " ".join(values) for name, values in parse_flags(words[first_flag(words) :]).items()}
     except (ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
-    settings |= {name: value for name, value in given.items() if name not in LAUNCH | {"run", "data"}}
+    settings |= {name: value for name, value in given.items() if name not in OF_A_START}
     return settings, settings.pop("seed", None)

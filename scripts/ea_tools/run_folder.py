@@ -25,15 +25,18 @@ _BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # what may be there before
 _locks = []  # open as long as the process lives
 
 
-def take(run: Path) -> None:
-    """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive."""
+def take(run: Path, record: str = "run.json") -> None:
+    """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive.
+
+    A folder of other files is refused: one that has something, and neither `record` nor a model.
+    """
     if run.exists() and not run.is_dir():
-        raise UserError(f"--run {run}: is a file, and a folder is wanted")
+        raise UserError(f"{run}: is a file, and a folder is wanted")
     run.mkdir(parents=True, exist_ok=True)
-    if not (run / "run.json").exists() and not started(run):
+    if not (run / record).exists() and not started(run):
         foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))
         if foreign:
-            raise UserError(f"--run {run}: holds {foreign[0]}, which no training put there; choose another folder")
+            raise UserError(f"{run}: holds {foreign[0]}, which no training put there; choose another folder")
     lock = (run / "lock").open("w")
     try:
         # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,19 @@ class Sweep:
                     f"these cells of the grid are the same: {'; '.join(rows[values].label for values in same)}"
                 )
         name = f"sweep-{args.name or '-'.join([recipe.name, args.arch, *grid])}"
+        shown = replace(table, name=name).with_flags(flags)
         return cls(
-            name, args.recipe, grid, rows, default, args.seeds, args.confirm, args.score, args.runs, flags, table
+            name if args.name else shown.name,
+            args.recipe,
+            grid,
+            rows,
+            default,
+            args.seeds,
+            args.confirm,
+            args.score,
+            args.runs,
+            flags,
+            replace(table, title=shown.title),
         )
 
     def cells(self, keys: Iterable[Values], seeds: Sequence[int]) -> list[Cell]:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from functools import partial
 
 import numpy
 import pytest
@@ -340,6 +341,27 @@ def test_attention(tmp_path, monkeypatch):
             for taken in passes.values():
                 assert min(taken["memory"], taken["milliseconds"]["median"], taken["floor"]["milliseconds"]) > 0
     assert found["results"][0]["paths"]["plain"]["forward"]["memory"] >= 4 * 3 * 4 * 16 * 16  # one map at least
+
+
+def test_a_device_that_is_lost_spoils_no_other_path(monkeypatch):
+    def broken(problem):
+        raise RuntimeError("a kernel broke the device")
+
+    def lost(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    args = options.attention(["--device", "cpu", "--tokens", "48", "--paths", "ours"])
+    measure = partial(benchmark_attention.measure, args, "cpu", "fp32", "encoder", 4, 16, {"bytes": 1.0, "flops": 1.0})
+    monkeypatch.setattr(benchmark_attention, "SHORTEST_TIMING", 0)
+    monkeypatch.setitem(benchmark_attention.PATHS, "ours", broken)
+    with pytest.raises(UserError, match="no path could be measured: ours: RuntimeError: a kernel broke the device"):
+        measure()
+    monkeypatch.setattr(benchmark_attention, "fastest", lambda *_: 1.0)
+    monkeypatch.setattr(benchmark_attention, "synchronize", lost)
+    with pytest.raises(
+        RuntimeError, match=r"CUDA error: an illegal memory access.*; after RuntimeError: a kernel broke"
+    ):
+        measure()
 
 
 def test_ours_is_the_models_own_attention():

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
@@ -66,6 +68,10 @@ def test_the_papers_choice_and_the_papers_space(tmp_path, capsys):
     for words in ("--batch-size 8", "--lr 2e-05", "--max-epoch 3", "--ea-alpha 0.2", "--ea-beta 0.1"):
         assert f" {words} " in f"{command} "
     assert " --total-num-update 15 --warmup-updates 1 " in command  # 40 rows, 8 a batch, 3 epochs; 6%
+    (command,) = commands(capsys, data, tmp_path, "--update-freq", 4)  # 5 batches of an epoch are 2 updates
+    assert " --total-num-update 6 --warmup-updates 1 " in command
+    (command,) = commands(capsys, data, tmp_path, "--max-update", 4)
+    assert " --total-num-update 4 " in command
     assert len(commands(capsys, data, tmp_path, "--search")) == 3 * 2 * 3 * 3 * 3
     assert len(commands(capsys, data, tmp_path, "--alpha", 0.1, 0.2, "--seeds", 1, 2)) == 4
 
@@ -166,9 +172,7 @@ def test_results_of_other_data_are_not_mixed_and_every_commit_is_told(tmp_path, 
     monkeypatch.setattr(glue, "provenance", lambda on_cpu: {"commit": next(commits), "device": "d", "date": "t"})
     monkeypatch.setattr(glue, "predict", lambda *words: ([1, 0, 1], [1, 0, 0]))
     trainings = []
-    monkeypatch.setattr(
-        glue.subprocess, "run", lambda words, **_: trainings.append(words) or SimpleNamespace(returncode=0)
-    )
+    monkeypatch.setattr(glue, "run_to_the_end", lambda words: trainings.append(words) or 0)
     words = arguments(data, tmp_path, "--seeds")
     glue.main([*words, "1"])
     glue.main([*words, "1", "2"])
@@ -190,9 +194,16 @@ def test_results_of_other_data_are_not_mixed_and_every_commit_is_told(tmp_path, 
 def test_a_training_that_was_cut_off_goes_on_with_its_own_data_alone(tmp_path, monkeypatch):
     data = cola(tmp_path)
     monkeypatch.setattr(glue, "provenance", lambda on_cpu: {"commit": "a" * 40})
-    monkeypatch.setattr(glue.subprocess, "run", lambda words, **_: SimpleNamespace(returncode=1))
-    with pytest.raises(UserError, match="training failed"):
-        glue.trained_and_scored(tmp_path / "run", ["train"], data, {}, [])
+    monkeypatch.setattr(glue, "run_to_the_end", lambda words: 1)
+    run = tmp_path / "run"
+    for _ in range(2):  # the second time without a checkpoint: it stopped before the first was saved
+        with pytest.raises(UserError, match="training failed"):
+            glue.trained_and_scored(run, ["train"], data, {}, [], "model 1")
+        (run / "log.jsonl").write_text("")
+    with pytest.raises(
+        UserError, match=r"began with another model than the checkpoint holds now .*model 1, now model 2"
+    ):
+        glue.trained_and_scored(run, ["train"], data, {}, [], "model 2")
     (data / "input0/train.bin").write_bytes(b"other")
     with pytest.raises(UserError, match="was trained on other data"):
         glue.trained_and_scored(tmp_path / "run", ["train"], data, {}, [])
@@ -204,10 +215,23 @@ def test_two_at_once(tmp_path, monkeypatch):
     command = [sys.executable, "-c", f"{lock}; print('held', flush=True); time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        monkeypatch.setattr(glue.subprocess, "run", lambda *words, **options: pytest.fail("it trains"))
+        monkeypatch.setattr(glue, "run_to_the_end", lambda words: pytest.fail("it trains"))
         with pytest.raises(UserError, match="another process trains in this folder"):
             glue.trained_and_scored(tmp_path, ["train"], tmp_path, {}, [])
         holder.kill()
+
+
+def test_a_training_ends_with_the_command_that_started_it(tmp_path):
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import sys; from ea_tools import glue; glue.run_to_the_end([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent]) as process:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, kernels_row
 from ea_tools.common import UserError
 
 GPU = Plan(rehearsal=False)
+ORIGIN = {"device": "none", "versions": {"torch": "2"}, "cuda": None, "commit": "abc"}
 
 
 @pytest.fixture
@@ -27,8 +28,7 @@ def small_section(monkeypatch):
     functions = {name: lambda seconds, name=name: {"value": name} for name in "abc"}
     section = Section("Letters", 1.0, lambda plan: functions.items(), ("what", "value"), lambda cell: [cell["value"]])
     monkeypatch.setattr(gpu_report, "SECTIONS", {"letters": section})
-    origin = {"device": "none", "versions": {"torch": "2"}, "cuda": None, "commit": "abc"}
-    monkeypatch.setattr(gpu_report, "origin", lambda plan: origin)
+    monkeypatch.setattr(gpu_report, "origin", lambda plan: ORIGIN)
     return functions
 
 
@@ -150,6 +150,68 @@ def test_a_cell_whose_time_was_over_is_tried_next_time(tmp_path, small_section, 
     assert content == {"rehearsal": True, "cells": {"a": {"value": "a"}}, "running": None}
 
 
+def test_a_cell_that_was_running_when_the_program_was_stopped_is_not_to_blame(tmp_path, small_section, monkeypatch):
+    started(tmp_path / "letters.json", "b", 0, "a")
+    with pytest.raises(UserError, match="it cannot start"):  # the next process ends before it begins with a cell
+        run_section(tmp_path, monkeypatch, lambda path: 1)
+    assert gpu_report.read(tmp_path / "letters.json", Plan(rehearsal=True))["cells"] == {"a": {"value": "a"}}
+
+
+def test_what_failed_is_measured_again_where_that_is_asked_for(tmp_path, small_section):
+    small_section["b"] = lambda seconds: 1 / 0
+    work(tmp_path)
+    plan = Plan(rehearsal=True)
+    assert "by `--again`" in gpu_report.markdown(tmp_path, plan)
+    small_section["b"] = lambda seconds: {"value": "mended"}
+    assert "ZeroDivisionError" in work(tmp_path)[1]["cells"]["b"]["failed"]
+    gpu_report.forget_failures(["letters"], tmp_path, plan)
+    _, content = work(tmp_path)
+    assert content["cells"]["b"]["value"] == "mended"
+    assert "--again" not in gpu_report.markdown(tmp_path, plan)
+
+
+def test_rows_say_where_and_how_they_were_measured(tmp_path, small_section, monkeypatch):
+    small_section["b"] = lambda seconds: {"value": "b", "without_kernels": ["encoder, bfloat16"]}
+    del small_section["c"]
+    work(tmp_path)
+    assert "| a | a |\n| b, **without kernels** | b |" in gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+    monkeypatch.setattr(gpu_report, "origin", lambda plan: {**ORIGIN, "commit": "def"})
+    small_section["c"] = lambda seconds: {"value": "c"}
+    work(tmp_path)
+    report = gpu_report.markdown(tmp_path, Plan(rehearsal=True))
+    assert "- [1] none, PyTorch 2, CUDA None, commit abc\n- [2] none, PyTorch 2, CUDA None, commit def\n" in report
+    assert "| a [1] | a |" in report
+    assert "| c [2] | c |" in report
+
+
+def test_another_gpu_has_another_output(tmp_path, small_section, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B")
+    monkeypatch.setattr(gpu_report, "origin", lambda plan: {**ORIGIN, "gpu": {"name": "B"}})
+    work(tmp_path)
+    gpu_report.check_gpu(tmp_path, Plan(rehearsal=True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "C")
+    with pytest.raises(UserError, match=r"letters\.json was measured on B, and this is C: choose another --output"):
+        gpu_report.check_gpu(tmp_path, Plan(rehearsal=True))
+
+
+def test_what_the_kernels_refused_is_noted(monkeypatch):
+    _, gpu_trial = import_kernels()
+    monkeypatch.setattr(gpu, "_kernels", lambda: "there are some")
+    monkeypatch.setattr(gpu_trial, "passed", lambda call, may_try: call == "good")
+    monkeypatch.setattr(gpu_trial.Variant, "of", lambda call: f"variant of {call}")
+    before = gpu_trial.passed
+    with gpu_sections.noting_refusals(GPU) as refused:
+        assert gpu_trial.passed("good", may_try=True)
+        assert not refused
+        assert not gpu_trial.passed("bad", may_try=True)
+    assert refused == {"variant of bad"}
+    assert gpu_trial.passed is before
+    monkeypatch.setattr(gpu, "_kernels", lambda: None)
+    with gpu_sections.noting_refusals(GPU) as refused:
+        assert refused == {"all: there are no kernels here"}
+
+
 def test_a_section_that_cannot_start_stops_no_other(tmp_path, monkeypatch, capsys):
     begun = []
 
@@ -249,6 +311,8 @@ def test_decoding_on_a_gpu(monkeypatch, no_gpu_needed):
 @pytest.mark.slow
 def test_memory_on_a_gpu(monkeypatch, no_gpu_needed):
     done = []
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: done.append("cleared"), raising=False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("counted anew"))
 
@@ -258,9 +322,9 @@ def test_memory_on_a_gpu(monkeypatch, no_gpu_needed):
 
     monkeypatch.setattr(training, "memory", memory)
     found = run_all("memory")
-    assert done[:6] == [
-        *("emptied", "counted anew", ("cuda", "ea_transformer_base", "bf16", None)),
-        *("emptied", "counted anew", ("cuda", "transformer", "bf16", None)),
+    assert done[:8] == [
+        *("cleared", "emptied", "counted anew", ("cuda", "ea_transformer_base", "bf16", None)),
+        *("cleared", "emptied", "counted anew", ("cuda", "transformer", "bf16", None)),
     ]
     assert SECTIONS["memory"].row(found["lite, fp32"]) == ["3", "2", "1.50"]
 
@@ -295,20 +359,32 @@ def test_kernels_on_a_gpu(monkeypatch):
         gpu_trial, "errors", lambda variant: tried.append(variant) or {"the context": 0.5, "A_logit": 0}
     )
     found = run_all("kernels")
-    assert len(set(tried)) == len(found) == 3 * (6 + 8)
+    assert len(set(tried)) == len(found) == 3 * (6 + 4 + 8)
     assert {variant.dtype for variant in tried} == {torch.float32, torch.float16, torch.bfloat16}
     assert {variant.geometry for variant in tried} == set(gpu_trial.Geometry)
     assert {variant.heads for variant in tried} == {1, 4, 8, 16}
     assert {variant.kernel_size for variant in tried} == {1, 3, 5}
-    assert all(variant.gradients and variant.dropped for variant in tried)
+    assert all(variant.gradients for variant in tried)
+    assert sum(not variant.dropped for variant in tried) == 3 * 4
+    assert {variant.settings[2] for variant in tried if not variant.dropped} == {True, False}, "the map is kept, or not"
+    assert {(variant.rows, variant.columns) for variant in tried} > {(1000, 1000)}
     assert SECTIONS["kernels"].row(found["predictive, fp16"]) == ["5.0e-01 **wrong**", "5e-03", "the context"]
 
 
 def test_a_training_that_is_cut_off(monkeypatch, tmp_path):
     log = [
+        {"tag": "train", "step": 90, "loss": 5.3, "wps": 1.0, "wpb": 100.0, "train_wall": 5.0, "num_updates": 90.0},
         {"tag": "valid", "step": 190, "loss": 4.5, "wps": 99.0, "num_updates": 190.0},
-        {"tag": "train", "step": 190, "loss": 5.3, "wps": 1300.0, "num_updates": 190.0},
-        {"tag": "train_inner", "step": 200, "loss": 5.2, "wps": 1234.5, "num_updates": 200.0},
+        {"tag": "train", "step": 190, "loss": 5.3, "wps": 1.0, "wpb": 120.0, "train_wall": 2.0, "num_updates": 190.0},
+        {
+            "tag": "train_inner",
+            "step": 200,
+            "loss": 5.2,
+            "wps": 1.0,
+            "wpb": 1.0,
+            "train_wall": 1.0,
+            "num_updates": 200.0,
+        },
     ]
     asked = []
 
@@ -317,19 +393,22 @@ def test_a_training_that_is_cut_off(monkeypatch, tmp_path):
             run = words[words.index("--run") + 1]
             run.mkdir(parents=True)
             (run / "log.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in log))
+            (run / "train.log").write_text("x\nevolving attention takes its slower way for y\nz\n")
         asked.append(words)
         return None, ""
 
     monkeypatch.setattr(gpu_sections, "command", command)
-    monkeypatch.setattr(gpu_sections, "REPO", tmp_path)
+    plan = Plan(False, tmp_path, tmp_path / "output")
     (tmp_path / "PREP.json").write_text("{}")
-    found = gpu_sections.train_recipe(Plan(False, tmp_path), "ea_transformer_base", 10.0)
+    found = gpu_sections.train_recipe(plan, "ea_transformer_base", 10.0)
     assert (found["finished"], found["updates"], found["validation_loss"]) == (False, 200, 4.5)
-    assert found["words_per_second"] == 1234.5, "of the training, not of the validation"
-    again = gpu_sections.train_recipe(Plan(False, tmp_path), "ea_transformer_base", 10.0)
+    assert found["words_per_second"] == (90 * 100 + 100 * 120) / 7, "of the training, without validating and saving"
+    assert found["without_kernels"] == ["evolving attention takes its slower way for y"]
+    assert found["run"].is_relative_to(tmp_path / "output"), "another --output is another training"
+    again = gpu_sections.train_recipe(plan, "ea_transformer_base", 10.0)
     assert again == found
     assert asked[0][:5] == ["train", "multi30k-tiny-en-de", "ea_transformer_base", "--data", tmp_path]
-    assert SECTIONS["multi30k"].row(found)[:3] == ["200", "1,234.5", "4.5"]
+    assert SECTIONS["multi30k"].row(found)[:3] == ["200", "3,000", "4.5"]
     nothing = gpu_sections.train_recipe(Plan(False, tmp_path / "nowhere"), "transformer", 10.0)
     assert nothing["finished"] is False
     assert "docs/data.md" in nothing["why"]
@@ -353,7 +432,7 @@ def test_rehearsal(tmp_path, data, capsys):  # noqa: F811
         for name, cell in content["cells"].items():
             assert "failed" not in cell, f"{section}, {name}: {cell['failed']}"
             assert cell["origin"]["commit"]
-            assert f"| {name} | " in report
+            assert f"| {name} " in report
     assert "failed" not in report
     capsys.readouterr()
     started = time.monotonic()

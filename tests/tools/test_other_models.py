@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 
 from ea_tools import profile_model
 from ea_tools.bench import decoding
+from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError
 from ea_tools.maps import draw, statistics
 from ea_tools.maps.collect import collect
@@ -79,6 +81,7 @@ MODELS = {
     "stock_roberta": ("roberta", "masked_lm", "text", [*ROBERTA, *ONE_BY_ONE, "--max-positions", "40"]),
     "tuned": ("ea_roberta", "sentence_prediction", "CoLA", [*ROBERTA, *PREDICTION]),
     "pairs": ("ea_roberta", "sentence_prediction", "RTE", [*ROBERTA, *PREDICTION]),
+    "bart_tuned": ("ea_bart", "sentence_prediction", "CoLA", [*SIDES, *PREDICTION, "--add-prev-output-tokens"]),
     "denoiser": ("ea_bart", "denoising", "text", [*SIDES, "--sample-break-mode", "eos", "--mask", "0.3"]),
     "bart": ("ea_bart", "translation", "toy", [*SIDES, "--source-lang", "de", "--target-lang", "en"]),
 }
@@ -91,6 +94,7 @@ SHOWN = {
     "stock_roberta": (["encoder"], "source", f"<s> {WORDS}"),
     "tuned": (["encoder"], "source", f"<s> {AS_IT_IS}"),
     "pairs": (["encoder"], "source", f"<s> {AS_IT_IS}"),
+    "bart_tuned": (["encoder", "decoder", "cross"], "source", f"<s> {AS_IT_IS}"),
     "denoiser": (["encoder", "decoder", "cross"], "predicted", f"<s> {WORDS}"),
     "bart": (["encoder", "decoder", "cross"], "source", WORDS),
 }
@@ -185,6 +189,8 @@ def test_text_is_read_as_the_task_reads_it(trained, name):
             read = (sample["source"] if name == "bart" else sample["net_input.src_tokens"]).tolist()
             kept = [place for place, word in enumerate(read) if word == source.ids[place]]
             assert len(read) == len(source.ids)
+            if name == "bart_tuned":
+                assert loaded.reads(target)[1].tolist() == sample["net_input.prev_output_tokens"].tolist()
             assert len(kept) >= (0.5 if "roberta" in name else 1) * len(read)  # some of masked_lm's are masked
 
 
@@ -229,6 +235,7 @@ def test_statistics_do_not_depend_on_batches(trained):
     [
         (draw, "lm", ["--target", "x"], r"--target: .*lm\.pt has a decoder only, and reads one text: give --source"),
         (draw, "roberta", ["--target", "x"], r"--target: .*roberta\.pt has an encoder only"),
+        (draw, "bart_tuned", ["--target", "x"], r"--target: .*bart_tuned\.pt says a class, and reads one text"),
         (draw, "lm", ["--kind", "cross"], r"--kind cross: .* has no encoder-decoder attention; it has decoder self"),
         (draw, "roberta", ["--second", "x"], r"--second: .* was trained for masked_lm, and reads one sentence"),
         (draw, "lm", ["--second", "x"], r"--second: .*lm\.pt has a decoder only"),
@@ -263,6 +270,14 @@ def test_text_without_its_preparation_is_refused(trained, tmp_path):
     (tmp_path / "text/PREP.json").unlink()
     with pytest.raises(UserError, match=r"text/PREP\.json: no such file"):
         load_model(trained.lm, tmp_path / "text")
+
+
+def test_two_runs_of_one_name_are_told_apart():
+    runs = [Path(f"runs/{recipe}/ea-seed1/average10.pt") for recipe in ("one", "two")]
+    assert told_apart(runs) == ["one/ea-seed1/average10.pt", "two/ea-seed1/average10.pt"]
+    assert told_apart([Path("a/x/b.pt"), Path("a/y/b.pt")]) == ["x/b.pt", "y/b.pt"]
+    assert told_apart([runs[0], runs[0]]) == ["ea-seed1/average10.pt"] * 2
+    assert told_apart(runs[:1]) == ["ea-seed1/average10.pt"]
 
 
 def test_another_task_is_named(trained, tmp_path):

@@ -186,6 +186,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path):
     ]
 
 
+def test_another_precision_is_another_line(tmp_path):
+    folders = [
+        make(tmp_path / str(seed), seed=seed, flags=f"--precision {p}") for seed, p in ((1, "fp32"), (2, "bf16"))
+    ]
+    assert len(plot_curves.group([plot_curves.read(path) for path in folders])) == 2
+
+
 def test_the_same_seed_twice_is_two_lines(tmp_path):
     twice = [make(tmp_path / name, seed=1) for name in ("before", "after")]
     assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]

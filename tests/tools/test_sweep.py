@@ -101,6 +101,15 @@ def test_what_is_finished_is_not_run_again(toy, trainings, capsys):
     assert "None is called the best yet: not run with every seed: ea-alpha 0.1, ea-beta 0.1 (default);" in report(toy)
 
 
+def test_flags_for_every_run_have_a_page_of_their_own(toy, trainings):
+    call(toy, "--seeds", 1)
+    before = report(toy)
+    call(toy, "--seeds", 1, "--max-update", 500, grid=ALPHA)
+    assert ", all with --max-update 500\n" in report(toy, "toy-ea_transformer_lite-ea-alpha-max-update500")
+    call(toy, "--seeds", 1, "--max-update", 500)
+    assert report(toy) == before
+
+
 def test_a_difference_that_is_more_than_the_spread_between_seeds(toy, trainings, monkeypatch):
     """The best by the first seed is not the best by the mean; the default is run again although it is far behind."""
     trainings.scores |= {("0.1", "0.1"): 25.0, ("0.5", "0.1"): 33.1}

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.trainer import Trainer
 from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
@@ -140,6 +142,59 @@ def test_the_share_of_an_epoch_that_was_seen_stays(done, before, now, goes_on_af
     place = {"iterations_in_epoch": done, **({} if before is None else {"batches_in_epoch": before})}
     fairseq_train.fit_place(place, now)
     assert place["iterations_in_epoch"] == goes_on_after
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """Our trainer without a model: `asked` are the epochs whose batches fairseq was asked for."""
+    found = object.__new__(fairseq_train.LongRunTrainer)
+    found._taken_up, found.asked, found.reusable = None, [], True
+    found.cfg = SimpleNamespace(
+        dataset=SimpleNamespace(update_epoch_batch_itr=False),
+        checkpoint=SimpleNamespace(reset_dataloader=False, reset_meters=False),
+    )
+    found.task = SimpleNamespace(
+        has_sharded_data=lambda split: False,
+        dataset=lambda split: None,
+        can_reuse_epoch_itr=lambda dataset: found.reusable,
+    )
+
+    def batches(self, epoch, **options):
+        self.asked.append((epoch, options.get("load_dataset", True)))
+        return [1, 2, 3]
+
+    monkeypatch.setattr(Trainer, "get_train_iterator", batches)
+    return found
+
+
+def test_batches_are_those_of_the_first_epoch_only_where_they_serve_for_all(trainer):
+    trainer.get_train_iterator(5, load_dataset=True)
+    assert trainer.asked == [(1, True)]
+    trainer.reusable = False  # of random crops, for example
+    trainer.get_train_iterator(1, load_dataset=True)
+    trainer.get_train_iterator(5, load_dataset=True)
+    assert trainer.asked[1:] == [(1, True), (1, True), (5, False)]
+    trainer.cfg.dataset.update_epoch_batch_itr = True
+    trainer.get_train_iterator(6, load_dataset=False)
+    assert trainer.asked[4:] == [(6, False)]
+
+
+@pytest.mark.parametrize(
+    ("reset_meters", "flags", "taken_up"),
+    [
+        (False, {}, True),
+        (True, {}, False),
+        (True, {"reset_meters": True}, True),
+        (False, {"reset_dataloader": True}, False),
+    ],
+)
+def test_a_run_that_only_begins_with_a_model_begins_its_epoch(trainer, monkeypatch, reset_meters, flags, taken_up):
+    """fairseq resets all for --finetune-from-model, and says so by reset_meters alone."""
+    vars(trainer.cfg.checkpoint).update(flags)
+    state = {"train_iterator": {"iterations_in_epoch": 2, "batches_in_epoch": 3}}
+    monkeypatch.setattr(Trainer, "load_checkpoint", lambda self, path, **_: state)
+    trainer.load_checkpoint("x.pt", reset_meters=reset_meters)
+    assert trainer._taken_up == (state["train_iterator"] if taken_up else None)
 
 
 @pytest.mark.slow

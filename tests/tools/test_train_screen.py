@@ -139,6 +139,7 @@ def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
 def trainer(monkeypatch):
     """A trainer whose base, fairseq's, saves and loads `trainer.state`."""
     found = object.__new__(fairseq_train.LongRunTrainer)
+    found.cfg = SimpleNamespace(checkpoint=SimpleNamespace(reset_dataloader=False, reset_meters=False))
     found.state = {"extra_state": {"metrics": {"train": [1], "valid": [2]}}}
     monkeypatch.setattr(fairseq_train.Trainer, "state_dict", lambda self: self.state)
     monkeypatch.setattr(fairseq_train.Trainer, "load_checkpoint", lambda self, *_, **__: self.state["extra_state"])

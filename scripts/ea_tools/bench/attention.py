@@ -21,7 +21,7 @@ from ea_fairseq.evolution import Evolution, Geometry
 from ea_fairseq.masks import combine
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
-from ea_tools.common import reporting, write_json
+from ea_tools.common import UserError, reporting, write_json
 from ea_tools.memory import keep_freed_memory
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -73,6 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"written: {args.output}")
 
 
+def alive(device: str, error: Exception) -> None:
+    """Raise where nothing runs any more on the device, as after an illegal address: no other path would."""
+    try:
+        synchronize(device)
+    except RuntimeError as lost:
+        raise RuntimeError(f"{lost}; after {type(error).__name__}: {error}") from error
+
+
 def measure(
     args: argparse.Namespace,
     device: str,
@@ -97,12 +105,15 @@ def measure(
             run = PATHS[name](problem)
             outcome = results_of(run, problem)
         except Exception as error:  # a compiler that is missing, memory that is too small: the other paths go on
+            alive(device, error)
             failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             continue
         paths[name] = partial(repeat, run, problem, loops)
         memory[name] = {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
         if name != "sdpa":
             differences[name] = max(map(relative_difference, outcome, expected))
+    if not paths:
+        raise UserError(f"no path could be measured: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
     label = f"{kind} K={heads} N={length} {precision}"
     with tqdm(
         total=calls(len(paths), 2, args.repetitions), desc=label, unit=" calls", mininterval=1, leave=False

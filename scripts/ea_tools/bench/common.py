@@ -68,6 +68,7 @@ def prepare(args: argparse.Namespace) -> str:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is float32, in the plain composition's convolutions as elsewhere
     return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 

@@ -1,8 +1,9 @@
 """Measure everything that needs an NVIDIA GPU, section by section, in under ten minutes.
 
 Run the same command again and it goes on: each section keeps what it has measured in OUTPUT/SECTION.json, number by
-number, and what is there is not measured again. To measure a section once more, delete its file. OUTPUT/report.md has
-the tables; what has not been measured stands there as "not run".
+number, and what is there is not measured again. To measure a section once more, delete its file, and of multi30k
+OUTPUT/runs too; to measure what failed, add --again. OUTPUT/report.md has the tables; what has not been measured stands
+there as "not run", and what ran without the kernels says so.
 
   kernels   the GPU's kernels against the plain composition in float64: values and gradients, every rule and geometry
   training  updates by fairseq's own trainer, ours beside fairseq's Transformer
@@ -25,10 +26,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section
+from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, noting_refusals
 from ea_tools.common import REPO, UserError, replacing, reporting, write_json
 
 #: seconds that a process has to end by itself when its time is over
@@ -41,11 +42,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line: a process for each section, one after the other, then the tables."""
     args = parse(arguments)
     with reporting("gpu_report"):
-        plan = Plan(args.rehearse, args.data)
+        plan = Plan(args.rehearse, args.data, args.output)
         if args.work:
             sys.exit(work(args.work, plan, args.output, time.monotonic() + args.seconds))
         if not args.rehearse:
-            check_gpu()
+            check_gpu(args.output, plan)
+        if args.again:
+            forget_failures(args.only, args.output, plan)
         start = time.monotonic()
         end = start + 60 * args.minutes
         shares = {name: section.share for name, section in SECTIONS.items() if name in args.only}
@@ -77,6 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data of multi30k (default: the recipe's)")
+    parser.add_argument("--again", action="store_true", help="measure what failed once more")
     parser.add_argument("--rehearse", action="store_true", help="try the program on the CPU; the numbers mean nothing")
     parser.add_argument("--work", choices=SECTIONS, help=argparse.SUPPRESS)  # the process that measures a section
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # how long it may take
@@ -87,11 +91,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_gpu() -> None:
+def check_gpu(output: Path, plan: Plan) -> None:
+    """Refuse where there is no GPU, or where what is there already was measured on another one."""
     import torch
 
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU here; --rehearse tries the program without one")
+    here = torch.cuda.get_device_name()
+    for name in SECTIONS:
+        for cell in read(output / f"{name}.json", plan)["cells"].values():
+            before = cell.get("origin", {}).get("gpu", {}).get("name", here)
+            if before != here:
+                path = output / f"{name}.json"
+                raise UserError(f"{path} was measured on {before}, and this is {here}: choose another --output")
+
+
+def forget_failures(sections: Iterable[str], output: Path, plan: Plan) -> None:
+    for name in sections:
+        path = output / f"{name}.json"
+        content = read(path, plan)
+        cells = {key: cell for key, cell in content["cells"].items() if "failed" not in cell}
+        if cells != content["cells"]:
+            write_json(path, {**content, "cells": cells})
 
 
 # ---- sections as files and processes
@@ -99,8 +120,9 @@ def check_gpu() -> None:
 
 def run_section(section: str, args: argparse.Namespace, end: float) -> None:
     """Have a process measure what a section lacks until `end`, and another one where it ended too early."""
-    path, plan = args.output / f"{section}.json", Plan(args.rehearse, args.data)
+    path, plan = args.output / f"{section}.json", Plan(args.rehearse, args.data, args.output)
     log = path.with_suffix(".log")
+    forget_what_was_running(path, plan)  # when somebody stopped this program
     while (lacking := missing(section, plan, read(path, plan))) and (left := end - time.monotonic()) > 0:
         print(f"{section}: {len(lacking)} to measure, {left:.0f} s; what it says is in {log}", flush=True)
         status = run_process(section, args, left, log)
@@ -179,7 +201,9 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
         write_json(path, {**content, "running": name})
         start = time.monotonic()
         try:
-            result = cells[name](end - start)
+            with noting_refusals(plan) as refused:
+                result = {"without_kernels": sorted(refused), **cells[name](end - start)}
+                result["without_kernels"] = sorted({*result["without_kernels"], *refused})
         except Exception as error:  # whatever it is, other cells may do better
             from ea_fairseq.kernels.gpu import summary
 
@@ -224,10 +248,9 @@ def markdown(output: Path, plan: Plan) -> str:
     measured = {name: read(output / f"{name}.json", plan)["cells"] for name in SECTIONS}
     lines = ["# A rehearsal on the CPU: these numbers mean nothing" if plan.rehearsal else "# Measured on a GPU", ""]
     origins = [cell["origin"] for cells in measured.values() for cell in cells.values() if "origin" in cell]
-    places = {
-        "- {device}, PyTorch {versions[torch]}, CUDA {cuda}, commit {commit}".format(**place) for place in origins
-    }
-    lines += sorted(places)
+    places = sorted(set(map(place, origins)))
+    several = len(places) > 1
+    lines += [f"- {f'[{number}] ' if several else ''}{words}" for number, words in enumerate(places, 1)]
     for name, section in SECTIONS.items():
         lines += [
             "",
@@ -237,8 +260,25 @@ def markdown(output: Path, plan: Plan) -> str:
             "|---" * len(section.columns) + "|",
         ]
         for cell in cells_of(name, plan):
-            lines.append(f"| {cell} | {' | '.join(row(section, measured[name].get(cell)))} |")
+            found = measured[name].get(cell)
+            lines.append(f"| {cell}{marks(found, places)} | {' | '.join(row(section, found))} |")
+    if any("failed" in cell for cells in measured.values() for cell in cells.values()):
+        lines += ["", "What failed is measured once more by `--again`."]
     return "\n".join([*lines, ""])
+
+
+def marks(cell: dict | None, places: list[str]) -> str:
+    """What has to be said of a cell beside its name: where it was measured, where there are several, and how."""
+    said = ""
+    if cell and "origin" in cell and len(places) > 1:
+        said += f" [{places.index(place(cell['origin'])) + 1}]"
+    if cell and cell.get("without_kernels"):
+        said += ", **without kernels**"
+    return said
+
+
+def place(origin: dict) -> str:
+    return "{device}, PyTorch {versions[torch]}, CUDA {cuda}, commit {commit}".format(**origin)
 
 
 def row(section: Section, cell: dict | None) -> list[str]:

@@ -3,6 +3,7 @@
 Modules that need torch are imported where they are used: the program that starts the processes needs none of them.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -13,8 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ea_tools.common import REPO
+
+if TYPE_CHECKING:
+    from ea_fairseq.kernels import Call
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -25,6 +30,7 @@ class Plan:
 
     rehearsal: bool
     data: Path | None = None  # of multi30k; None: the recipe's
+    output: Path = REPO / "results" / "gpu"
 
     @property
     def device(self) -> str:
@@ -88,6 +94,8 @@ def kernels_cells(plan: Plan) -> Iterator[tuple[str, Callable[[float], dict]]]:
     for precision in PRECISIONS:
         for words in SUMS:
             yield f"{words}, {precision}", partial(compare_kernels, plan, words, precision)
+        for words in list(SUMS)[:4]:  # as base and lite call them, which the other sections measure
+            yield f"{words}, no dropout, {precision}", partial(compare_kernels, plan, words, precision, dropout=0.0)
     others = {
         "learnt shares": {"learn": True},
         "given logits": {"given": True},
@@ -115,6 +123,7 @@ def compare_kernels(
     width: int = 64,
     learn: bool = False,
     given: bool = False,
+    dropout: float = 0.1,
 ) -> dict:
     """How far the kernels are from float64, of each result its largest number, beside what passes their own trial."""
     import torch
@@ -138,11 +147,42 @@ def compare_kernels(
         bias=None if conv is None else conv.bias,
         given=maps if given else None,
         **{"hidden": mask, "masked": mask, "previous": maps if has_previous else None},
-        **{"dropout": 0.1, "keep_map": True},
+        **{"dropout": dropout, "keep_map": dropout > 0 or geometry == "ENCODER_SELF"},
     )
     variant = gpu_trial.Variant.of(call)
+    if length > 30:  # else the trial takes a smaller problem that gets the same blocks
+        variant = variant._replace(rows=length, columns=length)
     errors, tolerance = gpu_trial.errors(variant), gpu_trial.tolerance(variant)
     return {"errors": errors, "tolerance": tolerance, "passed": all(error <= tolerance for error in errors.values())}
+
+
+@contextlib.contextmanager
+def noting_refusals(plan: Plan) -> Iterator[set[str]]:
+    """Collect what ran without the kernels, because their trial failed or there are none: its speed is not theirs."""
+    from ea_fairseq.kernels import gpu
+
+    refused = set()
+    if plan.rehearsal:  # where there is no GPU, no kernels are wanted
+        yield refused
+        return
+    if gpu._kernels() is None:
+        yield {"all: there are no kernels here"}
+        return
+    from ea_fairseq.kernels import gpu_trial
+
+    passed = gpu_trial.passed
+
+    def noting(call: "Call", may_try: bool) -> bool:
+        verdict = passed(call, may_try)
+        if not verdict:
+            refused.add(str(gpu_trial.Variant.of(call)))
+        return verdict
+
+    gpu_trial.passed = noting
+    try:
+        yield refused
+    finally:
+        gpu_trial.passed = passed
 
 
 # ---- training, decoding, memory, the operation alone: see the benchmarks
@@ -215,6 +255,7 @@ def forget_memory(plan: Plan) -> None:
 
     gc.collect()
     if not plan.rehearsal:
+        torch._C._cuda_clearCublasWorkspaces()  # which PyTorch counts, and the next model would be charged with
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -266,14 +307,12 @@ def train_recipe(plan: Plan, arch: str, seconds: float) -> dict:
     data = plan.data or recipes.read(plan.recipe).data
     if not (data / "PREP.json").is_file():
         return {"finished": False, "why": f"no prepared data in {data}: see docs/data.md"}
-    run = (
-        REPO / "runs" / f"gpu-report-{plan.recipe}-{arch}" if not plan.rehearsal else data.parent / f"rehearsal-{arch}"
-    )
+    run = (plan.output / "runs" / f"{plan.recipe}-{arch}").resolve()
     end = time.monotonic() + seconds
     flags = ["--gpus", "0", *REHEARSED] if plan.rehearsal else ["--gpus", "1"]
     train = ["train", plan.recipe, arch, "--data", data, "--run", run, "--no-tensorboard", *flags]
     status, said = command(train, seconds)
-    result = {"run": run, "architecture": arch, **progress(run)}
+    result = {"run": run, "architecture": arch, **progress(run), "without_kernels": refusals(run)}
     if status is None:
         return {**result, "finished": False}
     if status:
@@ -311,18 +350,31 @@ def command(words: list, seconds: float) -> tuple[int | None, str]:
 
 
 def progress(run: Path) -> dict:
-    """What the run's log told last: updates, words a second of training, and the loss on the validation set."""
+    """What the run's log tells: updates, words a second, and the loss on the validation set.
+
+    The words are those of all epochs that ended, and the seconds the training's alone, as fairseq measures them.
+    """
     from ea_tools import logs
 
     log = run / "log.jsonl"
     entries = logs.entries_of(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
     scores = {"updates": float(entries[-1][1])} if entries else {}
-    for tag, _, numbers in entries:
+    words, seconds, before = 0.0, 0.0, 0
+    for tag, update, numbers in entries:
         if tag == "valid":
             scores["validation_loss"] = numbers["loss"]
-        elif "wps" in numbers:
-            scores["words_per_second"] = numbers["wps"]
-    return scores
+        elif tag == "train":
+            words += numbers["wpb"] * (update - before)
+            seconds += numbers["train_wall"]
+            before = update
+    return {**scores, "words_per_second": words / seconds} if seconds else scores
+
+
+def refusals(run: Path) -> list[str]:
+    """The lines of a run's log that say that no kernel did something."""
+    log = run / "train.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return [line for line in text.splitlines() if "takes its slower way" in line]
 
 
 def last_line(said: str) -> str:

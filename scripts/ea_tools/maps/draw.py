@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, positive, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
@@ -131,13 +132,14 @@ def examine(args: argparse.Namespace) -> Look:
             print(f"{name}: {' '.join(labels)}", file=sys.stderr)
     if args.words:
         _say_where_words_are_not_known(loaded, tokens)
+    names = told_apart([one.checkpoint for one in (loaded, other) if one])
     return Look(
         tokens=tokens,
         words=words,
         maps=_by_place(loaded, source, target),
         baseline=_by_place(other, source, target) if other else {},
-        name=_name(loaded.checkpoint),
-        baseline_name=_name(other.checkpoint) if other else None,
+        name=names[0],
+        baseline_name=names[1] if other else None,
         in_words=args.words,
     )
 
@@ -168,11 +170,6 @@ def _say_where_words_are_not_known(loaded: Loaded, tokens: Iterable[str]) -> Non
 
 def _words(loaded: Loaded) -> tuple[list[str], list[str]]:
     return loaded.task.source_dictionary.symbols, loaded.task.target_dictionary.symbols
-
-
-def _name(checkpoint: Path) -> str:
-    """RUN/checkpoint.pt, without the folders above."""
-    return "/".join(checkpoint.parts[-2:])
 
 
 def _by_place(loaded: Loaded, source: Sentence | None, target: Sentence | None) -> Maps:

@@ -179,6 +179,10 @@ class Loaded:
         """
         if self.sides == BOTH:
             given = self.source(source, second)
+            if self.task_name in PREDICTION:  # whose decoder reads the same text
+                if target is not None:
+                    raise UserError(f"--target: {self.checkpoint} says a class, and reads one text: give --source")
+                return given, given
             if target is None and self.task_name != "denoising":
                 return given, self.translate(given, beam)
             return given, self.target(source if target is None else target)
@@ -270,5 +274,6 @@ def _prep_of_one_language(data: Path) -> dict:
     path = data / "PREP.json"
     if (data / "input0").is_dir() and path.is_file():
         prep = read_json(path)
-        return {"name": prep["task"], "bpe": prep["bpe"], "tokenizer": "none", "source_lang": "en"}
+        languages = {"source_lang": "en", "target_lang": "en"}
+        return {"name": prep["task"], "bpe": prep["bpe"], "tokenizer": "none", **languages}
     return read_prep(data)

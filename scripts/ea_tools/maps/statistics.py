@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
@@ -136,7 +137,8 @@ class Sample:
         for pair in self.pairs:
             for side in ("source", "target") if loaded.sides == BOTH else ("source",):
                 # Tasks of one text say no more of a sample than how many tokens there are.
-                length = len(self._dataset[pair.number][side]) if loaded.sides == BOTH else self._length(pair.number)
+                item = self._dataset[pair.number] if loaded.sides == BOTH else {}
+                length = len(item[side]) if side in item else self._length(pair.number)
                 if length > (most := loaded.longest(side)):
                     name = loaded.called(side) or "text "
                     raise UserError(
@@ -293,7 +295,7 @@ def _names(checkpoints: Sequence[Path]) -> list[str]:
     """The runs' names without their common beginning, or with the checkpoints' where they are of one run."""
     names = [path.absolute().parent.name for path in checkpoints]
     if len(set(names)) < len(names):
-        return ["/".join(path.absolute().parts[-2:]) for path in checkpoints]
+        return told_apart(checkpoints)
     if len(names) == 1:
         return names
     one, other = (name.split("-") for name in names)
