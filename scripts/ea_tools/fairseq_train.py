@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -37,6 +38,7 @@ logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # o
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
+from fairseq.data import FairseqDataset  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
@@ -70,13 +72,16 @@ class LongRunTrainer(Trainer):
         # Where each epoch has batches of its own (--update-epoch-batch-itr, some data), they are the epoch's.
         new_ones = self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr
         batches = super().get_train_iterator(epoch if new_ones else 1, *args, **kwargs)
-        if epoch != 1 and not new_ones and not self.task.can_reuse_epoch_itr(self.task.dataset("train")):
+        if epoch != 1 and not new_ones and not self.task.can_reuse_epoch_itr(self._training_text()):
             batches = super().get_train_iterator(epoch, *args, **{**kwargs, "load_dataset": False})
         self._batches_in_epoch = len(batches)
         if self._taken_up:
             fit_place(self._taken_up, self._batches_in_epoch)
             self._taken_up = None  # later epochs begin at their beginning
         return batches
+
+    def _training_text(self) -> FairseqDataset:
+        return self.task.dataset(self.cfg.dataset.train_subset)
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint."""
@@ -88,8 +93,9 @@ class LongRunTrainer(Trainer):
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> Any:
         """Save with the state of early stopping; a full disk ends the run with a message, and so does divergence."""
         if Path(filename).name == "crash.pt":  # of a step that failed, by this error
-            if isinstance(sys.exc_info()[1], FloatingPointError):  # whose operation fairseq is about to look for
-                _end_diverged(self)
+            error = sys.exc_info()[1]
+            if isinstance(error, FloatingPointError):  # whose operation fairseq is about to look for
+                _end_diverged(self, error)
             return None  # fairseq goes on to raise it; the checkpoints that there are are what a run goes on from
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
@@ -137,8 +143,11 @@ def describe(model: torch.nn.Module, cuda: bool) -> str:
     return f"{total:,} parameters, {total - words:,} without embeddings and output projection, on {device}"
 
 
-def _end_diverged(trainer: Trainer) -> None:
+def _end_diverged(trainer: Trainer, error: FloatingPointError) -> None:
     """End the program: gradients are not numbers any more, and no later update can mend that."""
+    if "inconsistent between workers" in str(error) and not re.search(r"\b(nan|inf)\b", str(error)):
+        logger.critical(f"{error}\nThe checkpoints that there are stay as they are.")
+        sys.exit(1)
     lr, done = trainer.get_lr(), trainer.get_num_updates()
     logger.critical(
         f"training has diverged: after {done:,} updates, with a learning rate of {lr:g}, gradients are infinite or not "
@@ -328,7 +337,10 @@ def main(words: list[str]) -> None:
         sys.exit(130)
     except Exception as error:
         logger.error("this ended the training:", exc_info=True, extra=LOG_ALONE)
-        said = next(iter(str(error).strip().splitlines()), "")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Of another process's error torch.multiprocessing gives the whole traceback, which ends in what went wrong.
+        of_another = type(error).__name__ == "ProcessRaisedException"
+        said = next(reversed(lines) if of_another else iter(lines), "")
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
         sys.exit(1)
     if Journal.file and (folder / "run.json").exists():  # scripts/train.sh's

@@ -116,8 +116,12 @@ def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, s
     one process on each, for which fairseq has to be told everything.
     """
     python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
-    # SLURM's node list would make fairseq look for the other processes by itself.
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("NODELIST")}
+    # From these, which a cluster or a container may set, fairseq would find out by itself how many processes there are.
+    told = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    if launch.nodes == 1:  # and from these its port, the same one for all trainings in a job
+        told |= {"SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID"}
+    inherited = os.environ.items()
+    environment = {name: value for name, value in inherited if not (name.endswith("NODELIST") or name in told)}
     flags = {"distributed-world-size": launch.processes}
     if launch.gpus and launch.gpus < gpus()[0]:
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ea_tools import logs, recipes, train
 from ea_tools.common import REPO, UserError, read_json, replacing, say, write_json
-from ea_tools.scores import compare
+from ea_tools.scores import DECIDED_BY_BLEU, compare
 from ea_tools.tables import LAUNCH
 from ea_tools.text import digest
 
@@ -202,6 +202,8 @@ def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dic
     left_out = {"without", *(name.removeprefix("--") for name in given.get("without", []))}
     chosen = {name: value for name, value in recipe.flags_for(arch).items() if name not in left_out}
     chosen |= {name: value for name, value in given.items() if name != "without"}
+    if "eval-bleu" in given:
+        chosen |= DECIDED_BY_BLEU
     words = recipes.parse_flags(recipes.spell_flags(chosen))
     flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
     # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.

@@ -110,6 +110,37 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
+#: What may be otherwise where a finished run's command is given again: it changes nothing that was learnt.
+_OF_NO_MATTER = re.compile(
+    r"max-(update|epoch|tokens.*)|patience|stop-.*|(keep|save|validate|log|eval|ddp|distributed|tensorboard|wandb)-.*|"
+    r"(fp16|bf16|amp|memory-efficient-.*)|no-(epoch-checkpoints|last-checkpoints|save.*|progress-bar)|num-workers|seed"
+)
+
+
+def refuse_other_flags(run: Path, flags: Flags) -> None:
+    """Refuse flags of the command line by which a finished run was not trained: they would have no effect."""
+    starts = read_json(run / "run.json")["starts"]
+    before = starts[-1].get("flags", {}) if starts else {}
+    others = [
+        f"--{name} {' '.join(values)} (it was {before.get(name) or 'given' if name in before else 'not given'})"
+        for name, values in flags.items()
+        if before and not _OF_NO_MATTER.fullmatch(name) and not _same(before.get(name), " ".join(values))
+    ]
+    if others:
+        raise UserError(
+            f"{run}: this run is finished, and was trained without {', '.join(others)}; to train with it choose "
+            "another --run"
+        )
+
+
+def _same(one: str | None, other: str) -> bool:
+    """Whether two values of a flag are the same, as numbers where they are some; None: it was not given."""
+    try:
+        return one == other or float(one) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
 def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """What run.json holds, and of that whose folder it is."""
     try:

@@ -169,6 +169,10 @@ def comet(
     return {"score": 100 * float(scores[0]), "detail": f"COMET = {scores[0]}", "signature": f"model:{model}|times:100"}
 
 
+#: Flags of fairseq-train by which BLEU, and not the loss, says which checkpoint is the best.
+DECIDED_BY_BLEU = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True}
+
+
 def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
@@ -187,7 +191,7 @@ def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, st
         **({"eval-tokenized-bleu": True} if prep["tokenizer"] == "none" else words),
         "eval-bleu-print-samples": True,
     }
-    return flags | ({"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True} if decides else {})
+    return flags | (DECIDED_BY_BLEU if decides else {})
 
 
 def _without_unknown(lines: Sequence[str]) -> list[str]:

@@ -65,7 +65,9 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
         one, other = results[seed], baseline[seed]
         differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
         same = texts if texts and one.get("references") == other.get("references") == digest(texts) else None
-        if test := records.test_against(one["folder"], other["folder"], column.subset, same, lowercase):
+        test = records.test_against(one["folder"], other["folder"], column.subset, same, lowercase)
+        # It is of sacreBLEU, and says nothing of a score by which the other model is the better one.
+        if test and differences[seed] * test["difference"] >= 0:
             p[seed] = test["p"]
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}
 

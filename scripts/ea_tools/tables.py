@@ -110,7 +110,8 @@ class Table:
 
 
 # How and where a model is trained, which is no part of what it is.
-LAUNCH = {"gpus", "precision", "no-tensorboard", "wandb", "num-workers", "log-interval", "log-format"}
+LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard", "wandb"}
+LAUNCH |= {"num-workers", "log-interval", "log-format"}
 
 
 def learning(words: Iterable[str], launch: Iterable[str] = LAUNCH) -> recipes.Flags:

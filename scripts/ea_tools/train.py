@@ -30,6 +30,7 @@ from ea_tools.run_folder import (
     mend,
     next_command,
     record_start,
+    refuse_other_flags,
     resumable,
     take,
     updates,
@@ -41,6 +42,8 @@ from ea_tools.text import read_prep
 ELSEWHERE = {
     "save-dir": "use --run",
     "arch": "ARCH stands after RECIPE",
+    "cpu": "use --gpus 0",
+    "distributed-world-size": "use --gpus",
     "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
 }
 #: fairseq-train's own flags of precision; where one of them is given, none is chosen.
@@ -94,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             last = load(start.run / LAST) if (start.run / LAST).exists() else None
         if reason := finished(last, start.flags):
+            refuse_other_flags(start.run, flags)
             say(f"{start.run}: this run is finished: {reason}")
             say(f"next: {next_command(start.data, start.run)}")
             return

@@ -175,8 +175,8 @@ def test_a_table_that_nobody_ran(toy):
 def test_numbers_in_the_table(toy):
     """Three seeds and a baseline: mean, deviation, difference, each seed's p, and what follows in words."""
     for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
-        pretend(toy, "Plain", seed, plain, better=False)
-        pretend(toy, "Evolving", seed, evolving)
+        pretend(toy, "Plain", seed, plain, better=plain > evolving)
+        pretend(toy, "Evolving", seed, evolving, better=evolving > plain)
     written = collect(toy, "--seeds", "2", "3", "4")
     assert "| 12.00 ± 2.00 [12.30] |" in written
     assert "| 12.33 ± 1.15, Δ +0.33 ± 1.15 |" in written
@@ -427,6 +427,31 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
         expected = records.recipe_flags(start.recipe, args.arch, flags)
         assert records.differences(records.Training(flags=(trained,)), expected) == [], given
         assert trained[records.BATCH] == ("512,1024" if "2,4" in given else "256")
+
+
+def test_bleu_that_decides_is_no_other_recipe(data, toy):
+    words = [str(toy / "toy.toml"), "transformer", *TINY, "--seed", "1", "--gpus", "0", "--eval-bleu"]
+    args, flags = train.parse([*words, "--data", str(data)])
+    start = train.plan(recipes.read(args.recipe), args, flags, launch.Launch.of(args))
+    assert start.flags["best-checkpoint-metric"] == ["bleu"]
+    trained = records.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
+    expected = records.recipe_flags(start.recipe, args.arch, {**flags, "eval-bleu": []})
+    assert records.differences(records.Training(flags=(trained,)), expected) == []
+
+
+def test_where_a_run_is_launched_is_no_part_of_its_name():
+    assert tables.learning(["--nodes", "2", "--node-rank", "1", "--master", "n0", "--lr", "1"]) == {"lr": ["1"]}
+
+
+@pytest.mark.parametrize(("of_test", "p"), [(1.2, {1: 0.002}), (-1.2, {})])
+def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, monkeypatch, of_test, p):
+    test = {"difference": of_test, "p": 0.002}
+    monkeypatch.setattr(records, "test_against", lambda *_: test)
+    results = [{1: {"scores": {"chrf": {"score": score}}, "folder": None}} for score in (50.5, 50.0)]
+    column = tables.Column(str(toy / "toy.toml"), "Toy", "chrf", "test")
+    found = table_report._against(*results, column)
+    assert found["differences"] == {1: 0.5}
+    assert found["p"] == p
 
 
 def test_the_batch_is_that_of_all_processes():

@@ -110,6 +110,12 @@ def test_flags_for_every_run_have_a_page_of_their_own(toy, trainings):
     assert report(toy) == before
 
 
+def test_no_cell_of_the_batch_is_called_the_default(toy, trainings):
+    """train.sh chooses --update-freq by the recipe's batch and the machine; it does not take fairseq's default."""
+    call(toy, "--seeds", 1, grid=("--grid", "update-freq", 1, 2))
+    assert "(default)" not in report(toy, "toy-ea_transformer_lite-update-freq")
+
+
 def test_a_difference_that_is_more_than_the_spread_between_seeds(toy, trainings, monkeypatch):
     """The best by the first seed is not the best by the mean; the default is run again although it is far behind."""
     trainings.scores |= {("0.1", "0.1"): 25.0, ("0.5", "0.1"): 33.1}

@@ -163,6 +163,18 @@ def test_slurm(capsys, monkeypatch, tmp_path):
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
 
 
+def test_what_a_cluster_or_a_container_set_does_not_choose_the_processes(monkeypatch):
+    """fairseq would train with one process on the first of eight GPUs, or take one port for all trainings of a job."""
+    told = {"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    for name in (*told, "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "OTHER"):
+        monkeypatch.setenv(name, "7")
+    *_, environment = launch.distribution(launch.Launch(gpus=0))
+    assert environment["OTHER"] == "7"
+    assert not {*told, "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID"} & environment.keys()
+    *_, environment = launch.distribution(launch.Launch(gpus=0, nodes=2, host="h", port=1))
+    assert not told.keys() & environment.keys()
+
+
 @pytest.mark.parametrize(("mine", "given"), [(None, "0,1"), ("3,5,7", "3,5"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")])
 def test_fewer_gpus_are_the_first_of_those_that_are_ours(monkeypatch, mine, given):
     """fairseq starts a process for each that it sees; the others may be somebody else's."""
@@ -252,6 +264,8 @@ def test_the_command_line_wins(capsys):
         (["sample"], "RECIPE and ARCH come first"),
         (["ea_transformer_lite", "sample"], "sample is a recipe, and stands where an architecture is wanted"),
         (["sample", "transformer", "--save-dir", "x"], "use --run"),
+        (["sample", "transformer", "--cpu"], "--cpu is not to be given here: use --gpus 0"),
+        (["sample", "transformer", "--distributed-world-size", "1"], "use --gpus"),
         (
             ["sample", "transformer", "--restore-file", "x"],
             "--restore-file is not to be given here: a run goes on from its",

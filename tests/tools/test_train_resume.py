@@ -150,12 +150,12 @@ def trainer(monkeypatch):
     found = object.__new__(fairseq_train.LongRunTrainer)
     found._taken_up, found.asked, found.reusable = None, [], True
     found.cfg = SimpleNamespace(
-        dataset=SimpleNamespace(update_epoch_batch_itr=False),
+        dataset=SimpleNamespace(update_epoch_batch_itr=False, train_subset="train100"),
         checkpoint=SimpleNamespace(reset_dataloader=False, reset_meters=False),
     )
     found.task = SimpleNamespace(
         has_sharded_data=lambda split: False,
-        dataset=lambda split: None,
+        dataset={"train100": "its text"}.__getitem__,
         can_reuse_epoch_itr=lambda dataset: found.reusable,
     )
 
@@ -206,6 +206,23 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     said = [line for line in (run / "train.log").read_text().splitlines() if "when batches were of another" in line]
     assert len(said) == 1 and "goes on after batch 1 of 2" in said[0]
     assert last_updates(run) == 9
+
+
+def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path):
+    """A loop over --dropout without --run would score one model several times."""
+    flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10"}
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": flags}]}))
+    same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"], "fp16": []}
+    run_folder.refuse_other_flags(tmp_path, same)
+    for name, values, said in (
+        ("dropout", ["0.4"], r"without --dropout 0\.4 \(it was 0\.3\); to train with it choose another --run"),
+        ("clip-norm", ["1"], r"--clip-norm 1 \(it was not given\)"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run_folder.refuse_other_flags(tmp_path, {**same, name: values})
+    for starts in ([], [{}]):  # of before they were written down
+        (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+        run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
 
 
 def test_never_silently_from_nothing(tmp_path, capsys):

@@ -97,6 +97,18 @@ def test_divergence_is_one_sentence(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
+def test_workers_that_disagree_are_no_divergence(tmp_path, caplog):
+    said = "gradients are inconsistent between workers. Try --ddp-backend=legacy_ddp.\nrank 0 = 1.5\nrank 1 = 1.6"
+    with pytest.raises(SystemExit):
+        try:
+            raise FloatingPointError(said)
+        except FloatingPointError:
+            fairseq_train.LongRunTrainer.save_checkpoint(None, str(tmp_path / "crash.pt"), {})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(said)
+    assert "diverged" not in record.getMessage()
+
+
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
     """fairseq saves crash.pt then, too, and raises the error: which is what the user is to see."""
     try:
@@ -211,6 +223,15 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "Traceback" in log
     assert "more" in log
     assert "+ " in log, "the command"
+
+
+def test_the_error_of_another_process_is_its_last_line(logged, monkeypatch, capsys):
+    class ProcessRaisedException(Exception):  # torch.multiprocessing's
+        pass
+
+    said = "\n\n-- Process 1 terminated with the following error:\nTraceback\n  File x\nOutOfMemoryError: no room\n"
+    assert ended_by(ProcessRaisedException(said), monkeypatch, logged) == 1
+    assert "train: ProcessRaisedException: OutOfMemoryError: no room; the whole" in capsys.readouterr().err
 
 
 def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
