@@ -232,7 +232,11 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, settings: Settings, *tensors: Share | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        context, evolved = forward(Tensors(*tensors), settings)
+        tensors = Tensors(*tensors)
+        # Where autocast is on and the tensors are float32, the product of probabilities and values would be of another
+        # type than they are.
+        with torch.autocast(tensors.v.device.type, enabled=False):
+            context, evolved = forward(tensors, settings)
         ctx.settings = settings
         ctx.constants = [None if isinstance(value, Tensor) else value for value in tensors]
         ctx.set_materialize_grads(False)
@@ -245,7 +249,9 @@ class _Fused(torch.autograd.Function):
         saved, count = ctx.saved_tensors, len(ctx.constants)
         pairs = zip(saved[:count], ctx.constants, strict=True)
         tensors = Tensors(*(constant if value is None else value for value, constant in pairs))
-        evolved = _kernels().Evolved(*saved[count:], probs=None, weights=None)
+        # What was kept may have been moved away and back (torch.autograd.graph.save_on_cpu), and be laid out anew.
+        a_logit, *others = saved[count:]
+        evolved = _kernels().Evolved(_kernels().padded(a_logit), *others, probs=None, weights=None)
         gradients = backward(tensors, ctx.settings, evolved, *readable(*grads))
         return None, *(
             None if gradient is None else gradient.to(value.dtype).view_as(value)

@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         most_rows, most_columns = gpu_kernels.largest_blocks(call.v)
         return cls(
             *(call.v.device, call.v.dtype, call.geometry, call.kernel_size, heads),
-            *(_like(length, most_rows, False), _like(columns, most_columns, columns % 16 == 0)),
+            *(_like(length, most_rows), _like(columns, most_columns)),
             *(call.q.size(3) if call.given is None else 0, call.v.size(3)),
             tuple(gpu_kernels.kind(share) for share in shares),
             next((share.dtype for share in shares if isinstance(share, Tensor)), None),
@@ -329,12 +329,7 @@ def _named(gradients: gpu.Tensors) -> dict[str, Tensor]:
     return named
 
 
-def _like(size: int, most: int, aligned: bool) -> int:
-    """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several.
-
-    A multiple of 16 stands for those that are one, where Triton makes other code for them.
-    """
+def _like(size: int, most: int) -> int:
+    """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several."""
     block = min(most, max(16, 1 << (size - 1).bit_length()))
-    if aligned:
-        return block + 16 if block == most else block
     return block + 5 if block == most else block - 5

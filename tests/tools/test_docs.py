@@ -104,6 +104,10 @@ def known_to_fairseq(name, command):
 def faults(command):
     """What is wrong with a command line, in words."""
     script, *rest = command
+    if "--" in rest:  # behind it are flags of fairseq's
+        behind = rest[rest.index("--") + 1 :]
+        program = "fairseq-interactive" if script.endswith("translate.sh") else "fairseq-generate"
+        return [*faults([script, *rest[: rest.index("--")]]), *faults([program, *behind])]
     flags = [FLAG.match(word)[0] for word in rest if FLAG.match(word)]
     flags += [f"--{name}" for before, name in itertools.pairwise(rest) if before == "--grid"]
     missing = [word for word in (script, *rest) if word.startswith(FOLDERS) and not (REPO / word).exists()]
