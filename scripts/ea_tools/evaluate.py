@@ -129,9 +129,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     longest = (longest_read(state, "source"), longest_read(state, "target"))
     too_long = count_longer(args.data, prep, args.subset, longest)
     command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
-    output = generate(command, results, args.subset, len(references))
+    data = prep.get("name", args.data.name)
+    split = split_name(args.run, data, args.subset)
+    output = generate(command, results, split, len(references))
     hypotheses = in_order(output, len(references), left_out=too_long[1])
-    data, prep = prep.get("name", args.data.name), preparation.prep
+    prep = preparation.prep
     words = Words(prep, prep["target_lang"])
     detokenised = [words.detokenize(line) for line in hypotheses]
     check_references(output, tokenised_references, prep["lowercase"], f"{args.subset!r} in {args.data}")
@@ -182,14 +184,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer=tokenizer,
         )
         result["against"] = {"run": str(args.against), **difference}
-    last = split_name(args.run, data, args.subset)
-    name = f"{last}.{settings_name(args)}"
+    name = f"{split}.{settings_name(args)}"
     result |= _kept(results / name, result, detokenised)
-    for stem in (name, last):
+    for stem in (name, split):
         with replacing(results / f"{stem}.hyp.txt") as temporary:
             temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
         write_json(results / f"{stem}.json", result)
-    report(result, results / f"{name}.json")
+    report(result, results / f"{name}.json", split)
     return result
 
 
@@ -366,11 +367,11 @@ def generate_command(
     ]
 
 
-def generate(command: Sequence[str], results: Path, subset: str, sentences: int) -> list[str]:
-    """Run fairseq-generate. Its output lines are returned, then its messages; RESULTS/generate-SUBSET.* keep both."""
+def generate(command: Sequence[str], results: Path, split: str, sentences: int) -> list[str]:
+    """Run fairseq-generate. Its output lines are returned, then its messages; RESULTS/generate-SPLIT.* keep both."""
     print("+", shlex.join(command), file=sys.stderr)
     results.mkdir(exist_ok=True)
-    log = results / f"generate-{subset}.log"
+    log = results / f"generate-{split}.log"
     output = []
     with (
         log.open("w", encoding="utf-8") as errors,
@@ -389,7 +390,7 @@ def generate(command: Sequence[str], results: Path, subset: str, sentences: int)
     if process.returncode:
         last = next((line for line in reversed(messages) if line.strip()), "it said nothing")
         raise UserError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
-    with replacing(results / f"generate-{subset}.txt") as temporary:
+    with replacing(results / f"generate-{split}.txt") as temporary:
         temporary.write_text("".join(f"{line}\n" for line in output), encoding="utf-8")
     return output + messages
 
@@ -454,7 +455,7 @@ def speed(output: Iterable[str]) -> dict[str, float] | None:
     return None
 
 
-def report(result: dict[str, Any], written: Path) -> None:
+def report(result: dict[str, Any], written: Path, split: str) -> None:
     """Print the result as people read it, and where it was written."""
     print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
     print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
@@ -474,7 +475,7 @@ def report(result: dict[str, Any], written: Path) -> None:
             f"  {scores.LABELS[name]} against {against['run']}: {test['difference']:+.2f}, "
             f"p = {test['p']:.3f} (paired bootstrap)  {test['signature']}"
         )
-    print(f"  written: {written}, .hyp.txt beside it; as the last of its split also {result['subset']}.json, .hyp.txt")
+    print(f"  written: {written}, .hyp.txt beside it; as the last of its split also {split}.json, .hyp.txt")
 
 
 if __name__ == "__main__":

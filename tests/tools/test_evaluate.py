@@ -109,7 +109,7 @@ def test_identical_output_is_called_identical(tmp_path, capsys):
     assert (found["sacrebleu"]["difference"], found["sacrebleu"]["p"]) == (0, 1)
     result = {"data": "x", "direction": "de-en", "subset": "test", "sentences": 4, "arch": "a", "checkpoint": "c"}
     result |= {"beam": 5, "lenpen": 1, "scores": {}, "against": {"run": "runs/other", **found}}
-    evaluate.report(result, tmp_path / "test.json")
+    evaluate.report(result, tmp_path / "test.json", "test")
     printed = capsys.readouterr().out
     assert "identical to those of runs/other" in printed
     assert "p = " not in printed
