@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import time
@@ -18,6 +19,7 @@ from .text import AGAIN, PrepError, reading
 
 BLOCK = 1 << 20
 ATTEMPTS = 5
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
 PAUSE = 2.0  # seconds before the second attempt, doubled for each one after it
 
 
@@ -35,8 +37,10 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
             if error.code < 500:
                 raise _unavailable(url, path, error) from error
             last = error
-        except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException) as error:
-            last = error  # no network, or cut off: try again from where it stopped
+        except (OSError, HTTPException) as error:  # no network, or cut off: try again from where it stopped
+            if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+                raise
+            last = error
     else:
         raise _unavailable(url, path, last) from last
     if size and part.stat().st_size != size:

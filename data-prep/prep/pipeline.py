@@ -411,7 +411,8 @@ class Pipeline:
         if self.earlier:
             escape = self.earlier.escape
         else:
-            escape = not given or round_trip.escaped(path.read_text(encoding="utf-8") for path in paths)
+            texts = (path.read_text(encoding="utf-8") for path in paths)
+            escape = not given or round_trip.escaped(text.replace("@@ ", "") for text in texts)
         codes = self._codes(self.folder["learn"])
         work = round_trip.RoundTrip(self.languages, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
         sides = reduce(round_trip.add, (found for _, found in self._read(work, paths, "check valid")))
