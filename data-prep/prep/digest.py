@@ -5,9 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
+def sha256(path: Path) -> str:
+    """Of a file's contents, which may be large: 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(folder: Path, paths: Iterable[Path]) -> str:
     """Of the names below ``folder`` and the contents of these files, in their order: 64 hexadecimal digits."""
     found = hashlib.sha256()
     for path in paths:
-        found.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        found.update(str(path.relative_to(folder)).encode() + b"\0" + bytes.fromhex(sha256(path)))
     return found.hexdigest()

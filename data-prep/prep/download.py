@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import hashlib
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .digest import sha256
 from .parallel import tqdm_options
 from .text import AGAIN, PrepError, reading
 
@@ -79,11 +79,6 @@ def _unavailable(url: str, path: Path, error: Exception) -> PrepError:
         f"{path.name} is missing, and could not be fetched from {url}\n  ({error})\n"
         f"Get it from there or from elsewhere, put it into a folder, and say --raw FOLDER."
     )
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_whole(path: Path) -> None:

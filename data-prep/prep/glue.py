@@ -29,6 +29,7 @@ from pathlib import Path
 
 from . import binary, download
 from .corpus import CODES
+from .digest import sha256
 from .subwords import Apply, learn_sentencepiece
 from .system import explained
 from .text import PrepError, checked_lines, open_bytes, reading, refuse_undecodable_names
@@ -247,7 +248,7 @@ def made_before(out: Path) -> dict:
 
 
 def _digests(paths: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    return {name: {"file": path.name, "sha256": download.sha256(path)} for name, path in paths.items()}
+    return {name: {"file": path.name, "sha256": sha256(path)} for name, path in paths.items()}
 
 
 def prepare(name: str, raw: Path, out: Path, pieces: int, gpt2_folder: Path | None) -> bool:

@@ -625,7 +625,7 @@ def mix(
     a, b = of_mixed or (0.0, 0.0)
     d, e = of_carried or (0.0, 0.0)
     side = _largest_side(q)
-    tile_rows, tile_columns = _block(length, side), _block(columns, side)
+    tile_rows, tile_columns = block(length, side), block(columns, side)
     tiles = _ceiling(length, tile_rows) * _ceiling(columns, tile_columns)
     hidden = None if mixed is None else hidden
     mix_kernel[(batch * heads * tiles,)](
@@ -635,7 +635,7 @@ def mix(
         scale, a, b, d, e, KIND_A=kind(a), KIND_B=kind(b), KIND_D=kind(d), KIND_E=kind(e),
         K=heads, GIVEN=given is not None, HIDDEN=hidden is not None, MIXED=mixed is not None,
         CARRIED=carried is not None,
-        ROWS=tile_rows, COLUMNS=tile_columns, WIDTH=_block(width, side), num_warps=4,
+        ROWS=tile_rows, COLUMNS=tile_columns, WIDTH=block(width, side), num_warps=4,
     )  # fmt: skip
     return mixed, carried
 
@@ -773,7 +773,7 @@ def mix_backward(
 
 def pitch(columns: int) -> int:
     """Numbers that a row of a map takes in memory: rows begin where 16 can be read at once, whatever S is."""
-    return (columns + 15) // 16 * 16
+    return _ceiling(columns, 16) * 16
 
 
 def new_maps(like: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -805,7 +805,7 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _block(size: int, most: int) -> int:
+def block(size: int, most: int) -> int:
     """The power of two, 16 to ``most``, that covers size best."""
     return min(most, max(16, _power_of_2(size)))
 
@@ -823,12 +823,12 @@ def _largest_side(maps: Tensor) -> int:
 
 def _convolved_block(maps: Tensor) -> int:
     """Columns of a block to be convolved."""
-    return _block(maps.size(3), 2 * _largest_side(maps))
+    return block(maps.size(3), 2 * _largest_side(maps))
 
 
 def _wide(heads: int, columns: int) -> int:
     """Columns of a block for the softmax alone."""
-    return _block(columns, 2048 // _power_of_2(heads))
+    return block(columns, 2048 // _power_of_2(heads))
 
 
 def _warps(columns: int) -> int:

@@ -331,5 +331,5 @@ def _named(gradients: gpu.Tensors) -> dict[str, Tensor]:
 
 def _like(size: int, most: int) -> int:
     """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several."""
-    block = min(most, max(16, 1 << (size - 1).bit_length()))
+    block = gpu_kernels.block(size, most)
     return block + 5 if block == most else block - 5

@@ -118,7 +118,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         scores.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
-    baseline = read_baseline(args, prep, references) if args.against else None
+    data = prep.get("name", args.data.name)
+    split = split_name(args.run, data, args.subset)
+    baseline = read_baseline(args, data, references) if args.against else None
     checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
     for path in checkpoint.split(":"):
         state = load(path)
@@ -129,8 +131,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     longest = (longest_read(state, "source"), longest_read(state, "target"))
     too_long = count_longer(args.data, prep, args.subset, longest)
     command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
-    data = prep.get("name", args.data.name)
-    split = split_name(args.run, data, args.subset)
     output = generate(command, results, split, len(references))
     hypotheses = in_order(output, len(references), left_out=too_long[1])
     prep = preparation.prep
@@ -292,10 +292,10 @@ def _reference_file(data: Path, subset: str, prep: dict) -> Path:
     return path
 
 
-def read_baseline(args: argparse.Namespace, prep: dict, references: Sequence[str]) -> list[str]:
+def read_baseline(args: argparse.Namespace, data: str, references: Sequence[str]) -> list[str]:
     """The translations of --against: of the same text, and made with the same settings unless others are asked for."""
     folder = args.against / "eval"
-    split = split_name(args.against, prep.get("name", args.data.name), args.subset)
+    split = split_name(args.against, data, args.subset)
     stem = split if args.other_settings else f"{split}.{settings_name(args)}"
     if not all((folder / f"{stem}.{kind}").exists() for kind in ("json", "hyp.txt")):
         there = sorted(path.stem for path in folder.glob(f"{split}.*.json"))

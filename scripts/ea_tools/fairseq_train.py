@@ -38,7 +38,6 @@ logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # o
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
-from fairseq.data import FairseqDataset  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
@@ -70,9 +69,9 @@ class LongRunTrainer(Trainer):
         # fairseq groups sentences into batches once, by a seed that depends on the epoch in which it does: the first,
         # or the one in which a run is taken up again. Always as in the first, a resumed run sees the same batches.
         # Where each epoch has batches of its own (--update-epoch-batch-itr, some data), they are the epoch's.
-        new_ones = self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr
-        batches = super().get_train_iterator(epoch if new_ones else 1, *args, **kwargs)
-        if epoch != 1 and not new_ones and not self.task.can_reuse_epoch_itr(self._training_text()):
+        first_serve = self._first_may_serve()
+        batches = super().get_train_iterator(1 if first_serve else epoch, *args, **kwargs)
+        if epoch != 1 and first_serve and not self._first_may_serve():  # the data were loaded only now
             batches = super().get_train_iterator(epoch, *args, **{**kwargs, "load_dataset": False})
         self._batches_in_epoch = len(batches)
         if self._taken_up:
@@ -80,8 +79,12 @@ class LongRunTrainer(Trainer):
             self._taken_up = None  # later epochs begin at their beginning
         return batches
 
-    def _training_text(self) -> FairseqDataset:
-        return self.task.dataset(self.cfg.dataset.train_subset)
+    def _first_may_serve(self) -> bool:
+        """Whether the first epoch's batches serve for all, as far as can be said before the data are loaded."""
+        if self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr:
+            return False
+        data = self.task.datasets.get(self.cfg.dataset.train_subset)
+        return data is None or self.task.can_reuse_epoch_itr(data)
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint."""

@@ -9,7 +9,6 @@ command again and it goes on. Any flag of fairseq-train may follow: --encoder-la
 """
 
 import argparse
-import hashlib
 import itertools
 import math
 import shlex
@@ -27,7 +26,7 @@ from ea_tools.common import REPO, UserError, positive, read_json, replacing, rep
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
-from prep.digest import digest_of
+from prep.digest import digest_of, sha256
 
 TABLE = recipes.FOLDER / "tables" / "glue.toml"
 
@@ -150,7 +149,7 @@ def run(args: argparse.Namespace, flags: dict) -> None:
     prep = read_prep(data, args.task)
     if args.checkpoint:
         check_checkpoint(args.checkpoint, data)
-    began_with = digest_of_file(args.checkpoint) if args.checkpoint else None
+    began_with = sha256(args.checkpoint)[:16] if args.checkpoint else None
     metrics = table["tasks"][args.task]["metrics"]
     scores: dict[Setting, dict[int, dict]] = {}
     starts: list[dict] = []
@@ -279,11 +278,6 @@ def _whole(flags: dict, name: str, default: int) -> int:
     if not value.lstrip("-").isdecimal():
         raise UserError(f"--{name} {value}: a whole number is wanted")
     return int(value) if int(value) > 0 else default
-
-
-def digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def run_to_the_end(command: list[str]) -> int:

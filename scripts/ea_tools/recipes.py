@@ -70,9 +70,22 @@ def names() -> list[str]:
     return sorted(found)
 
 
+def plain(value: str) -> str:
+    """A flag's value, numbers spelt in one way: 2e-3 is 0.002. What differs within 15 digits stays apart."""
+    try:
+        return f"{float(value):.15g}"
+    except ValueError:
+        return value
+
+
+def said(value: str | None) -> str:
+    """A flag's value as a message has it."""
+    return "not given" if value is None else value or "given"
+
+
 def refuse_as_architecture(word: str) -> None:
     """Refuse a recipe's name in the place of an architecture's: the two were given in the wrong order."""
-    if word in names():
+    if (FOLDER / f"{word}.toml").is_file() and word in names():  # most are none: names() reads every recipe
         raise UserError(
             f"{word} is a recipe, and stands where an architecture is wanted: RECIPE comes first, then ARCH"
         )

@@ -181,20 +181,12 @@ def _hours(record: Path) -> float | None:
 
 def learning_flags(flags: dict[str, str]) -> dict[str, str]:
     """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
-    learning = {name: _plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
+    learning = {name: recipes.plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
     if "max-tokens" in flags:
         tokens = int(flags["max-tokens"]) * int(flags.get("distributed-world-size", 1))
         frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
         learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
     return learning
-
-
-def _plain(value: str) -> str:
-    """Numbers spelt in one way: 2e-3 is 0.002."""
-    try:
-        return f"{float(value):g}"
-    except ValueError:
-        return value
 
 
 def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dict[str, str]:
@@ -225,10 +217,6 @@ def differences(training: Training, wanted: dict[str, str]) -> list[str]:
     for flags in training.flags:
         for name in sorted(wanted.keys() | flags.keys()):
             if wanted.get(name) != flags.get(name):
-                has, says = (_said(values.get(name)) for values in (flags, wanted))
+                has, says = (recipes.said(values.get(name)) for values in (flags, wanted))
                 different.append(f"{name} {has}, the recipe says {says}")
     return list(dict.fromkeys(different))
-
-
-def _said(value: str | None) -> str:
-    return "not given" if value is None else value or "given"

@@ -16,7 +16,7 @@ from ea_tools.common import UserError, portable, read_json, replacing, say, writ
 from ea_tools.launch import Launch
 from ea_tools.preparation import keep, kept_by, require_same
 from ea_tools.provenance import provenance
-from ea_tools.recipes import Flags
+from ea_tools.recipes import Flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _MINUTES_OF_WRITING = 60  # that no checkpoint takes
@@ -106,7 +106,7 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Print a note for each flag of fairseq-train that a run goes on without, with, or with another value."""
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
-            was, is_now = (flags[name] or "given" if name in flags else "not given" for flags in (before, now))
+            was, is_now = (said(flags.get(name)) for flags in (before, now))
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
@@ -122,23 +122,17 @@ def refuse_other_flags(run: Path, flags: Flags) -> None:
     starts = read_json(run / "run.json")["starts"]
     before = starts[-1].get("flags", {}) if starts else {}
     others = [
-        f"--{name} {' '.join(values)} (it was {before.get(name) or 'given' if name in before else 'not given'})"
+        f"--{name} {' '.join(values)} (it was {said(before.get(name))})"
         for name, values in flags.items()
-        if before and not _OF_NO_MATTER.fullmatch(name) and not _same(before.get(name), " ".join(values))
+        if before
+        and not _OF_NO_MATTER.fullmatch(name)
+        and (name not in before or plain(before[name]) != plain(" ".join(values)))
     ]
     if others:
         raise UserError(
             f"{run}: this run is finished, and was trained without {', '.join(others)}; to train with it choose "
             "another --run"
         )
-
-
-def _same(one: str | None, other: str) -> bool:
-    """Whether two values of a flag are the same, as numbers where they are some; None: it was not given."""
-    try:
-        return one == other or float(one) == float(other)
-    except (TypeError, ValueError):
-        return False
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

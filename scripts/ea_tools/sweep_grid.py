@@ -50,9 +50,11 @@ class Sweep:
         own = [own_options(list(grid), row.flags) for row in rows.values()]
         meanings = dict(zip(rows, zip(of_rows, own, strict=True), strict=True))
         as_stock = (stock, own_options(list(grid), flags))
-        default = next((values for values, meaning in meanings.items() if meaning == as_stock), None)
-        if {"update-freq", "max-tokens"} & grid.keys():  # which train.sh chooses by the recipe's batch and the machine
-            default = None
+        default = None
+        if (
+            not {"update-freq", "max-tokens"} & grid.keys()
+        ):  # those train.sh chooses by the recipe's batch and the machine
+            default = next((values for values, meaning in meanings.items() if meaning == as_stock), None)
         folders = {
             values: table.cell(row, args.recipe, args.seeds[0], args.runs, flags).folder for values, row in rows.items()
         }

@@ -151,7 +151,7 @@ def test_against_wants_the_same_settings_unless_asked(tmp_path):
 
     def read(*flags):
         args = evaluate.parse(["--data", "d", "--run", "r", "--against", str(other.parent), "--average", "3", *flags])
-        return evaluate.read_baseline(args, {"name": "d"}, ["a"])
+        return evaluate.read_baseline(args, "d", ["a"])
 
     assert read("--beam", "1") == ["b"]
     with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):

@@ -202,8 +202,8 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
         start = time.monotonic()
         try:
             with noting_refusals(plan) as refused:
-                result = {"without_kernels": sorted(refused), **cells[name](end - start)}
-                result["without_kernels"] = sorted({*result["without_kernels"], *refused})
+                result = cells[name](end - start)
+            result["without_kernels"] = sorted({*refused, *result.get("without_kernels", [])})
         except Exception as error:  # whatever it is, other cells may do better
             from ea_fairseq.kernels.gpu import summary
 
