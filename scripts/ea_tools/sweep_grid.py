@@ -51,9 +51,8 @@ class Sweep:
         meanings = dict(zip(rows, zip(of_rows, own, strict=True), strict=True))
         as_stock = (stock, own_options(list(grid), flags))
         default = None
-        if (
-            not {"update-freq", "max-tokens"} & grid.keys()
-        ):  # those train.sh chooses by the recipe's batch and the machine
+        # train.sh chooses these two by the recipe's batch and the machine: no value of theirs is the default one
+        if not {"update-freq", "max-tokens"} & grid.keys():
             default = next((values for values, meaning in meanings.items() if meaning == as_stock), None)
         folders = {
             values: table.cell(row, args.recipe, args.seeds[0], args.runs, flags).folder for values, row in rows.items()
