@@ -22,12 +22,13 @@ from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from . import kernels
+from evolving_attention import kernels
+from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.kernels import Call, Result
+from evolving_attention.masks import additive, append_padding, combine, masked_softmax
+from evolving_attention.scores import SCORES, RelativePositions, dot_products
+
 from .caches import Room, shared_sources
-from .evolution import Evolution, Geometry
-from .kernels import Call, Result
-from .masks import additive, append_padding, combine, masked_softmax
-from .scores import SCORES, RelativePositions, dot_products
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 

@@ -4,7 +4,8 @@ from fairseq.models.transformer import transformer_decoder, transformer_encoder
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from . import kernels
+from evolving_attention import kernels
+
 from .options import Settings
 
 

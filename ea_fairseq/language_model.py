@@ -8,7 +8,8 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from .evolution import RULES
+from evolving_attention.evolution import RULES
+
 from .options import Settings, add_options
 from .transformer import EATransformerDecoder, EvolvingModel
 

@@ -9,10 +9,11 @@ from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from evolving_attention.evolution import Geometry
+
 from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
 from .branches import TwoBranchSelfAttention
 from .dropout import adopt_dropout
-from .evolution import Geometry
 from .options import Settings
 
 

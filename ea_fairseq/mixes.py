@@ -6,7 +6,7 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from .evolution import Evolution, Geometry
+from evolving_attention.evolution import Evolution, Geometry
 
 #: how log and tables name the kinds of attention
 KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}

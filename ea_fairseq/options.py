@@ -12,8 +12,8 @@ from typing import Any
 
 from fairseq import options as fairseq_options
 
-from .evolution import RULES, Geometry
-from .scores import SCORES
+from evolving_attention.evolution import RULES, Geometry
+from evolving_attention.scores import SCORES
 
 logger = logging.getLogger(__name__)
 

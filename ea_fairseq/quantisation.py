@@ -4,7 +4,7 @@ from fairseq.modules.quantization.scalar.modules import IntConv2d
 from fairseq.modules.quantization.scalar.utils import MAPPING
 from torch import Tensor
 
-from .evolution import MapConvolution, convolve
+from evolving_attention.evolution import MapConvolution, convolve
 
 
 class QuantisedMapConvolution(IntConv2d):

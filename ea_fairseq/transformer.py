@@ -19,9 +19,10 @@ from fairseq.models.transformer import (
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
+from evolving_attention.evolution import Geometry
+
 from .attention import IncrementalState
 from .dropout import adopt_dropout
-from .evolution import Geometry
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
 from .mixes import log_mixes

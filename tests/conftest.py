@@ -64,7 +64,7 @@ def each_way(request, monkeypatch):
     """Once by the CPU's kernel, once by the plain composition: promises hold on both."""
     from helpers.models import small_call
 
-    from ea_fairseq import kernels
+    from evolving_attention import kernels
 
     if request.param == "plain":
         monkeypatch.setattr(kernels, "attend", lambda call: None)

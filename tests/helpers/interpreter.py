@@ -34,7 +34,8 @@ def import_kernels():
     """gpu_kernels and gpu_trial."""
     with interpreted():
         pytest.importorskip("triton")
-        from ea_fairseq.kernels import gpu_kernels, gpu_trial
+        from evolving_attention.kernels.gpu import kernels as gpu_kernels
+        from evolving_attention.kernels.gpu import trial as gpu_trial
     return gpu_kernels, gpu_trial
 
 

@@ -8,7 +8,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_fairseq import evolution, kernels
+from evolving_attention import evolution, kernels
 
 TINY = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "

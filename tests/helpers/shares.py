@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ea_fairseq.evolution import Coefficients, Evolution
+from evolving_attention.evolution import Coefficients, Evolution
 
 
 class AnyShares(Evolution):

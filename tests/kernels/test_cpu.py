@@ -21,9 +21,10 @@ from helpers.shares import AnyShares
 from torch import Tensor
 from torch.testing import assert_close
 
-from ea_fairseq import kernels
-from ea_fairseq.evolution import RULES, Evolution, Geometry
-from ea_fairseq.kernels import Call, cpu, cpu_library
+from evolving_attention import kernels
+from evolving_attention.evolution import RULES, Evolution, Geometry
+from evolving_attention.kernels import Call, cpu
+from evolving_attention.kernels.cpu import library as cpu_library
 
 KINDS = list(Geometry)
 BATCH = 3
@@ -693,7 +694,7 @@ def test_a_library_of_which_a_part_is_there_is_compiled_again(quick_compiler, fr
     part = built.read_bytes()[:20_000]
     built.unlink()  # what is loaded must not be changed
     built.write_bytes(part)
-    code = "from ea_fairseq.kernels.cpu_library import library; print(library()._name)"
+    code = "from evolving_attention.kernels.cpu.library import library; print(library()._name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{built}\n" and built.stat().st_size > len(part)
 
@@ -718,7 +719,9 @@ def test_another_header_or_processor_has_a_library_of_its_own(monkeypatch, tmp_p
 
 
 def test_several_processes_may_compile_at_once(quick_compiler, tmp_path):
-    program = "from ea_fairseq.kernels import cpu_library; assert cpu_library.library() is not None"
+    program = (
+        "from evolving_attention.kernels.cpu import library as cpu_library; assert cpu_library.library() is not None"
+    )
     command, environment = [sys.executable, "-c", program], {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [warm.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:

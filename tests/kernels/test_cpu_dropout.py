@@ -8,9 +8,9 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from helpers.models import batch, build
 from torch.utils.flop_counter import FlopCounterMode
 
-from ea_fairseq import kernels
 from ea_fairseq.dropout import Dropout
-from ea_fairseq.kernels import cpu_dropout
+from evolving_attention import kernels
+from evolving_attention.kernels.cpu import dropout as cpu_dropout
 
 
 def seeded(seed, drop, *given):
@@ -145,7 +145,7 @@ def test_in_place_it_is_pytorchs():
 
 
 def test_without_the_library_it_is_pytorchs(monkeypatch):
-    monkeypatch.setattr(cpu_dropout.cpu_library, "library", lambda: None)
+    monkeypatch.setattr(cpu_dropout.library, "library", lambda: None)
     x = torch.ones(100)
     assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
 

@@ -27,9 +27,8 @@ from helpers.models import batch, build
 from helpers.shares import AnyShares
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ea_fairseq import kernels as every_kernel
-from ea_fairseq.evolution import Evolution, Geometry
-from ea_fairseq.kernels import Call, cpu, gpu
+from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.kernels import Call, cpu, gpu
 
 ENCODER, DECODER, CROSS = Geometry
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -583,26 +582,28 @@ def test_refuses_what_it_does_not_know(monkeypatch):
 
 
 def test_says_why_it_cannot_run(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "ea_fairseq.kernels.gpu_kernels", None)  # as if Triton could not be imported
-    monkeypatch.delattr(every_kernel, "gpu_kernels", raising=False)
+    monkeypatch.setitem(
+        sys.modules, "evolving_attention.kernels.gpu.kernels", None
+    )
+    monkeypatch.delattr(gpu, "kernels", raising=False)
     with caplog.at_level(logging.WARNING):
         assert not gpu.knows(small_call())
         assert not gpu.knows(small_call())
     (line,) = caplog.messages
     assert "slower way on the GPU" in line
-    assert "gpu_kernels" in line
+    assert "kernels.gpu.kernels" in line
 
 
 def test_triton_is_imported_only_when_it_is_needed():
     program = """
 import sys, torch
-from ea_fairseq import evolution, kernels
+from evolving_attention import evolution, kernels
 one = torch.ones(1, 1, 1, 1)
 call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, evolution.LOGITS_ONLY)
 assert not kernels.gpu.knows(call)
 kernels.attend(call)
-assert "ea_fairseq.kernels.gpu" in sys.modules
-assert "ea_fairseq.kernels.gpu_kernels" not in sys.modules
+assert "evolving_attention.kernels.gpu" in sys.modules
+assert "evolving_attention.kernels.gpu.kernels" not in sys.modules
 """
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
@@ -968,7 +969,7 @@ def compiled(capability, heads, k, dtype, geometry, length, columns, width, opti
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from ea_fairseq.kernels import gpu_kernels as kernels
+    from evolving_attention.kernels.gpu import kernels
 
     class NoGPU:
         def get_current_target(self):

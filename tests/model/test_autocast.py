@@ -6,9 +6,9 @@ from helpers.models import amplify_, batch
 from helpers.models import build as build_model
 from torch.testing import assert_close
 
-from ea_fairseq import kernels
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Geometry
+from evolving_attention import kernels
+from evolving_attention.evolution import Geometry
 
 SIZE, HEADS, LENGTH, BATCH = 16, 4, 6, 2
 

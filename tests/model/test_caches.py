@@ -13,11 +13,11 @@ import torch
 from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
-from ea_fairseq import kernels
 from ea_fairseq.attention import DecoderAttention
 from ea_fairseq.caches import Room, shared_sources
-from ea_fairseq.evolution import Geometry
-from ea_fairseq.kernels import cpu_library
+from evolving_attention import kernels
+from evolving_attention.evolution import Geometry
+from evolving_attention.kernels.cpu import library as cpu_library
 
 STEPS = 40  # more than a room has at first
 

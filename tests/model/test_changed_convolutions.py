@@ -7,7 +7,7 @@ from torch.nn.utils import prune, weight_norm
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Geometry
+from evolving_attention.evolution import Geometry
 
 
 @pytest.fixture(params=list(Geometry), ids=lambda geometry: geometry.name)

@@ -6,9 +6,9 @@ from helpers.models import amplify_, batch, build
 from torch import nn
 from torch.testing import assert_close
 
-from ea_fairseq import kernels
 from ea_fairseq.attention import DecoderAttention
-from ea_fairseq.evolution import Geometry
+from evolving_attention import kernels
+from evolving_attention.evolution import Geometry
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

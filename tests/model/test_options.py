@@ -13,8 +13,8 @@ from helpers.models import TINY, batch, build, dictionary, model_args
 import ea_fairseq
 from ea_fairseq import transformer
 from ea_fairseq.attention import DecoderAttention, EvolvingAttention
-from ea_fairseq.evolution import Geometry
 from ea_fairseq.options import DEFAULTS
+from evolving_attention.evolution import Geometry
 
 CONVOLUTIONS = {
     "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",

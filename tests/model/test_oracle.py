@@ -6,7 +6,7 @@ from helpers import reference
 from torch.testing import assert_close
 
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Geometry
+from evolving_attention.evolution import Geometry
 
 C, K, T, S = 6, 3, 5, 4
 

@@ -9,11 +9,11 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from ea_fairseq import kernels
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Evolution, Geometry
-from ea_fairseq.kernels import cpu
-from ea_fairseq.masks import additive, combine
+from evolving_attention import kernels
+from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.kernels import cpu
+from evolving_attention.masks import additive, combine
 
 
 @pytest.fixture

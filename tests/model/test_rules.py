@@ -6,10 +6,10 @@ from helpers import reference
 from helpers.models import batch, build, model_args, small_call
 from torch.testing import assert_close
 
-from ea_fairseq import kernels
 from ea_fairseq.attention import AttentionCall, EncoderSelfAttention
-from ea_fairseq.evolution import RULES, Evolution, Geometry
 from ea_fairseq.options import check_options
+from evolving_attention import kernels
+from evolving_attention.evolution import RULES, Evolution, Geometry
 
 C, K, S = 6, 3, 4
 

@@ -7,10 +7,10 @@ from test_oracle import compare, randomised
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ea_fairseq import scores
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Geometry
-from ea_fairseq.scores import SCORES, AdditiveScore, ConcatenativeScore, RelativePositions
+from evolving_attention import scores
+from evolving_attention.evolution import Geometry
+from evolving_attention.scores import SCORES, AdditiveScore, ConcatenativeScore, RelativePositions
 
 C, K, T, S = 6, 3, 5, 4
 

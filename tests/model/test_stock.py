@@ -7,7 +7,7 @@ from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
-from ea_fairseq.evolution import Geometry
+from evolving_attention.evolution import Geometry
 
 pytestmark = pytest.mark.usefixtures("each_way")
 

@@ -13,10 +13,10 @@ from helpers import warm
 from helpers.interpreter import import_kernels
 from helpers.toy import data  # noqa: F401  (a fixture)
 
-from ea_fairseq.kernels import gpu
 from ea_tools.bench import attention, common, decoding, gpu_report, gpu_sections, training
 from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, kernels_row
 from ea_tools.common import UserError
+from evolving_attention.kernels import gpu
 
 GPU = Plan(rehearsal=False)
 ORIGIN = {"device": "none", "versions": {"torch": "2"}, "cuda": None, "commit": "abc"}

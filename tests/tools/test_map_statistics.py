@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.toy import save_model
 
-from ea_fairseq.evolution import Part
 from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.alignments import alignment_errors, check_range, hard_alignment, read_gold
@@ -19,6 +18,7 @@ from ea_tools.maps.measures import Estimate, entropy, estimate, resamples, share
 from ea_tools.maps.models import load_model
 from ea_tools.maps.statistics import Sample, main, tally
 from ea_tools.preparation import keep
+from evolving_attention.evolution import Part
 
 ALL = np.ones((1, 1, 1, 4), dtype=bool)
 

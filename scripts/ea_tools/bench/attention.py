@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention
-from ea_fairseq.evolution import Evolution, Geometry
-from ea_fairseq.masks import combine
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.memory import keep_freed_memory
+from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.masks import combine
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
 KINDS = {"encoder": Geometry.ENCODER_SELF, "decoder": Geometry.DECODER_SELF, "cross": Geometry.ENCODER_DECODER}

@@ -205,7 +205,7 @@ def work(section: str, plan: Plan, output: Path, end: float) -> int:
                 result = cells[name](end - start)
             result["without_kernels"] = sorted({*refused, *result.get("without_kernels", [])})
         except Exception as error:  # whatever it is, other cells may do better
-            from ea_fairseq.kernels.gpu import summary
+            from evolving_attention.kernels.gpu import summary
 
             result = {"failed": summary(error)}
         content["cells"][name] = {**result, "seconds": time.monotonic() - start, "origin": here}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ea_tools.common import REPO
 
 if TYPE_CHECKING:
-    from ea_fairseq.kernels import Call
+    from evolving_attention.kernels import Call
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -128,9 +128,10 @@ def compare_kernels(
     """How far the kernels are from float64, of each result its largest number, beside what passes their own trial."""
     import torch
 
-    from ea_fairseq.evolution import Evolution, Geometry
-    from ea_fairseq.kernels import Call, gpu_trial
     from ea_tools.bench.common import DTYPES
+    from evolving_attention.evolution import Evolution, Geometry
+    from evolving_attention.kernels import Call
+    from evolving_attention.kernels.gpu import trial as gpu_trial
 
     rule, geometry, has_previous = SUMS[words]
     device, dtype = plan.device, DTYPES[precision]
@@ -159,7 +160,7 @@ def compare_kernels(
 @contextlib.contextmanager
 def noting_refusals(plan: Plan) -> Iterator[set[str]]:
     """Collect what ran without the kernels, because their trial failed or there are none: its speed is not theirs."""
-    from ea_fairseq.kernels import gpu
+    from evolving_attention.kernels import gpu
 
     refused = set()
     if plan.rehearsal:  # where there is no GPU, no kernels are wanted
@@ -168,7 +169,7 @@ def noting_refusals(plan: Plan) -> Iterator[set[str]]:
     if gpu._kernels() is None:
         yield {"all: there are no kernels here"}
         return
-    from ea_fairseq.kernels import gpu_trial
+    from evolving_attention.kernels.gpu import trial as gpu_trial
 
     passed = gpu_trial.passed
 

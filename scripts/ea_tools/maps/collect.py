@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_fairseq.attention import EvolvingAttention, Maps
-from ea_fairseq.evolution import Part
-from ea_fairseq.masks import combine
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
+from evolving_attention.evolution import Part
+from evolving_attention.masks import combine
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 /* Dropout of any numbers, such as what a layer adds to its input. No mask is kept: the way back draws it again. */
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 typedef struct {
     const float *x; /* may be y */

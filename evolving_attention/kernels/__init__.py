@@ -13,10 +13,11 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..evolution import Evolution, MapConvolution
-from . import cpu, cpu_dropout, gpu
+from . import cpu, gpu
 from .call import PLAIN, Call, Result
-from .cpu_dropout import drop
-from .cpu_steps import Projections, Steps
+from .cpu import dropout as cpu_dropout
+from .cpu.dropout import drop
+from .cpu.steps import Projections, Steps
 
 __all__ = [
     "Call",

@@ -17,7 +17,7 @@
 
    Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 /* Strides are in elements. A head's vectors are contiguous: element d of token t is at b * sb + h * sh + t * st + d. */
 typedef struct {

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..evolution import Coefficients, Geometry, Share, reach
+from ...evolution import Coefficients, Geometry, Share, reach
 
 #: matrix products need at least 16 channels: what is beyond K is zero
 CHANNELS = tl.constexpr(16)

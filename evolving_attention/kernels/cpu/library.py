@@ -1,4 +1,4 @@
-"""``cpu_kernel.c`` and ``cpu_dropout.c``, compiled with the machine's own compiler when first needed, and called.
+"""``kernel.c`` and ``dropout.c``, compiled with the machine's own compiler when first needed, and called.
 
 It takes some seconds, and is kept in the user's cache folder. Where it is not possible, one line is logged.
 """
@@ -21,8 +21,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernel.c", "cpu_dropout.c")]
-_INCLUDED = Path(__file__).with_name("cpu_vectors.h")
+_SOURCES = [Path(__file__).with_name(name) for name in ("kernel.c", "dropout.c")]
+_INCLUDED = Path(__file__).with_name("vectors.h")
 _FLAGS = "-O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared".split()
 _COMPILING_TAKES_AT_MOST = 300  # seconds
 
@@ -30,7 +30,7 @@ _loading = threading.Lock()
 
 
 def call(function: str, argument: ctypes.Structure, maps: tuple[int, int, int, int]) -> None:
-    """Call a function of the C file with a structure of cpu_structures.py, on as many threads as PyTorch uses."""
+    """Call a function of the C file with a structure of structures.py, on as many threads as PyTorch uses."""
     if getattr(library(), function)(byref(argument), torch.get_num_threads()):
         raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
 

@@ -1,4 +1,4 @@
-/* What cpu_kernel.c and cpu_dropout.c are built of: vectors of floats, e^x, random bits, products of small matrices,
+/* What kernel.c and dropout.c are built of: vectors of floats, e^x, random bits, products of small matrices,
    memory of a thread. */
 
 #include <math.h>

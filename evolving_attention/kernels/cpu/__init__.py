@@ -1,6 +1,6 @@
-"""Evolving attention on the CPU, in float32, by ``cpu_kernel.c``: the plain composition's numbers, one pass.
+"""Evolving attention on the CPU, in float32, by ``kernel.c``: the plain composition's numbers, one pass.
 
-Where the C file cannot be compiled (cpu_library.py), the plain composition does the work.
+Where the C file cannot be compiled (library.py), the plain composition does the work.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..evolution import Coefficients, Geometry
-from . import cpu_library
-from .call import Call, Result
-from .cpu_structures import Problem, carries_mixed, seed_of_dropout
-from .derivatives import readable, refuse_second_derivatives
+from ...evolution import Coefficients, Geometry
+from ..call import Call, Result
+from ..derivatives import readable, refuse_second_derivatives
+from . import library
+from .structures import Problem, carries_mixed, seed_of_dropout
 
 #: the fields of a call that may have gradients, in the order in which autograd is given them
 _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
@@ -42,7 +42,7 @@ def knows(call: Call) -> bool:
         and not ((by_rows or call.sources is not None) and _wants_gradients(call))
         and not any(x.is_neg() for x in call.tensors)  # such a tensor's memory holds its opposite
         and (call.sources is None or 0 <= int(call.sources.min()) <= int(call.sources.max()) < call.v.size(0))
-        and cpu_library.library() is not None
+        and library.library() is not None
     )
 
 
@@ -71,7 +71,7 @@ def _forward(call: Call, seed: int) -> Result:
     weights = problem.result("weights", call.maps) if call.need_weights else None
     kept = problem.result("kept", (batch, heads, rows_above, columns)) if rows_above else None
     context = problem.vectors_result("context", (batch, heads, rows, call.v.size(3)))
-    cpu_library.call("evolving_attention_forward", problem, call.maps)
+    library.call("evolving_attention_forward", problem, call.maps)
     return Result(context, a_logit, weights, kept)
 
 
@@ -133,7 +133,7 @@ def _gradients(
         parts["bias"] = problem.result("d_bias", (call.maps[0], *call.bias.shape))
     if any(wanted[name] for name in "abcde"):
         parts["shares"] = problem.result("d_shares", (call.maps[0], 5), torch.float64)
-    cpu_library.call("evolving_attention_backward", problem, call.maps)
+    library.call("evolving_attention_backward", problem, call.maps)
     if d_context is None:
         del gradients["v"]
     sums = {name: part.sum(0) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Step-by-step decoding on the CPU by ``cpu_kernel.c``: an attention with its projections in one call for each step.
+"""Step-by-step decoding on the CPU by ``kernel.c``: an attention with its projections in one call for each step.
 
 Axes: B hypotheses, C channels, K heads, D = C / K, S key length. Masks: True = masked.
 """
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu_library
-from .call import PLAIN, Call
-from .cpu_structures import Problem, Projection, Step, address, mask_of, vectors
+from ..call import PLAIN, Call
+from . import library
+from .structures import Problem, Projection, Step, address, mask_of, vectors
 
 
 class Projections(NamedTuple):
@@ -117,14 +117,14 @@ class Steps:
             q, output = query.new_empty(query.shape), query.new_empty(query.shape)
             step.input, step.output = address(query, copies), output.data_ptr()
             problem.q = q.data_ptr(), width, size, width
-            cpu_library.call("evolving_attention_step", step, maps)
+            library.call("evolving_attention_step", step, maps)
             return output, weights, kept
         q = F.linear(query, *project_q)
         problem.q = q.data_ptr(), width, size, width
         if project_k is not None:
             k[:, :, -1] = F.linear(query, *project_k).view(batch, heads, size)
             v[:, :, -1] = F.linear(query, *project_v).view(batch, heads, size)
-        cpu_library.call("evolving_attention_forward", problem, maps)
+        library.call("evolving_attention_forward", problem, maps)
         return F.linear(context, *project_out), weights, kept
 
 

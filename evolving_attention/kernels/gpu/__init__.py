@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..evolution import Share
-from .call import Call, Result
-from .derivatives import readable, refuse_second_derivatives
+from ...evolution import Share
+from ..call import Call, Result
+from ..derivatives import readable, refuse_second_derivatives
 
 if TYPE_CHECKING:
-    from . import gpu_kernels
+    from . import kernels as gpu_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def knows(call: Call) -> bool:
         return False  # every replay would drop the same: the seed is a number, drawn when the graph is made
     if _kernels() is None:
         return False
-    from . import gpu_trial
+    from . import trial as gpu_trial
 
     return gpu_trial.passed(call, may_try=not capturing)
 
@@ -90,7 +90,7 @@ def _kernels() -> ModuleType | None:
     """The kernels; None, and a line in the log, where there is no Triton for this machine."""
     reason = None
     try:
-        from . import gpu_kernels
+        from . import kernels as gpu_kernels
 
         if gpu_kernels.INTERPRETED.value != _interpreted():
             reason = f"Triton was imported {'without' if _interpreted() else 'for'} its interpreter"

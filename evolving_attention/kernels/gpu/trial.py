@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..evolution import Coefficients, Evolution, Geometry
-from . import gpu, gpu_kernels
-from .call import Call
+from ...evolution import Coefficients, Evolution, Geometry
+from .. import gpu
+from ..call import Call
+from . import kernels as gpu_kernels
 
 logger = logging.getLogger(__name__)
 

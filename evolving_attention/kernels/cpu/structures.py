@@ -1,4 +1,4 @@
-"""The structures of ``cpu_kernel.c`` and ``cpu_dropout.c``, and how tensors are entered there.
+"""The structures of ``kernel.c`` and ``dropout.c``, and how tensors are entered there.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -8,8 +8,8 @@ from ctypes import Structure, c_float, c_int64, c_uint32, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from ..evolution import reach
-from .call import Call
+from ...evolution import reach
+from ..call import Call
 
 
 def carries_mixed(call: Call) -> bool:
@@ -28,7 +28,7 @@ def seed_of_dropout() -> int:
 
 
 class Dropout(Structure):
-    """``Dropout`` of cpu_dropout.c."""
+    """``Dropout`` of dropout.c."""
 
     _fields_ = [
         *(("x", c_void_p), ("y", c_void_p), ("count", c_int64)),
@@ -37,19 +37,19 @@ class Dropout(Structure):
 
 
 class Vectors(Structure):
-    """``Vectors`` of cpu_kernel.c: where they begin, and strides in numbers."""
+    """``Vectors`` of kernel.c: where they begin, and strides in numbers."""
 
     _fields_ = [("data", c_void_p), ("sb", c_int64), ("sh", c_int64), ("st", c_int64)]
 
 
 class Mask(Structure):
-    """``Mask`` of cpu_kernel.c: likewise."""
+    """``Mask`` of kernel.c: likewise."""
 
     _fields_ = [("data", c_void_p), ("sb", c_int64), ("st", c_int64), ("ss", c_int64)]
 
 
 class Problem(Structure):
-    """``Problem`` of cpu_kernel.c: one call, for as long as one C function runs."""
+    """``Problem`` of kernel.c: one call, for as long as one C function runs."""
 
     _fields_ = [
         *((name, c_int64) for name in ("B", "K", "T", "S", "D", "k", "before", "left", "top", "lower", "same")),
@@ -118,13 +118,13 @@ class Problem(Structure):
 
 
 class Projection(Structure):
-    """``Projection`` of cpu_kernel.c: addresses of a linear layer's weight and bias, None where there is none."""
+    """``Projection`` of kernel.c: addresses of a linear layer's weight and bias, None where there is none."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
 
 class Step(Structure):
-    """``Step`` of cpu_kernel.c."""
+    """``Step`` of kernel.c."""
 
     _fields_ = [
         ("attention", Problem),

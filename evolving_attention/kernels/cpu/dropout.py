@@ -1,4 +1,4 @@
-"""Dropout on the CPU, in float32, by ``cpu_dropout.c``: no mask is kept, and all threads draw random bits.
+"""Dropout on the CPU, in float32, by ``dropout.c``: no mask is kept, and all threads draw random bits.
 
 PyTorch's own draws its mask number by number on one thread, and keeps it for the way back.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from . import cpu_library
-from .call import PLAIN
-from .cpu_structures import Dropout, seed_of_dropout, threshold_of
-from .derivatives import readable
+from ..call import PLAIN
+from ..derivatives import readable
+from . import library
+from .structures import Dropout, seed_of_dropout, threshold_of
 
 
 def knows(x: Tensor) -> bool:
@@ -23,7 +23,7 @@ def knows(x: Tensor) -> bool:
         and x.dtype == torch.float32
         and x.layout is torch.strided
         and not x.is_neg()  # such a tensor's memory holds its opposite
-        and cpu_library.library() is not None
+        and library.library() is not None
     )
 
 
@@ -45,7 +45,7 @@ class _Dropout(torch.autograd.Function):
         x = x.contiguous()
         result = torch.empty_like(x)
         problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, seed)
-        cpu_library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
+        library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
         return result
 
     @staticmethod
