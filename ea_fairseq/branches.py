@@ -10,7 +10,7 @@ import torch
 from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
-from .attention import AttentionCall, EncoderSelfAttention
+from .attention import EncoderSelfAttention
 
 
 class TwoBranchSelfAttention(EncoderSelfAttention):
@@ -39,17 +39,11 @@ class TwoBranchSelfAttention(EncoderSelfAttention):
         self.conv_branch = nn.Conv1d(embed_dim, half, self.WINDOW, padding=self.WINDOW // 2)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | AttentionCall | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As ``EncoderSelfAttention``'s: query S x B x C -> output S x B x C, attention's half first; its weights."""
-        attended, weights = super().forward(query, key, value, key_padding_mask, **kwargs)  # S x B x C/2
-        padding = AttentionCall.of(key_padding_mask).key_padding
-        if padding is not None:
-            query = query.masked_fill(padding.bool().t().unsqueeze(-1), 0)
+        self, query: Tensor, key_padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As ``EncoderSelfAttention``'s: query S x B x C -> output S x B x C, attention's half first."""
+        attended, a_logit, weights = super().forward(query, key_padding_mask, *args, **kwargs)  # S x B x C/2
+        if key_padding_mask is not None:
+            query = query.masked_fill(key_padding_mask.bool().t().unsqueeze(-1), 0)
         convolved = self.conv_branch(query.permute(1, 2, 0)).permute(2, 0, 1)  # S x B x C -> B x C x S -> S x B x C/2
-        return torch.cat([attended, convolved], dim=2), weights
+        return torch.cat([attended, convolved], dim=2), a_logit, weights

@@ -1,10 +1,11 @@
-"""fairseq's dropout, by a faster way on CPUs. A GPU's is PyTorch's, as ever."""
+"""fairseq's dropout, by a faster way on CPUs. A GPU's is PyTorch's."""
 
 from fairseq.models.transformer import transformer_decoder, transformer_encoder
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from evolving_attention import kernels
+from evolving_attention.kernels import sees
+from evolving_attention.kernels.cpu import dropout
 
 from .options import Settings
 
@@ -14,9 +15,10 @@ class Dropout(FairseqDropout):
 
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
         """As fairseq's. x: any shape."""
-        if inplace or not (self.training or self.apply_during_inference) or not kernels.drops(x, self.p):
+        drops = (self.training or self.apply_during_inference) and 0 < self.p <= 1
+        if inplace or not drops or not sees(x) or not dropout.knows(x):
             return super().forward(x, inplace)
-        return kernels.drop(x, self.p)
+        return dropout.drop(x, self.p)
 
 
 def adopt_dropout(module: nn.Module, settings: Settings) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import EvolvingAttention
+from evolving_attention.attention import EvolvingHeads
 from .loading import allow_in_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def new_parameters(model: nn.Module) -> list[str]:
     return [
         f"{module_name}.{key}"
         for module_name, module in model.named_modules()
-        if isinstance(module, EvolvingAttention)
+        if isinstance(module, EvolvingHeads)
         for key in module.state_dict()
         if key.split(".")[0] not in PLAIN_PARTS
     ]

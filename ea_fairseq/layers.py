@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evolving_attention.evolution import Geometry
 
-from .attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from .attention import DecoderAttention, EncoderSelfAttention, IncrementalState, Padding
 from .branches import TwoBranchSelfAttention
 from .dropout import adopt_dropout
 from .options import Settings
@@ -69,16 +69,30 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
             encoder_padding_mask: B x S, or None where nothing is padded.
             attn_mask: S x S, anything but zero = masked.
             previous_map: B x K x S x S, A_logit of the layer before; None in the first layer.
-            keep_map: whether a layer after this one wants its map.
+            keep_map: whether a layer after this one reads its map.
 
         Returns:
             x; this layer's A_logit, or None where it is not wanted.
         """
         if not self.evolves:
             return super().forward(x, encoder_padding_mask, attn_mask), None
+        residual = x
+        if self.normalize_before:
+            x = self.self_attn_layer_norm(x)
         masked = None if attn_mask is None else attn_mask.bool()
-        call = AttentionCall(encoder_padding_mask, attn_mask=masked, previous=previous_map, keep_map=keep_map)
-        return super().forward(x, call), call.a_logit
+        x, a_logit, _ = self.self_attn(x, encoder_padding_mask, masked, previous=previous_map, keep_map=keep_map)
+        x = self.residual_connection(self.dropout_module(x), residual)
+        if not self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+
+        residual = x
+        if self.normalize_before:
+            x = self.final_layer_norm(x)
+        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        x = self.residual_connection(self.dropout_module(self.fc2(x)), residual)
+        if not self.normalize_before:
+            x = self.final_layer_norm(x)
+        return x, a_logit
 
 
 class EADecoderLayer(TransformerDecoderLayerBase):
@@ -129,13 +143,18 @@ class EADecoderLayer(TransformerDecoderLayerBase):
         x: Tensor,
         encoder_out: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
-        *args: Any,
+        incremental_state: IncrementalState | None = None,
+        prev_self_attn_state: list[Tensor] | None = None,
+        prev_attn_state: list[Tensor] | None = None,
+        self_attn_mask: Tensor | None = None,
         self_attn_padding_mask: Tensor | None = None,
-        **kwargs: Any,
+        need_attn: bool = False,
+        need_head_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As fairseq's. self_attn_padding_mask, B x T, also tells both attentions which rows are padding."""
         if self.cross_evolves:
-            encoder_padding_mask = AttentionCall(encoder_padding_mask, query_padding=self_attn_padding_mask)
+            encoder_padding_mask = Padding(encoder_padding_mask, self_attn_padding_mask)
         return super().forward(
-            *(x, encoder_out, encoder_padding_mask, *args), self_attn_padding_mask=self_attn_padding_mask, **kwargs
+            *(x, encoder_out, encoder_padding_mask, incremental_state, prev_self_attn_state, prev_attn_state),
+            *(self_attn_mask, self_attn_padding_mask, need_attn, need_head_weights),
         )

@@ -171,6 +171,38 @@ def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Ten
     return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2))
 
 
+#: (mixed B x K x T x S, above or None, hidden or None) -> Conv(mixed), B x K x T x S
+Convolve = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def evolve(
+    coefficients: Coefficients,
+    logits: Tensor,
+    hidden: Tensor | None,
+    previous: Tensor | None,
+    above: Tensor | None,
+    convolve: Convolve | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum at the head of this file.
+
+    Args:
+        coefficients: the five numbers.
+        logits, hidden, previous, above: see ``Evolution.forward``.
+        convolve: None where there is no convolution.
+
+    Returns:
+        A_logit, B x K x T x S; mixed, of the same shape and zero at hidden places, or None where nothing reads it.
+    """
+    a, b, c, d, e = coefficients
+    if convolve is None or _is(c, 0):
+        return _finite(_weighted(d, previous, e, logits)), None
+    mixed = _hide(_weighted(a, previous, b, logits), hidden)
+    carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
+    convolved = _finite(F.relu(convolve(mixed, above, hidden)))
+    share = c.type_as(carried) if isinstance(c, Tensor) else c
+    return _finite(torch.lerp(carried, convolved, share)), mixed
+
+
 class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
@@ -238,44 +270,33 @@ class Evolution(nn.Module):
             hidden: broadcasts to B x K x T x S; True where the convolution must see zero, as it does outside the map
                 (padded rows and columns, the future).
             previous: B x K x T x S, A_logit of the layer before; None in the first layer and in decoders.
-            above: B x K x rows_above x S, the rows of ``mix`` that come before these, in step-by-step decoding.
+            above: B x K x rows_above x S, the mixed rows that come before these, in step-by-step decoding.
 
         Returns:
-            A_logit, B x K x T x S; what it holds at hidden places means nothing.
+            A_logit, B x K x T x S; its values at hidden places mean nothing.
         """
-        coefficients = self.coefficients(previous is not None)
-        _, _, c, d, e = coefficients
-        if self.conv is None or _is(c, 0):
-            return _weighted(d, previous, e, logits)
-        mixed = self.mix(logits, hidden, previous)
-        carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
-        convolved = F.relu(self.convolve(mixed, above, hidden))
-        return torch.lerp(carried, convolved, c.type_as(carried) if isinstance(c, Tensor) else c)
-
-    def mix(self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None) -> Tensor:
-        """What the convolution reads, zero at hidden places. Arguments and result as in ``forward``."""
-        a, b, *_ = self.coefficients(previous is not None)
-        return _hide(_weighted(a, previous, b, logits), hidden)
+        convolve = None if self.conv is None else self.convolve
+        return evolve(self.coefficients(previous is not None), logits, hidden, previous, above, convolve)[0]
 
     def convolve(self, mixed: Tensor, above: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Conv(mixed), before its ReLU. Arguments and result as in ``forward``, with ``mix``'s result as mixed."""
+        """Conv(mixed), through all convolutions, before the last ReLU. Arguments and result as in ``forward``."""
         assert self.conv is not None, "this layer has no convolution"
         return self.conv(self.before_last(mixed, hidden), above)
 
     def before_last(self, mixed: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """What the last convolution reads: ``mix``'s result, through the convolutions before it, zero at hidden places.
+        """What the last convolution reads: mixed, through the convolutions before it, zero at hidden places.
 
         Only encoders have several, so that there are no rows above.
         """
         for conv in self.stacked:
-            mixed = _hide(F.relu(conv(mixed)), hidden)
+            mixed = _hide(_finite(F.relu(conv(mixed))), hidden)
         return mixed
 
     def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> Tensor | None:
-        """What stands for the previous map where only one convolution, ``conv``, is known, as in kernels.
+        """The map that a kernel, which knows one convolution only, is given in the place of the previous one.
 
-        ``previous``, B x K x T x S, zero at hidden places, through the convolutions before ``conv``; so for
-        ``predictive`` only, whose convolutions read nothing but the previous map.
+        It is ``previous``, B x K x T x S, zero at hidden places, through the convolutions before ``conv``. Only
+        ``predictive`` has several, and its convolutions read nothing but the previous map.
         """
         return previous if previous is None else self.before_last(_hide(previous, hidden), hidden)
 
@@ -286,15 +307,15 @@ class Evolution(nn.Module):
 
         Arguments as in ``forward``. The sum of share times map is A_logit, where nothing is hidden.
         """
-        _, _, c, d, e = self.coefficients(previous is not None)
+        a, b, c, d, e = self.coefficients(previous is not None)
         convolved = self.conv is not None and not _is(c, 0)
         rest = 1 - c if convolved else 1.0
         parts = {"logits": Part(rest * e, logits)}
         if previous is not None and not _is(d, 0):
             parts["previous"] = Part(rest * d, previous)
         if convolved:
-            mixed = self.mix(logits, hidden, previous)
-            parts["convolution"] = Part(c, F.relu(self.convolve(mixed, above, hidden)))
+            mixed = _hide(_weighted(a, previous, b, logits), hidden)
+            parts["convolution"] = Part(c, _finite(F.relu(self.convolve(mixed, above, hidden))))
         return parts
 
     def extra_repr(self) -> str:
@@ -325,3 +346,14 @@ def _weighted(of_previous: Share, previous: Tensor | None, of_logits: Share, log
 
 def _hide(maps: Tensor, hidden: Tensor | None) -> Tensor:
     return maps if hidden is None else maps.masked_fill(hidden, 0)
+
+
+def _finite(maps: Tensor) -> Tensor:
+    """Keep half-precision sums out of infinity, from which the next layer would make NaN.
+
+    Half of the range, so that masked logits, which are set to its end, stay the lowest.
+    """
+    if maps.dtype != torch.float16:
+        return maps
+    limit = torch.finfo(torch.float16).max / 2
+    return maps.clamp(-limit, limit)

@@ -1,7 +1,7 @@
 """What a kernel is asked about: one call of an attention, from queries and keys to the context, as data.
 
-Axes: B batch, N rows of keys and values, K heads, T target (query) length, S source (key) length, D head size; k kernel
-size.
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size; k kernel size. Keys and values may
+belong to N sentences of B / N neighbouring rows of queries each, as in beam search.
 Masks: True = masked.
 """
 
@@ -24,11 +24,11 @@ class Call:
         A_logit = the sum of evolution.py, with these coefficients and this convolution
         context = dropout(softmax(mask(A_logit))) v
 
-    A kernel may be asked about any of it, and refuses what it does not know. Nobody changes a call: take ``replace``.
+    A kernel refuses what it does not know. A call is never changed: use ``replace``.
     """
 
     q: Tensor  # B x K x T x D; not read where logits are given
-    k: Tensor  # N x K x S x D; not read where logits are given; N = B but where there are ``sources``
+    k: Tensor  # N x K x S x D; not read where logits are given
     v: Tensor  # N x K x S x D
     scale: float  # of q k^T
     geometry: Geometry
@@ -37,7 +37,6 @@ class Call:
     weight: Tensor | None = None  # K x K x k x k; None: no convolution
     bias: Tensor | None = None  # K
     given: Tensor | None = None  # B x K x T x S, logits in the place of scale * q k^T
-    sources: Tensor | None = None  # B numbers: the row of k and v that each row of q looks at; None: its own
     hidden: Tensor | None = None  # broadcasts to B x 1 x T x S; where the convolution must see zero
     masked: Tensor | None = None  # broadcasts to B x 1 x T x S; keys that must not be attended to
     previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
@@ -57,13 +56,13 @@ class Call:
         """All tensors that results depend on, the learnt coefficients included."""
         values = [
             *(self.q, self.k, self.v, self.given, self.previous, self.above, self.weight, self.bias),
-            *(self.sources, self.hidden, self.masked, *self.coefficients),
+            *(self.hidden, self.masked, *self.coefficients),
         ]
         return [value for value in values if isinstance(value, Tensor)]
 
 
 class Result(NamedTuple):
-    """What comes of a call."""
+    """The outputs of a call."""
 
     context: Tensor  # B x K x T x D
     a_logit: Tensor | None = None  # B x K x T x S, evolved logits before the mask, where ``keep_map``

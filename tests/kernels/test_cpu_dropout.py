@@ -21,7 +21,7 @@ def seeded(seed, drop, *given):
 @pytest.mark.parametrize("probability", [0.05, 0.1, 0.3, 0.5, 0.9])
 def test_the_right_share_is_dropped_and_the_rest_divided(probability):
     x = torch.randn(400, 501)
-    result = kernels.drop(x, probability)
+    result = cpu_dropout.drop(x, probability)
     dropped, places = result == 0, x.numel()
     spread = (probability * (1 - probability) / places) ** 0.5
     assert abs(dropped.double().mean().item() - probability) < 5 * spread
@@ -30,7 +30,7 @@ def test_the_right_share_is_dropped_and_the_rest_divided(probability):
 
 def test_what_is_dropped_tells_nothing_of_its_neighbours_or_of_another_draw():
     """In rows, in columns, at the distances that draws of random bits and vectors have, and from call to call."""
-    first, second = (kernels.drop(torch.ones(64, 4096), 0.5) == 0 for _ in range(2))
+    first, second = (cpu_dropout.drop(torch.ones(64, 4096), 0.5) == 0 for _ in range(2))
     few = 5 * 0.5 / first.numel() ** 0.5  # five standard deviations
     for distance in (1, 2, 7, 8, 15, 16, 32, 64, 128, 256, 1024):
         both = first[:, distance:] == first[:, :-distance]
@@ -42,14 +42,14 @@ def test_what_is_dropped_tells_nothing_of_its_neighbours_or_of_another_draw():
 @pytest.mark.parametrize("shape", [(0, 3), (1,), (), (7,), (64,), (129,), (128, 2), (3, 5, 7, 11), (70_001,)])
 def test_any_shape(shape):
     x = torch.rand(shape) + 1
-    result = kernels.drop(x, 0.5)
+    result = cpu_dropout.drop(x, 0.5)
     assert result.shape == x.shape
     assert torch.equal(result, torch.where(result == 0, 0, 2 * x))
 
 
 def test_the_gradient_passes_where_the_number_did():
     x = torch.randn(33, 65, requires_grad=True)
-    result = kernels.drop(x, 0.3)
+    result = cpu_dropout.drop(x, 0.3)
     weights = torch.randn(65, 33).t()  # a gradient that lies otherwise in memory
     (gradient,) = torch.autograd.grad(result, x, weights, create_graph=True)
     assert torch.equal(gradient == 0, result == 0)
@@ -59,7 +59,7 @@ def test_the_gradient_passes_where_the_number_did():
 
 def test_a_gradient_whose_memory_holds_its_opposite():
     x, weights = torch.randn(33, 65, requires_grad=True), torch.randn(33, 65)
-    result = kernels.drop(x, 0.3)
+    result = cpu_dropout.drop(x, 0.3)
     (gradient,) = torch.autograd.grad(result, x, weights, retain_graph=True)
     (opposite,) = torch.autograd.grad(result, x, torch._neg_view(weights))
     assert torch.equal(opposite, -gradient)
@@ -68,22 +68,22 @@ def test_a_gradient_whose_memory_holds_its_opposite():
 def test_gradients_of_several_outputs_at_once_are_refused():
     x = torch.randn(3, 5, requires_grad=True)
     with pytest.raises(RuntimeError, match="--ea-plain can"):
-        torch.autograd.grad(kernels.drop(x, 0.5), x, torch.randn(2, 3, 5), is_grads_batched=True)
+        torch.autograd.grad(cpu_dropout.drop(x, 0.5), x, torch.randn(2, 3, 5), is_grads_batched=True)
 
 
 def test_a_gradient_has_a_gradient():
     x = torch.randn(20, requires_grad=True)
-    (gradient,) = torch.autograd.grad(kernels.drop(x, 0.5).pow(2).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(cpu_dropout.drop(x, 0.5).pow(2).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), x)
     assert torch.equal(second, torch.where(gradient == 0, 0.0, 8.0))  # (2x)^2 where a number is kept
 
 
 def test_the_same_seed_drops_the_same_wherever_numbers_lie():
     x = torch.randn(31, 47)
-    expected = seeded(1, kernels.drop, x, 0.4)
-    assert torch.equal(seeded(1, kernels.drop, x.t().contiguous().t(), 0.4), expected)
-    assert torch.equal(seeded(1, kernels.drop, torch.stack([x, x], 2)[..., 1], 0.4), expected)
-    assert not torch.equal(seeded(2, kernels.drop, x, 0.4), expected)
+    expected = seeded(1, cpu_dropout.drop, x, 0.4)
+    assert torch.equal(seeded(1, cpu_dropout.drop, x.t().contiguous().t(), 0.4), expected)
+    assert torch.equal(seeded(1, cpu_dropout.drop, torch.stack([x, x], 2)[..., 1], 0.4), expected)
+    assert not torch.equal(seeded(2, cpu_dropout.drop, x, 0.4), expected)
 
 
 def test_bits_do_not_depend_on_threads():
@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_threads():
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            results.append(seeded(1, kernels.drop, x, 0.1))
+            results.append(seeded(1, cpu_dropout.drop, x, 0.1))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
@@ -103,7 +103,7 @@ def test_the_way_back_keeps_no_mask():
     """PyTorch's keeps one byte or more for each number."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
-        kernels.drop(torch.randn(10, requires_grad=True), 0.5)
+        cpu_dropout.drop(torch.randn(10, requires_grad=True), 0.5)
     assert not kept
 
 

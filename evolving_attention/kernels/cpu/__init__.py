@@ -1,30 +1,31 @@
-"""Evolving attention on the CPU, in float32, by ``kernel.c``: the plain composition's numbers, one pass.
+"""Evolving attention on the CPU, in float32, by ``kernel.c``: the plain composition's numbers, in one pass.
 
+It is an operation of PyTorch's dispatcher, so that torch.compile and torch.export keep it, and FLOP counters see it.
 Where the C file cannot be compiled (library.py), the plain composition does the work.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.utils.flop_counter import register_flop_formula
 
 from ...evolution import Coefficients, Geometry
 from ..call import Call, Result
-from ..derivatives import readable, refuse_second_derivatives
 from . import library
-from .structures import Problem, carries_mixed, seed_of_dropout
+from .structures import Problem, carries_mixed
 
-#: the fields of a call that may have gradients, in the order in which autograd is given them
+#: the fields of a call that may have gradients; the five coefficients, where they are learnt, follow as one tensor
 _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
 
 
 def knows(call: Call) -> bool:
     """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``_fits`` of this package.
 
-    Step by step, and where hypotheses share keys, it has no backward pass: it refuses where any gradient is wanted.
+    Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is wanted.
     """
     c = call.coefficients.c
     by_rows = call.step or call.above is not None
@@ -39,10 +40,8 @@ def knows(call: Call) -> bool:
         # a convolution without a share would still hide what it does not see
         and (call.weight is None or isinstance(c, Tensor) or c != 0)
         and not (by_rows and call.geometry == Geometry.ENCODER_SELF)
-        and not ((by_rows or call.sources is not None) and _wants_gradients(call))
-        and not any(x.is_neg() for x in call.tensors)  # such a tensor's memory holds its opposite
-        and (call.sources is None or 0 <= int(call.sources.min()) <= int(call.sources.max()) < call.v.size(0))
-        and library.library() is not None
+        and not ((by_rows or call.v.size(0) != call.q.size(0)) and _wants_gradients(call))
+        and library.is_there()
     )
 
 
@@ -51,20 +50,38 @@ def attend(call: Call) -> Result:
 
     Dropout's random bits are a function of one number, which is drawn from PyTorch's generator for the CPU.
     """
-    seed = seed_of_dropout() if call.dropout > 0 else 0
-    if not _wants_gradients(call):
-        return _forward(call, seed)
-    tensors = [getattr(call, name) for name in _DIFFERENTIABLE]
-    context, a_logit, weights = _EvolvingAttention.apply(call, seed, *tensors, *call.coefficients)
-    return Result(context, a_logit, weights)
+    if call.step and not torch.compiler.is_compiling():
+        return Result(
+            *_forward(call, 0, carries_mixed(call))
+        )  # the dispatcher would slow a search's thousands of short steps
+    learnt = any(isinstance(x, Tensor) for x in call.coefficients)
+    shares = None
+    if learnt:
+        numbers = [x if isinstance(x, Tensor) else call.v.new_tensor(x) for x in call.coefficients]
+        shares = torch.stack(numbers)
+    constants = [0.0 if isinstance(x, Tensor) else float(x) for x in call.coefficients]
+    seed = torch.randint(2**63 - 1, (), device="cpu") if call.dropout > 0 else torch.zeros((), dtype=torch.int64)
+    context, a_logit, weights, kept = _operation(
+        *(getattr(call, name) for name in _DIFFERENTIABLE),
+        *(shares, call.hidden, call.masked, call.above, seed, constants, carries_mixed(call)),
+        *(call.scale, call.geometry.value, call.kernel_size, call.dropout),
+        *(call.keep_map, call.need_weights, call.step),
+    )
+    return Result(
+        context,
+        a_logit if call.keep_map else None,
+        weights if call.need_weights else None,
+        kept if kept.numel() else None,
+    )
 
 
 def _wants_gradients(call: Call) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
 
 
-def _forward(call: Call, seed: int) -> Result:
-    problem = Problem.of(call, seed)
+def _forward(call: Call, seed: int, same: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Context, A_logit, weights and the rows to keep; None where they are not asked for."""
+    problem = Problem.of(call, seed, same)
     batch, heads, rows, columns = call.maps
     rows_above = call.kernel_size - 1 if call.step and call.weight is not None else 0
     a_logit = problem.result("a_logit", call.maps) if call.keep_map else None
@@ -72,86 +89,184 @@ def _forward(call: Call, seed: int) -> Result:
     kept = problem.result("kept", (batch, heads, rows_above, columns)) if rows_above else None
     context = problem.vectors_result("context", (batch, heads, rows, call.v.size(3)))
     library.call("evolving_attention_forward", problem, call.maps)
-    return Result(context, a_logit, weights, kept)
+    return context, a_logit, weights, kept
 
 
-class _EvolvingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, call: Call, seed: int, *inputs: Tensor | float | None) -> tuple[Tensor | None, ...]:
-        """``inputs`` are the call's tensors of ``_DIFFERENTIABLE``, then its five coefficients."""
-        result = _forward(call, seed)
-        # What is kept of the call are its constants; its tensors are autograd's to keep.
-        ctx.call = replace(call, **dict.fromkeys((*_DIFFERENTIABLE, "hidden", "masked")))
-        ctx.seed = seed
-        ctx.constants = [None if isinstance(x, Tensor) else x for x in call.coefficients]
-        learnt = [x if isinstance(x, Tensor) else None for x in call.coefficients]
-        ctx.save_for_backward(*inputs[: len(_DIFFERENTIABLE)], call.hidden, call.masked, *learnt)
-        ctx.set_materialize_grads(False)
-        return result.context, result.a_logit, result.weights
-
-    @staticmethod
-    def backward(
-        ctx: FunctionCtx, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
-        d_context, d_a_logit, d_weights = readable(d_context, d_a_logit, d_weights)
-        *tensors, hidden, masked, a, b, c, d, e = ctx.saved_tensors
-        values = zip((a, b, c, d, e), ctx.constants, strict=True)
-        call = replace(
-            ctx.call,
-            **dict(zip(_DIFFERENTIABLE, tensors, strict=True)),
-            **{"hidden": hidden, "masked": masked},
-            coefficients=Coefficients(*(constant if learnt is None else learnt for learnt, constant in values)),
-        )
-        wanted = dict(zip((*_DIFFERENTIABLE, "a", "b", "c", "d", "e"), ctx.needs_input_grad[2:], strict=True))
-        gradients = _gradients(call, ctx.seed, wanted, d_context, d_a_logit, d_weights)
-        return None, None, *(gradients.get(name) for name in wanted)
+def _call(
+    tensors: Sequence[Tensor | None], shares: Tensor | None, constants: Sequence[float], same: bool, *rest: Any
+) -> Call:
+    """The call that the arguments of the operation stand for."""
+    hidden, masked, above, scale, geometry, kernel_size, dropout, keep_map, need_weights, step = rest
+    q, k, v, given, previous, weight, bias = tensors
+    numbers = list(constants) if shares is None else shares.tolist()
+    if same:
+        numbers[3:] = numbers[:2]
+    return Call(
+        *(q, k, v, scale, Geometry(geometry), kernel_size, Coefficients(*numbers), weight, bias, given, hidden, masked),
+        *(previous, above, step, dropout, keep_map, need_weights),
+    )
 
 
-def _gradients(
-    call: Call,
-    seed: int,
-    wanted: dict[str, bool],
+@torch.library.custom_op("evolving_attention::cpu", mutates_args=(), device_types="cpu")
+def _operation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    previous: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shares: Tensor | None,
+    hidden: Tensor | None,
+    masked: Tensor | None,
+    above: Tensor | None,
+    seed: Tensor,
+    constants: Sequence[float],
+    same: bool,
+    scale: float,
+    geometry: str,
+    kernel_size: int,
+    dropout: float,
+    keep_map: bool,
+    need_weights: bool,
+    step: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Context, A_logit, weights and rows to keep, empty where they are not asked for: a schema has no optional outputs.
+
+    ``shares``: the five coefficients where one is learnt, else ``constants`` are. ``same``: carried is always mixed.
+    """
+    tensors = (q, k, v, given, previous, weight, bias)
+    rest = (hidden, masked, above, scale, geometry, kernel_size, dropout, keep_map, need_weights, step)
+    results = _forward(_call(tensors, shares, constants, same, *rest), int(seed), same)
+    return tuple(v.new_empty(0) if x is None else x for x in results)
+
+
+@_operation.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, given: Any, previous: Any, weight: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernel_size, _, keep_map, need_weights, step = others[-5:]
+    maps = batch, heads, rows, columns = *q.shape[:3], v.size(2)
+    return (
+        q.new_empty(rows, batch, heads, v.size(3)).permute(1, 2, 0, 3),
+        q.new_empty(maps if keep_map else 0),
+        q.new_empty(maps if need_weights else 0),
+        q.new_empty((batch, heads, kernel_size - 1, columns) if step and weight is not None else 0),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, seed = inputs[:12]
+    ctx.save_for_backward(*tensors, seed)
+    ctx.rest = inputs[12:]
+
+
+def _backward(
+    ctx: Any, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None, d_kept: Any
+) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:8])
+    gradients = _backward_operation(*ctx.saved_tensors, *ctx.rest, d_context, d_a_logit, d_weights, wanted)
+    return *(x if x.numel() else None for x in gradients), *(None,) * 13
+
+
+def _refuse(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError(
+        "The kernels of evolving attention have no second derivatives (create_graph, torch.autograd.functional): use "
+        "the plain composition, --ea-plain or plain=True."
+    )
+
+
+@register_flop_formula(torch.ops.evolving_attention.cpu)
+def _flops(q: Any, k: Any, v: Any, given: Any, previous: Any, weight: Any, *others: Any, **_: Any) -> int:
+    """The plain composition's: both products, and the convolution."""
+    batch, heads, rows, depth = q
+    pixels = batch * heads * rows * v[2]
+    taps = 0 if weight is None else weight[1] * weight[2] * weight[3]
+    return 2 * pixels * ((0 if given is not None else depth) + taps + v[3])
+
+
+@torch.library.custom_op("evolving_attention::cpu_backward", mutates_args=(), device_types="cpu")
+def _backward_operation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    previous: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shares: Tensor | None,
+    hidden: Tensor | None,
+    masked: Tensor | None,
+    above: Tensor | None,
+    seed: Tensor,
+    constants: Sequence[float],
+    same: bool,
+    scale: float,
+    geometry: str,
+    kernel_size: int,
+    dropout: float,
+    keep_map: bool,
+    need_weights: bool,
+    step: bool,
     d_context: Tensor | None,
     d_a_logit: Tensor | None,
     d_weights: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """The gradients of a call by the names of what they are of: the tensors' and a, b, c, d and e."""
-    problem = Problem.of(call, seed)
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of the operation's first eight arguments, empty where they are not wanted."""
+    tensors = (q, k, v, given, previous, weight, bias)
+    rest = (hidden, masked, above, scale, geometry, kernel_size, dropout, keep_map, need_weights, step)
+    call = _call(tensors, shares, constants, same, *rest)
+    problem = Problem.of(call, int(seed), same)
     problem.read(d_a_logit=d_a_logit, d_weights=d_weights, d_context=d_context)
-    gradients = {"v": problem.vectors_result("d_v", call.v.shape)}
-    if call.given is None and (wanted["q"] or wanted["k"]):
-        gradients["q"] = problem.vectors_result("d_q", call.q.shape)
-        gradients["k"] = problem.vectors_result("d_key", call.k.shape)
-    for name in ("given", "previous"):
-        if wanted[name]:
+    gradients = {"v": problem.vectors_result("d_v", v.shape)}
+    if given is None and (wanted[0] or wanted[1]):
+        gradients["q"] = problem.vectors_result("d_q", q.shape)
+        gradients["k"] = problem.vectors_result("d_key", k.shape)
+    for name, is_wanted in (("given", wanted[3]), ("previous", wanted[4])):
+        if is_wanted:
             gradients[name] = problem.result(f"d_{name}", call.maps)
     # Each sentence has a part of its own in these, summed in order: bits do not depend on the number of threads.
     parts = {}
-    if call.weight is not None:
-        parts["weight"] = problem.result("d_kernel", (call.maps[0], *call.weight.shape))
-        parts["bias"] = problem.result("d_bias", (call.maps[0], *call.bias.shape))
-    if any(wanted[name] for name in "abcde"):
+    if weight is not None:
+        parts["weight"] = problem.result("d_kernel", (call.maps[0], *weight.shape))
+        parts["bias"] = problem.result("d_bias", (call.maps[0], *bias.shape))
+    if wanted[7]:
         parts["shares"] = problem.result("d_shares", (call.maps[0], 5), torch.float64)
     library.call("evolving_attention_backward", problem, call.maps)
+    gradients |= {name: part.sum(0) for name, part in parts.items()}
+    if wanted[7]:
+        gradients["shares"] = gradients["shares"].float() * _that_count(call, same)
     if d_context is None:
         del gradients["v"]
-    sums = {name: part.sum(0) for name, part in parts.items()}
-    if "shares" in sums:
-        gradients |= _gradients_of_coefficients(call, wanted, sums.pop("shares").float())
-    return gradients | sums
+    names = zip((*_DIFFERENTIABLE, "shares"), wanted, strict=True)
+    return [gradients.get(name, q.new_empty(0)) if want else q.new_empty(0) for name, want in names]
 
 
-def _gradients_of_coefficients(call: Call, wanted: dict[str, bool], shares: Tensor) -> dict[str, Tensor]:
-    """Those that were used: without a convolution a, b and c are not; a and d belong to the previous map.
+def _that_count(call: Call, same: bool) -> Tensor:
+    """Which of the five coefficients have an effect: 1 or 0.
 
-    Where what is carried is what is mixed, all that comes of both is in the gradients of a and b.
+    Without a convolution a, b and c have none; a and d belong to the previous map. Where carried is always mixed, the
+    gradients of a and b hold those of d and e.
     """
-    unused = set()
-    if call.weight is None:
-        unused |= set("abc")
-    if call.previous is None:
-        unused |= set("ad")
-    if carries_mixed(call):
-        unused |= set("de")
-    return {name: share for name, share in zip("abcde", shares, strict=True) if wanted[name] and name not in unused}
+    none = set("abc" if call.weight is None else "") | set("" if call.previous is not None else "ad")
+    none |= set("de" if same else "")
+    return torch.tensor([float(name not in none) for name in "abcde"])
+
+
+_operation.register_autograd(_backward, setup_context=_keep)
+_backward_operation.register_autograd(_refuse)
+
+
+@_backward_operation.register_fake
+def _(*inputs: Any) -> list[Tensor]:
+    wanted, tensors = inputs[-1], inputs[:8]
+    results = [
+        x.new_empty(x.shape) if want else inputs[0].new_empty(0) for x, want in zip(tensors, wanted, strict=True)
+    ]
+    for place in range(3):  # queries, keys and values lie where projections want them: see ``vectors_result``
+        if wanted[place]:
+            batch, heads, length, depth = tensors[place].shape
+            results[place] = inputs[0].new_empty(length, batch, heads, depth).permute(1, 2, 0, 3)
+    return results

@@ -4,26 +4,24 @@ PyTorch's own draws its mask number by number on one thread, and keeps it for th
 """
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from ..call import PLAIN
-from ..derivatives import readable
 from . import library
-from .structures import Dropout, seed_of_dropout, threshold_of
+from .structures import Dropout, threshold_of
 
 
 def knows(x: Tensor) -> bool:
     """Whether this kernel drops numbers of such a tensor. The probability may be any from 0 to 1."""
     return (
-        type(x) in PLAIN
+        (type(x) in PLAIN or torch.compiler.is_compiling())
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.layout is torch.strided
-        and not x.is_neg()  # such a tensor's memory holds its opposite
-        and library.library() is not None
+        and library.is_there()
     )
 
 
@@ -33,21 +31,30 @@ def drop(x: Tensor, probability: float) -> Tensor:
     What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU, and
     other numbers on processors with AVX-512 than on those without.
     """
-    return _Dropout.apply(x, threshold_of(probability), seed_of_dropout())
+    return _operation(x, threshold_of(probability), torch.randint(2**63 - 1, (), device="cpu"))
 
 
-class _Dropout(torch.autograd.Function):
-    """Its gradient is itself, with the same seed: what was dropped is dropped."""
+@torch.library.custom_op("evolving_attention::cpu_dropout", mutates_args=(), device_types="cpu")
+def _operation(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+    x = x.contiguous()
+    result = torch.empty_like(x)
+    problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, int(seed))
+    library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
+    return result
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, threshold: int, seed: int) -> Tensor:
-        ctx.threshold, ctx.seed = threshold, seed
-        x = x.contiguous()
-        result = torch.empty_like(x)
-        problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, seed)
-        library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
-        return result
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Dropout.apply(*readable(gradient), ctx.threshold, ctx.seed), None, None
+@_operation.register_fake
+def _(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.threshold, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _operation(gradient, ctx.threshold, *ctx.saved_tensors), None, None  # what was dropped is dropped
+
+
+_operation.register_autograd(_backward, setup_context=_keep)

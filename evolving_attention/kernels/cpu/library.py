@@ -35,6 +35,12 @@ def call(function: str, argument: ctypes.Structure, maps: tuple[int, int, int, i
         raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
 
 
+@torch.compiler.assume_constant_result
+def is_there() -> bool:
+    """Whether the C files could be compiled."""
+    return library() is not None
+
+
 def library() -> ctypes.CDLL | None:
     """The C files, compiled; None where that is not possible. Tried once, while other threads wait."""
     with _loading:
@@ -89,7 +95,7 @@ def _reason(error: Exception) -> str:
 
 def _cache() -> Path:
     folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "ea_fairseq"
+    return (Path(folder) if folder else Path.home() / ".cache") / "evolving_attention"
 
 
 def _fingerprint(compiler: list[str]) -> str:

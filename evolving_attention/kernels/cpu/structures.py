@@ -22,11 +22,6 @@ def threshold_of(probability: float) -> int:
     return round(probability * 65536)
 
 
-def seed_of_dropout() -> int:
-    """A number from PyTorch's generator for the CPU, which all random bits of one dropout are a function of."""
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
 class Dropout(Structure):
     """``Dropout`` of dropout.c."""
 
@@ -57,7 +52,8 @@ class Problem(Structure):
         *(("threshold", c_uint32), ("seed", c_uint64)),
         *((name, Vectors) for name in ("q", "key", "v")),
         *((name, Mask) for name in ("hidden", "masked")),
-        *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given", "sources")),
+        *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given")),
+        ("beams", c_int64),
         ("context", Vectors),
         *((name, c_void_p) for name in ("a_logit", "weights", "kept")),
         ("d_context", Vectors),
@@ -67,7 +63,7 @@ class Problem(Structure):
     ]
 
     @classmethod
-    def of(cls, call: Call, seed: int) -> "Problem":
+    def of(cls, call: Call, seed: int, same: bool) -> "Problem":
         """Enter what is read. The call's own tensors live as long as it does, copies of them as long as this."""
         batch, heads, rows, columns = call.maps
         a, b, c, d, e = map(float, call.coefficients)
@@ -79,7 +75,7 @@ class Problem(Structure):
             *(batch, heads, rows, columns, call.v.size(3), call.kernel_size),
             call.above.size(3) if has_rows_above else 0,
             *reach(call.geometry, call.kernel_size),
-            carries_mixed(call),
+            same,
             *(call.scale, a, b, c, d, e),
             *(threshold_of(call.dropout), seed),
             vectors(call.q if call.given is None else None, copies),
@@ -92,7 +88,7 @@ class Problem(Structure):
             address(call.weight, copies),
             address(call.bias, copies),
             address(call.given, copies),
-            address(call.sources, copies),
+            batch // call.v.size(0),
         )
         problem.copies = copies
         return problem
@@ -115,23 +111,6 @@ class Problem(Structure):
         result = torch.empty(length, batch, heads, depth, dtype=torch.float32, device="cpu").permute(1, 2, 0, 3)
         setattr(self, name, vectors(result, []))
         return result
-
-
-class Projection(Structure):
-    """``Projection`` of kernel.c: addresses of a linear layer's weight and bias, None where there is none."""
-
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
-
-
-class Step(Structure):
-    """``Step`` of kernel.c."""
-
-    _fields_ = [
-        ("attention", Problem),
-        ("input", c_void_p),
-        *((name, Projection) for name in ("q", "k", "v", "out")),
-        ("output", c_void_p),
-    ]
 
 
 def vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention, EvolvingAttention
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
 from ea_tools.common import UserError, reporting, write_json
@@ -36,7 +36,7 @@ class Problem:
     """One attention layer's inputs."""
 
     kind: str
-    attention: EvolvingAttention
+    attention: EvolvingMultiheadAttention
     q: Tensor  # N x B x C, before scaling
     k: Tensor  # N x B x C
     v: Tensor  # N x B x C
@@ -194,12 +194,11 @@ def ours(problem: Problem) -> Path:
     q, k = problem.q.detach(), problem.k.detach()  # what would be projected
 
     def run() -> Results:
-        call = AttentionCall(problem.padding, query_padding=problem.padding, previous=problem.previous)
         if problem.kind == "encoder":
-            call.keep_map = True
-            context, _ = attention(q, key_padding_mask=call, need_weights=False)
-            return context, call.a_logit
-        context, _ = attention(q, k, k, call, need_weights=False, attn_mask=problem.future)
+            context, a_logit, _ = attention(q, problem.padding, previous=problem.previous, keep_map=True)
+            return context, a_logit
+        padding = problem.padding if problem.kind == "decoder" else Padding(problem.padding, problem.padding)
+        context, _ = attention(q, k, k, padding, need_weights=False, attn_mask=problem.future)
         return (context,)
 
     return run

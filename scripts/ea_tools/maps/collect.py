@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_fairseq.attention import EvolvingAttention, Maps
+from evolving_attention.attention import EvolvingHeads, Maps
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
 from evolving_attention.evolution import Part
@@ -72,7 +72,7 @@ def collect(model: nn.Module) -> Iterator[Collected]:
     collected = Collected()
     with contextlib.ExitStack() as stack:
         for kind, number, layer, attention in attentions(model):
-            if isinstance(attention, EvolvingAttention):
+            if isinstance(attention, EvolvingHeads):
                 stack.callback(setattr, attention, "observer", attention.observer)
                 attention.observer = _observer(collected, kind, number, attention)
             elif attention.self_attention or attention.encoder_decoder_attention:
@@ -100,7 +100,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, int, nn.Module, nn.Modul
             yield "cross", number, layer, layer.encoder_attn
 
 
-def _observer(collected: Collected, kind: str, number: int, attention: EvolvingAttention) -> Callable[[Maps], None]:
+def _observer(collected: Collected, kind: str, number: int, attention: EvolvingHeads) -> Callable[[Maps], None]:
     """An observer that adds what it is shown to `collected`."""
     evolution = attention.evolution
 

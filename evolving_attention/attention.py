@@ -1,0 +1,250 @@
+"""Multi-head attention whose maps evolve.
+
+Nothing of a call is kept in a module, so that several threads may use one model: the previous map and the cache of
+step-by-step decoding are arguments, and A_logit and the new cache are return values.
+
+Axes: B batch, T target (query) length, S source (key) length, C channels, K heads, D = C / K.
+Masks: True = masked.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import masks
+from .cache import Cache
+from .evolution import Evolution, Geometry
+from .functional import attend, compose, logits_and_rows_above
+from .kernels import Call, Result
+from .scores import SCORES, RelativePositions, dot_products
+
+
+class Maps(NamedTuple):
+    """The maps of one call, which an observer is shown; all B x K x T x S but where noted."""
+
+    logits: Tensor  # the layer's own scores: scaled dot products, or others
+    hidden: Tensor | None  # broadcasts; True where the convolution sees zero
+    previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
+    above: Tensor | None  # B x K x rows_above x S, what the convolution read of the rows before these, step by step
+    a_logit: Tensor  # evolved logits, before the mask
+    weights: Tensor  # after mask and softmax, before dropout
+
+
+class EvolvingHeads(nn.Module):
+    """From the heads' queries, keys and values to their context: the part that all attention modules here share.
+
+    It holds ``evolution`` and, where they are asked for, ``score`` and ``relative_positions``. Set ``observer`` to be
+    shown the :class:`Maps` of every call; it must not change them.
+    """
+
+    def build_heads(
+        self,
+        geometry: Geometry,
+        heads: int,
+        size: int,
+        *,
+        score: str = "dot",
+        relative_positions: int = 0,
+        plain: bool = False,
+        **evolution: Any,
+    ) -> None:
+        """To be called by a subclass's ``__init__``.
+
+        Args:
+            geometry: the kind of attention.
+            heads: K.
+            size: D.
+            score: a name in ``SCORES``, how logits are computed.
+            relative_positions: distances up to this one have logits of their own added; 0: none have.
+            plain: use no kernel, as an oracle for the kernels and for second derivatives.
+            evolution: see :class:`Evolution`.
+        """
+        self.evolution = Evolution(geometry, heads, **evolution)
+        build_score = SCORES[score]
+        self.score = None if build_score is None else build_score(heads, size)
+        self.relative_positions = RelativePositions(relative_positions, size) if relative_positions else None
+        self.plain = plain
+        self.observer: Callable[[Maps], None] | None = None
+
+    def attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        previous: Tensor | None = None,
+        rows: Tensor | None = None,
+        dropout: float = 0.0,
+        **wanted: bool,
+    ) -> Result:
+        """The context of each head.
+
+        Args:
+            q: B x K x T x D.
+            k, v: B x K x S x D; or N x K x S x D, where B / N neighbours share a sentence's keys, as in beam search.
+            padding: B x S.
+            query_padding: B x T, rows that lie outside of the map.
+            attn_mask: see ``masks.combine``.
+            previous: B x K x T x S, A_logit of the layer before.
+            rows: B x K x rows_above x (at most S), the mixed rows above these, step by step.
+            dropout: probability that a weight is dropped.
+            wanted: keep_map, need_weights, step: see :class:`Call`.
+        """
+        evolution, heads = self.evolution, q.size(1)
+        masked = masks.combine(padding, attn_mask, heads)
+        previous = previous if evolution.uses_previous else None
+        if previous is not None and previous.dtype != q.dtype:
+            previous = previous.to(q.dtype)  # a layer may be computed again outside of the autocast that made the map
+        weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
+        if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
+            weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
+        call = Call(
+            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.kernel_size),
+            coefficients=evolution.coefficients(previous is not None),
+            weight=weight,
+            bias=bias,
+            given=self._logits(q, k, masks.additive(attn_mask, heads)),
+            hidden=masks.hide_rows(masked, query_padding),
+            masked=masked,
+            previous=previous,
+            above=rows,
+            dropout=dropout,
+            **wanted,
+        )
+        if self.observer is not None:
+            self.observer(self._maps(call))
+        return attend(call, evolution, self.plain)
+
+    @torch.no_grad()
+    def _maps(self, call: Call) -> Maps:
+        """The maps, computed once more by the plain composition, so that being observed changes nothing."""
+        logits, above = logits_and_rows_above(call)
+        convolve = None if self.evolution.conv is None else self.evolution.convolve
+        whole = compose(replace(call, dropout=0.0, keep_map=True, need_weights=True), convolve)
+        return Maps(logits, call.hidden, call.previous, above, whole.a_logit, whole.weights)
+
+    def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Logits that are more than scaled dot products, B x K x T x S, or None: then they are for the kernel."""
+        if self.score is None and self.relative_positions is None and bias is None:
+            return None
+        scale = q.size(3) ** -0.5
+        k = k.repeat_interleave(q.size(0) // k.size(0), dim=0)
+        logits = dot_products(q, k, scale) if self.score is None else self.score(q, k)
+        if self.relative_positions is not None:
+            logits = logits + self.relative_positions(q * scale, k.size(2))
+        return logits if bias is None else logits + bias.type_as(logits)
+
+    def first_rows(self, q: Tensor, columns: int) -> Tensor | None:
+        """Zeros above the first step's row, B x K x rows_above x columns; None where no convolution reads them."""
+        above = self.evolution.rows_above
+        return q.new_zeros(*q.shape[:2], above, columns) if above else None
+
+
+class Attended(NamedTuple):
+    """The results of :class:`EvolvingAttention`."""
+
+    output: Tensor  # B x T x C
+    a_logit: Tensor | None = None  # B x K x T x S, for the next layer; None where it is not wanted
+    weights: Tensor | None = None  # B x K x T x S, at least float32, before dropout; None where they are not wanted
+    cache: Cache | None = None  # for the next step; None where none was given
+
+
+class EvolvingAttention(EvolvingHeads):
+    """Multi-head attention for a model of your own.
+
+    An encoder's layer takes the map of the layer before, and gives its own::
+
+        output, a_logit, *_ = attention(x, padding=padding, previous=a_logit)
+
+    A decoder decodes step by step with a cache::
+
+        output, _, _, cache = attention(x, cache=cache)     # starting with Cache()
+
+    Args:
+        geometry: the kind of attention. Decoder self-attention masks the future without being asked.
+        embed_dim: C.
+        num_heads: K.
+        dropout: of attention weights, in training.
+        bias: whether the four projections have one.
+        options: see ``EvolvingHeads.build_heads`` and :class:`Evolution`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        **options: Any,
+    ):
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
+        self.num_heads, self.dropout = num_heads, dropout
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim, bias) for _ in range(4))
+        self.build_heads(geometry, num_heads, embed_dim // num_heads, **options)
+
+    def forward(
+        self,
+        query: Tensor,
+        source: Tensor | None = None,
+        padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        previous: Tensor | None = None,
+        cache: Cache | None = None,
+        keep_map: bool = True,
+        need_weights: bool = False,
+    ) -> Attended:
+        """Attend.
+
+        Args:
+            query: B x T x C; with a cache the new positions.
+            source: B x S x C, the encoder's output, in encoder-decoder attention; with a cache the first step reads it.
+            padding: of the keys; B x S, and in self-attention of the query's positions, B x T.
+            query_padding: B x T, in encoder-decoder attention. In self-attention it is ``padding``.
+            attn_mask: more that is masked or added to the logits: see ``masks.combine``.
+            previous: B x K x T x S, A_logit of the layer before, in encoders.
+            cache: what earlier steps left.
+            keep_map: whether A_logit is wanted.
+            need_weights: whether the weights are wanted.
+        """
+        geometry, stepping = self.evolution.geometry, cache is not None
+        q = self._heads(self.q_proj(query))
+        if geometry == Geometry.ENCODER_DECODER:
+            if cache is None or cache.keys is None:
+                keys, values = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+                cache = (cache or Cache()).append(keys, values, padding)
+        else:
+            query_padding = padding
+            keys, values = self._heads(self.k_proj(query)), self._heads(self.v_proj(query))
+            cache = (cache or Cache()).append(keys, values, padding)
+        length = cache.keys.size(2)
+        if geometry == Geometry.DECODER_SELF:
+            future = masks.future(q.size(2), length, q.device)
+            if attn_mask is not None:
+                hides = True if attn_mask.dtype == torch.bool else -torch.inf
+                future = attn_mask.masked_fill(future, hides)
+            attn_mask = future
+        rows = cache.rows
+        if stepping and rows is None:
+            rows = self.first_rows(q, length)
+        result = self.attend_heads(
+            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask, previous, rows),
+            dropout=self.dropout if self.training else 0.0,
+            keep_map=keep_map,
+            need_weights=need_weights,
+            step=stepping,
+        )
+        output = self.out_proj(result.context.transpose(1, 2).flatten(2))
+        return Attended(output, result.a_logit, result.weights, replace(cache, rows=result.kept) if stepping else None)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """B x T x C -> B x K x T x D"""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)

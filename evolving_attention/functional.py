@@ -1,0 +1,147 @@
+"""Evolving attention as a function: a kernel where one knows the call, else PyTorch's operations one by one.
+
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size; k kernel size.
+Masks: True = masked.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels
+from .evolution import RULES, Convolve, Evolution, Geometry, Share, convolve, evolve
+from .kernels import Call, Result
+from .masks import masked_softmax
+from .scores import dot_products
+
+
+def evolving_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    previous: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rule: str = "evolving",
+    alpha: Share = 0.1,
+    beta: Share = 0.1,
+    geometry: Geometry = Geometry.ENCODER_SELF,
+    mask: Tensor | None = None,
+    hidden: Tensor | None = None,
+    logits: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    keep_map: bool = True,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention whose map is convolved, and mixed with the map of the layer before (ICML 2021, equation 4).
+
+        logits  = scale * q k^T + logit_bias
+        A_logit = the rule's sum of previous, logits and ReLU(Conv(...)): see evolution.py
+        output  = dropout(softmax(mask(A_logit))) v
+
+    Args:
+        q: B x K x T x D.
+        k, v: B x K x S x D.
+        previous: B x K x T x S, A_logit of the layer before, in encoders.
+        weight, bias: of the convolution, K x K x k x k and K; None: no convolution.
+        rule: a name in ``RULES``.
+        alpha, beta: numbers from 0 to 1, or tensors of one number.
+        geometry: which neighbours the convolution reads.
+        mask: True where a key must not be attended to; broadcasts to B x K x T x S. In decoders it holds the future.
+        hidden: True where the convolution sees zero; broadcasts likewise. Default: ``mask``. In encoders it holds the
+            padded rows too.
+        logits: B x K x T x S, in the place of scale * q k^T.
+        logit_bias: broadcasts to B x K x T x S.
+        scale: of q k^T; default: 1 / sqrt(D).
+        dropout: probability that an attention weight is dropped.
+        keep_map: whether A_logit is wanted.
+        plain: use no kernel.
+
+    Returns:
+        output, B x K x T x D; A_logit before the mask, B x K x T x S, or None without ``keep_map``.
+
+    Raises:
+        ValueError: an unknown rule, or a weight without a bias.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
+    if (weight is None) != (bias is None):
+        raise ValueError("weight and bias of the convolution: both or neither must be given")
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    if logit_bias is not None:
+        logits = (dot_products(q, k, scale) if logits is None else logits) + logit_bias
+    coefficients = RULES[rule].coefficients(alpha, beta, previous is not None)
+    if weight is None:
+        coefficients = coefficients._replace(c=0.0)
+    call = Call(
+        *(q, k, v, scale, geometry, 1 if weight is None else weight.size(-1), coefficients, weight, bias, logits),
+        hidden=mask if hidden is None else hidden,
+        masked=mask,
+        previous=previous,
+        dropout=dropout,
+        keep_map=keep_map,
+    )
+    result = attend(call, plain=plain)
+    return result.context, result.a_logit
+
+
+def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) -> Result:
+    """The result of a call, by a kernel that knows all of it, or by the plain composition.
+
+    Args:
+        call: from queries, keys and values to the context.
+        evolution: the module whose convolutions these are. Where it is changed, by hooks or a subclass, its modules
+            are called; None: the call's weight and bias are all that there is.
+        plain: use no kernel.
+    """
+    kernel = None if plain or not kernels.stands_for(evolution) else kernels.kernel_for(call)
+    if kernel is None:
+        return compose(call, None if evolution is None or evolution.conv is None else evolution.convolve)
+    if evolution is not None and evolution.stacked:
+        call = kernels.replace(call, previous=evolution.for_one_convolution(call.hidden, call.previous))
+    return kernel.attend(call)
+
+
+def compose(call: Call, convolution: Convolve | None = None) -> Result:
+    """The plain composition: the result of a call by PyTorch's operations one by one.
+
+    Args:
+        call: as for ``attend``.
+        convolution: in the place of the call's weight and bias.
+    """
+    if convolution is None and call.weight is not None:
+        convolution = functools.partial(_convolve, call)
+    logits, above = logits_and_rows_above(call)
+    a_logit, mixed = evolve(call.coefficients, logits, call.hidden, call.previous, above, convolution)
+    kept = None
+    if above is not None and mixed is not None:
+        kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
+    weights = masked_softmax(a_logit, call.masked)
+    dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
+    context = torch.matmul(dropped, _for_each_beam(call.v, call))
+    return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
+
+
+def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
+    """A call's logits, B x K x T x S, and the mixed rows above them, as wide as they are, or None."""
+    logits = call.given
+    if logits is None:
+        logits = dot_products(call.q, _for_each_beam(call.k, call), call.scale)
+    if call.above is None:
+        return logits, None
+    return logits, F.pad(call.above, (0, logits.size(3) - call.above.size(3)))  # new columns were the future then
+
+
+def _convolve(call: Call, mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
+    return convolve(call.geometry, mixed, above, call.weight, call.bias)
+
+
+def _for_each_beam(shared: Tensor, call: Call) -> Tensor:
+    """N x ... -> B x ..."""
+    beams = call.q.size(0) // call.v.size(0)
+    return shared if beams == 1 else shared.repeat_interleave(beams, dim=0)
