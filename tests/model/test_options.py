@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import REPO, other_models, warm
 from helpers.models import TINY, batch, build, dictionary, model_args
+from omegaconf import OmegaConf
 
 import ea_fairseq
 from ea_fairseq import transformer
@@ -223,6 +224,15 @@ def test_bad_values_from_elsewhere_are_refused_too(name, value, flag):
     args = model_args("ea_transformer_base", *TINY)
     setattr(args, name, value)
     with pytest.raises(ValueError, match=f"{flag} {value}"):
+        ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+
+
+@pytest.mark.parametrize("made", [lambda args: args, lambda args: OmegaConf.create(vars(args))], ids=["args", "hydra"])
+def test_unknown_settings_from_elsewhere_are_refused(made):
+    """fairseq takes any name from --model-overrides, and Hydra from +model.NAME."""
+    args = made(model_args("ea_transformer_base", *TINY))
+    args.ea_alfa = 0.9
+    with pytest.raises(ValueError, match=r"ea_alfa 0\.9: .* is ea_alpha meant"):
         ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
 
 
