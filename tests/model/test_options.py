@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import REPO, other_models, warm
 from helpers.models import TINY, batch, build, dictionary, model_args
+from helpers.toy import fairseq
 from omegaconf import OmegaConf
 
 import ea_fairseq
@@ -234,6 +235,14 @@ def test_unknown_settings_from_elsewhere_are_refused(made):
     args.ea_alfa = 0.9
     with pytest.raises(ValueError, match=r"ea_alfa 0\.9: .* is ea_alpha meant"):
         ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+
+
+@pytest.mark.slow
+def test_model_overrides_of_fairseqs_programs_are_checked(data, checkpoints):
+    overrides = ["--path", checkpoints.evolving, "--model-overrides", "{'ea_alfa': 0.9}"]
+    result = fairseq("generate", data, *overrides, "--cpu", check=False)
+    assert result.returncode == 1
+    assert "ea_alfa 0.9: evolving attention has no such setting; is ea_alpha meant?" in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("heads", [3, 0, -4])
