@@ -109,13 +109,13 @@ def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None
     Args:
         run: its folder.
         checkpoint: the name of a checkpoint in it, or several with colons between them for an ensemble; by default the
-            run's model, which RUN/model.json names: see ``loading.model_of``. The log says which it is.
+            run's model, see ``loading.model_of``. The log names it.
         data: prepared data, for a run that keeps no preparation of its own in RUN/prepared; by default what its
             checkpoint says that it was trained on.
 
     Raises:
         FileNotFoundError: the checkpoint, or the preparation, is not there; the message names the file.
-        TypeError, ValueError: `checkpoint` is no name, or what it names does not translate.
+        TypeError, ValueError: `checkpoint` is no name, or the model does not translate.
     """
     from .text import Text  # here, for training needs none of the packages that split text
 
@@ -136,7 +136,7 @@ def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None
 
 
 def _lines(sentences: Iterable[str]) -> list[str]:
-    """The sentences as a list; what is no line of text is refused."""
+    """The sentences as a list. Anything but lines of text is refused."""
     if isinstance(sentences, (bytes, bytearray)) or not isinstance(sentences, Iterable):
         raise TypeError(f"translate takes a sentence or several, each a str, not {_kind(sentences)}")
     lines = list(sentences)
@@ -144,7 +144,7 @@ def _lines(sentences: Iterable[str]) -> list[str]:
         if not isinstance(line, str):
             raise TypeError(f"sentence {number}: must be a str, not {_kind(line)}")
         if {"\n", "\r"} & set(line.rstrip("\r\n")):
-            raise ValueError(f"sentence {number}: has a line break in it; give each line as a sentence of its own")
+            raise ValueError(f"sentence {number}: has a line break; give each line as a separate sentence")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Reading a run without fairseq: which checkpoint is its model, and what a checkpoint may hold.
+"""Reading a run without fairseq: its model, and the contents that a checkpoint may have.
 
 fairseq's checkpoints hold their options in a Namespace and, with --eval-bleu, counts in NumPy arrays. All of these are
 data. Nothing that could run code belongs here. This file imports nothing of fairseq, so that tools may read it alone.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-#: What ``torch.load(weights_only=True)`` may read beside tensors and plain values: the one list.
+#: The one list of what ``torch.load(weights_only=True)`` may read beside tensors and plain values.
 SAFE_GLOBALS = [
     argparse.Namespace,
     numpy.ndarray,
@@ -47,8 +47,8 @@ def checkpoints_allowed() -> Iterator[None]:
 def model_of(run: Path) -> Path:
     """The checkpoint that is a run's model: the one that RUN/model.json names.
 
-    A run without that file: of its average*.pt the one of the most updates, of equals the one with the largest number
-    in its name; else checkpoint_best.pt, else checkpoint_last.pt. No file's time matters.
+    A run without that file: its average*.pt of the most updates, else checkpoint_best.pt, else checkpoint_last.pt. Of
+    averages with equal updates, the largest number in a name decides. File times have no say.
 
     Raises:
         FileNotFoundError, ValueError: there is no such checkpoint, or RUN/model.json is damaged; the message begins
@@ -84,7 +84,7 @@ def updates_of(checkpoint: Path) -> int:
     """How many updates a checkpoint has seen; -1 where it does not say, or cannot be read."""
     try:
         return peek(checkpoint)["optimizer_history"][-1]["num_updates"]
-    except Exception:  # torn, or no checkpoint: whoever loads it says what is wrong
+    except Exception:  # torn, or no checkpoint; loading it gives the error
         return -1
 
 

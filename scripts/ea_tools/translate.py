@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Flags after -- go to fairseq-interactive, for example: -- --cpu",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run's folder: its averaged checkpoint, or its best"
+        "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
