@@ -103,7 +103,7 @@ class Translator:
         return self.text.detokenize(post_process(self.hub.string(tokens), self.text.prep["bpe"]))
 
 
-def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None = None) -> Translator:
+def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path | None = None) -> Translator:
     """A trained run, ready to translate raw text as scripts/translate.sh does: lower-cased, tokenised and split alike.
 
     Args:
@@ -169,7 +169,7 @@ def _check_setting(name: str, value: object) -> None:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else type(value).__name__
 
 
 def _named(run: Path, checkpoint: object) -> list[Path]:

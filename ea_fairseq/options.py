@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairseq import options as fairseq_options
-from omegaconf import OmegaConf
 
 from evolving_attention.evolution import RULES, Geometry
 from evolving_attention.scores import SCORES
@@ -146,7 +145,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             to learn), heads that do not divide the dimension or half of it, --ea-conv-branch without an encoder,
             --cross-self-attention, and --mha-heads-to-keep where the encoder's maps evolve.
     """
-    for name in args if OmegaConf.is_config(args) else vars(args):
+    for name in vars(args) if isinstance(args, argparse.Namespace) else args:  # else of Hydra
         if name.startswith("ea_") and name not in DEFAULTS:
             near = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"

@@ -582,9 +582,7 @@ def test_refuses_what_it_does_not_know(monkeypatch):
 
 
 def test_says_why_it_cannot_run(monkeypatch, caplog):
-    monkeypatch.setitem(
-        sys.modules, "evolving_attention.kernels.gpu.kernels", None
-    )
+    monkeypatch.setitem(sys.modules, "evolving_attention.kernels.gpu.kernels", None)
     monkeypatch.delattr(gpu, "kernels", raising=False)
     with caplog.at_level(logging.WARNING):
         assert not gpu.knows(small_call())

@@ -131,7 +131,7 @@ def test_settings_of_the_search_are_used(kept):
         ({"prefix_size": 1}, "prefix_size: has no effect"),
         ({"lenpen": math.nan}, "lenpen=nan: must be a finite number"),
         ({"beam": 0}, "beam=0: must be at least 1"),
-        ({"beam": "5"}, "beam='5': must be a whole number, not a str"),
+        ({"beam": "5"}, "beam='5': must be a whole number, not str"),
         ({"max_len_b": 2.5}, r"max_len_b=2\.5: must be a whole number"),
         ({"sampling": "no"}, "sampling='no': must be True or False"),
     ],
@@ -162,9 +162,9 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
         ("A.\nA.", "sentence 1: has a line break"),
         (["A.", "A.\r\nA."], "sentence 2: has a line break"),
         (None, "not None"),
-        (b"A.", "not a bytes"),
+        (b"A.", "not bytes"),
         (["A.", None], "sentence 2: must be a str, not None"),
-        ([b"A."], "sentence 1: must be a str, not a bytes"),
+        ([b"A."], "sentence 1: must be a str, not bytes"),
     ],
 )
 def test_what_is_no_sentence_is_refused(translator, sentences, message):
@@ -192,7 +192,7 @@ def test_a_model_that_does_not_translate_is_refused(kept, tmp_path):
 
 
 def test_checkpoints_are_named_by_text(kept):
-    with pytest.raises(TypeError, match=r"checkpoint: must be a name, .* not a list: \['checkpoint_last\.pt'\]"):
+    with pytest.raises(TypeError, match=r"checkpoint: must be a name, .* not list: \['checkpoint_last\.pt'\]"):
         ea_fairseq.load(kept, ["checkpoint_last.pt"])
 
 
