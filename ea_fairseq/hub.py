@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import logging
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import post_process
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
+from fairseq.tasks import TASK_REGISTRY
+from fairseq.tasks.translation import TranslationTask
+
+from .loading import model_of, peek, trained_further
 
 if TYPE_CHECKING:
     from .text import Text
 
 logger = logging.getLogger(__name__)
 
+#: Settings of fairseq-generate that beam search reads. The others would not change what ``translate`` returns.
+SEARCH_SETTINGS = (
+    *("beam", "lenpen", "max_len_a", "max_len_b", "min_len", "match_source_len", "unnormalized", "unkpen"),
+    *("temperature", "no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp"),
+    *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
+)
+
 
 class Translator:
-    """A model and the text processing that it was trained with. ``hub`` is fairseq's own interface to the model."""
+    """A model and the text processing that it was trained with.
 
-    def __init__(self, hub: GeneratorHubInterface, text: Text) -> None:
-        self.hub, self.text = hub.eval(), text
+    ``hub`` is fairseq's own interface to the model, ``checkpoints`` are the files that it was read from.
+    """
+
+    def __init__(self, hub: GeneratorHubInterface, text: Text, checkpoints: Iterable[Path] = ()) -> None:
+        self.hub, self.text, self.checkpoints = hub.eval(), text, tuple(checkpoints)
+
+    def __repr__(self) -> str:
+        return f"Translator({':'.join(map(str, self.checkpoints))})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a Translator cannot be pickled or copied; call ea_fairseq.load where another is needed")
 
     def to(self, device: torch.device | str) -> Translator:
         """Move the model, for example ``to("cuda")``."""
@@ -30,27 +55,36 @@ class Translator:
         return self
 
     def translate(
-        self, sentences: str | Sequence[str], beam: int = 5, lenpen: float = 1.0, **generation: object
+        self, sentences: str | Iterable[str], beam: int = 5, lenpen: float = 1.0, **generation: object
     ) -> str | list[str]:
-        """Translate raw text: a sentence, or a list of them, of which order and empty ones are kept.
+        """Translate raw text: a sentence, or several, of which order and empty ones are kept.
 
         What is longer than the model reads is cut, with a warning that names the sentence.
 
         Args:
-            sentences: raw text, as a person writes it: the model's own rules make tokens and subwords of it.
+            sentences: raw text, as a person writes it: the model's own rules make tokens and subwords of it. A
+                sentence is one line.
             beam: width of the beam search.
             lenpen: length penalty; above 1 favours longer translations.
-            generation: more of fairseq-generate's settings, for example ``max_len_b=50``.
+            generation: more of fairseq-generate's settings, for example ``max_len_b=50``: see ``SEARCH_SETTINGS``.
+
+        Raises:
+            TypeError, ValueError: something else than text, a line break in a sentence, or a setting that is unknown,
+                without effect, or of another kind.
         """
+        settings = {"beam": beam, "lenpen": lenpen, **generation}
+        for name, value in settings.items():
+            _check_setting(name, value)
         if isinstance(sentences, str):
-            return self.translate([sentences], beam, lenpen, **generation)[0]
+            return self.translate([sentences], **settings)[0]
+        sentences = _lines(sentences)
         tokens = {}  # place in `sentences` -> token ids, those of empty sentences left out
         for place, sentence in enumerate(sentences):
             if subwords := self._that_fit(self.text.subwords(sentence).split(), place):
                 tokens[place] = self.hub.binarize(" ".join(subwords))
         translations = [""] * len(sentences)
         if tokens:
-            batched = self.hub.generate(list(tokens.values()), beam, lenpen=lenpen, **generation)
+            batched = self.hub.generate(list(tokens.values()), **settings)
             for place, hypotheses in zip(tokens, batched, strict=True):
                 translations[place] = self._text_of(hypotheses[0]["tokens"])
         return translations
@@ -69,28 +103,28 @@ class Translator:
         return self.text.detokenize(post_process(self.hub.string(tokens), self.text.prep["bpe"]))
 
 
-def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None = None) -> Translator:
+def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path | None = None) -> Translator:
     """A trained run, ready to translate raw text as scripts/translate.sh does: lower-cased, tokenised and split alike.
 
     Args:
         run: its folder.
         checkpoint: the name of a checkpoint in it, or several with colons between them for an ensemble; by default the
-            newest average, else the best, else the last.
+            run's model, see ``loading.model_of``. The log names it.
         data: prepared data, for a run that keeps no preparation of its own in RUN/prepared; by default what its
             checkpoint says that it was trained on.
 
     Raises:
         FileNotFoundError: the checkpoint, or the preparation, is not there; the message names the file.
+        TypeError, ValueError: `checkpoint` is no name, or the model does not translate.
     """
     from .text import Text  # here, for training needs none of the packages that split text
 
     run = Path(run)
-    paths = [run / name for name in (checkpoint or _newest(run)).split(":")]
-    for path in paths:
-        _require(path)
+    paths = [_model_of(run)] if checkpoint is None else _named(run, checkpoint)
+    trained_on = [_data_of_translation(path) for path in paths]
     folder = run / "prepared"
     if not (folder / "DIGEST").is_file():
-        folder = Path(data or _trained_on(paths[0]))
+        folder = Path(data or trained_on[0])
     _require(folder / "PREP.json")
     text = Text(folder)
     overrides = {"data": str(folder), "source_lang": text.prep["source_lang"], "target_lang": text.prep["target_lang"]}
@@ -98,28 +132,72 @@ def load(run: str | Path, checkpoint: str | None = None, data: str | Path | None
     # Sentences are batched by their tokens, as in scripts/translate.sh, however the model was trained.
     hub = GeneratorHubInterface(cfg, task, models)
     cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, hub.max_positions[0]), None
-    return Translator(hub, text)
+    return Translator(hub, text, paths)
 
 
-def _newest(run: Path) -> str:
-    averages = sorted(run.glob("average*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    names = [path.name for path in averages] + ["checkpoint_best.pt", "checkpoint_last.pt"]
-    for name in names:
-        if (run / name).exists():
-            _note_if_old(run / name, run / "checkpoint_last.pt")
-            return name
-    raise FileNotFoundError(f"{run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
+def _lines(sentences: Iterable[str]) -> list[str]:
+    """The sentences as a list. Anything but lines of text is refused."""
+    if isinstance(sentences, (bytes, bytearray)) or not isinstance(sentences, Iterable):
+        raise TypeError(f"translate takes a sentence or several, each a str, not {_kind(sentences)}")
+    lines = list(sentences)
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise TypeError(f"sentence {number}: must be a str, not {_kind(line)}")
+        if {"\n", "\r"} & set(line.rstrip("\r\n")):
+            raise ValueError(f"sentence {number}: has a line break; give each line as a separate sentence")
+    return lines
 
 
-def _note_if_old(average: Path, last: Path) -> None:
-    # A minute, for a folder that was copied has times in any order.
-    if average.name.startswith("average") and last.exists() and last.stat().st_mtime > average.stat().st_mtime + 60:
-        logger.warning("%s was made before the training went on", average)
+def _check_setting(name: str, value: object) -> None:
+    """Refuse a setting of the search that fairseq would ignore, or that is of another kind than fairseq's."""
+    kinds = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
+    if name not in kinds:
+        near = difflib.get_close_matches(name, SEARCH_SETTINGS, n=1)
+        hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(SEARCH_SETTINGS)}"
+        raise TypeError(f"{name}: fairseq-generate has no such setting; {hint}")
+    if name not in SEARCH_SETTINGS:
+        raise TypeError(f"{name}: has no effect on what translate returns; leave it out")
+    accepted, expected = {
+        bool: (bool, "True or False"),
+        int: (numbers.Integral, "a whole number"),
+        float: (numbers.Real, "a number"),
+    }[kinds[name]]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and accepted is not bool):
+        raise TypeError(f"{name}={value!r}: must be {expected}, not {_kind(value)}")
+    if not math.isfinite(value) or (name == "beam" and value < 1):
+        raise ValueError(f"{name}={value!r}: must be {'at least 1' if name == 'beam' else 'a finite number'}")
 
 
-def _trained_on(checkpoint: Path) -> str:
-    """The folder of prepared data that a checkpoint names."""
-    return checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"].data
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _named(run: Path, checkpoint: object) -> list[Path]:
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(
+            f"checkpoint: must be a name, or several with colons between them, not {_kind(checkpoint)}: {checkpoint!r}"
+        )
+    return [run / name for name in str(checkpoint).split(":")]
+
+
+def _model_of(run: Path) -> Path:
+    path = model_of(run)
+    logger.info("the model of %s is %s", run, path.name)
+    if note := trained_further(path):
+        logger.warning(note)
+    return path
+
+
+def _data_of_translation(checkpoint: Path) -> str:
+    """The folder of prepared data that a checkpoint names; one that was not trained to translate is refused."""
+    _require(checkpoint)
+    state = peek(checkpoint)
+    stored = (state.get("cfg") or {}).get("task") or state.get("args")
+    options = stored if isinstance(stored, dict) else vars(stored)
+    name = options.get("_name") or options.get("task") or "translation"
+    if not issubclass(TASK_REGISTRY.get(name, TranslationTask), TranslationTask):
+        raise ValueError(f"{checkpoint}: was trained for the task {name}; load takes a model that translates")
+    return options["data"]
 
 
 def _require(path: Path) -> None:

@@ -5,6 +5,7 @@ and ``check_options`` does not ask it for that side's sizes.
 """
 
 import argparse
+import difflib
 import logging
 import sys
 from dataclasses import dataclass
@@ -139,11 +140,16 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         sides: the sides that the model has: "encoder", "decoder" or both.
 
     Raises:
-        ValueError: alpha or beta outside of [0, 1], an even kernel, an unknown rule or score, relative positions below
-            1, options that a rule does not have (several convolutions, anything to learn), heads that do not divide
-            the dimension or half of it, --ea-conv-branch without an encoder, --cross-self-attention, and
-            --mha-heads-to-keep where the encoder's maps evolve.
+        ValueError: an unknown setting that begins with ea_, alpha or beta outside of [0, 1], an even kernel, an unknown
+            rule or score, relative positions below 1, options that a rule does not have (several convolutions, anything
+            to learn), heads that do not divide the dimension or half of it, --ea-conv-branch without an encoder,
+            --cross-self-attention, and --mha-heads-to-keep where the encoder's maps evolve.
     """
+    for name in vars(args) if isinstance(args, argparse.Namespace) else args:  # else of Hydra
+        if name.startswith("ea_") and name not in DEFAULTS:
+            near = difflib.get_close_matches(name, DEFAULTS, n=1)
+            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"
+            raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
     for flag, (parse, _) in OPTIONS.items():
         value = getattr(args, _attribute(flag), None)
         if value is None:

@@ -40,7 +40,6 @@ class Text:
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""
-        line = " ".join(line.split("\n"))
         if self.prep.get("unicode", "NFC") == "NFC":
             line = unicodedata.normalize("NFC", line)
         if self._normalizer:

@@ -1,15 +1,23 @@
-"""Average the weights of the last checkpoints of a run, as the papers do before they translate."""
+"""Average the weights of the last checkpoints of a run, as the papers do before they translate.
+
+An average that is written into the run's own folder becomes its model, which RUN/model.json names: scripts/translate.sh
+and the other commands use it.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable, Sequence
+import re
+import shutil
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, structure
-from ea_tools.common import UserError, listed, positive, replacing, reporting
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model, structure
+from ea_tools.common import UserError, listed, positive, replacing, reporting, say
+
+#: Names that fairseq gives to checkpoints while it trains.
+_OF_TRAINING = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.*)\.pt")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,10 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = select(
             args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
         )
-        if Path(args.output).resolve() in {path.resolve() for path in paths}:
-            raise UserError(f"--output {args.output}: is one of the checkpoints to average; give it another name")
-        save(average(paths), args.output)
-    print(f"wrote {args.output}, the average of {len(paths)} checkpoints")
+        output, runs = Path(args.output), {path.parent.resolve() for path in paths}
+        if output.resolve() in {path.resolve() for path in paths}:
+            raise UserError(f"--output {output}: is one of the checkpoints to average; give it another name")
+        _refuse_trainings_own(output, runs)
+        save(average(paths), output)
+        print(f"wrote {output}, the average of {len(paths)} checkpoints")
+        if runs == {output.parent.resolve()}:
+            record_model(output)
+            print(f"it is the model of {output.parent} from here on")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,6 +54,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.checkpoint_upper_bound and not counted:
         parser.error("--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints")
     return args
+
+
+def _refuse_trainings_own(output: Path, runs: Collection[Path]) -> None:
+    """Refuse to write over a checkpoint of a training, or to put something in a run that looks like one."""
+    for path in (output, output.resolve()):
+        if _OF_TRAINING.fullmatch(path.name) and (path.exists() or path.parent.resolve() in runs):
+            raise UserError(
+                f"--output {output}: {path.name} is a name of training's own checkpoints; give the average another, "
+                "such as average10.pt"
+            )
 
 
 def select(
@@ -88,8 +111,8 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     import torch
 
     sums, reference = {}, None
-    for number, path in enumerate(paths, 1):
-        print(f"  {number}/{len(paths)} {path}", file=sys.stderr)
+    say(f"averaging {listed(path.name for path in paths)}")
+    for path in paths:
         state = load(path)
         if reference is None:
             reference, reference_path = _skeleton(state), path
@@ -118,8 +141,24 @@ def save(state: dict[str, Any], path: Path | str) -> None:
     """Write a checkpoint; the file appears under its name only when it is complete."""
     import torch
 
-    with replacing(path) as temporary:
-        torch.save(state, temporary)
+    try:
+        with replacing(path) as temporary:
+            torch.save(state, temporary)
+    except RuntimeError as error:  # what PyTorch makes of a full disk
+        reason, free = str(error).strip().splitlines()[0], shutil.disk_usage(Path(path).parent).free / 2**20
+        raise UserError(
+            f"{path}: could not be written ({reason}); {free:,.0f} MiB are free there: make room and run it again"
+        ) from None
+
+
+def holds(path: Path, state: dict[str, Any]) -> bool:
+    """Whether a checkpoint file has these weights."""
+    try:
+        kept = load(path)["model"] if path.is_file() else {}
+    except DamagedError:
+        return False
+    weights = state["model"]
+    return kept.keys() == weights.keys() and all(kept[key].equal(value) for key, value in weights.items())
 
 
 def _skeleton(state: dict) -> dict[str, dict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import importlib.util
 import pickle
 import re
@@ -11,9 +12,10 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ea_tools.common import REPO, UserError, say
+from ea_tools.common import REPO, UserError, say, write_json
 from ea_tools.text import read_lines
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
@@ -63,9 +65,7 @@ def load(path: Path | str) -> dict[str, Any]:
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
     try:
-        # Only what is missing: on its way out the context forbids all that it was given, allowed before or not.
-        missing = set(_safe_globals()) - set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals(list(missing)):
+        with _loading().checkpoints_allowed():
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
@@ -92,12 +92,13 @@ def _of_the_machine(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-def _safe_globals() -> list:
-    """The list in ea_fairseq/loading.py. That file is read alone, for the package around it imports fairseq."""
+@functools.cache
+def _loading() -> ModuleType:
+    """ea_fairseq/loading.py. That file is read alone, for the package around it imports fairseq."""
     spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.SAFE_GLOBALS
+    return module
 
 
 def numbered(paths: Iterable[Path], pattern: re.Pattern) -> list[tuple[int, Path]]:
@@ -128,16 +129,25 @@ def structure(state: dict) -> dict[str, Any]:
 
 
 def choose(run: Path) -> Path:
-    """A run's averaged checkpoint if there is one (the newest), else its best, else its last."""
-    averaged = sorted(run.glob("average*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    last = run / "checkpoint_last.pt"
-    for path in [*averaged, run / "checkpoint_best.pt", last]:
-        if path.exists():
-            # A minute, for a folder that was copied has times in any order.
-            if path in averaged and last.exists() and last.stat().st_mtime > path.stat().st_mtime + 60:
-                say(f"note: {path} was made before the training went on; scripts/evaluate.sh averages anew")
-            return path
-    raise UserError(f"--run {run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
+    """The checkpoint that is a run's model, by ea_fairseq's one rule; says on standard error which it is."""
+    try:
+        path = _loading().model_of(run)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"--run {error}") from None
+    say(f"the model of {run} is {path.name}")
+    if note := _loading().trained_further(path):
+        say(f"note: {note}")
+    return path
+
+
+def record_model(model: Path) -> None:
+    """Make a checkpoint the model of the run in whose folder it is."""
+    write_json(model.parent / _loading().RECORD, {"checkpoint": model.name})
+
+
+def has_model_recorded(run: Path) -> bool:
+    """Whether the run has a record of which checkpoint is its model."""
+    return (run / _loading().RECORD).is_file()
 
 
 def told_apart(checkpoints: Sequence[Path]) -> list[str]:

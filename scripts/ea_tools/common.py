@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -66,6 +67,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def finite(text: str) -> float:
+    """An argparse type: a number that is neither infinite nor "nan"."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, not {text}")
     return value
 
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from ea_tools import average, scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
-from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, write_json
+from ea_tools.common import REPO, UserError, finite, portable, positive, read_json, replacing, reporting, write_json
 from ea_tools.preparation import FOLDER, of_model
 from ea_tools.preparation import digest as preparation_digest
 from ea_tools.provenance import provenance
@@ -100,7 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="score with COMET too, for example Unbabel/wmt22-comet-da; needs comet-score",
     )
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
-    parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
+    parser.add_argument(
+        "--lenpen", type=finite, default=1.0, help="length penalty; above 1 favours longer (default: 1)"
+    )
     add_precision(parser)
     args, flags = parse_both(parser, arguments)
     args.command = ["scripts/evaluate.sh", *arguments]
@@ -331,9 +333,10 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
         )
     by_epoch = epochs >= wanted
     paths = average.select([run], wanted if by_epoch else None, None if by_epoch else wanted)
-    output = run / f"average{wanted}.pt"
-    print(f"averaging the last {wanted} checkpoints by {'epoch' if by_epoch else 'update'}", file=sys.stderr)
-    average.save(average.average(paths), output)
+    output, state = run / f"average{wanted}.pt", average.average(paths)
+    if not average.holds(output, state):  # a score never changes which checkpoint is the run's model
+        output = run / "eval" / output.name
+        average.save(state, output)
     return str(output), [str(path) for path in paths]
 
 

@@ -45,8 +45,9 @@ from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from ea_tools import products  # noqa: E402
+from ea_tools.common import UserError  # noqa: E402
 from ea_tools.memory import keep_freed_memory  # noqa: E402
-from ea_tools.run_folder import next_command  # noqa: E402
+from ea_tools.run_folder import next_command, settle_model  # noqa: E402
 
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # what belongs into train.log and not on the screen
@@ -347,6 +348,10 @@ def main(words: list[str]) -> None:
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
         sys.exit(1)
     if Journal.file and (folder / "run.json").exists():  # scripts/train.sh's
+        try:
+            logger.info(f"the model of {folder} is {settle_model(folder).name}")
+        except (UserError, OSError) as error:
+            logger.warning(f"{folder} has no average of its last checkpoints: {error}")
         logger.info(f"next: {next_command(Path(words[0]), folder)}")
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
+from ea_tools.average import average, save, select
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
 from ea_tools.launch import Launch
 from ea_tools.preparation import keep, kept_by, require_same
@@ -236,10 +237,29 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
     return None
 
 
+def settle_model(run: Path) -> Path:
+    """Record what is the model of a run whose training has ended: an average, made here, or a single checkpoint."""
+    number, by_epoch = _to_average(run)
+    if number:
+        model = run / f"average{number}.pt"
+        save(average(select([run], **{"num_epochs" if by_epoch else "num_updates": number})), model)
+    else:
+        model = run / (BEST if (run / BEST).exists() else LAST)
+    record_model(model)
+    return model
+
+
+def _to_average(run: Path) -> tuple[int, bool]:
+    """How many of a run's last checkpoints are averaged, at most 10, and whether they are those of epochs."""
+    files = list(run.iterdir())
+    epochs, updated = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
+    number = min(10, max(epochs, updated))
+    return number, epochs >= number
+
+
 def next_command(data: Path, run: Path) -> str:
     """What a user types after a training: scores of the average of the last checkpoints that there are, at most 10."""
-    files = list(run.iterdir())
-    number = min(10, max(len(numbered(files, EPOCH)), len(numbered(files, UPDATE))))
+    number, _ = _to_average(run)
     which = ["--average", str(number)] if number else ["--best"]
     # Absolute, for the command may have come from another folder than the one in which the next is to be typed.
     return portable(["scripts/evaluate.sh", "--data", str(data.absolute()), "--run", str(run.absolute()), *which])

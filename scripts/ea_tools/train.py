@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ea_tools import flag_faults, products, recipes
-from ea_tools.checkpoints import load
+from ea_tools.checkpoints import has_model_recorded, load
 from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.launch import Launch, choose_precision, distribution
 from ea_tools.preparation import fingerprint, kept_by, require_same
@@ -32,6 +32,7 @@ from ea_tools.run_folder import (
     record_start,
     refuse_other_flags,
     resumable,
+    settle_model,
     take,
     updates,
 )
@@ -99,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := finished(last, start.flags):
             refuse_other_flags(start.run, flags)
             say(f"{start.run}: this run is finished: {reason}")
+            if start.launch.rank == 0 and not has_model_recorded(
+                start.run
+            ):  # it was made before runs had one, or killed
+                say(f"the model of {start.run} is {settle_model(start.run).name}")
             say(f"next: {next_command(start.data, start.run)}")
             return
         if last and not resumable(last):

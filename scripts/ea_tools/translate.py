@@ -28,7 +28,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from ea_tools.checkpoints import choose, load, settings
-from ea_tools.common import REPO, UserError, positive, replaceable, replacing, reporting
+from ea_tools.common import REPO, UserError, finite, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
 from ea_tools.translators import add_precision, parse_both, program
@@ -56,14 +56,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Flags after -- go to fairseq-interactive, for example: -- --cpu",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run's folder: its averaged checkpoint, or its best"
+        "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
     parser.add_argument("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
-    parser.add_argument("--lenpen", type=float, default=1.0, help="length penalty; above 1 favours longer (default: 1)")
+    parser.add_argument(
+        "--lenpen", type=finite, default=1.0, help="length penalty; above 1 favours longer (default: 1)"
+    )
     parser.add_argument("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
     add_precision(parser)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import REPO, other_models, warm
 from helpers.models import TINY, batch, build, dictionary, model_args
+from helpers.toy import fairseq
+from omegaconf import OmegaConf
 
 import ea_fairseq
 from ea_fairseq import transformer
@@ -224,6 +226,23 @@ def test_bad_values_from_elsewhere_are_refused_too(name, value, flag):
     setattr(args, name, value)
     with pytest.raises(ValueError, match=f"{flag} {value}"):
         ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+
+
+@pytest.mark.parametrize("made", [lambda args: args, lambda args: OmegaConf.create(vars(args))], ids=["args", "hydra"])
+def test_unknown_settings_from_elsewhere_are_refused(made):
+    """fairseq takes any name from --model-overrides, and Hydra from +model.NAME."""
+    args = made(model_args("ea_transformer_base", *TINY))
+    args.ea_alfa = 0.9
+    with pytest.raises(ValueError, match=r"ea_alfa 0\.9: .* is ea_alpha meant"):
+        ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+
+
+@pytest.mark.slow
+def test_model_overrides_of_fairseqs_programs_are_checked(data, checkpoints):
+    overrides = ["--path", checkpoints.evolving, "--model-overrides", "{'ea_alfa': 0.9}"]
+    result = fairseq("generate", data, *overrides, "--cpu", check=False)
+    assert result.returncode == 1
+    assert "ea_alfa 0.9: evolving attention has no such setting; is ea_alpha meant?" in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("heads", [3, 0, -4])

@@ -9,7 +9,7 @@ from helpers import warm
 from helpers.toy import Payload, tool
 
 from ea_tools import average as average_checkpoints
-from ea_tools.checkpoints import DamagedError, load
+from ea_tools.checkpoints import DamagedError, choose, load
 from ea_tools.common import UserError
 
 
@@ -134,6 +134,42 @@ def test_an_input_is_never_written_over(tmp_path):
                 ["--inputs", str(tmp_path), "--num-epoch-checkpoints", "2", "--output", str(output)]
             )
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint1.pt", "checkpoint9.pt", "checkpoint_best.pt", "checkpoint_last.pt", "link.pt"]
+)
+def test_a_training_checkpoint_is_not_written_over(tmp_path, name):
+    inputs = epochs(tmp_path, 3)[1:]
+    (tmp_path / "checkpoint_best.pt").write_bytes(b"kept")
+    (tmp_path / "link.pt").symlink_to("checkpoint_best.pt")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = run("--inputs", *inputs, "--output", tmp_path / name)
+    assert result.returncode == 1
+    assert f"--output {tmp_path / name}: " in result.stderr and "training's own checkpoints" in result.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_average_in_a_run_is_its_model_from_then_on(tmp_path):
+    """And one that is written elsewhere changes nothing."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    epochs(folder, 3)
+    for number in (2, 1):
+        result = run("--inputs", folder, "--num-epoch-checkpoints", number, "--output", folder / f"average{number}.pt")
+        assert f"it is the model of {folder}" in result.stdout
+        assert choose(folder).name == f"average{number}.pt"
+    result = run("--inputs", folder, "--num-epoch-checkpoints", 3, "--output", tmp_path / "average3.pt")
+    assert "is the model" not in result.stdout
+    assert choose(folder).name == "average1.pt"
+    assert not (tmp_path / "model.json").exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    result = run("--inputs", checkpoint(tmp_path / "checkpoint1.pt", 1.0), "--output", "/dev/full")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "average_checkpoints: /dev/full: could not be written" in result.stderr.splitlines()[-1]
 
 
 def test_refuses_weights_that_are_not_finite(tmp_path):

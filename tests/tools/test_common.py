@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
@@ -115,25 +117,42 @@ def test_a_terminal_that_lacks_a_letter_ends_nothing():
     assert done.stdout == "39.95 ? 0.59\ndone\n"
 
 
-def test_a_runs_newest_average_comes_before_its_best_and_that_before_its_last(tmp_path):
-    """However the averages are called, and whatever was written after them."""
+def checkpoint(path, updates):
+    torch.save({"model": {}, "optimizer_history": [{"num_updates": updates}]}, path)
+
+
+def test_without_a_record_a_runs_model_is_the_average_of_the_most_updates(tmp_path):
+    """Then the best, then the last; whatever the times of the files are."""
     with pytest.raises(UserError, match="has no checkpoint"):
         checkpoints.choose(tmp_path)
-    names = ("checkpoint_last.pt", "checkpoint_best.pt", "average5.pt", "average3.pt", "average4.pt")
-    for name, when in zip(names, (1050, 1000, 1000, 1030, 1020), strict=True):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (when, when))
-    for name in ("average3.pt", "average4.pt", "average5.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
+    updates = {"average3.pt": 200, "average10.pt": 100, "average9.pt": 100, "checkpoint_best.pt": 300}
+    for when, (name, number) in enumerate((updates | {"checkpoint_last.pt": 200}).items(), 1):
+        checkpoint(tmp_path / name, number)
+        os.utime(tmp_path / name, (1000 * when, 1000 * when))
+    for name in (*updates, "checkpoint_last.pt"):
         assert checkpoints.choose(tmp_path).name == name
         (tmp_path / name).unlink()
 
 
+def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
+    for name in ("average2.pt", "average3.pt", "checkpoint_last.pt"):
+        checkpoint(tmp_path / name, 100)
+    checkpoints.record_model(tmp_path / "average2.pt")
+    copy = shutil.copytree(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+    for folder in (tmp_path, copy):
+        assert checkpoints.choose(folder) == folder / "average2.pt"
+        assert f"the model of {folder} is average2.pt" in capsys.readouterr().err
+    (copy / "average2.pt").unlink()
+    with pytest.raises(UserError, match=r"model\.json names average2\.pt, which is not there"):
+        checkpoints.choose(copy)
+    (copy / "model.json").write_text("{")
+    with pytest.raises(UserError, match=r"model\.json does not name a checkpoint"):
+        checkpoints.choose(copy)
+
+
 def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):
-    for name, when in (("average3.pt", 1000), ("checkpoint_last.pt", 1010)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (when, when))
-    assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
-    assert capsys.readouterr().err == "", "times of a copied folder may lie so"
-    os.utime(tmp_path / "checkpoint_last.pt", (2000, 2000))
-    assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
-    assert "average3.pt was made before the training went on" in capsys.readouterr().err
+    checkpoint(tmp_path / "average3.pt", 100)
+    for updates, noted in ((100, False), (150, True)):
+        checkpoint(tmp_path / "checkpoint_last.pt", updates)
+        assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
+        assert ("was made after 100 updates, and the training went on to 150" in capsys.readouterr().err) == noted

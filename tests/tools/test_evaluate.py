@@ -14,9 +14,9 @@ import torch
 from fairseq import options
 from helpers.toy import save_model, script
 
-from ea_tools import evaluate, preparation, provenance
+from ea_tools import average, evaluate, preparation, provenance
 from ea_tools import scores as scoring
-from ea_tools.checkpoints import load
+from ea_tools.checkpoints import choose, load
 from ea_tools.common import REPO, UserError
 from ea_tools.text import Words, digest, read_lines, read_prep, references
 
@@ -406,6 +406,30 @@ def test_a_score_that_is_made_again_keeps_what_was_asked_for_before(data, half_w
     other = score_run(data, half_way, "--average", 2)
     assert "against" not in other
     assert "comet" not in other["scores"]
+
+
+def test_a_score_does_not_change_what_the_model_is(data, half_way):
+    """Neither of a run without a record nor of one that has it."""
+    before = Path(shutil.copyfile(half_way / "checkpoint2.pt", half_way / "checkpoint_last.pt"))
+    assert score_run(data, half_way, "--average", 1)["checkpoint"] == str(half_way / "eval/average1.pt")
+    assert choose(half_way) == before
+    model = half_way / "average2.pt"
+    average.main(["--inputs", str(half_way), "--num-epoch-checkpoints", "2", "--output", str(model)])
+    assert score_run(data, half_way, "--average", 2)["checkpoint"] == str(model)
+    content = model.read_bytes()
+    further = load(half_way / "checkpoint2.pt")  # the training went on
+    further["model"] = {key: value + 1 for key, value in further["model"].items()}
+    torch.save(further, half_way / "checkpoint9.pt")
+    assert score_run(data, half_way, "--average", 2)["checkpoint"] == str(half_way / "eval/average2.pt")
+    assert choose(half_way) == model
+    assert model.read_bytes() == content
+
+
+def test_a_full_disk_at_averaging_is_one_line(data, half_way):
+    (half_way / "eval").mkdir()
+    (half_way / "eval/average2.pt").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=r"^evaluate: .*average2\.pt: could not be written .* make room"):
+        evaluate.main(["--data", str(data), "--run", str(half_way), "--average", "2"])
 
 
 def test_validation_from_normalised_training_text_has_such_references(data, tmp_path):

@@ -1,19 +1,24 @@
 """ea_fairseq.load: a run from Python translates raw text as scripts/translate.sh does."""
 
+import copy
 import json
-import os
+import math
+import pickle
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import REPO, warm
 from helpers.data_toy import sentences as awkward
 from helpers.toy import script
 
 import ea_fairseq
+from ea_fairseq.hub import SEARCH_SETTINGS
 from ea_fairseq.text import Text
 from ea_tools import preparation
+from ea_tools.checkpoints import choose, load, record_model
 from ea_tools.text import Source
 
 CHECKPOINT = "checkpoint3.pt"
@@ -29,6 +34,11 @@ def kept(data, run, tmp_path_factory):
     shutil.copyfile(run / CHECKPOINT, folder / "checkpoint_last.pt")
     preparation.keep(folder, data)
     return folder
+
+
+@pytest.fixture(scope="module")
+def translator(kept):
+    return ea_fairseq.load(kept)
 
 
 @pytest.mark.parametrize(
@@ -77,30 +87,18 @@ def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
     assert "Sentence 2 has" in caplog.text
 
 
-def test_an_average_from_before_the_training_went_on_is_noted(kept, tmp_path, caplog):
+def test_the_run_s_model_is_loaded_and_named(kept, tmp_path, caplog):
+    """As ea_tools does, and in a copy of the run, too: all others are torn here, and would not load."""
+    caplog.set_level("INFO")
     run = Path(shutil.copytree(kept, tmp_path / "run"))
-    average = Path(shutil.copy(run / "checkpoint_last.pt", run / "average1.pt"))
-    for path, when in ((average, 1000), (run / "checkpoint_last.pt", 1010)):
-        os.utime(path, (when, when))
-    ea_fairseq.load(run)
-    assert "went on" not in caplog.text, "times of a copied folder may lie so"
-    os.utime(run / "checkpoint_last.pt", (2000, 2000))
-    ea_fairseq.load(run)
-    assert f"{average} was made before the training went on" in caplog.text
-
-
-def test_of_several_checkpoints_the_best_one_is_loaded(kept, tmp_path):
-    """The newest average, else the best, else the last: all others are torn here, and would not load."""
-    run = Path(shutil.copytree(kept, tmp_path / "run"))
-    whole = (run / "checkpoint_last.pt").rename(tmp_path / "whole.pt")
-    names = ["checkpoint_last.pt", "checkpoint_best.pt", "average9.pt", "average1.pt"]
-    for when, name in enumerate(names, 1):
-        for path in run.glob("*.pt"):
-            path.write_bytes(b"torn")
-            os.utime(path, (when, when))
-        shutil.copyfile(whole, run / name)
-        os.utime(run / name, (1000, 1000))
-        ea_fairseq.load(run)
+    (run / "checkpoint_last.pt").rename(run / "average1.pt")
+    record_model(run / "average1.pt")
+    (run / "average9.pt").write_bytes(b"torn")
+    for folder in (run, Path(shutil.copytree(run, tmp_path / "copy"))):
+        translator = ea_fairseq.load(folder)
+        assert translator.checkpoints == (folder / "average1.pt",) == (choose(folder),)
+        assert f"the model of {folder} is average1.pt" in caplog.text
+        assert repr(translator) == f"Translator({folder / 'average1.pt'})"
 
 
 def test_several_checkpoints_are_an_ensemble(kept):
@@ -122,6 +120,80 @@ def test_settings_of_the_search_are_used(kept):
     short, long = (len(translator.translate("Hund, Katze.", lenpen=penalty, max_len_b=30)) for penalty in (-5, 5))
     assert short < long
     assert len(translator.translate("Hund, Katze.", lenpen=5, max_len_a=0, max_len_b=1)) < long
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"bean": 5}, "bean: .* is beam meant"),
+        ({"nonsense": 5}, "nonsense: .* there are: beam, lenpen, "),
+        ({"retain_dropout": True}, "retain_dropout: has no effect"),
+        ({"prefix_size": 1}, "prefix_size: has no effect"),
+        ({"lenpen": math.nan}, "lenpen=nan: must be a finite number"),
+        ({"beam": 0}, "beam=0: must be at least 1"),
+        ({"beam": "5"}, "beam='5': must be a whole number, not str"),
+        ({"max_len_b": 2.5}, r"max_len_b=2\.5: must be a whole number"),
+        ({"sampling": "no"}, "sampling='no': must be True or False"),
+    ],
+)
+def test_settings_that_would_be_ignored_or_fail_are_named(translator, settings, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        translator.translate("Hund.", **settings)
+
+
+def test_beam_search_reads_the_settings_that_are_let_through(translator):
+    """fairseq's own list is longer: a setting that it reads and a name that it does not know would both be faults."""
+    read = set()
+
+    class Settings:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(translator.hub.cfg.generation, name)
+
+    translator.hub.task.build_generator(translator.hub.models, Settings())
+    assert set(SEARCH_SETTINGS) == read - {"score_reference", "print_alignment", "constraints"} - {
+        "prefix_allowed_tokens_fn"
+    }
+
+
+@pytest.mark.parametrize(
+    "sentences, message",
+    [
+        ("A.\nA.", "sentence 1: has a line break"),
+        (["A.", "A.\r\nA."], "sentence 2: has a line break"),
+        (None, "not None"),
+        (b"A.", "not bytes"),
+        (["A.", None], "sentence 2: must be a str, not None"),
+        ([b"A."], "sentence 1: must be a str, not bytes"),
+    ],
+)
+def test_what_is_no_sentence_is_refused(translator, sentences, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        translator.translate(sentences)
+
+
+def test_lines_of_a_file_and_other_iterables_are_sentences(translator):
+    expected = translator.translate(["Hund.", "Haus."], beam=1, max_len_b=9)
+    assert translator.translate((line for line in ("Hund.\n", "Haus.\r\n")), beam=1, max_len_b=9) == expected
+
+
+def test_a_translator_says_that_it_cannot_be_copied(translator):
+    for duplicate in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied; call ea_fairseq\.load"):
+            duplicate(translator)
+
+
+def test_a_model_that_does_not_translate_is_refused(kept, tmp_path):
+    state = load(kept / "checkpoint_last.pt")
+    state["cfg"]["task"]["_name"] = "language_modeling"
+    torch.save(state, tmp_path / "lm.pt")
+    with pytest.raises(ValueError, match=r"lm\.pt: was trained for the task language_modeling"):
+        ea_fairseq.load(tmp_path, "lm.pt")
+
+
+def test_checkpoints_are_named_by_text(kept):
+    with pytest.raises(TypeError, match=r"checkpoint: must be a name, .* not list: \['checkpoint_last\.pt'\]"):
+        ea_fairseq.load(kept, ["checkpoint_last.pt"])
 
 
 def test_what_is_missing_is_named(data, run, tmp_path):

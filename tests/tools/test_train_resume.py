@@ -18,7 +18,7 @@ from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
 from ea_tools import fairseq_train, launch, preparation, recipes, run_folder, train
-from ea_tools.checkpoints import DamagedError, load
+from ea_tools.checkpoints import DamagedError, choose, has_model_recorded, load
 from ea_tools.common import UserError
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
@@ -210,6 +210,26 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     said = [line for line in (run / "train.log").read_text().splitlines() if "when batches were of another" in line]
     assert len(said) == 1 and "goes on after batch 1 of 2" in said[0]
     assert last_updates(run) == 9
+    assert choose(run) == run_folder.settle_model(run), "it was settled at the end of the training"
+    assert has_model_recorded(run)
+
+
+@pytest.mark.parametrize(
+    "names, model, updates",
+    [
+        (["checkpoint1.pt", "checkpoint2.pt", "checkpoint_best.pt", "checkpoint_last.pt"], "average2.pt", 2),
+        (["checkpoint2.pt", *(f"checkpoint_1_{n}0.pt" for n in range(1, 13))], "average10.pt", 13),
+        (["checkpoint_best.pt", "checkpoint_last.pt"], "checkpoint_best.pt", 1),
+        (["checkpoint_last.pt"], "checkpoint_last.pt", 1),
+    ],
+    ids=["epochs", "updates", "best", "last"],
+)
+def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
+    """What the next command scores: the average of the last checkpoints, else the best, else the last."""
+    for number, name in enumerate(names, 1):
+        checkpoint(tmp_path / name, number)
+    assert run_folder.settle_model(tmp_path) == choose(tmp_path) == tmp_path / model
+    assert run_folder.updates(load(tmp_path / model)) == updates
 
 
 def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path):

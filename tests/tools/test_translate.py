@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
 
-from ea_tools import translate
+from ea_tools import evaluate, translate
 from ea_tools.common import UserError
 from ea_tools.text import Source, Words, decode, read_lines, read_prep
 
@@ -105,6 +105,14 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
     with output("--nbest", "2", "--resume") as (*_, done):
         assert done == 1
     assert (tmp_path / "out").read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
+
+
+@pytest.mark.parametrize("parse", [translate.parse, evaluate.parse])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_length_penalty_is_a_number(parse, value, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--run", "r", "--data", "d", "--lenpen", value])
+    assert f"--lenpen: must be a finite number, not {value}" in capsys.readouterr().err
 
 
 def test_two_at_once_do_not_write_one_file(tmp_path):

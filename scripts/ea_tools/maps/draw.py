@@ -60,7 +60,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="DIR", help="the run's folder: its averaged checkpoint, or its best")
+    which.add_argument(
+        "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
+    )
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
     parser.add_argument("--source", required=True, metavar="TEXT", help="a sentence, raw text; it may have a <mask>")
     parser.add_argument("--target", metavar="TEXT", help="its translation, raw text (default: the model's own)")

@@ -214,7 +214,7 @@ class Loaded:
 
 
 def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, with_text: bool = False) -> Loaded:
-    """A run's averaged checkpoint (else its best, else its last), or a checkpoint file, in evaluation mode on the CPU.
+    """The model of a run (see ``checkpoints.choose``) or of a checkpoint file, in evaluation mode on the CPU.
 
     Args:
         data: prepared data to use the model with; by default what its run keeps, or what it was trained on.

@@ -60,8 +60,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="map_statistics.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--run", required=True, type=Path, metavar="RUN", help="a run's folder (its averaged checkpoint, or its best)"
-        " or a checkpoint"
+        "--run", required=True, type=Path, metavar="RUN", help="a run's folder, whose model.json names the"
+        " checkpoint, or a checkpoint"
     )  # fmt: skip
     parser.add_argument("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
