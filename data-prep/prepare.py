@@ -14,8 +14,9 @@ from pathlib import Path
 import corpora
 import sample
 from prep import stages
-from prep.corpus import Corpus, Rules, default_tokenizer
+from prep.corpus import Corpus, Rules
 from prep.earlier import Earlier
+from prep.languages import default_tokenizer, known
 from prep.system import explained
 from prep.text import PrepError
 
@@ -225,6 +226,17 @@ def tokenizer(args: argparse.Namespace) -> str:
     return args.tokenizer or default_tokenizer(args.source_lang, args.target_lang)
 
 
+def announce_unknown(args: argparse.Namespace) -> None:
+    """Warn of a code of no language: it may be mistyped, and then the text is prepared without its language's rules."""
+    for option, code in (("--source-lang", args.source_lang), ("--target-lang", args.target_lang)):
+        if not known(code):
+            print(
+                f"custom.sh: warning: {option} {code}: is no code of a language in ISO 639, like de, deu or zho_Hans; "
+                "its text gets no rules of a language",
+                file=sys.stderr,
+            )
+
+
 def public(args: argparse.Namespace) -> Corpus:
     """One of corpora.PUBLIC, in the languages that were asked for."""
     make, pairs = corpora.PUBLIC[args.command]
@@ -242,6 +254,7 @@ def custom(args: argparse.Namespace) -> Corpus:
         rules = earlier.rules(**about_lines)
     else:
         chosen = tokenizer(args)
+        announce_unknown(args)
         rules = Rules(
             tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
             normalise=args.normalise, bpe="sentencepiece" if chosen == "none" else "subword_nmt", **about_lines,

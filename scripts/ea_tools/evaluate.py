@@ -41,6 +41,7 @@ from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
 from ea_tools.translators import add_precision, parse_both, program
+from prep.languages import base_language
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenised_references=tokenised_references,
             lowercase=prep["lowercase"],
             tokenizer=tokenizer,
-            compounds=(prep["source_lang"], prep["target_lang"]) == ("en", "de"),
+            compounds=[base_language(prep[side]) for side in ("source_lang", "target_lang")] == ["en", "de"],
         ),
         "tokenizer": tokenizer,
         "references": digest(references),

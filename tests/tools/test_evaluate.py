@@ -184,6 +184,19 @@ def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language,
     assert (found["sacrebleu"]["score"] > 10) == (signature == "zh")
 
 
+@pytest.mark.parametrize(
+    ("codes", "tokeniser"),
+    [
+        ("zh zho chi cmn zho_Hans zho_Hant cmn_Hani yue_Hant", "zh"),
+        ("ja jpn jpn_Jpan", "ja-mecab"),
+        ("ko kor kor_Hang", "ko-mecab"),
+        ("de deu deu_Latn zho_Latn th tha_Thai xx german", "13a"),
+    ],
+)
+def test_a_language_is_scored_alike_by_any_of_its_codes(codes, tokeniser):
+    assert {code: scoring.tokenizer_for(code) for code in codes.split()} == dict.fromkeys(codes.split(), tokeniser)
+
+
 def test_paired_tests_are_of_the_same_tokeniser():
     systems = {"system": ["今天的天气很好,我们去玩。"], "baseline": ["今天天气很好。"]}
     test = scoring.compare(**systems, references=["今天的天气很好,我们去玩吧。"], lowercase=False, tokenizer="zh")
@@ -208,9 +221,13 @@ def test_tokenisers_are_checked(capsys):
         scoring.check_tokenizer("moses", "de")
     scoring.check_tokenizer("13a", "de")
     scoring.check_tokenizer("char", "th")
+    scoring.check_tokenizer("char", "german")
     assert capsys.readouterr().err == ""
-    scoring.check_tokenizer("13a", "th")
-    assert "go by chrF" in capsys.readouterr().err
+    for code in ("th", "tha_Thai", "mya", "bod_Tibt"):
+        scoring.check_tokenizer("13a", code)
+        assert "go by chrF" in capsys.readouterr().err
+    scoring.check_tokenizer("13a", "german")
+    assert "german: is no code of a language" in capsys.readouterr().err
 
 
 COMET = """#!/bin/sh
