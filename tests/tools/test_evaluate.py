@@ -409,6 +409,18 @@ def test_a_score_on_other_data_has_a_name_of_its_own(data, half_way, tmp_path):
     assert score_run(law, half_way, "--average", 2, "--against", half_way)["against"]["identical"]
 
 
+def test_empty_references_are_counted_and_said(data, half_way, tmp_path, capsys):
+    """BLEU counts what stands in their places as wrong, chrF leaves it out: 49.82 beside 100.00."""
+    holes = Path(shutil.copytree(data, tmp_path / "holes"))
+    lines = read_lines(holes / "raw/test.en")
+    (holes / "raw/test.en").write_text("".join(f"{line}\n\n" for line in lines[::2]))
+    found = score_run(holes, half_way, "--average", 2)
+    assert found["empty_references"] == 5
+    assert "warning: 5 references are empty" in capsys.readouterr().out
+    assert score_run(data, half_way, "--average", 2)["empty_references"] == 0
+    assert "empty" not in capsys.readouterr().out
+
+
 def test_a_score_that_is_made_again_keeps_what_was_asked_for_before(data, half_way, monkeypatch):
     comet = {"score": 80.0, "signature": "a model"}
     monkeypatch.setattr(scoring, "comet_command", lambda: None)
