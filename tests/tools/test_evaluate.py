@@ -418,7 +418,7 @@ def test_empty_references_are_counted_and_said(data, half_way, tmp_path, capsys)
     assert found["empty_references"] == 5
     assert "warning: 5 references are empty" in capsys.readouterr().out
     assert score_run(data, half_way, "--average", 2)["empty_references"] == 0
-    assert "empty" not in capsys.readouterr().out
+    assert "are empty" not in capsys.readouterr().out
 
 
 def test_a_score_that_is_made_again_keeps_what_was_asked_for_before(data, half_way, monkeypatch):
