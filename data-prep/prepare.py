@@ -14,6 +14,7 @@ from pathlib import Path
 import corpora
 import sample
 from prep import stages
+from prep.command_line import Parser
 from prep.corpus import Corpus, Rules
 from prep.earlier import Earlier
 from prep.languages import default_tokenizer, known
@@ -88,7 +89,7 @@ def common_options() -> argparse.ArgumentParser:
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpus]:
     """The arguments (default: those of the command line), and the corpus they amount to."""
-    parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__)
+    parser = Parser(prog="prepare.py", description=__doc__)
     common = common_options()
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, structure
 from ea_tools.common import UserError, listed, positive, replacing, reporting
+from prep.command_line import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags of fairseq's own script of this name."""
-    parser = argparse.ArgumentParser(prog="average_checkpoints.sh", description=__doc__)
+    parser = Parser(prog="average_checkpoints.sh", description=__doc__)
     parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="a run folder, or checkpoint files")
     parser.add_argument("--output", required=True, metavar="FILE", help="where the averaged checkpoint goes")
     count = parser.add_mutually_exclusive_group()

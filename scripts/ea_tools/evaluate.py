@@ -41,6 +41,7 @@ from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
 from ea_tools.translators import add_precision, parse_both, program
+from prep.command_line import Parser
 from prep.languages import base_language
 
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-generate as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="evaluate.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

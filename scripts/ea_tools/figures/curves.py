@@ -28,6 +28,7 @@ import numpy as np
 from ea_tools.common import REPO, UserError, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.logs import AXES, QUANTITIES, NoLossError, Run, read
+from prep.command_line import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
     default = REPO / "results" / "curves.png"
     parser.add_argument(
