@@ -1,4 +1,4 @@
-"""What the commands' parsers share."""
+"""The parser of every command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are two lines: what is wrong, and where all options are; argparse's begin with a usage."""
+    """A parser that answers an error in two lines; argparse prints the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")

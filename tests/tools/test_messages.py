@@ -1,4 +1,4 @@
-"""Mistakes that were answered with a usage, a traceback or the wrong advice: what is wrong, in a line or two."""
+"""Mistakes among options and files: one or two lines name the mistake and the way out, without a usage before."""
 
 import gzip
 import json
