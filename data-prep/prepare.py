@@ -14,8 +14,10 @@ from pathlib import Path
 import corpora
 import sample
 from prep import stages
-from prep.corpus import Corpus, Rules, default_tokenizer
+from prep.command_line import Parser
+from prep.corpus import Corpus, Rules
 from prep.earlier import Earlier
+from prep.languages import default_tokenizer, known
 from prep.system import explained
 from prep.text import PrepError
 
@@ -87,7 +89,7 @@ def common_options() -> argparse.ArgumentParser:
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpus]:
     """The arguments (default: those of the command line), and the corpus they amount to."""
-    parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__)
+    parser = Parser(prog="prepare.py", description=__doc__)
     common = common_options()
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -225,6 +227,17 @@ def tokenizer(args: argparse.Namespace) -> str:
     return args.tokenizer or default_tokenizer(args.source_lang, args.target_lang)
 
 
+def announce_unknown(args: argparse.Namespace) -> None:
+    """Warn of a code of no language: it may be mistyped, and then the text is prepared without its language's rules."""
+    for option, code in (("--source-lang", args.source_lang), ("--target-lang", args.target_lang)):
+        if not known(code):
+            print(
+                f"custom.sh: warning: {option} {code}: is no code of a language in ISO 639, like de, deu or zho_Hans; "
+                "its text gets no rules of a language",
+                file=sys.stderr,
+            )
+
+
 def public(args: argparse.Namespace) -> Corpus:
     """One of corpora.PUBLIC, in the languages that were asked for."""
     make, pairs = corpora.PUBLIC[args.command]
@@ -242,6 +255,7 @@ def custom(args: argparse.Namespace) -> Corpus:
         rules = earlier.rules(**about_lines)
     else:
         chosen = tokenizer(args)
+        announce_unknown(args)
         rules = Rules(
             tokenizer=chosen, nfc=chosen != "given", lowercase=args.lowercase, split_dashes=args.split_dashes,
             normalise=args.normalise, bpe="sentencepiece" if chosen == "none" else "subword_nmt", **about_lines,

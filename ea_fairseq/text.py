@@ -31,7 +31,9 @@ class Text:
     def __init__(self, folder: Path) -> None:
         self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
         self._rules = self.prep.get("rules", {})
-        source, target = (self.prep[side].split("_")[0].lower() for side in ("source_lang", "target_lang"))
+        codes = (self.prep["source_lang"], self.prep["target_lang"])
+        languages = self.prep.get("languages", {})  # code -> language; before it was there, the code's first part
+        source, target = (languages.get(code, code.split("_")[0].lower()) for code in codes)
         self._raw = self.prep["tokenizer"] == "none"
         if not self._raw:
             self._tokenizer, self._detokenizer = _Moses(source), MosesDetokenizer(target)

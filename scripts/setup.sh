@@ -23,9 +23,10 @@ stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; }
 
-if [[ -x $venv/bin/python ]] && cmp -s "$repo/requirements.txt" "$stamp"; then
+if [[ -x $venv/bin/python && -f $stamp && $(< "$repo/requirements.txt") == $(< "$stamp") ]]; then
     exit 0
 fi
+[[ ! -f $stamp ]] || echo "requirements.txt has changed since the last set-up"
 
 python=
 for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11; do

@@ -5,21 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
-#: Chinese too, but splits off their vowel signs and full stops, or does not split their words at all.
-MOSES_LANGUAGES = frozenset("ca cs de el en es et fi fr ga hu is it lt lv nl pl pt ro ru sk sl sv tdt".split())
-
-
-def base_language(code: str) -> str:
-    """The language of a code that may name a region or a script, too: de_AT -> de."""
-    return code.split("_")[0].lower()
-
-
-def default_tokenizer(*languages: str) -> str:
-    """The tokenizer for text in these languages: "moses" where Moses has rules for all of them, else "none"."""
-    return "moses" if MOSES_LANGUAGES.issuperset(map(base_language, languages)) else "none"
-
-
 #: Kind of subwords -> the file of codes that makes them.
 CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
 

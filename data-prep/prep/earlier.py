@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .corpus import CODES, Rules
 from .digest import digest_of
+from .languages import language_in
 from .text import PrepError
 
 #: Rules that say how a line becomes what a model reads, beside those that PREP.json states by themselves; the others
@@ -64,6 +65,12 @@ class Earlier:
         rules = {name: stated[name] for name in ABOUT_TEXT if name in stated}
         rules |= {name: self.prep[name] for name in ("tokenizer", "lowercase", "bpe")}
         return Rules(**rules, nfc=self.unicode == "NFC", merges=self.prep["bpe_merges"], **others)
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        """The languages by whose rules Moses splits and joins its text, source first."""
+        source, target = (language_in(self.prep, self.prep[side]) for side in ("source_lang", "target_lang"))
+        return source, target
 
     @property
     def unicode(self) -> str:

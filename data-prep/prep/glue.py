@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import binary, download
+from .command_line import Parser
 from .corpus import CODES
 from .digest import sha256
 from .subwords import Apply, learn_sentencepiece
@@ -326,9 +327,7 @@ def number_of_pieces(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="glue.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="glue.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--raw", type=Path, metavar="DIR", help="folder with the files (default: they are downloaded)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the finished folder (default: data/glue/TASK)")

@@ -7,8 +7,6 @@ import re
 import regex
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
-from .corpus import base_language
-
 NON_PRINTING = regex.compile(r"\p{C}")
 METACHARACTERS = re.compile(r"[][(){}.*+?|^$\\]")
 
@@ -46,7 +44,7 @@ class Normalizer(MosesPunctNormalizer):
     """
 
     def __init__(self, lang: str) -> None:
-        super().__init__(base_language(lang), perl_parity=True)
+        super().__init__(lang, perl_parity=True)
         self._steps = [(_needed(pattern), re.compile(pattern).sub, text) for pattern, text in self.substitutions]
 
     def normalize(self, text: str) -> str:

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from . import binary, download, overlap, report, round_trip, stages, subwords
 from .corpus import CODES, Corpus
 from .earlier import Earlier
+from .languages import base_language, first_part
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
 from .sources import Side
@@ -59,7 +60,8 @@ class Pipeline:
         self.strict = strict
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
         self.earlier = Earlier.at(corpus.like) if corpus.like else None
-        self.languages = (corpus.source_lang, corpus.target_lang)
+        self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
+        self.spoken = self.earlier.languages if self.earlier else tuple(map(base_language, self.languages))  # for Moses
         self.sides = {
             split: [
                 [Side(part, lang, role, raw) for lang, role in zip(self.languages, ROLES, strict=True)]
@@ -100,9 +102,10 @@ class Pipeline:
         tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
         tokens += [rules.tokenizer] * (rules.tokenizer != "moses")
         lengths = [rules.max_ratio, rules.max_length, rules.filter_on, *["overlap"] * rules.drop_test_overlap]
+        renamed = self.spoken != tuple(map(first_part, self.languages)) and rules.tokenizer != "none"
         options = {
             "extract": [RULES, versions(), self.languages, self._fingerprint(), self._checked()],
-            "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc],
+            "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc, *self.spoken * renamed],
             "tokenise": [tokens, lengths if rules.filter_on == "words" else None],
             "learn": self._what_is_learnt(),
             "apply": None,
@@ -199,7 +202,7 @@ class Pipeline:
         for split in self.corpus.splits():
             steps = [compose] * rules.nfc
             if split == "train" and rules.normalise:
-                steps.append(Normalise(self.languages))
+                steps.append(Normalise(self.spoken))
             if split.startswith("test") and rules.plain_apostrophes:
                 steps.append(plain_apostrophes)
             if steps:
@@ -214,7 +217,7 @@ class Pipeline:
         (folder / "raw").mkdir()
         for split in self.corpus.splits():
             if split != "train":
-                self._rewrite(Tokenise(self.languages, self.corpus.rules), "clean", folder, split)
+                self._rewrite(Tokenise(self.spoken, self.corpus.rules), "clean", folder, split)
                 _link(self.text("extract", split), folder / "raw")
         return self._tokenise_train(folder)
 
@@ -222,7 +225,7 @@ class Pipeline:
         """Tokens of the training text, its length filter in words, and the validation split if it comes from there."""
         rules = self.corpus.rules
         every = rules.valid_every or sys.maxsize
-        work = TokeniseChecked(self.languages, rules)
+        work = TokeniseChecked(self.spoken, rules)
         names = [f"train.{lang}" for lang in self.languages]
         if rules.valid_every:
             names += [f"{folder}valid.{lang}" for folder in ("", "raw/") for lang in self.languages]
@@ -388,6 +391,7 @@ class Pipeline:
             versions=versions(),
         )
         summary |= self._checks()
+        summary["languages"] = dict(zip(self.languages, self.spoken, strict=True))
         measured = report.unicode_form(summary, self.corpus.rules.nfc)
         summary["unicode"] = self.earlier.unicode if self.earlier else measured
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -414,7 +418,7 @@ class Pipeline:
             texts = (path.read_text(encoding="utf-8") for path in paths)
             escape = not given or round_trip.escaped(text.replace("@@ ", "") for text in texts)
         codes = self._codes(self.folder["learn"])
-        work = round_trip.RoundTrip(self.languages, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
+        work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
         sides = reduce(round_trip.add, (found for _, found in self._read(work, paths, "check valid")))
         held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
         work = overlap.Seen(overlap.HeldOut(chain.from_iterable(held_out.values())))

@@ -82,6 +82,7 @@ def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict
         "source": [part.url or part.member for part in parts],
         "subwords": {},
         "longest": {},
+        "empty": {},
         "unknown_percent": {},
     }
     for lang, number in zip(languages, unknown, strict=True):
@@ -89,6 +90,7 @@ def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict
         facts["pairs"] = int(counts.sum())
         facts["subwords"][lang] = int(counts @ np.arange(len(counts)))
         facts["longest"][lang] = len(counts) - 1
+        facts["empty"][lang] = int(counts[0])
         facts["unknown_percent"][lang] = round(100 * number / max(1, facts["subwords"][lang]), 4)
     return facts
 
@@ -130,7 +132,7 @@ def warnings(summary: dict) -> list[str]:
     """What the user should know before training."""
     return [
         f"warning: {text}"
-        for found in (_too_long, _unknown, _overlap, _duplicates, _broken, _decomposed)
+        for found in (_too_long, _empty, _unknown, _overlap, _duplicates, _broken, _decomposed)
         for text in found(summary)
     ]
 
@@ -144,6 +146,17 @@ def _too_long(summary: dict) -> Iterator[str]:
         for lang, longest in facts["longest"].items()
         if longest + 1 > POSITIONS
     )
+
+
+def _empty(summary: dict) -> Iterator[str]:
+    for split, facts in summary["splits"].items():
+        for lang, number in facts.get("empty", {}).items():
+            if number:
+                what = "BLEU counts their translations as wrong, and chrF leaves them out"
+                yield (
+                    f"{split}: {number:,} of its {facts['pairs']:,} {lang} sentences are empty"
+                    + (f": as references, {what}" if lang == summary["target_lang"] else "")
+                )
 
 
 def _unknown(summary: dict) -> Iterator[str]:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 UTF32_BOMS = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
@@ -52,9 +53,9 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
     while batch := list(islice(lines, 2000)):
         if number == 0 and batch[0].startswith(BOM):
             batch[0] = batch[0].removeprefix(BOM)
+        if number == 0:
+            _refuse_other_forms(batch, name)
         block = b"".join(batch)
-        if number == 0 and (encoding := wide_encoding(batch[0])):
-            raise PrepError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
         try:
             block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
         except UnicodeDecodeError:
@@ -66,6 +67,16 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
             batch = [_end(line) for line in batch]
         number += len(batch)
         yield from batch
+
+
+def _refuse_other_forms(batch: list[bytes], name: str) -> None:
+    """Refuse a file that begins as compressed by gzip, as UTF-16 or UTF-32, or has no line feed."""
+    if batch[0].startswith(GZIP):
+        raise PrepError(f"{name}: is compressed by gzip; let its name end in .gz, or decompress it: gunzip < {name}")
+    if encoding := wide_encoding(batch[0]):
+        raise PrepError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
+    if len(batch) == 1 and b"\n" not in batch[0] and b"\r" in batch[0]:
+        raise PrepError(f"{name}: its lines end in carriage returns alone; convert it first: tr '\\r' '\\n' < {name}")
 
 
 def wide_encoding(line: bytes) -> str | None:

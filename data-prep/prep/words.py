@@ -6,7 +6,6 @@ import unicodedata
 
 from sacremoses import MosesDetokenizer
 
-from .corpus import base_language
 from .moses import Tokenizer
 
 
@@ -24,7 +23,6 @@ class Moses:
     """
 
     def __init__(self, language: str, split_dashes: bool = False, escape: bool = True) -> None:
-        language = base_language(language)
         self._tokenizer, self._detokenizer = Tokenizer(language), MosesDetokenizer(language)
         self._split_dashes, self._escape = split_dashes, escape
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model, structure
 from ea_tools.common import UserError, listed, positive, replacing, reporting, say
+from prep.command_line import Parser
 
 #: Names that fairseq gives to checkpoints while it trains.
 _OF_TRAINING = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.*)\.pt")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags of fairseq's own script of this name."""
-    parser = argparse.ArgumentParser(prog="average_checkpoints.sh", description=__doc__)
+    parser = Parser(prog="average_checkpoints.sh", description=__doc__)
     parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="a run folder, or checkpoint files")
     parser.add_argument("--output", required=True, metavar="FILE", help="where the averaged checkpoint goes")
     count = parser.add_mutually_exclusive_group()

@@ -41,6 +41,8 @@ from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
 from ea_tools.translate import longest as longest_read
 from ea_tools.translators import add_precision, parse_both, program
+from prep.command_line import Parser
+from prep.languages import base_language
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-generate as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="evaluate.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,6 +116,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns what goes into the JSON file."""
     prep = read_prep(args.data)
     references, tokenised_references = read_references(_reference_file(args.data, args.subset, prep), prep)
+    empty = sum(not line.strip() for line in references)
     tokenizer = args.tok or scores.tokenizer_for(prep["target_lang"])
     scores.check_tokenizer(tokenizer, prep["target_lang"])
     if args.comet:
@@ -147,6 +150,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "subset": args.subset,
         "sentences": len(references),
         "cut": too_long[0],  # sources longer than the model reads: the rest of them is left out, as in translate.sh
+        "empty_references": empty,
         "left_out": too_long[1],  # sentences with such a reference, which fairseq does not take: empty translations
         "direction": f"{prep['source_lang']}-{prep['target_lang']}",
         **describe(state),
@@ -164,7 +168,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenised_references=tokenised_references,
             lowercase=prep["lowercase"],
             tokenizer=tokenizer,
-            compounds=(prep["source_lang"], prep["target_lang"]) == ("en", "de"),
+            compounds=[base_language(prep[side]) for side in ("source_lang", "target_lang")] == ["en", "de"],
         ),
         "tokenizer": tokenizer,
         "references": digest(references),
@@ -466,6 +470,11 @@ def report(result: dict[str, Any], written: Path, split: str) -> None:
         print(f"  {result['cut']} source sentences are longer than the model reads: the rest of each was left out")
     if result.get("left_out"):
         print(f"  {result['left_out']} sentences count as not translated: their references are too long for fairseq")
+    if result.get("empty_references"):
+        print(
+            f"  warning: {result['empty_references']} references are empty: BLEU counts their translations as wrong, "
+            "and chrF leaves them out"
+        )
     for name, score in result["scores"].items():
         interval = f" ± {score['interval']['half_width']:.2f}" if "interval" in score else ""
         print(f"  {scores.LABELS[name] + ' ':.<22} {score['score']:6.2f}{interval:7}  {score['signature']}")

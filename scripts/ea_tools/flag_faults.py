@@ -36,7 +36,18 @@ def check(arch: str, command: Sequence[str], by_user: bool, others: Iterable[str
     with _silence():
         import ea_fairseq  # noqa: F401  (registers the architectures)
 
-        parse(command, others)
+        check_tokenizer(parse(command, others))
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """Refuse a detokeniser for BLEU at validations that fairseq does not have, before it fails by a KeyError."""
+    from fairseq.data.encoders import TOKENIZER_REGISTRY
+
+    name = getattr(args, "eval_bleu_detok", "space")
+    if name not in TOKENIZER_REGISTRY:
+        raise UserError(
+            f"--eval-bleu-detok {name}: there is no such tokeniser; there are: {', '.join(TOKENIZER_REGISTRY)}"
+        )
 
 
 def check_architecture(arch: str, where: str) -> None:
@@ -94,6 +105,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def _raise(parser: argparse.ArgumentParser, others: Iterable[str], message: str) -> NoReturn:
     """In the place of argparse's own end of a program: the fault in one line, and the flag that was meant, maybe."""
     arch = parser.get_default("arch") or "ARCH"
+    message = message.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
     if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
         flags = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
         # Without their dashes, which all have in common.

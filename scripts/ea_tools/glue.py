@@ -26,6 +26,7 @@ from ea_tools.common import REPO, UserError, positive, read_json, replacing, rep
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.provenance import provenance
+from prep.command_line import Parser
 from prep.digest import digest_of, sha256
 
 TABLE = recipes.FOLDER / "tables" / "glue.toml"
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     """Our own options, and flags for fairseq-train."""
     tasks = read_table()["tasks"]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="glue.sh",
         usage="glue.sh TASK ARCH [options] [fairseq-train flags]\n       glue.sh --table",
         description=__doc__,

@@ -29,6 +29,10 @@ Entry = tuple[str, int, Numbers]  # tag, update, numbers
 Points = tuple[np.ndarray, np.ndarray]  # updates, values
 
 
+class NoLossError(UserError):
+    """A log in which no loss stands yet."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run's curves."""
@@ -56,6 +60,8 @@ def read(path: Path) -> Run:
         raise UserError(f"{path}: no such run folder or log file")
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.exists():
+        if (path / "run.json").exists():
+            raise NoLossError(f"{path}: has no log.jsonl yet: its training has come to no loss")
         raise UserError(
             f"{path}: has no log.jsonl, so scripts/train.sh did not make this run; give the file that holds what "
             "fairseq-train printed"
@@ -65,7 +71,7 @@ def read(path: Path) -> Run:
     curves = {name: curve(entries, name) for name in QUANTITIES}
     points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
     if not points:
-        raise UserError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
+        raise NoLossError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
     settings, seed = identity(path / "run.json") if path.is_dir() else ({}, None)
     human = path / "train.log"
     if path.is_dir() and human.exists():

@@ -15,6 +15,7 @@ from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines, read_prep
 from prep.corpus import CODES
 from prep.digest import digest_of
+from prep.languages import language_in
 
 FOLDER = "prepared"  # in a run's folder
 DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete
@@ -45,7 +46,8 @@ def files(folder: Path, prep: dict) -> list[Path]:
 def settings(prep: dict) -> dict:
     """The settings and rules that must agree, by name."""
     rules = {name: value for name, value in prep.get("rules", {}).items() if name not in _NOT_COMPARED}
-    return {**rules, **{name: prep[name] for name in _SETTINGS if name in prep}}
+    moses = {} if prep["tokenizer"] == "none" else {"languages": [language_in(prep, prep[side]) for side in _SIDES]}
+    return {**rules, **moses, **{name: prep[name] for name in _SETTINGS if name in prep}}
 
 
 def digest(folder: Path) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ea_tools import flag_faults
 from ea_tools.common import REPO, UserError, quiet, reporting, write_json
 from ea_tools.sides import TASKS, arguments, sides_of
+from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
     from torch import nn
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the rest for the model."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="profile_model.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,6 +19,7 @@ from ea_tools import cells, flag_faults, recipes, records, tables
 from ea_tools.common import UserError, reporting
 from ea_tools.table_report import gather, write
 from ea_tools.tables import Cell, Table
+from prep.command_line import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and flags for every training run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="reproduce.sh",
         usage="reproduce.sh TABLE [options] [fairseq-train flags]",
         description=__doc__,

@@ -33,6 +33,10 @@ def take(run: Path, record: str = "run.json") -> None:
     """
     if run.exists() and not run.is_dir():
         raise UserError(f"{run}: is a file, and a folder is wanted")
+    if run.is_symlink() and not run.exists():
+        raise UserError(
+            f"{run}: is a link to {run.readlink()}, which does not exist; make that folder, or remove the link"
+        )
     run.mkdir(parents=True, exist_ok=True)
     if not (run / record).exists() and not started(run):
         foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.common import UserError
-from prep.corpus import base_language
+from ea_tools.common import UserError, say
+from prep.languages import known, script
 
 if TYPE_CHECKING:  # imported where it is used: plans and tables only need the labels
     from sacrebleu.metrics import BLEU
@@ -30,30 +30,38 @@ LABELS = {
 }
 
 
-#: sacreBLEU's own tokeniser for target languages that are not written in words with spaces; 13a for all others.
-TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
-#: Languages without spaces between words for which sacreBLEU has no tokeniser of its own.
-WITHOUT_SPACES = frozenset("bo dz km lo my th".split())
+#: sacreBLEU's own tokeniser for a script (ISO 15924) of which 13a finds no words, or other words; 13a for all others.
+TOKENIZERS = {
+    **dict.fromkeys(("Hans", "Hant", "Hani"), "zh"),
+    "Jpan": "ja-mecab",
+    **dict.fromkeys(("Kore", "Hang"), "ko-mecab"),
+}
+#: Scripts without spaces between words for which sacreBLEU has no tokeniser of its own.
+WITHOUT_SPACES = frozenset("Khmr Laoo Mymr Thai Tibt".split())
 
 
 def written_with_spaces(language: str) -> bool:
     """Whether text in this language has spaces between its words."""
-    return base_language(language) not in WITHOUT_SPACES | {"zh", "ja"}
+    return script(language) not in WITHOUT_SPACES | {"Hans", "Hant", "Hani", "Jpan"}
 
 
 def tokenizer_for(language: str) -> str:
     """The tokeniser that sacreBLEU takes for text in this language where it is told none."""
-    return TOKENIZERS.get(base_language(language), "13a")
+    return TOKENIZERS.get(script(language), "13a")
 
 
 def check_tokenizer(tokenizer: str, language: str) -> None:
     """Refuse a tokeniser of sacreBLEU that cannot be had here; warn of one that finds no words in this language."""
     bleu(False, tokenizer)
-    if base_language(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
-        print(
+    if tokenizer == "13a" and not known(language):
+        say(
+            f"warning: {language}: is no code of a language in ISO 639, like de, deu or zho_Hans; scored as one with "
+            "spaces between words, by sacreBLEU's tokeniser 13a; --tok chooses another"
+        )
+    if script(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
+        say(
             f"warning: sacreBLEU's tokeniser {tokenizer} takes what stands between spaces for a word, and {language} "
-            "has few spaces: go by chrF, or choose --tok char, or --tok flores200",
-            file=sys.stderr,
+            "has few spaces: go by chrF, or choose --tok char, or --tok flores200"
         )
 
 

@@ -20,6 +20,7 @@ from ea_tools.sweep_grid import Sweep, candidates, gather, scores_of
 from ea_tools.sweep_report import write
 from ea_tools.tables import check_flags, check_seeds
 from ea_tools.text import read_prep
+from prep.command_line import Parser
 
 GRID = "the flag's name without dashes is wanted, then its values"
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and flags for every training run."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sweep.sh",
         usage="sweep.sh RECIPE ARCH --grid FLAG VALUE... [--grid FLAG VALUE...] [options] [fairseq-train flags]",
         description=__doc__,

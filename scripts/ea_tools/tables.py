@@ -21,6 +21,7 @@ from ea_tools import flag_faults, recipes
 from ea_tools.common import UserError
 from ea_tools.scores import LABELS
 from ea_tools.text import read_prep
+from prep.languages import base_language
 
 FOLDER = recipes.FOLDER / "tables"
 KEYS = ("title", "seeds", "column", "row")  # of a table's file
@@ -230,7 +231,7 @@ def check_score(where: str, score: str, recipe: recipes.Recipe) -> None:
         raise UserError(f"{where} {score!r} is not one of {', '.join(LABELS)}")
     if score == "comet":
         raise UserError(f"{where} comet: no table and no sweep makes it; score a run with scripts/evaluate.sh --comet")
-    if score == "compound_split_bleu" and languages != ("en", "de"):
+    if score == "compound_split_bleu" and tuple(map(base_language, languages)) != ("en", "de"):
         raise UserError(f"{where} {score}: is made for en-de alone, and {recipe.name} is {'-'.join(languages)}")
     if score in ("tokenised_bleu", "compound_split_bleu") and raw:
         raise UserError(f"{where} {score}: needs text in tokens, and {recipe.data} is raw text; choose sacrebleu")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ea_tools.common import REPO, UserError, read_json
+from prep.languages import language_in
 from prep.system import explained
 from prep.text import wide_encoding
 
@@ -34,7 +35,7 @@ def read_prep(data: Path | str) -> dict[str, Any]:
         if prep[key] not in values:
             raise UserError(f"{path}: {key} {prep[key]!r} is not known here ({', '.join(map(str, values))} are)")
     texts = all(isinstance(prep[key], str) and prep[key] for key in ("source_lang", "target_lang"))
-    if not (texts and isinstance(prep.get("rules", {}), dict) and isinstance(prep.get("splits", {}), dict)):
+    if not (texts and all(isinstance(prep.get(key, {}), dict) for key in ("rules", "splits", "languages"))):
         raise UserError(f"{path}: is not of the form that data-prep/ writes")
     return prep
 
@@ -88,6 +89,7 @@ class Words:
 
         self._rules = prep.get("rules", {})
         escape = prep.get("escape", True)
+        language = language_in(prep, language)
         self._words = words(prep["tokenizer"], language, self._rules.get("split_dashes", False), escape)
 
     def tokenize(self, line: str) -> str:
@@ -125,7 +127,7 @@ def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
     if rules.get("normalise") and rules.get("valid_every") and path.name.startswith("valid."):
         from prep.moses import Normalizer  # this split was training text, which was normalised
 
-        normalizer = Normalizer(prep["target_lang"])
+        normalizer = Normalizer(language_in(prep, prep["target_lang"]))
         made = [normalizer.clean(line) for line in written]
     return written, [words.tokenize(line) for line in made]
 
@@ -145,7 +147,7 @@ class Source:
         if prep.get("rules", {}).get("normalise"):
             from prep.moses import Normalizer
 
-            self._normalizer = Normalizer(language)
+            self._normalizer = Normalizer(language_in(prep, language))
         self.subwords = subwords(Path(data), prep["bpe"], language)
 
     def __call__(self, line: str) -> str:

@@ -38,6 +38,7 @@ from ea_tools.run_folder import (
 )
 from ea_tools.scores import validation_flags
 from ea_tools.text import read_prep
+from prep.command_line import Parser
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
 ELSEWHERE = {
@@ -76,13 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with reporting("train"):
         args, flags = parse(sys.argv[1:] if arguments is None else arguments)
         recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
-        if toml:
-            say(f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}")
         check_values(flags, args)
         start = plan(recipe, args, flags, Launch.of(args))
         by_user = bool(flags) or args.recipe.endswith(".toml")
         flag_faults.check(args.arch, fairseq_words(start), by_user, args.own_flags)
+        made = f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}"
         if args.dry_run:
+            if toml:
+                say(made)
             print(shlex.join(start.command))
             return
         check_data(start.data, start.recipe)
@@ -92,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             claim(start.run, identity(start), args.command, start.data)
             keep_preparation(start.run, start.data)
             if toml and not (start.run / "recipe.toml").exists():  # it may have been edited since
+                say(made)
                 with replacing(start.run / "recipe.toml") as temporary:
                     temporary.write_text(toml, encoding="utf-8")
             last = mend(start.run)
@@ -121,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     """Our own options, and the flags for fairseq-train as {name: values}."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train.sh",
         usage="train.sh RECIPE ARCH [options] [fairseq-train flags]\n       train.sh --data DIR ARCH [options] [...]",
         description=__doc__,
@@ -212,6 +215,10 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     if not args.no_tensorboard:
         chosen["tensorboard-logdir"] = args.run / "tensorboard"
     chosen |= flags
+    if "fp16" in chosen and not launch.gpus:
+        raise UserError(
+            "--fp16: needs a GPU; on a CPU leave it out, or take --precision bf16 where the CPU has units for it"
+        )
     often = [name for name in ("save-interval-updates", "validate-interval-updates") if name in chosen]
     if often and "patience" in chosen:
         say(f"note: --patience counts validations, and with --{often[0]} there may be several in an epoch")

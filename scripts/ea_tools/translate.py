@@ -32,6 +32,7 @@ from ea_tools.common import REPO, UserError, finite, positive, replaceable, repl
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
 from ea_tools.translators import add_precision, parse_both, program
+from prep.command_line import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; what stands after -- goes to fairseq-interactive as it is."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="translate.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -48,6 +48,10 @@ def test_everything_is_counted(tmp_path):
     assert leak.startswith("warning: test: 20.0% of its pairs are in the training text, too (more than 1%)")
     (repeated,) = [text for text in warnings if "repeat" in text]
     assert repeated == "warning: train: 2 pairs (14.3%, more than 10%) repeat another"
+    assert prep["splits"]["test"]["empty"] == {"de": 1, "en": 1}
+    assert [text.split(":")[1] for text in warnings if "empty" in text] == [" test"] * 2
+    (of_references,) = [text for text in warnings if "BLEU" in text]
+    assert "1 of its 5 en sentences are empty" in of_references
     table = report.table(prep, colour=False)
     assert "test: sentences that are in the training text, too: 2 source, 3 target, 1 both" in table
     assert "training pairs that repeat another: 2" in table

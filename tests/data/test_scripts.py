@@ -8,9 +8,10 @@ import pytest
 from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
 from helpers.scripts import SENTENCES
 
-from ea_tools import text
+from ea_tools import preparation, text
 from prep import report, subwords
-from prep.corpus import default_tokenizer
+from prep.earlier import Earlier
+from prep.languages import default_tokenizer
 from prep.words import words
 
 
@@ -59,8 +60,9 @@ def test_what_moses_breaks_is_told(tmp_path, language):
 
 
 def test_what_moses_has_rules_for_it_gets():
-    assert default_tokenizer("de", "en") == default_tokenizer("de_AT", "el") == "moses"
-    for language in ("th", "km", "lo", "my", "zh", "yue", "ja", "ko", "fa", "ar", "hi", "zh_CN"):
+    for pair in ("de en", "de_AT el", "deu eng", "ger_Latn fre", "lvs_Latn ekk"):
+        assert default_tokenizer(*pair.split()) == "moses"
+    for language in "th km lo my zh yue ja ko fa ar hi zh_CN zho_Hans tha xx".split():
         assert default_tokenizer("en", language) == default_tokenizer(language, "en") == "none"
 
 
@@ -80,8 +82,47 @@ def test_the_command_chooses_by_language():
 def test_raw_text_is_taken_as_it_is(option, capsys):
     with pytest.raises(SystemExit):
         prepare_command("--source-lang", "en", "--target-lang", "th", *option)
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err
     assert f"{' '.join(option)} cannot be had with --tokenizer none (the default for en and th)" in message
+
+
+def test_an_unknown_code_is_announced(capsys):
+    prepare_command("--source-lang", "deu", "--target-lang", "german")
+    said = capsys.readouterr().err
+    assert "--target-lang german: is no code of a language" in said
+    assert "--source-lang" not in said
+
+
+AWKWARD = ["I don't know, z.B. Nr. 7 isn't", "Das ist ca. 3 km weit.", "No. 5 is the dogs' own.", "Dr. No can't, e.g."]
+
+
+def test_a_language_is_prepared_alike_by_any_of_its_codes(tmp_path):
+    short, _ = prepared(tmp_path / "short", "de", "en", AWKWARD, merges=20)
+    long, prep = prepared(tmp_path / "long", "deu_Latn", "eng", AWKWARD, merges=20)
+    for one, other in (("de", "deu_Latn"), ("en", "eng")):
+        assert read(long.parent / f"out.work/3-tokenise/train.{other}") == read(
+            short.parent / f"out.work/3-tokenise/train.{one}"
+        )
+    assert prep["languages"] == {"deu_Latn": "de", "eng": "en"}
+    tokens = read(short.parent / "out.work/3-tokenise/test.en")
+    assert text.references(long / "raw/test.eng", prep)[1] == tokens
+
+
+def test_text_of_an_earlier_corpus_is_split_as_it_was_then(tmp_path):
+    """Its PREP.json names no languages: Moses got eng, of which it knows nothing. Raw text never had a language."""
+    data, prep = prepared(tmp_path, "deu", "eng", AWKWARD, tokenizer="moses", merges=20)
+    words_of = {name: text.Words(known, "eng").tokenize("don't") for name, known in earlier_and_now(prep)}
+    assert words_of == {"now": "don &apos;t", "earlier": "don &apos; t"}
+    (data / "PREP.json").write_text(json.dumps(dict(earlier_and_now(prep))["earlier"]))
+    assert Earlier.at(data).languages == ("deu", "eng")
+    now, earlier = (preparation.settings(known) for _, known in earlier_and_now(prep))
+    assert now != earlier
+    now, earlier = (preparation.settings({**known, "tokenizer": "none"}) for _, known in earlier_and_now(prep))
+    assert now == earlier
+
+
+def earlier_and_now(prep):
+    return [("now", prep), ("earlier", {key: value for key, value in prep.items() if key != "languages"})]
 
 
 def test_spaces_of_any_kind_are_spaces():

@@ -184,6 +184,19 @@ def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language,
     assert (found["sacrebleu"]["score"] > 10) == (signature == "zh")
 
 
+@pytest.mark.parametrize(
+    ("codes", "tokeniser"),
+    [
+        ("zh zho chi cmn zho_Hans zho_Hant cmn_Hani yue_Hant", "zh"),
+        ("ja jpn jpn_Jpan", "ja-mecab"),
+        ("ko kor kor_Hang", "ko-mecab"),
+        ("de deu deu_Latn zho_Latn th tha_Thai xx german", "13a"),
+    ],
+)
+def test_a_language_is_scored_alike_by_any_of_its_codes(codes, tokeniser):
+    assert {code: scoring.tokenizer_for(code) for code in codes.split()} == dict.fromkeys(codes.split(), tokeniser)
+
+
 def test_paired_tests_are_of_the_same_tokeniser():
     systems = {"system": ["今天的天气很好,我们去玩。"], "baseline": ["今天天气很好。"]}
     test = scoring.compare(**systems, references=["今天的天气很好,我们去玩吧。"], lowercase=False, tokenizer="zh")
@@ -208,9 +221,13 @@ def test_tokenisers_are_checked(capsys):
         scoring.check_tokenizer("moses", "de")
     scoring.check_tokenizer("13a", "de")
     scoring.check_tokenizer("char", "th")
+    scoring.check_tokenizer("char", "german")
     assert capsys.readouterr().err == ""
-    scoring.check_tokenizer("13a", "th")
-    assert "go by chrF" in capsys.readouterr().err
+    for code in ("th", "tha_Thai", "mya", "bod_Tibt"):
+        scoring.check_tokenizer("13a", code)
+        assert "go by chrF" in capsys.readouterr().err
+    scoring.check_tokenizer("13a", "german")
+    assert "german: is no code of a language" in capsys.readouterr().err
 
 
 COMET = """#!/bin/sh
@@ -390,6 +407,18 @@ def test_a_score_on_other_data_has_a_name_of_its_own(data, half_way, tmp_path):
             assert json.loads((results / f"{stem}.json").read_text()) == expected
             assert (results / f"{stem}.hyp.txt").exists()
     assert score_run(law, half_way, "--average", 2, "--against", half_way)["against"]["identical"]
+
+
+def test_empty_references_are_counted_and_said(data, half_way, tmp_path, capsys):
+    """BLEU counts what stands in their places as wrong, chrF leaves it out: 49.82 beside 100.00."""
+    holes = Path(shutil.copytree(data, tmp_path / "holes"))
+    lines = read_lines(holes / "raw/test.en")
+    (holes / "raw/test.en").write_text("".join(f"{line}\n\n" for line in lines[::2]))
+    found = score_run(holes, half_way, "--average", 2)
+    assert found["empty_references"] == 5
+    assert "warning: 5 references are empty" in capsys.readouterr().out
+    assert score_run(data, half_way, "--average", 2)["empty_references"] == 0
+    assert "are empty" not in capsys.readouterr().out
 
 
 def test_a_score_that_is_made_again_keeps_what_was_asked_for_before(data, half_way, monkeypatch):

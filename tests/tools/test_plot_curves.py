@@ -364,6 +364,39 @@ def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path, updates):
     assert set(marks.get_ydata()) == {panel.get_ylim()[1]}
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("end", ["at the end", "in the middle", "and no number"])
+def test_a_loss_of_any_size_leaves_room_for_the_others(monkeypatch, tmp_path, end, alone):
+    """matplotlib's margin is a share of all that is drawn: below zero where a loss of 1e15 is above the picture."""
+    high = {"at the end": range(40, 61), "in the middle": range(30, 41), "and no number": range(40, 60)}[end]
+    entries = list(map(json.loads, journal(range(1, 61))))
+    for entry in entries:
+        if entry["num_updates"] in high:
+            entry["loss"] = 10.0 ** (entry["num_updates"] - 15)
+        elif entry["num_updates"] > 59 and end == "and no number":
+            entry["loss"] = float("nan")
+    wild = make(tmp_path / "wild", list(map(json.dumps, entries)), arch="transformer_lite")
+    figure = drawn(monkeypatch, tmp_path, *([] if alone else [make(tmp_path / "good")]), wild)
+    bottom, top = figure.axes[0].get_ylim()
+    assert 0 < bottom < 7
+    assert 8 < top < 40
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert ("(" in labels[-1]) == (end != "in the middle")
+
+
+def test_a_log_without_a_loss_is_left_out(tmp_path, capsys):
+    silent, new = make(tmp_path / "silent", lines=[]), make(tmp_path / "new")
+    (new / "log.jsonl").unlink()
+    out = tmp_path / "curves.png"
+    plot_curves.main([*map(str, (silent, make(tmp_path / "run"), new)), "--out", str(out)])
+    assert out.exists()
+    said = capsys.readouterr()
+    assert [line for line in said.err.splitlines() if "warning" in line and "left out" in line] == said.err.splitlines()
+    assert "silent/log.jsonl: holds no loss" in said.err
+    assert str(new) in said.err
+    assert "silent" not in said.out
+
+
 def test_a_loss_that_is_no_number_is_said(monkeypatch, tmp_path):
     good = make(tmp_path / "good")
     lines = [line.replace('"loss": 4.0', '"loss": NaN') for line in journal(range(1, 61))]

@@ -82,6 +82,27 @@ def test_cdpath_leads_nowhere(checkout):
     assert said.endswith("its languages are dict.de.txt\n")
 
 
+def test_a_small_machine_needs_no_cmp_and_a_change_is_named(checkout):
+    """Without the program cmp every command set up again; and it never said why."""
+    tools = checkout / "tools"
+    tools.mkdir()
+    (tools / "dirname").symlink_to(shutil.which("dirname"))
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    interpreter(python, "3.12.0")
+    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
+    command = [shutil.which("bash"), "scripts/setup.sh"]
+
+    def run():
+        return subprocess.run(command, cwd=checkout, env={"PATH": str(tools)}, capture_output=True, text=True)
+
+    assert run().returncode == 0
+    (checkout / "requirements.txt").write_text("other==1\n")
+    result = run()
+    assert result.returncode == 1
+    assert "requirements.txt has changed" in result.stdout
+
+
 def test_what_set_up_says_is_not_the_commands_output(checkout):
     shutil.copy(REPO / "scripts" / "lib.sh", checkout / "scripts")
     (checkout / "scripts" / "setup.sh").write_text("echo set-up done\n")

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, noting_refusals
 from ea_tools.common import REPO, UserError, replacing, reporting, write_json
+from prep.command_line import Parser
 
 #: seconds that a process has to end by itself when its time is over
 GRACE = 20
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gpu_report.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ea_tools.common import REPO, positive
 from ea_tools.maps import KINDS
+from prep.command_line import Parser
 
 #: Ours and what it is compared with, each as words after --arch: the papers' two sizes, fairseq's other Transformers,
 #: and the papers' other translation systems.
@@ -155,7 +156,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     """An argument parser with the options that all benchmarks have; `name` names the file of results."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"benchmark_{name}.sh",
         description=inspect.cleandoc(description),
         formatter_class=argparse.RawDescriptionHelpFormatter,

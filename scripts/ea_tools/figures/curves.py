@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ea_tools.common import REPO, UserError, replacing, reporting
+from ea_tools.common import REPO, UserError, replacing, reporting, say
 from ea_tools.figures import style
-from ea_tools.logs import AXES, QUANTITIES, Run, read
+from ea_tools.logs import AXES, QUANTITIES, NoLossError, Run, read
+from prep.command_line import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: read the runs, draw, print where they stand: last, for who reads it may have gone."""
     args = parse(arguments)
     with reporting("plot_curves"):
-        runs = [read(path) for path in args.runs]
+        runs = read_all(args.runs)
         lines = group(runs, args.labels)
         with replacing(args.out) as temporary:
             draw(lines, args.x, args.title, temporary, args.out.suffix[1:])
@@ -51,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
     default = REPO / "results" / "curves.png"
     parser.add_argument(
@@ -72,6 +71,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if twice:
         parser.error(f"given twice: {', '.join(twice)}")
     return args
+
+
+def read_all(paths: Sequence[Path]) -> list[Run]:
+    """The runs; one that has no loss yet is left out with a warning, unless none is left."""
+    runs, without = [], []
+    for path in paths:
+        try:
+            runs.append(read(path))
+        except NoLossError as error:
+            without.append(error)
+    if not runs:
+        raise without[0]
+    for error in without:
+        say(f"plot_curves: warning: left out: {error}")
+    return runs
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -150,7 +164,7 @@ def report(runs: Sequence[Run]) -> None:
     print(f"{'run':<{width}}  updates  epochs   hours  {'training':>8}  {'validation: best':>22}  {'BLEU: best':>20}")
     for run in runs:
         last = np.array([run.last])
-        train = f"{run.points['train'][1][-1]:.3f}" if "train" in run.points else "-"
+        train = _loss(run.points["train"][1][-1]) if "train" in run.points else "-"
         print(
             f"{run.path!s:<{width}}  {run.last:7,.0f}  {_plain(run.x('epochs', last)[0], 1):>6}  "
             f"{_plain(run.x('hours', last)[0], 2):>6}  {train:>8}  {_best(run, 'valid', np.nanargmin, 3):>22}  "
@@ -162,13 +176,17 @@ def _plain(value: float, digits: int) -> str:
     return "-" if np.isnan(value) else f"{value:.{digits}f}"
 
 
+def _loss(value: float, digits: int = 3) -> str:
+    return f"{value:.3g}" if abs(value) >= 1e5 else f"{value:.{digits}f}"
+
+
 def _best(run: Run, name: str, choose: Callable[[np.ndarray], int], digits: int) -> str:
     """ "4.368: 4.265 @ 1,000": the last value, the best one and its update."""
     if name not in run.points or np.isnan(run.points[name][1]).all():
         return "-"
     updates, values = run.points[name]
     best = choose(values)
-    return f"{values[-1]:.{digits}f}: {values[best]:.{digits}f} @ {updates[best]:,.0f}"
+    return f"{_loss(values[-1], digits)}: {_loss(values[best], digits)} @ {updates[best]:,.0f}"
 
 
 def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Path, form: str) -> None:
@@ -176,7 +194,8 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     from matplotlib.ticker import MaxNLocator
 
     rows = [name for name in QUANTITIES if any(name in run.points for line in lines for run in line.runs)]
-    tops = {name: _top(lines, name) for name in rows if name != "bleu"}
+    limits = {name: _limits(lines, name) for name in rows if name != "bleu"}
+    tops = {name: top for name, (_, top) in limits.items()}
     lines = [_marked(line, tops) for line in lines]
     size = (1.0 + 3.7 * len(axes), 1.0 + 2.7 * len(rows))
     figure, panels = style.panels(len(rows), len(axes), size, sharex="col", sharey="row")
@@ -184,8 +203,8 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
         for panel, axis in zip(row, axes, strict=True):
             handles = _panel(panel, lines, quantity, axis, tops.get(quantity))
         row[0].set_ylabel(QUANTITIES[quantity])
-        if quantity in tops:
-            row[0].set_ylim(top=tops[quantity])
+        if quantity in limits:
+            row[0].set_ylim(*limits[quantity])
     for panel, axis in zip(panels[-1], axes, strict=True):
         panel.set_xlabel("training time (hours)" if axis == "hours" else axis)
         panel.set_xlim(left=0)
@@ -220,29 +239,36 @@ def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: fl
         x, mean, lowest, highest = band(line, quantity, axis)
         marker = "o" if len(x) <= 30 else None
         handles += panel.plot(x, mean, dashes, color=colour, linewidth=1.6, marker=marker, markersize=3)
-        above = (mean > top) if top and len(x) and mean[-1] > top else np.zeros(len(x), bool)
-        if above.any():  # marks at the upper edge say where a run is that has diverged
-            edge = np.full(above.sum(), top)
-            panel.plot(x[above], edge, "^", color=colour, markersize=6, clip_on=False, zorder=3)
+        if top and len(x) and mean[-1] > top:  # marks at the upper edge say where a run is that has diverged
+            above = x[np.flatnonzero(mean <= top).max(initial=-1) + 1 :]
+            panel.plot(above, np.full(len(above), top), "^", color=colour, markersize=6, clip_on=False, zorder=3)
         if len(line.runs) > 1:
             panel.fill_between(x, lowest, highest, color=colour, alpha=0.2, linewidth=0)
     panel.grid(alpha=0.3)
     return handles
 
 
-def _top(lines: Sequence[Line], quantity: str) -> float | None:
-    """Where a loss's axis ends: the first tenth of training is steep, and would press the rest together.
+def _limits(lines: Sequence[Line], quantity: str) -> tuple[float | None, float | None]:
+    """The lowest and the highest value of a loss's axis; None where there is no number.
 
-    So would a run that has diverged: one that ends at more than twice the highest loss of the line with the lowest.
+    The first tenth of training is steep, and would press the rest together. So would a run that has diverged: one that
+    ends at more than twice the highest loss of the line with the lowest. No loss counts for more than twice the first
+    one after that tenth.
     """
     start = max(run.last for line in lines for run in line.runs) / 10
-    bands = [band(line, quantity, "updates") for line in lines]
-    bands = [(mean, highest[x >= min(start, x[-1])]) for x, mean, _, highest in bands if len(x)]
-    limits = [(mean[-1], values.max()) for mean, values in bands if np.isfinite(values).all()]
-    if not limits:
-        return None
-    lowest_limit = min(limit for _, limit in limits)
-    return 1.02 * max(limit for end, limit in limits if end <= 2 * lowest_limit)
+    ends, lows = [], []
+    for x, mean, lowest, highest in (band(line, quantity, "updates") for line in lines):
+        later = highest[x >= min(start, x[-1])] if len(x) else x
+        later = later[np.isfinite(later)]
+        if len(later):
+            ends.append((mean[-1], min(later.max(), 2 * later[0])))
+            lows.append(lowest[np.isfinite(lowest)].min())
+    if not ends:
+        return None, None
+    lowest_limit = min(limit for _, limit in ends)
+    most = 2 * lowest_limit
+    top = 1.02 * max((min(limit, most) for end, limit in ends if end <= most), default=lowest_limit)
+    return min(lows) - 0.05 * (top - min(lows)), top
 
 
 def write_csv(lines: Sequence[Line], path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ea_tools.common import UserError, replacing, reporting
 from ea_tools.figures import style
+from prep.command_line import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +27,7 @@ LOOKS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: read the results of benchmark_training.sh --growth and draw them."""
-    parser = argparse.ArgumentParser(
-        prog="plot_growth.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="plot_growth.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, metavar="FILE", help="JSON of benchmark_training.sh --growth")
     parser.add_argument(
         "--out",

@@ -31,6 +31,7 @@ from ea_tools.maps.look import PARTS, Look, Maps, Row, columns_of
 from ea_tools.maps.picture import picture
 from ea_tools.maps.words import Words
 from ea_tools.sides import NAMES
+from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is loaded
     from ea_tools.maps.models import Loaded, Sentence
@@ -56,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"

@@ -30,6 +30,7 @@ from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
 from ea_tools.maps.statistics_report import Report, render
 from ea_tools.provenance import provenance
 from ea_tools.sides import BOTH, NAMES
+from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from fairseq.data import FairseqDataset
@@ -56,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="map_statistics.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="map_statistics.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--run", required=True, type=Path, metavar="RUN", help="a run's folder, whose model.json names the"
         " checkpoint, or a checkpoint"
