@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from evolving_attention.attention import EvolvingHeads
+
 from .loading import allow_in_checkpoints
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evolving_attention.attention import EvolvingHeads, Maps
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
+from evolving_attention.attention import EvolvingHeads, Maps
 from evolving_attention.evolution import Part
 from evolving_attention.masks import combine
 
