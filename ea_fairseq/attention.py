@@ -11,18 +11,23 @@ Masks: True = masked.
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
+from evolving_attention import kernels
 from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
 from evolving_attention.evolution import Geometry
+from evolving_attention.kernels import Call
 
 #: What an attention keeps in fairseq's incremental state: prev_key, prev_value and prev_key_padding_mask as fairseq's;
-#: ``rows``, the last rows of the map (see ``Cache``); ``beams``, how many hypotheses share a sentence's keys.
+#: ``rows``, the last rows of the map (see ``Cache``); ``beams``, how many hypotheses share a sentence's
+#: keys; ``steps``, a kernel's prepared steps.
 IncrementalState = dict[str, dict[str, Any]]
 
 _OF_FAIRSEQ = inspect.signature(MultiheadAttention).parameters.keys()
@@ -99,7 +104,8 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
         """
         q, k, v = (self.split_heads(project(query)) for project in (self.q_proj, self.k_proj, self.v_proj))
         wanted = {"dropout": self.dropped, "keep_map": keep_map, "need_weights": need_weights}
-        result = self.attend_heads(q, k, v, key_padding_mask, key_padding_mask, attn_mask, previous, **wanted)
+        call = self.call(q, k, v, key_padding_mask, key_padding_mask, attn_mask, previous, **wanted)
+        result = self.attend_heads(call)
         return self.join_heads(result.context), result.a_logit, result.weights
 
 
@@ -145,32 +151,60 @@ class DecoderAttention(EvolvingMultiheadAttention):
             key_padding_mask = Padding(key_padding_mask, None)
         kept = None if incremental_state is None else self._kept(incremental_state)
         cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
+        query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
+        if kept and attn_mask is None and query_padding is None:
+            stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
+            if stepped is not None:
+                self._set_input_buffer(incremental_state, kept)
+                return stepped[0], averaged(stepped[1], need_weights, need_head_weights)
         beams = kept.get("beams", 1) if kept else 1
         q = self.split_heads(self.q_proj(query))
         if self.self_attention:
-            query_padding = key_padding_mask.keys
             k, v = self.split_heads(self.k_proj(query)), self.split_heads(self.v_proj(query))
             cache = cache.append(k, v, query_padding)
-        else:
-            query_padding = key_padding_mask.queries
-            if cache.keys is None:
-                key, beams = _of_sentences(key, key_padding_mask.keys, query.size(1), incremental_state is not None)
-                k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
-                cache = cache.append(k, v, _repeated(key_padding_mask.keys, query.size(1)))
+        elif cache.keys is None:
+            key, beams = _of_sentences(key, key_padding_mask.keys, query.size(1), incremental_state is not None)
+            k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
+            cache = cache.append(k, v, _repeated(key_padding_mask.keys, query.size(1)))
         rows = cache.rows
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
         wanted = {"need_weights": need_weights or need_head_weights, "step": kept is not None}
-        result = self.attend_heads(
+        call = self.call(
             *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
             rows=rows,
             dropout=self.dropped,
             **wanted,
         )
+        result = self.attend_heads(call)
         if kept is not None:
-            state = {"prev_key": cache.keys, "prev_value": cache.values, "prev_key_padding_mask": cache.padding}
-            self._set_input_buffer(incremental_state, {**state, "rows": result.kept, "beams": beams})
+            steps = kept["steps"] if "steps" in kept else self._steps_after(call)
+            kept = {**_state(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
+            self._set_input_buffer(incremental_state, kept)
         return self.join_heads(result.context), averaged(result.weights, need_weights, need_head_weights)
+
+    def _steps_after(self, call: Call) -> kernels.Steps | None:
+        """The kernel's prepared steps, for those after the first of a search."""
+        parts = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "out": self.out_proj}
+        if self.encoder_decoder_attention:
+            parts |= {"k": None, "v": None}
+        return None if self.plain else kernels.steps_after(call, self.evolution, parts)
+
+    def _next_step(
+        self, query: Tensor, cache: Cache, kept: dict[str, Any], need_weights: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Output and weights of a step by the kernel's prepared steps, and the state in ``kept``; else None."""
+        steps = kept.get("steps")
+        if steps is None or self.observer is not None or self.dropped or torch.is_grad_enabled():
+            return None
+        if self.self_attention and cache.padding is not None:
+            cache = replace(cache, padding=F.pad(cache.padding, (0, 1)))
+        stepped = steps.run(query, cache, need_weights) if kernels.sees(query) else None
+        if stepped is None:
+            return None
+        output, weights, cache = stepped
+        kept |= _state(cache)
+        return output, weights
 
     def _kept(self, incremental_state: IncrementalState) -> dict[str, Any]:
         """What earlier steps kept, which may be nothing.
@@ -179,7 +213,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
             ValueError: keys and values were put there from outside, by fairseq's ``prev_self_attn_state`` or
                 ``prev_attn_state``, without the rows of the map that the convolution reads.
         """
-        kept = self._get_input_buffer(incremental_state)
+        kept = dict(self._get_input_buffer(incremental_state))
         if kept and "rows" not in kept and self.evolution.rows_above:
             raise ValueError(
                 "keys and values alone are no state of evolving attention, whose convolution reads rows of earlier "
@@ -195,11 +229,24 @@ class DecoderAttention(EvolvingMultiheadAttention):
         for name in ("prev_key_padding_mask", "rows"):
             if kept.get(name) is not None:
                 kept[name] = kept[name].index_select(0, new_order)
-        order, kept["beams"] = _order_of_sentences(new_order, kept.get("beams", 1))
-        if self.self_attention or not torch.equal(order, torch.arange(kept["prev_key"].size(0), device=order.device)):
-            kept |= {name: kept[name].index_select(0, order) for name in ("prev_key", "prev_value")}
+        order = new_order
+        if self.encoder_decoder_attention:
+            order, kept["beams"] = _order_of_sentences(new_order, kept.get("beams", 1), len(kept["prev_key"]))
+        if order is not None:
+            for name in ("prev_key", "prev_value"):  # whose heads lie side by side in memory
+                kept[name] = kept[name].transpose(1, 2).index_select(0, order).transpose(1, 2)
         self._set_input_buffer(incremental_state, kept)
         return incremental_state
+
+
+def _state(cache: Cache) -> dict[str, Any]:
+    """A cache by fairseq's names."""
+    return {
+        "prev_key": cache.keys,
+        "prev_value": cache.values,
+        "prev_key_padding_mask": cache.padding,
+        "rows": cache.rows,
+    }
 
 
 def averaged(weights: Tensor | None, need_weights: bool, need_head_weights: bool) -> Tensor | None:
@@ -237,10 +284,13 @@ def _repeated(padding: Tensor | None, batch: int) -> Tensor | None:
     return None if padding is None else padding.bool().repeat_interleave(batch // padding.size(0), dim=0)
 
 
-def _order_of_sentences(order: Tensor, beams: int) -> tuple[Tensor, int]:
-    """The sentence of each group of hypotheses in a new order, and the groups' size: 1 where they mix sentences."""
-    sentences = order // beams
-    groups = sentences.view(-1, beams) if sentences.numel() % beams == 0 else sentences[:, None]
-    if beams == 1 or groups.size(1) == 1 or not torch.equal(groups, groups[:, :1].expand_as(groups)):
-        return sentences, 1
-    return groups[:, 0], beams
+def _order_of_sentences(order: Tensor, beams: int, count: int) -> tuple[Tensor | None, int]:
+    """The sentence of each group of hypotheses in a new order, None where all ``count`` stay; the groups' size.
+
+    The size is 1 where a group would mix sentences.
+    """
+    sentences = [hypothesis // beams for hypothesis in order.tolist()]
+    firsts = sentences[::beams]
+    if sentences != [sentence for sentence in firsts for _ in range(beams)]:
+        return torch.tensor(sentences, device=order.device), 1
+    return None if firsts == list(range(count)) else torch.tensor(firsts, device=order.device), beams

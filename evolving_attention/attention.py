@@ -69,7 +69,7 @@ class EvolvingHeads(nn.Module):
         self.plain = plain
         self.observer: Callable[[Maps], None] | None = None
 
-    def attend_heads(
+    def call(
         self,
         q: Tensor,
         k: Tensor,
@@ -81,8 +81,8 @@ class EvolvingHeads(nn.Module):
         rows: Tensor | None = None,
         dropout: float = 0.0,
         **wanted: bool,
-    ) -> Result:
-        """The context of each head.
+    ) -> Call:
+        """A call of this attention, for ``attend_heads``.
 
         Args:
             q: B x K x T x D.
@@ -103,7 +103,7 @@ class EvolvingHeads(nn.Module):
         weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
             weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
-        call = Call(
+        return Call(
             *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.kernel_size),
             coefficients=evolution.coefficients(previous is not None),
             weight=weight,
@@ -116,9 +116,12 @@ class EvolvingHeads(nn.Module):
             dropout=dropout,
             **wanted,
         )
+
+    def attend_heads(self, call: Call) -> Result:
+        """The context of each head, and what else the call asks for."""
         if self.observer is not None:
             self.observer(self._maps(call))
-        return attend(call, evolution, self.plain)
+        return attend(call, self.evolution, self.plain)
 
     @torch.no_grad()
     def _maps(self, call: Call) -> Maps:
@@ -235,13 +238,14 @@ class EvolvingAttention(EvolvingHeads):
         rows = cache.rows
         if stepping and rows is None:
             rows = self.first_rows(q, length)
-        result = self.attend_heads(
+        call = self.call(
             *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask, previous, rows),
             dropout=self.dropout if self.training else 0.0,
             keep_map=keep_map,
             need_weights=need_weights,
             step=stepping,
         )
+        result = self.attend_heads(call)
         output = self.out_proj(result.context.transpose(1, 2).flatten(2))
         return Attended(output, result.a_logit, result.weights, replace(cache, rows=result.kept) if stepping else None)
 

@@ -14,15 +14,31 @@ from torch.autograd import forward_ad
 from ..evolution import Evolution, MapConvolution
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
+from .cpu.steps import Steps
 
-__all__ = ["Call", "Result", "kernel_for", "replace", "sees", "stands_for"]
+__all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_for", "steps_after"]
 
 
 def kernel_for(call: Call) -> ModuleType | None:
     """The first kernel that knows all of a call; None where there is none."""
-    if not _fits(call) or not sees(*call.tensors):
+    if not _fits(call) or not sees(call.q, call.v, *([] if call.weight is None else [call.weight])):
         return None
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
+
+
+def steps_after(call: Call, evolution: Evolution, projections: dict[str, nn.Module | None]) -> Steps | None:
+    """The steps that follow this one in a search, by a kernel that knows them; None where there is none.
+
+    Args:
+        call: the search's first step.
+        evolution: the call's.
+        projections: linear layers by the names q, k, v and out; None for those that later steps do not need.
+    """
+    parts = [part for part in projections.values() if part is not None]
+    unchanged = stands_for(evolution) and all(_unchanged(part, nn.Linear) for part in parts)
+    if not unchanged or kernel_for(call) is not cpu:
+        return None
+    return Steps.after(call, {name: part and (part.weight, part.bias) for name, part in projections.items()})
 
 
 def stands_for(evolution: nn.Module | None) -> bool:
@@ -66,11 +82,10 @@ def _fits(call: Call) -> bool:
     dtype, device = v.dtype, v.device
     compiling = torch.compiler.is_compiling()  # then tensors are of other types, and stand for plain ones
     for x in call.tensors:
-        # masks have a type of their own; learnt shares stay float32 under automatic mixed precision
-        may_differ = x is call.hidden or x is call.masked or x.dim() == 0
         if not (type(x) in PLAIN or compiling) or x.layout is not torch.strided or x.device != device:
             return False
-        if x.dtype is not dtype and not may_differ:
+        # masks have a type of their own; learnt shares stay float32 under automatic mixed precision
+        if x.dtype is not dtype and not (x is call.hidden or x is call.masked or x.dim() == 0):
             return False
     if not q.dim() == v.dim() == 4:
         return False
