@@ -2,8 +2,8 @@
 
 import errno
 import os
-import shutil
 import shlex
+import shutil
 import subprocess
 import sys
 
