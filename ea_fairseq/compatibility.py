@@ -1,19 +1,26 @@
-"""Small faults of fairseq 0.12.2 that stand in the way of language models and BART, with today's packages or at all."""
+"""Small faults of fairseq 0.12.2 that users of these models meet, with today's packages or at all, mended at import."""
 
 import functools
 import types
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import numpy
+from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
+from fairseq.data import bucket_pad_length_dataset
+from fairseq.models.transformer.transformer_config import EncDecBaseConfig
 from fairseq.tasks.denoising import DenoisingConfig
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 
 
 def mend_fairseq() -> None:
-    """Mend what language models and BART need."""
+    """Put what works in the place of what does not."""
     # Text is cut into sentences with a name that NumPy 2 has no more.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)
+
+    # --num-batch-buckets asks NumPy for percentiles with a keyword that it has no more.
+    bucket_pad_length_dataset.get_buckets = _get_buckets
 
     # The task of mBART asks for its options under the name that they had before.
     if not hasattr(TranslationFromPretrainedBARTTask, "args"):
@@ -23,3 +30,23 @@ def mend_fairseq() -> None:
 
     # from_pretrained(bpe=...) puts the options of the encoding where this task has room for a name only.
     DenoisingConfig.__annotations__["bpe"] = Any
+
+    # The parser makes a list of --encoder-layers-to-keep 0,2, and everything that reads it expects the text.
+    EncDecBaseConfig.__dataclass_fields__["layers_to_keep"].type = Optional[str]  # noqa: UP045  (fairseq reads this form)
+    EncDecBaseConfig.__annotations__["layers_to_keep"] = Optional[str]  # noqa: UP045
+
+    # R-Drop doubles the batch in place, and --eval-bleu translates the same batch afterwards.
+    rdrop.duplicate_input = _duplicate_copy
+
+
+_duplicate_in_place = rdrop.duplicate_input
+
+
+def _duplicate_copy(sample: dict[str, Any]) -> dict[str, Any]:
+    """A batch with every sentence twice, for R-Drop; the given batch stays as it is."""
+    return _duplicate_in_place({**sample, "net_input": {**sample["net_input"]}})
+
+
+def _get_buckets(sizes: Sequence[int], num_buckets: int) -> numpy.ndarray:
+    """The lengths that --num-batch-buckets pads to: percentiles of the sentences' lengths, without repetition."""
+    return numpy.unique(numpy.percentile(sizes, numpy.linspace(0, 100, num_buckets + 1), method="lower")[1:])

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output, runs = Path(args.output), {path.parent.resolve() for path in paths}
         if output.resolve() in {path.resolve() for path in paths}:
             raise UserError(f"--output {output}: is one of the checkpoints to average; give it another name")
+        if not output.parent.is_dir():
+            raise UserError(f"--output {output}: there is no folder {output.parent}; make it first")
         _refuse_trainings_own(output, runs)
         save(average(paths), output)
         print(f"wrote {output}, the average of {len(paths)} checkpoints")

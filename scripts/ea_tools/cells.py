@@ -39,10 +39,15 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add("--dry-run", action="store_true", help="print what would be run")
 
 
-def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> list[str]:
-    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out."""
+def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out.
+
+    The second list names the flags of the recipe, which train.sh leaves out where fairseq-train does not take them.
+    """
     _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
-    return ["data", "--arch", arch, *recipes.spell_flags({**recipe.flags_for(arch), **flags})]
+    of_recipe = recipe.flags_for(arch)
+    optional = [name for name in of_recipe if name not in flags]
+    return ["data", "--arch", arch, *recipes.spell_flags({**of_recipe, **flags})], optional
 
 
 def check_flags(cells: Iterable[Cell], extra: Sequence[str], by_user: bool, others: Iterable[str]) -> None:
@@ -52,9 +57,9 @@ def check_flags(cells: Iterable[Cell], extra: Sequence[str], by_user: bool, othe
     """
     of_rows = {cell.row.label: cell for cell in cells}
     for cell in of_rows.values():
-        words = training_flags(recipes.read(cell.recipe), cell.row.arch, [*cell.row.flags, *extra])
+        words, optional = training_flags(recipes.read(cell.recipe), cell.row.arch, [*cell.row.flags, *extra])
         try:
-            flag_faults.check(cell.row.arch, words, by_user, others)
+            flag_faults.check(cell.row.arch, words, by_user, others, optional)
         except UserError as error:
             raise UserError(f"{cell.row.label}: {error}") from None
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ class UserError(Exception):
 def reporting(command: str, again: str = "run it again to go on") -> Iterator[None]:
     """End the program with one line: status 1 where the user can put right what went wrong, 130 at Ctrl-C.
 
+    Where whoever reads the output has closed it, the program ends without a word.
+
     Args:
         command: the name that the line begins with.
         again: what the line says at Ctrl-C.
@@ -38,6 +41,9 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
         yield
     except UserError as error:
         sys.exit(f"{command}: {error}")
+    except BrokenPipeError:  # who reads the output has enough of it, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         sys.exit(f"{command}: {explained(error)}")
     except UnicodeDecodeError as error:

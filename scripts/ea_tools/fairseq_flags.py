@@ -1,7 +1,7 @@
 """What fairseq-train takes flags for. In a process of its own, for importing fairseq takes seconds and much memory.
 
-Standard input: {"names": [...], "commands": [[word, ...], ...]} as JSON. Standard output: a list for each command, of
-the values that it gives to the flags called `names`. A command that fairseq refuses ends it with one line.
+Standard input: {"names": [...], "commands": [...]} as JSON, as `values` gets them. Standard output: a list for each
+command, of the values that it gives to the flags called `names`. A command that fairseq refuses ends it with one line.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 from ea_tools import flag_faults
 from ea_tools.common import UserError
 
+Command = tuple[Sequence[str], Sequence[str]]  # the words, and the names of flags that may be left out
 
-def values(names: Sequence[str], commands: Sequence[Sequence[str]]) -> list[list[Any]]:
+
+def values(names: Sequence[str], commands: Sequence[Command]) -> list[list[Any]]:
     """For each command line of fairseq-train the values of the flags called `names`, None where it has no such flag.
 
     Raises:
         UserError: fairseq refuses one of them.
     """
-    request = json.dumps({"names": list(names), "commands": [list(words) for words in commands]})
+    request = json.dumps({"names": list(names), "commands": list(commands)})
     answer = subprocess.run(
         [sys.executable, "-P", "-m", __name__], input=request, capture_output=True, text=True, check=False
     )
@@ -31,14 +33,13 @@ def values(names: Sequence[str], commands: Sequence[Sequence[str]]) -> list[list
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def parsed(names: Sequence[str], commands: Sequence[Sequence[str]]) -> list[list[Any]]:
+def parsed(names: Sequence[str], commands: Sequence[Command]) -> list[list[Any]]:
     """`values` in this process."""
-    import ea_fairseq  # noqa: F401  (registers the architectures)
-
     answers = []
-    for words in commands:
-        flag_faults.check_architecture(words[words.index("--arch") + 1], "ARCH ")
-        args = flag_faults.parse(words)
+    for words, optional in commands:
+        arch = words[words.index("--arch") + 1]
+        left_out = flag_faults.check(arch, words, by_user=True, optional=optional)
+        args = flag_faults.parse(flag_faults.without(words, left_out))
         answers.append([getattr(args, name.replace("-", "_"), None) for name in names])
     return answers
 

@@ -12,7 +12,7 @@ from typing import Any
 from ea_tools import fairseq_flags, recipes, table_report, train
 from ea_tools.cells import training_flags
 from ea_tools.common import UserError
-from ea_tools.tables import Cell, Column, Row, Table, check_score
+from ea_tools.tables import Cell, Column, Row, Table, check_score, file_name
 
 Values = tuple[str, ...]  # one value of each flag of the grid: the place of a cell in it
 Scores = dict[Values, dict[int, float]]  # the score of each cell with each seed
@@ -62,7 +62,7 @@ class Sweep:
                 raise UserError(
                     f"these cells of the grid are the same: {'; '.join(rows[values].label for values in same)}"
                 )
-        name = f"sweep-{args.name or '-'.join([recipe.name, args.arch, *grid])}"
+        name = f"sweep-{args.name or file_name([recipe.name, args.arch, *grid])}"
         shown = replace(table, name=name).with_flags(flags)
         return cls(
             name if args.name else shown.name,

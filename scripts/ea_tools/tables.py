@@ -10,6 +10,7 @@ seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] whe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -95,8 +96,8 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
-        name = "-".join([row.arch, *_slug(_learnt_by(row) | learning(extra)), f"seed{seed}"])
-        return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / name)
+        name = file_name([row.arch, *_slug(_learnt_by(row) | learning(extra))])
+        return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / f"{name}-seed{seed}")
 
     def with_flags(self, extra: Sequence[str]) -> Table:
         """The table of runs that have these flags besides their own, which has its own page and a title that says so.
@@ -107,7 +108,7 @@ class Table:
         if not given:
             return self
         words = " ".join(recipes.spell_flags(given))
-        return replace(self, name="-".join([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
+        return replace(self, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
 
 
 # How and where a model is trained, which is no part of what it is.
@@ -128,6 +129,14 @@ def _learnt_by(row: Row) -> recipes.Flags:
 def _slug(flags: recipes.Flags) -> list[str]:
     """ "--ea-alpha 0 --lr 5e-3 --update-freq 1,2" -> "ea-alpha0", "lr5e-3", "update-freq1_2"."""
     return [name + re.sub(r"[^\w.+-]+", "_", " ".join(values)).strip("_") for name, values in flags.items()]
+
+
+def file_name(parts: Iterable[str]) -> str:
+    """The parts with dashes between them. A digest ends what is too long for a file's name of 255 bytes."""
+    name = "-".join(parts)
+    if len(name.encode()) <= 200:
+        return name
+    return f"{name.encode()[:150].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def names() -> list[str]:

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,9 +67,28 @@ class Plan:
     run: Path
     launch: Launch
     flags: Flags
+    optional: list[str]  # flags of the recipe that are left out where fairseq-train does not take them
     own_flags: Flags  # of ea_tools.fairseq_train, which starts fairseq-train
-    command: list[str]
+    launcher: list[str]  # the words that start Python
     environment: dict[str, str]
+
+    @property
+    def command(self) -> list[str]:
+        """The command that trains."""
+        script = str(REPO / "scripts" / "ea_tools" / "fairseq_train.py")
+        return [*self.launcher, script, *spell_flags(self.own_flags), *self.fairseq_words]
+
+    @property
+    def fairseq_words(self) -> list[str]:
+        """The words of the command that fairseq-train gets, without those that start it."""
+        return [str(self.data), *spell_flags(self.flags)]
+
+    def without(self, names: Sequence[str]) -> Plan:
+        """The same without these flags of the recipe; says which."""
+        if names:
+            spelt = " ".join(f"--{name}" for name in names)
+            say(f"note: left out of the recipe, since the parts that you chose do not take it: {spelt}")
+        return replace(self, flags={name: values for name, values in self.flags.items() if name not in names})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_values(flags, args)
         start = plan(recipe, args, flags, Launch.of(args))
         by_user = bool(flags) or args.recipe.endswith(".toml")
-        flag_faults.check(args.arch, fairseq_words(start), by_user, args.own_flags)
+        left_out = flag_faults.check(args.arch, start.fairseq_words, by_user, args.own_flags, start.optional)
+        start = start.without(left_out)
         made = f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}"
         if args.dry_run:
             if toml:
@@ -198,6 +218,9 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
             raise UserError(f"--without {name}: the recipe has no such flag")
+    if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
+        chosen |= validation_flags(read_prep(args.data), decides=False)
+    optional = [name for name in chosen if name not in flags]
     chosen |= batch_flags(recipe, launch, flags)
     by_flag = sorted(OF_PRECISION & flags.keys())
     if by_flag and args.precision != "auto":
@@ -208,8 +231,6 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen |= {"log-interval": 100, "log-format": "simple"}
     if args.eval_bleu:
         chosen |= validation_flags(read_prep(args.data))
-    elif recipe.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
-        chosen |= validation_flags(read_prep(args.data), decides=False)
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
@@ -232,15 +253,8 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
         "save-dir": args.run,
     }
     everything = flag_values(given | chosen | distributed)
-    script = str(REPO / "scripts" / "ea_tools" / "fairseq_train.py")
     own: Flags = {products.FLAG: []} if precision == "bf16" and not launch.gpus else {}
-    command = [*launcher, script, *spell_flags(own), str(args.data), *spell_flags(everything)]
-    return Plan(recipe, args.arch, args.data, args.run, launch, everything, own, command, environment)
-
-
-def fairseq_words(start: Plan) -> list[str]:
-    """The words of a command that fairseq-train gets, without those that start it."""
-    return [str(start.data), *spell_flags(start.flags)]
+    return Plan(recipe, args.arch, args.data, args.run, launch, everything, optional, own, launcher, environment)
 
 
 def check_values(flags: Flags, args: argparse.Namespace) -> None:

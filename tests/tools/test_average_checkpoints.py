@@ -172,6 +172,14 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert "average_checkpoints: /dev/full: could not be written" in result.stderr.splitlines()[-1]
 
 
+def test_no_folder_is_made_for_an_output(tmp_path):
+    epochs(tmp_path, 1)
+    output = tmp_path / "there" / "is" / "none.pt"
+    with pytest.raises(SystemExit, match=f"--output {output}: there is no folder {output.parent}; make it first"):
+        average_checkpoints.main(["--inputs", str(tmp_path), "--num-epoch-checkpoints", "1", "--output", str(output)])
+    assert not (tmp_path / "there").exists()
+
+
 def test_refuses_weights_that_are_not_finite(tmp_path):
     path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
     with pytest.raises(UserError, match="w holds NaN"):

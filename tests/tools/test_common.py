@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,14 @@ def test_text_that_is_not_utf8_is_one_line():
         b"caf\xe9 au lait".decode()
     assert end.value.code.startswith("tool: a file that was read is not UTF-8 text (")
     assert "caf\\xe9 au lait" in end.value.code
+
+
+def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
+    """As in scripts/translate.sh ... | head -2."""
+    code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
+    pipeline = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -2; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("line\nline\n141\n", "")
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path):

@@ -12,10 +12,10 @@ import pytest
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
 from helpers import REPO
+from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 
 from ea_tools import recipes, train
 
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
 #: commands that hand on what they do not know to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "glue.sh", "profile_model.sh", "reproduce.sh")
@@ -32,39 +32,10 @@ DECIDES = {"task": "translation", "criterion": "label_smoothed_cross_entropy", "
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def code(text):
-    """What stands in fenced blocks of shell, in indented ones, and in code within a line; continued lines as one."""
-    fenced = r"^ *```(\w*)\n(.*?)^ *```$"
-    blocks = [block for language, block in re.findall(fenced, text, re.M | re.S) if language in ("", "bash", "sh")]
-    rest = re.sub(fenced, "", text, flags=re.M | re.S)
-    blocks += re.findall(r"(?:^    +\S.*\n)+", rest, re.M)
-    spans = [
-        span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", re.sub(r"^    +\S.*\n", "", rest, flags=re.M))
-    ]
-    return [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *spans]
-
-
-def commands(text):
-    """The command lines in a page that run a script of ours or one of fairseq's commands, as words."""
-    for line in code(text):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # not a line of shell
-            continue
-        command = []
-        for word in [*words, ";"]:
-            if word.rstrip(";") in ("", "|", "&&", "||", "do", "done", "then"):
-                if command and is_command(command[0]):
-                    yield command
-                command = []
-            elif word.startswith("$(") or (not command and (word == "bash" or re.fullmatch(r"[A-Z_]+=.*", word))):
-                continue
-            else:
-                command.append(word.removesuffix(";"))
-
-
-def is_command(word):
-    return word in PARSERS or re.fullmatch(r"(\./)?(scripts|data-prep)/\S+\.sh", word) is not None
+def commands_of(text):
+    """The commands of ours, and of fairseq's, in a page, as words."""
+    code = [line for block in blocks(text) for line in lines(block)]
+    return [command for line in [*code, *spans(text)] for command in commands(line)]
 
 
 @functools.cache
@@ -131,7 +102,7 @@ def faults(command):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.slow
 def test_commands_of_a_page_can_be_run(page):
-    found = [(shlex.join(command), faults(command)) for command in commands(page.read_text())]
+    found = [(shlex.join(command), faults(command)) for command in commands_of(page.read_text())]
     assert not [(command, wrong) for command, wrong in found if wrong]
 
 
@@ -151,14 +122,14 @@ def all_flags():
 @pytest.mark.slow
 def test_flags_in_the_text_of_a_page_are_there(page):
     """`--like-this 3`, alone in a line of text or in a table: some command has it."""
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    text = re.sub(FENCED, "", page.read_text(), flags=re.M | re.S)
     flags = {flag for span in re.findall(r"`(--[^`*]+)`", text) for flag in FLAG.findall(span)}
     assert not flags - all_flags()
 
 
 def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
     section = (REPO / "README.md").read_text().partition("## Train on your own data")[2].partition("\n## ")[0]
-    (command,) = [words for words in commands(section) if words[0] == "scripts/train.sh" and len(words) > 1]
+    (command,) = [words for words in commands_of(section) if words[0] == "scripts/train.sh" and len(words) > 1]
     prep = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
     (tmp_path / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 10_000}}}))
     train.main([*(str(tmp_path) if word == "data/mine" else word for word in command[1:]), "--dry-run"])
@@ -167,7 +138,7 @@ def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
 
 
 def test_most_pages_have_commands():
-    found = {page.name: len(list(commands(page.read_text()))) for page in PAGES}
+    found = {page.name: len(commands_of(page.read_text())) for page in PAGES}
     assert sum(found.values()) > 80
     assert min(found[name] for name in ("README.md", "training.md", "data.md", "understanding.md")) > 10
 
@@ -189,5 +160,5 @@ def test_most_pages_have_commands():
     ],
 )
 def test_mistakes_are_seen(text, wrong):
-    (command,) = commands(text)
+    (command,) = commands_of(text)
     assert any(wrong in fault for fault in faults(command))

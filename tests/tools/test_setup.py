@@ -112,6 +112,14 @@ def test_what_set_up_says_is_not_the_commands_output(checkout):
     assert (result.stdout, result.stderr) == (f"{checkout}\n", "set-up done\n")
 
 
+def test_an_environment_that_is_a_link_is_not_committed(tmp_path):
+    """As in a second checkout that shares the first one's."""
+    shutil.copy(REPO / ".gitignore", tmp_path)
+    (tmp_path / ".venv").symlink_to(REPO / ".venv")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "check-ignore", "--quiet", ".venv"], cwd=tmp_path, check=True)
+
+
 def test_help_and_unknown_arguments(checkout):
     assert "requirements.txt" in setup(checkout, "--help").stdout
     assert setup(checkout, "--what").returncode == 2

@@ -101,6 +101,15 @@ def test_what_is_finished_is_not_run_again(toy, trainings, capsys):
     assert "None is called the best yet: not run with every seed: ea-alpha 0.1, ea-beta 0.1 (default);" in report(toy)
 
 
+def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
+    for letter in "ab":
+        model = ["--finetune-from-model", f"{letter * 250}.pt"]
+        call(toy, "--seeds", 1, *model, grid=["--grid", "ea-alpha", "0"])
+    names = [path.name for folder in ("runs", "results") for path in (toy.parent / folder).rglob("*finetune*")]
+    assert max(map(len, names)) < 200
+    assert len(trainings.calls) == 2, "another long value is another run"
+
+
 def test_flags_for_every_run_have_a_page_of_their_own(toy, trainings):
     call(toy, "--seeds", 1)
     before = report(toy)

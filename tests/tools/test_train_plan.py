@@ -1,11 +1,19 @@
 """scripts/train.sh --dry-run: the flags are the papers', and the batch is theirs on any number of GPUs."""
 
+import argparse
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from fairseq import options
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.registry import REGISTRIES
+from fairseq.tasks import TASK_REGISTRY
+from helpers.toy import ENVIRONMENT
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools import flag_faults, launch, products, recipes, run_folder, train
@@ -461,9 +469,57 @@ def test_flags_of_a_recipe_of_ones_own_are_checked(tmp_path):
         train.main([str(path), "transformer_lite", "--gpus", "0", "--dry-run"])
 
 
-def test_our_architectures_are_known_without_fairseq():
-    from fairseq.models import ARCH_MODEL_REGISTRY
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        (["--optimizer", "adafactor"], {"adam-betas"}),
+        (["--criterion", "adaptive_loss"], {"label-smoothing"}),
+        (["--task", "multilingual_translation", "--lang-pairs", "de-en"], {"eval-bleu", "eval-bleu-print-samples"}),
+        (["--lr-scheduler", "fixed"], set()),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else None,
+)
+def test_what_a_chosen_part_does_not_take_is_left_out_of_the_recipe(capsys, data, words, left_out):
+    where = ["sample", "ea_transformer_lite", "--data", data, "--gpus", 0]
+    before = flags(dry_run(capsys, *where)[0])
+    command, said = dry_run(capsys, *where, *words)
+    assert left_out <= before.keys() - flags(command).keys()
+    options.parse_args_and_arch(options.get_training_parser(), command[command.index("--user-dir") - 1 :])
+    told = next((line for line in said.splitlines() if line.startswith("note: left out of the recipe")), "")
+    assert left_out == {name for name in left_out if f"--{name}" in told.split()}
+    assert bool(told) == bool(left_out)
 
+
+def test_what_the_user_gave_is_not_left_out(capsys):
+    with pytest.raises(SystemExit, match="--adam-betas: there is no such flag"):
+        dry_run(capsys, "sample", "transformer_lite", "--optimizer", "sgd", "--adam-betas", "(0.9, 0.98)")
+
+
+def test_a_mistyped_flag_is_found_without_fairseqs_import():
+    """Which takes seconds, and half a minute on a machine that is busy."""
+    mistyped = "from ea_tools import train; train.main(['sample', 'ea_transformer_lite', '--label-smothing', '0.1'])"
+    code = f"import sys, atexit; atexit.register(lambda: print('fairseq' in sys.modules)); {mistyped}"
+    command = [sys.executable, "-c", code]
+    end = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert "--label-smothing: there is no such flag; is --label-smoothing meant?" in end.stderr
+    assert end.stdout == "False\n"
+
+
+def test_every_flag_of_fairseqs_is_found_in_its_text():
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
+    parts = [*ARCH_MODEL_REGISTRY.values(), *TASK_REGISTRY.values()]
+    parts += [part for registry in REGISTRIES.values() for part in registry["registry"].values()]
+    for part in dict.fromkeys(parts):
+        if hasattr(part, "add_args"):
+            part.add_args(parser)
+        elif hasattr(part, "__dataclass"):
+            gen_parser_from_dataclass(parser, part.__dataclass())
+    every = {*options.get_training_parser()._option_string_actions, *parser._option_string_actions}
+    assert len(every) > 700
+    flag_faults.check_spelling([word for word in every if word.startswith("--")])
+
+
+def test_our_architectures_are_known_without_fairseq():
     assert {"ea_transformer_lite", "ea_transformer_base", "transformer_lite"} < flag_faults.ours()
     assert flag_faults.ours() <= set(ARCH_MODEL_REGISTRY)
 

@@ -1,0 +1,59 @@
+"""README and docs/ as what they ask people to type: blocks of shell, and the commands in them."""
+
+import re
+import shlex
+
+from helpers import REPO
+
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+FAIRSEQ = ("fairseq-train", "fairseq-generate", "fairseq-interactive", "fairseq-eval-lm", "fairseq-preprocess")
+FENCED = r"^ *```(\w*)\n(.*?)^ *```$"
+PROMPT = r"(?:node\d\$|srun) (.*)"
+INDENTED = r"(?:^    +\S.*\n)+"
+
+
+def blocks(text, *languages):
+    """What stands in fenced blocks of these languages (shell, where none is named), and in indented ones for shell."""
+    found = [
+        (match.start(), match[2])
+        for match in re.finditer(FENCED, text, re.M | re.S)
+        if match[1] in (languages or ("", "bash", "sh"))
+    ]
+    if not languages:
+        rest = re.sub(FENCED, lambda match: "\n" * len(match[0]), text, flags=re.M | re.S)
+        found += [(match.start(), match[0]) for match in re.finditer(INDENTED, rest, re.M)]
+    return [block for _, block in sorted(found)]
+
+
+def lines(block):
+    """The lines of a block of shell, continued ones as one; where some have a prompt, those are the commands."""
+    joined = [line.strip() for line in block.replace("\\\n", " ").splitlines()]
+    return [match[1] for line in joined if (match := re.match(PROMPT, line))] or joined
+
+
+def spans(text):
+    """Code within lines."""
+    rest = re.sub(FENCED, "", text, flags=re.M | re.S)
+    return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", re.sub(r"^    +\S.*\n", "", rest, flags=re.M))]
+
+
+def commands(line):
+    """Those of our commands, and of fairseq's, that a line of shell runs, as words."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # not a line of shell
+        return
+    command = []
+    for word in [*words, ";"]:
+        if word.rstrip(";") in ("", "|", "&&", "||", "do", "done", "then"):
+            if command and is_command(command[0]):
+                yield command
+            command = []
+        elif word.startswith("$(") or (not command and (word == "bash" or re.fullmatch(r"[A-Z_]+=.*", word))):
+            continue
+        else:
+            command.append(word.removesuffix(";"))
+
+
+def is_command(word):
+    return word in FAIRSEQ or re.fullmatch(r"(\./)?(scripts|data-prep)/\S+\.sh", word) is not None

@@ -1,0 +1,166 @@
+"""Every block of commands in README and docs/ runs as written, in a fresh clone, one page after the other.
+
+The clone's recipes describe models of 16 numbers a token that are trained for ten updates, and its sample corpus has 60
+pairs. What needs the network, hours or a GPU is not run: its values go through a dry run or the command's own parser.
+"""
+
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from fairseq import options
+from helpers import REPO, pages, warm
+from helpers.data_toy import sample
+
+import prepare
+
+pytestmark = pytest.mark.slow
+
+FIRST = ("README.md", "own-model.md")  # what these leave behind is used by the others
+SMALL = "\n".join(f"{side}-{size}embed-dim = 16" for side in ("encoder", "decoder") for size in ("", "ffn-"))
+#: file of the clone -> what is written otherwise there
+SMALLER = {
+    "recipes/base.toml": ("[flags]\n", f"[flags]\nmax-update = 10\nmax-target-positions = 60\n{SMALL}\n"),
+    "data-prep/prepare.py": ("sample.corpus(args.train, 500, 500, args.seed)", "sample.corpus(60, 20, 20, args.seed)"),
+}
+#: folders that pages name -> what stands for them
+STAND_INS = {
+    "data/iwslt14-de-en": "data/mine",
+    "data/multi30k-de-en": "data/mine",
+    "runs/en-de": "runs/mine",
+    "runs/iwslt14-de-en-ea_transformer_lite": "runs/mine",
+    "runs/multi30k-de-en-ea_transformer_lite": "runs/mine",
+    "runs/multi30k-de-en-transformer_lite": "runs/mine-baseline",
+    "runs/reproduce/multi30k-laptop-de-en/ea_transformer_lite-seed1": "runs/mine",
+    "runs/reproduce/multi30k-laptop-de-en/transformer_lite-seed1": "runs/mine-baseline",
+}
+#: flags at the end of fairseq-train's, by the architecture
+TRAINING = {
+    "ea_transformer_base": "--encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-embed-dim 16 "
+    "--decoder-ffn-embed-dim 16 --max-target-positions 60 --max-update 3 --cpu",
+    "ea_transformer_lm_base": "--decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-input-dim 16 "
+    "--decoder-output-dim 16 --optimizer adam --lr 1e-3 --max-tokens 1000 --max-update 3 --cpu",
+}
+SKIPPED = r"scripts/test\.sh|pip install"  # this very suite; test_packaging.py
+# The network; hours of measuring; a model or files that only such commands make, or that stand for the reader's own.
+PARSED = r"multi30k\.sh|glue\.sh|benchmark_|measure\.py|gpu_report|/glue/|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
+DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The files of this repository, with an environment whose programs start warm."""
+    clone = tmp_path / "ea-fairseq"
+    listing = ["git", "-C", REPO, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (REPO / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, clone / name)
+    for name, (written, otherwise) in SMALLER.items():
+        text = (clone / name).read_text()
+        assert text.count(written) == 1, name
+        (clone / name).write_text(text.replace(written, otherwise))
+    for name, pairs in sample.corpus(80, 20, 20, seed=2).items():
+        for folder, some in (("corpus", pairs[::2]), ("law", pairs[1::2])):
+            (clone / folder).mkdir(exist_ok=True)
+            for side, language in enumerate(("de", "en")):
+                (clone / folder / f"{name}.{language}").write_text("".join(f"{pair[side]}\n" for pair in some))
+    shutil.copy(clone / "law" / "train.en", clone / "mono.en")
+    shutil.copy(clone / "law" / "valid.de", clone / "letters.de")
+    # Not below tmp_path: the name of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_environment(clone, f"{folder}/socket"):
+        yield clone
+
+
+@contextlib.contextmanager
+def warm_environment(clone, address):
+    """The clone's .venv, whose programs let a server fork that knows the modules of the clone alone."""
+    programs = clone / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    shutil.copy(clone / "requirements.txt", clone / ".venv" / ".requirements")
+    for name in ("python", *pages.FAIRSEQ):
+        (programs / name).write_text(
+            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(clone / 'tests')!r})\n"
+            f"from helpers import warm\nwarm.Server._address = {address!r}\n"
+            f"sys.exit(warm.run([{str(Path(sys.executable).with_name(name))!r}, *sys.argv[1:]]).returncode)\n"
+        )
+        (programs / name).chmod(0o755)
+    code = "import sys; from helpers import warm; warm.Server.serve(sys.argv[1])"
+    command = [sys.executable, "-P", "-c", code, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(clone)) as server:
+        assert server.stdout.readline() == b"ready\n"
+        yield
+
+
+def environment(clone):
+    python_path = os.pathsep.join(str(clone / name) for name in ("", "scripts", "data-prep", "tests"))
+    path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
+    return {**warm.ENVIRONMENT, "PATH": path, "PYTHONPATH": python_path}
+
+
+def sorted_out(block):
+    """The lines of a block that are run, and those of which there is a dry run. The others' words are parsed."""
+    run, dry = [], []
+    for line in pages.lines(block):
+        line = re.sub(r"\[(--\w+)\]", r"\1", line)  # [--json]
+        if re.search(SKIPPED, line):
+            continue
+        if re.search(PARSED, line):
+            parse(line)
+        elif re.search(DRY, line):
+            dry.append(f"{line.partition('#')[0].strip()} --dry-run")
+        elif "fairseq-train" in line:
+            arch = re.search(r"--arch (\S+)", line)[1]
+            run.append(f"{line.removesuffix('...')} {TRAINING[arch]}")
+        else:
+            run.append(line)
+    return run, dry
+
+
+def parse(line):
+    """Give the words of a command to its parser, where it has one by itself. Dots stand for more of them."""
+    for name, *words in pages.commands(re.sub(r'"\$\(.*\)"', str(REPO / "ea_fairseq"), line)):
+        words = [word for word in words if word != "..."]
+        if name == "fairseq-train":
+            options.parse_args_and_arch(options.get_training_parser(), words)
+        elif "custom.sh --" in line:
+            prepare.parse(["custom", *words])
+        elif door := warm.DOOR.search((REPO / name).read_text()):
+            module = importlib.import_module(f"ea_tools.{door[1]}")
+            if hasattr(module, "parse"):
+                module.parse(words)
+
+
+def fault(clone, *command):
+    """What a command says that fails, or nothing."""
+    done = subprocess.run(command, cwd=clone, env=environment(clone), capture_output=True, text=True, check=False)
+    return done.returncode and f"{command[-1]}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_blocks_of_all_pages_run_as_written(clone):
+    shell, python, dry = [], [], {}
+    for page in sorted(pages.PAGES, key=lambda page: (page.name not in FIRST, page.name)):
+        for block in pages.blocks(page.read_text()):
+            if any(list(pages.commands(line)) for line in pages.lines(block)):
+                run, of_block = sorted_out(block)
+                shell.append("\n".join(run))
+                dry |= dict.fromkeys(of_block)
+        python += [block for block in pages.blocks(page.read_text(), "python") if not block.startswith(" ")]  # a part
+    assert len(shell) > 30
+    faults = [fault(clone, "bash", "-euo", "pipefail", "-c", "\n".join(dry))]  # no data are there yet
+    for name, stand_in in STAND_INS.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).symlink_to(clone / stand_in)
+    faults += [fault(clone, "bash", "-euo", "pipefail", "-c", block) for block in shell]
+    for block in python:
+        compile(block, "a page", "exec")
+        faults += [] if re.search(PARSED, block) else [fault(clone, "python", "-c", block)]
+    assert not list(filter(None, faults))
