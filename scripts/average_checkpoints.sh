@@ -7,4 +7,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-tool average "$@"
+tool training.average "$@"

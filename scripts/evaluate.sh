@@ -10,4 +10,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-tool evaluate "$@"
+tool translating.evaluate "$@"

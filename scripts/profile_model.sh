@@ -7,4 +7,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-tool profile_model "$@"
+tool bench.profile_model "$@"

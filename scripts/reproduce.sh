@@ -9,4 +9,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-tool reproduce "$@"
+tool tables.reproduce "$@"

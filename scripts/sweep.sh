@@ -8,4 +8,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-tool sweep "$@"
+tool tables.sweep "$@"

@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ea_tools import checkpoints, flag_faults, recipes, run_folder
+from ea_tools import checkpoints
 from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting, write_json
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
-from ea_tools.provenance import provenance
+from ea_tools.training import flag_faults, recipes, run_folder
+from ea_tools.training.provenance import provenance
 from prep.command_line import Parser
 from prep.digest import digest_of, sha256
 
@@ -268,7 +269,7 @@ def training_command(
         chosen |= {"ea-alpha": setting.alpha, "ea-beta": setting.beta}
     if args.checkpoint:
         chosen["finetune-from-model"] = args.checkpoint
-    train = REPO / "scripts" / "ea_tools" / "fairseq_train.py"
+    train = REPO / "scripts" / "ea_tools" / "training" / "fairseq_train.py"
     words = recipes.spell_flags(chosen | flags)
     return [sys.executable, "-u", "-P", str(train), str(data), "--user-dir", str(REPO / "ea_fairseq"), *words]
 

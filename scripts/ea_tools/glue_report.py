@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ea_tools.common import read_json
-from ea_tools.table_report import markdown_row, short_commit
+from ea_tools.tables.report import markdown_row, short_commit
 
 
 def read_results(folder: Path) -> list[dict]:

@@ -10,7 +10,7 @@ from helpers.data_toy import parallel, read, script, write
 from ea_fairseq.text import Text
 from ea_tools import preparation
 from ea_tools.common import UserError
-from ea_tools.train import check_first_model
+from ea_tools.training.train import check_first_model
 
 LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ea_fairseq.caches import Room, shared_sources
 from helpers.models import amplify_, batch, build
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention
-from ea_fairseq.caches import Room, shared_sources
 from evolving_attention import kernels
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels.cpu import library as cpu_library

@@ -18,7 +18,7 @@ RDROP = "iwslt14-de-en-rdrop"
 def test_the_recipe_for_rdrop_is_validated_by_bleu(data, tmp_path, arch):
     """As its header says it: train.sh with --eval-bleu. Sizes, data and length alone are smaller."""
     small = [*TINY, "--gpus", 0, "--max-update", 3, "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
-    done = script("train", RDROP, arch, "--data", data, "--run", tmp_path / "run", "--eval-bleu", *small)
+    done = script("training.train", RDROP, arch, "--data", data, "--run", tmp_path / "run", "--eval-bleu", *small)
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "run" / "train.log").read_text()
     assert "bleu" in log

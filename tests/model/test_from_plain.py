@@ -10,7 +10,7 @@ from helpers.other_models import ROBERTA, TRAINING, build, choices, labelled, mo
 from torch.testing import assert_close
 
 from ea_fairseq import EARobertaModel
-from ea_tools.average import average
+from ea_tools.training.average import average
 
 RESET = ["--reset-optimizer", "--reset-dataloader", "--reset-meters"]
 

@@ -8,9 +8,9 @@ import torch
 from helpers import warm
 from helpers.toy import Payload, tool
 
-from ea_tools import average as average_checkpoints
 from ea_tools.checkpoints import DamagedError, choose, load
 from ea_tools.common import UserError
+from ea_tools.training import average as average_checkpoints
 
 
 def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
@@ -229,5 +229,5 @@ def test_other_files_are_refused(tmp_path):
 
 
 def run(*arguments):
-    command = [*tool("average"), *map(str, arguments)]
+    command = [*tool("training.average"), *map(str, arguments)]
     return warm.run(command, capture_output=True, text=True, check=False)

@@ -12,7 +12,6 @@ from helpers import warm
 from helpers.other_models import BART, LM, ROBERTA
 from tqdm import tqdm
 
-from ea_tools import products
 from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
@@ -21,6 +20,7 @@ from ea_tools.bench import options
 from ea_tools.bench import training as benchmark_training
 from ea_tools.common import UserError
 from ea_tools.figures import growth as plot_growth
+from ea_tools.training import products
 
 SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]
 ORIGIN = {"command", "commit", "device", "versions", "date", "threads", "options", "load_average", "results"}

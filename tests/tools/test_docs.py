@@ -14,7 +14,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from helpers import REPO
 from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 
-from ea_tools import recipes, train
+from ea_tools.training import recipes, train
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
 #: commands that hand on what they do not know to fairseq-train

@@ -14,11 +14,13 @@ import torch
 from fairseq import options
 from helpers.toy import save_model, script
 
-from ea_tools import average, evaluate, preparation, provenance
-from ea_tools import scores as scoring
+from ea_tools import metrics as scoring
+from ea_tools import preparation
 from ea_tools.checkpoints import choose, load
 from ea_tools.common import REPO, UserError
 from ea_tools.text import Words, digest, read_lines, read_prep, references
+from ea_tools.training import average, provenance
+from ea_tools.translating import evaluate
 
 REFERENCES = [
     "The quick brown fox doesn't jump over the lazy dog.",

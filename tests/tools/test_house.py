@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import REPO
 
-from ea_tools import reproduce
+from ea_tools.tables import reproduce
 
 HEAVY = ("torch", "fairseq", "matplotlib", "sacrebleu", "sacremoses", "sentencepiece", "subword_nmt")
 DOORS = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ea_tools import memory
+from ea_tools.training import memory
 
 PROGRAM = """
 import resource, sys
-from ea_tools.memory import keep_freed_memory
+from ea_tools.training.memory import keep_freed_memory
 print(int(keep_freed_memory()) if sys.argv[1:] == ["keep"] else 0)
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

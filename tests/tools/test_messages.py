@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import prepare
-from ea_tools import evaluate, train
+from ea_tools.training import train
+from ea_tools.translating import evaluate
 
 TEXT = b"ein Haus\nzwei Hunde\n"
 

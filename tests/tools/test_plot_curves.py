@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
-from ea_tools.logs import join, parse_line
+from ea_tools.training.logs import join, parse_line
 
 # The same three log lines as fairseq 0.12.2 writes them with --log-format simple and json, on the screen.
 SIMPLE = [

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ea_tools import evaluate, preparation, run_folder, translate
+from ea_tools import preparation
 from ea_tools.checkpoints import load
 from ea_tools.common import UserError
+from ea_tools.training import run_folder
+from ea_tools.translating import evaluate, translate
 
 CHECKPOINT = "checkpoint3.pt"
 RULES = {"split_dashes": False, "max_ratio": 1.5}

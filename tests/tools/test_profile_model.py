@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.toy import script
 
-from ea_tools import profile_model
+from ea_tools.bench import profile_model
 
 TABLE_5 = [
     ("transformer_lite", 2_482_560, 158.31e6),
@@ -50,14 +50,14 @@ def test_an_encoder_without_layers_costs_nothing():
 
 
 def test_command_line():
-    result = script("profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
+    result = script("bench.profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)
-    result = script("profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
+    result = script("bench.profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
     assert result.stderr == "", "no deprecations, and nothing that fairseq reports while it starts"
     assert "10 source tokens" in result.stdout and "target" not in result.stdout
-    result = script("profile_model", "--arch", "nonsense")
+    result = script("bench.profile_model", "--arch", "nonsense")
     assert result.returncode == 2
     assert "there is no --arch nonsense" in result.stderr
     assert "Traceback" not in result.stderr

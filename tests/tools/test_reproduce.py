@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import cells, launch, recipes, records, reproduce, table_report, tables, text, train
+from ea_tools import text
 from ea_tools.common import REPO, UserError
+from ea_tools.tables import records, reproduce
+from ea_tools.tables import report as table_report
+from ea_tools.tables import table as tables
+from ea_tools.training import cells, launch, recipes, train
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
 TABLE_5 = {

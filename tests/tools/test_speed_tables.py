@@ -6,7 +6,7 @@ import pytest
 from helpers import REPO
 
 from ea_tools.bench.common import show
-from ea_tools.table_report import markdown_row
+from ea_tools.tables.report import markdown_row
 
 NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
 WHICH = "forward + backward"

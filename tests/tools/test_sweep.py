@@ -8,8 +8,9 @@ import pytest
 from helpers.toy import TINY, script
 from matplotlib.figure import Figure
 
-from ea_tools import cells, fairseq_flags, sweep
 from ea_tools.figures import curves as plot_curves
+from ea_tools.tables import sweep
+from ea_tools.training import cells, fairseq_flags
 
 ALPHA, BETA = ["--grid", "ea-alpha", "0", "0.1", "0.5"], ["--grid", "ea-beta", "0", "0.1"]
 # Validation BLEU by (alpha, beta), to which a seed adds what SEEDS says.

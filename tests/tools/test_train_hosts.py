@@ -50,7 +50,7 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):
         0,
     ]
     flags += ["--no-tensorboard", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
-    command = [*tool("train"), "sample", "ea_transformer_lite", *flags]
+    command = [*tool("training.train"), "sample", "ea_transformer_lite", *flags]
     command += ["--update-freq", 1, "--run", tmp_path / "two", "--nodes", 2, "--master", "10.77.0.1:29511"]
     both = subprocess.run(
         [*namespaces, TWO_HOSTS, "sh", *map(str, command)],
@@ -58,7 +58,9 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):
     )  # fmt: skip
     assert both.returncode == 0, both.stderr[-3000:]
     assert "2 machines x CPU x 1 accumulation" in both.stderr or "effective batch: 512 tokens" in both.stderr
-    alone = script("train", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one")
+    alone = script(
+        "training.train", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one"
+    )
     assert alone.returncode == 0, alone.stderr[-3000:]
     two, one = (load(tmp_path / name / "checkpoint_last.pt") for name in ("two", "one"))
     assert two["optimizer_history"][-1]["num_updates"] == one["optimizer_history"][-1]["num_updates"] > 4

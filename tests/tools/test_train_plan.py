@@ -16,9 +16,9 @@ from fairseq.tasks import TASK_REGISTRY
 from helpers.toy import ENVIRONMENT
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools import flag_faults, launch, products, recipes, run_folder, train
 from ea_tools.common import UserError
-from ea_tools.recipes import parse_flags
+from ea_tools.training import flag_faults, launch, products, recipes, run_folder, train
+from ea_tools.training.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
 PAPERS = ["iwslt14-de-en", "wmt14-en-de", "wmt14-en-fr"]

@@ -17,9 +17,10 @@ from fairseq.trainer import Trainer
 from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
-from ea_tools import fairseq_train, launch, preparation, recipes, run_folder, train
+from ea_tools import preparation
 from ea_tools.checkpoints import DamagedError, choose, has_model_recorded, load
 from ea_tools.common import UserError
+from ea_tools.training import fairseq_train, launch, recipes, run_folder, train
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
 FLAGS += ["--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']  # the recipe's validations translate, which takes long
@@ -505,10 +506,10 @@ def test_two_at_once(tmp_path):
 
 def test_data_of_other_languages_are_refused(data, tmp_path):
     flags = ["--data", data, "--run", tmp_path / "run", "--gpus", "0"]
-    result = script("train", "multi30k-en-fr", "transformer_lite", *flags)
+    result = script("training.train", "multi30k-en-fr", "transformer_lite", *flags)
     assert result.returncode == 1
     assert "is de-en, the recipe multi30k-en-fr is en-fr" in result.stderr
-    result = script("train", "sample", "transformer_lite", "--data", tmp_path, "--gpus", "0")
+    result = script("training.train", "sample", "transformer_lite", "--data", tmp_path, "--gpus", "0")
     assert "PREP.json: no such file" in result.stderr
 
 
@@ -538,13 +539,13 @@ def test_kills_change_nothing(data, tmp_path):
     size = ["--max-epoch", 5, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
     size += ["--decoder-embed-dim", 256, "--num-workers", 0]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    result = script("train", *command(data, undisturbed, *size))
+    result = script("training.train", *command(data, undisturbed, *size))
     assert result.returncode == 0, result.stderr[-2000:]
 
     rng, struck, went_on = random.Random(1), 0, 0
     for number in range(5):
         process = warm.Popen(
-            [*tool("train"), *map(str, command(data, killed, *size))],
+            [*tool("training.train"), *map(str, command(data, killed, *size))],
             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         for line in process.stdout:
@@ -563,14 +564,14 @@ def test_kills_change_nothing(data, tmp_path):
     assert struck, "no kill came while a checkpoint was being written"
     assert went_on, "no kill came after a checkpoint"
 
-    result = script("train", *command(data, killed, *size))
+    result = script("training.train", *command(data, killed, *size))
     assert result.returncode == 0, result.stderr[-2000:]
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint5.pt"):
         assert same(contents(undisturbed / name), contents(killed / name)), name
     assert not list(killed.glob("*.tmp"))
     assert sorted(p.name for p in killed.glob("*.pt")) == sorted(p.name for p in undisturbed.glob("*.pt"))
 
-    again = script("train", *command(data, killed, *size))
+    again = script("training.train", *command(data, killed, *size))
     assert "this run is finished: --max-epoch is 5" in again.stderr
     assert again.returncode == 0
 
@@ -579,12 +580,12 @@ def test_kills_change_nothing(data, tmp_path):
 def test_the_count_of_patience_survives_a_resume(data, tmp_path):
     """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
     still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
-    assert script("train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
-    assert script("train", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
+    assert script("training.train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
+    assert script("training.train", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
     state = load(tmp_path / "checkpoint_last.pt")
     assert state["extra_state"]["train_iterator"]["epoch"] == 4, "the next epoch would have been the fourth"
     assert state["extra_state"]["early_stopping"]["num_runs"] == 2
-    again = script("train", *command(data, tmp_path, *still, "--max-epoch", 9))
+    again = script("training.train", *command(data, tmp_path, *still, "--max-epoch", 9))
     assert "2 validations without improvement, --patience is 2" in again.stderr
 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
@@ -603,11 +604,11 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
     prep = json.loads((data / "PREP.json").read_text())
     (tmp_path / "mine/PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 120}}}))
     run, own = tmp_path / "run", ["--data", tmp_path / "mine", "ea_transformer_lite", "--run", tmp_path / "run", *FLAGS]
-    assert script("train", *own, "--num-workers", 0, "--max-epoch", 1).returncode == 0
+    assert script("training.train", *own, "--num-workers", 0, "--max-epoch", 1).returncode == 0
     assert recipes.read(str(run / "recipe.toml")).data == tmp_path / "mine"
     assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}
     assert '"bleu"' in (run / "log.jsonl").read_text()  # small text is scored at validations
-    assert script("train", *own, "--num-workers", 0, "--max-epoch", 2).returncode == 0
+    assert script("training.train", *own, "--num-workers", 0, "--max-epoch", 2).returncode == 0
     steps = [json.loads(line)["step"] for line in (run / "log.jsonl").open() if '"valid"' in line]
     assert len(steps) == 2 and steps[1] == 2 * steps[0]
     assert len(json.loads((run / "run.json").read_text())["starts"]) == 2
@@ -615,7 +616,7 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
 
 @pytest.mark.slow
 def test_bleu_decides_which_is_best(data, tmp_path):
-    result = script("train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
+    result = script("training.train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
     assert result.returncode == 0, result.stderr[-2000:]
     state = load(tmp_path / "checkpoint_best.pt")
     assert state["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
@@ -632,7 +633,7 @@ def test_a_full_disk(data, tmp_path):
         pytest.skip("needs unshare and tmpfs")
     arguments = command(data, disk / "run", "--max-epoch", 5, "--num-workers", 0)
     inside = 'mount -t tmpfs -o size=1000k tmpfs "$1"; shift; "$@"; status=$?; cp -r "$DISK"/run "$SAVED"; exit $status'
-    train_py = tool("train")
+    train_py = tool("training.train")
     result = subprocess.run(
         ["unshare", "-rm", "sh", "-c", inside, "sh", disk, *train_py, *map(str, arguments)],
         env={**ENVIRONMENT, "DISK": str(disk), "SAVED": str(saved)}, capture_output=True, text=True, check=False,
@@ -645,6 +646,6 @@ def test_a_full_disk(data, tmp_path):
     assert not list(saved.glob("*.tmp"))
     # With room again, the same command goes on.
     shutil.move(saved, disk / "run")
-    result = script("train", *arguments)
+    result = script("training.train", *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "goes on after" in result.stderr

@@ -13,8 +13,8 @@ from fairseq_cli import train
 from helpers.models import model_args
 from helpers.toy import TINY, script
 
-from ea_tools import products, run_folder
 from ea_tools.common import REPO
+from ea_tools.training import products, run_folder
 
 # Importing it changes fairseq in the whole process, in which other tests train as fairseq-train by itself does.
 CHANGED = [
@@ -24,7 +24,7 @@ CHANGED = [
     (progress_bar, "progress_bar"),
 ]
 BEFORE = [vars(owner)[name] for owner, name in CHANGED]
-from ea_tools import fairseq_train  # noqa: E402
+from ea_tools.training import fairseq_train  # noqa: E402
 
 for (owner, name), own in zip(CHANGED, BEFORE, strict=True):
     setattr(owner, name, own)
@@ -284,7 +284,7 @@ def test_what_to_type_next(tmp_path, monkeypatch):
 def test_a_run_that_diverges(data, tmp_path):
     size = [*TINY, "--max-tokens", 250, "--update-freq", 1, "--no-tensorboard", "--gpus", 0, "--num-workers", 0]
     flags = ["--data", data, "--run", tmp_path / "run", *size, "--lr", "1e6", "--warmup-updates", 1]
-    result = script("train", "sample", "ea_transformer_lite", *flags)
+    result = script("training.train", "sample", "ea_transformer_lite", *flags)
     assert result.returncode == 1
     assert "training has diverged" in result.stdout
     assert "parameters, " in result.stdout

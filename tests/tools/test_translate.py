@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
 
-from ea_tools import evaluate, translate
 from ea_tools.common import UserError
 from ea_tools.text import Source, Words, decode, read_lines, read_prep
+from ea_tools.translating import evaluate, translate
 
 
 def test_source_text_becomes_what_the_model_was_trained_on(data):
@@ -243,7 +243,7 @@ def minds_ctrl_c():
 @pytest.mark.slow
 def test_ctrl_c_at_a_waiting_terminal_is_one_line(run, minds_ctrl_c):
     """Python used to abort, for a thread held its standard input."""
-    words = [*tool("translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
+    words = [*tool("translating.translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
         [str(word) for word in words],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True,

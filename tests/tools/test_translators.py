@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers.warm import ENVIRONMENT
 
-from ea_tools import evaluate, fairseq_bf16, products, translate, translators
 from ea_tools.common import UserError
+from ea_tools.training import products
+from ea_tools.translating import evaluate, fairseq_bf16, translate, translators
 
 
 @pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])

@@ -69,10 +69,10 @@ def test_where_python_would_begin_otherwise_it_is_cold():
     def is_warm(*command, **environment):
         return warm.Program.of(list(map(str, command)), {**warm.ENVIRONMENT, **environment}) is not None
 
-    assert is_warm(sys.executable, "-P", "-m", "ea_tools.train")
+    assert is_warm(sys.executable, "-P", "-m", "ea_tools.training.train")
     assert is_warm("bash", warm.REPO / "scripts" / "train.sh", "--help")
-    assert not is_warm(sys.executable, "-P", "-m", "ea_tools.train", PYTHONPATH="/elsewhere")
-    assert not is_warm(sys.executable, "-P", "-m", "ea_tools.train", OMP_NUM_THREADS="2")
+    assert not is_warm(sys.executable, "-P", "-m", "ea_tools.training.train", PYTHONPATH="/elsewhere")
+    assert not is_warm(sys.executable, "-P", "-m", "ea_tools.training.train", OMP_NUM_THREADS="2")
     assert not is_warm("bash", warm.REPO / "data-prep" / "sample.sh")
     assert not is_warm("/usr/bin/python3", "-c", "")
     assert not is_warm(sys.executable, "-W", "error", "-c", "")

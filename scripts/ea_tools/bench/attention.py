@@ -20,7 +20,7 @@ from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Evolvin
 from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
 from ea_tools.common import UserError, reporting, write_json
-from ea_tools.memory import keep_freed_memory
+from ea_tools.training.memory import keep_freed_memory
 from evolving_attention.evolution import Evolution, Geometry
 from evolving_attention.masks import combine
 

@@ -35,9 +35,9 @@ from fairseq.tasks import TASK_REGISTRY, FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
 from ea_tools.common import UserError
-from ea_tools.products import use_bf16_products
-from ea_tools.provenance import provenance
-from ea_tools.sides import BOTH, TASKS, Sides, sides_of
+from ea_tools.maps.sides import BOTH, TASKS, Sides, sides_of
+from ea_tools.training.products import use_bf16_products
+from ea_tools.training.provenance import provenance
 
 Batch = dict[str, Any]  # as fairseq collates it
 Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did

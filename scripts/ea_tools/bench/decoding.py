@@ -37,9 +37,9 @@ from ea_tools.bench.common import (
 )
 from ea_tools.checkpoints import check_dictionaries, choose, load, section, settings
 from ea_tools.common import UserError, reporting, write_json
-from ea_tools.products import require_bf16_units
-from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
+from ea_tools.maps.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.text import read_prep
+from ea_tools.training.products import require_bf16_units
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

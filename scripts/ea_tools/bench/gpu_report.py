@@ -222,7 +222,7 @@ def origin(plan: Plan) -> dict:
     """Where and with what something is measured: the next call may be on other code, or another machine."""
     import torch
 
-    from ea_tools.provenance import provenance
+    from ea_tools.training.provenance import provenance
 
     facts = {**provenance(on_cpu=plan.rehearsal), "cuda": torch.version.cuda}
     if not plan.rehearsal:

@@ -303,7 +303,7 @@ def multi30k_cells(plan: Plan) -> Iterator[tuple[str, Callable[[float], dict]]]:
 
 def train_recipe(plan: Plan, arch: str, seconds: float) -> dict:
     """Train until the recipe's end or the end of the time, and score what has been trained to its end."""
-    from ea_tools import recipes
+    from ea_tools.training import recipes
 
     data = plan.data or recipes.read(plan.recipe).data
     if not (data / "PREP.json").is_file():
@@ -311,7 +311,7 @@ def train_recipe(plan: Plan, arch: str, seconds: float) -> dict:
     run = (plan.output / "runs" / f"{plan.recipe}-{arch}").resolve()
     end = time.monotonic() + seconds
     flags = ["--gpus", "0", *REHEARSED] if plan.rehearsal else ["--gpus", "1"]
-    train = ["train", plan.recipe, arch, "--data", data, "--run", run, "--no-tensorboard", *flags]
+    train = ["training.train", plan.recipe, arch, "--data", data, "--run", run, "--no-tensorboard", *flags]
     status, said = command(train, seconds)
     result = {"run": run, "architecture": arch, **progress(run), "without_kernels": refusals(run)}
     if status is None:
@@ -319,7 +319,7 @@ def train_recipe(plan: Plan, arch: str, seconds: float) -> dict:
     if status:
         return {**result, "failed": f"train.sh ended with status {status}: {last_line(said)}"}
     averaged = ["--average", "1" if plan.rehearsal else "10"]
-    status, said = command(["evaluate", "--data", data, "--run", run, *averaged], end - time.monotonic())
+    status, said = command(["translating.evaluate", "--data", data, "--run", run, *averaged], end - time.monotonic())
     if status is None:
         return {**result, "finished": False}
     if status:
@@ -355,7 +355,7 @@ def progress(run: Path) -> dict:
 
     The words are those of all epochs that ended, and the seconds the training's alone, as fairseq measures them.
     """
-    from ea_tools import logs
+    from ea_tools.training import logs
 
     log = run / "log.jsonl"
     entries = logs.entries_of(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []

@@ -39,10 +39,10 @@ from ea_tools.bench.common import (
     type_of_numbers,
 )
 from ea_tools.common import UserError, reporting, write_json
-from ea_tools.memory import keep_freed_memory
-from ea_tools.products import require_bf16_units
-from ea_tools.recipes import read, spell_flags
-from ea_tools.sides import BOTH, DECODER, ENCODER
+from ea_tools.maps.sides import BOTH, DECODER, ENCODER
+from ea_tools.training.memory import keep_freed_memory
+from ea_tools.training.products import require_bf16_units
+from ea_tools.training.recipes import read, spell_flags
 
 #: flags of recipes that only translation has, and what trains a model with one side
 OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings"}

@@ -27,7 +27,7 @@ import numpy as np
 
 from ea_tools.common import REPO, UserError, replacing, reporting, say
 from ea_tools.figures import style
-from ea_tools.logs import AXES, QUANTITIES, NoLossError, Run, read
+from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read
 from prep.command_line import Parser
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from ea_tools.checkpoints import choose, load, section, settings
 from ea_tools.common import UserError, read_json
 from ea_tools.maps.collect import LayerMaps, collect
+from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.maps.words import Words, words_of
+from ea_tools.metrics import written_with_spaces
 from ea_tools.preparation import file_difference, of_model
-from ea_tools.scores import written_with_spaces
-from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.text import Source, Subwords, read_prep, subwords
 
 PREDICTION = ("sentence_prediction", "sentence_ranking")

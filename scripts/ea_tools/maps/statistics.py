@@ -27,9 +27,9 @@ from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
+from ea_tools.maps.sides import BOTH, NAMES
 from ea_tools.maps.statistics_report import Report, render
-from ea_tools.provenance import provenance
-from ea_tools.sides import BOTH, NAMES
+from ea_tools.training.provenance import provenance
 from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made

@@ -15,11 +15,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools import logs, recipes, train
 from ea_tools.common import REPO, UserError, read_json, replacing, say, write_json
-from ea_tools.scores import DECIDED_BY_BLEU, compare
-from ea_tools.tables import LAUNCH
+from ea_tools.metrics import DECIDED_BY_BLEU, compare
+from ea_tools.tables.table import LAUNCH
 from ea_tools.text import digest
+from ea_tools.training import logs, recipes, train
 
 PRECISIONS = ("bf16-products", *sorted(train.OF_PRECISION))  # flags without which a training is of float32
 #: Flags that say how and where a run was launched, and not what it learns. Precision and batch have words of their own.

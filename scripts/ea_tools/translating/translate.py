@@ -31,7 +31,7 @@ from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, finite, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
-from ea_tools.translators import add_precision, parse_both, program
+from ea_tools.translating.translators import add_precision, parse_both, program
 from prep.command_line import Parser
 
 

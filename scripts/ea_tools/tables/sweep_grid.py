@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ea_tools import fairseq_flags, recipes, table_report, train
-from ea_tools.cells import training_flags
 from ea_tools.common import UserError
-from ea_tools.tables import Cell, Column, Row, Table, check_score, file_name
+from ea_tools.tables import report as table_report
+from ea_tools.tables.table import Cell, Column, Row, Table, check_score, file_name
+from ea_tools.training import fairseq_flags, recipes, train
+from ea_tools.training.cells import training_flags
 
 Values = tuple[str, ...]  # one value of each flag of the grid: the place of a cell in it
 Scores = dict[Values, dict[int, float]]  # the score of each cell with each seed

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ea_tools import table_report
 from ea_tools.common import listed
 from ea_tools.figures import style
-from ea_tools.records import settings
-from ea_tools.scores import LABELS
-from ea_tools.sweep_grid import Scores, Sweep, Values, candidates, gather, scores_of
+from ea_tools.metrics import LABELS
+from ea_tools.tables import report as table_report
+from ea_tools.tables.records import settings
+from ea_tools.tables.sweep_grid import Scores, Sweep, Values, candidates, gather, scores_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

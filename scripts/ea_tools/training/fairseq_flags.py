@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ea_tools import flag_faults
 from ea_tools.common import UserError
+from ea_tools.training import flag_faults
 
 Command = tuple[Sequence[str], Sequence[str]]  # the words, and the names of flags that may be left out
 

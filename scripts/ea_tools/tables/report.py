@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools import recipes, records, train
+from ea_tools.bench.profile_model import sizes
 from ea_tools.common import REPO, UserError, replacing
 from ea_tools.figures import style
-from ea_tools.profile_model import sizes
-from ea_tools.scores import LABELS
-from ea_tools.tables import LAUNCH, Column, Row, Table
+from ea_tools.metrics import LABELS
+from ea_tools.tables import records
+from ea_tools.tables.table import LAUNCH, Column, Row, Table
 from ea_tools.text import digest, read_prep, references
+from ea_tools.training import recipes, train
 
 
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:

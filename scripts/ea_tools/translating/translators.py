@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ea_tools.common import REPO, UserError
-from ea_tools.launch import Launch, choose_precision, gpus
+from ea_tools.training.launch import Launch, choose_precision, gpus
 
 #: fairseq's flags that what is printed and recorded rests on -> where they come from instead.
 SETTLED = {
@@ -61,4 +61,4 @@ def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
     if launch.gpus:
         raise UserError(f"--precision bf16: on a GPU {name} has fp32 and fp16; take fp16, or add -- --cpu")
     # -P: what lies beside the script has no say in what it imports.
-    return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "fairseq_bf16.py"), name]
+    return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "translating" / "fairseq_bf16.py"), name]

@@ -21,9 +21,11 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools import evaluate, flag_faults, launch, recipes, records, train
 from ea_tools.common import REPO, UserError, positive
-from ea_tools.tables import Cell, Table
+from ea_tools.tables import records
+from ea_tools.tables.table import Cell, Table
+from ea_tools.training import flag_faults, launch, recipes, train
+from ea_tools.translating import evaluate
 
 
 def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:

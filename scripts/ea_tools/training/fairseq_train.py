@@ -44,10 +44,10 @@ from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from ea_tools import products  # noqa: E402
 from ea_tools.common import UserError  # noqa: E402
-from ea_tools.memory import keep_freed_memory  # noqa: E402
-from ea_tools.run_folder import next_command, settle_model  # noqa: E402
+from ea_tools.training import products  # noqa: E402
+from ea_tools.training.memory import keep_freed_memory  # noqa: E402
+from ea_tools.training.run_folder import next_command, settle_model  # noqa: E402
 
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # what belongs into train.log and not on the screen

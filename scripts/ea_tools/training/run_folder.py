@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ea_tools.average import average, save, select
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
-from ea_tools.launch import Launch
 from ea_tools.preparation import keep, kept_by, require_same
-from ea_tools.provenance import provenance
-from ea_tools.recipes import Flags, plain, said
+from ea_tools.training.average import average, save, select
+from ea_tools.training.launch import Launch
+from ea_tools.training.provenance import provenance
+from ea_tools.training.recipes import Flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _MINUTES_OF_WRITING = 60  # that no checkpoint takes

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ea_tools.common import UserError
-from ea_tools.recipes import parse_flags
-from ea_tools.tables import LAUNCH
-from ea_tools.train import data_last, first_flag
+from ea_tools.tables.table import LAUNCH
+from ea_tools.training.recipes import parse_flags
+from ea_tools.training.train import data_last, first_flag
 
 OF_A_START = LAUNCH - {"precision"} | {"run", "data"}  # what two starts of one run may differ in
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ea_tools.products import use_bf16_products
+from ea_tools.training.products import use_bf16_products
 
 
 def main(words: Sequence[str]) -> None:

@@ -15,10 +15,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ea_tools import cells, flag_faults, recipes, records, tables
 from ea_tools.common import UserError, reporting
-from ea_tools.table_report import gather, write
-from ea_tools.tables import Cell, Table
+from ea_tools.tables import records
+from ea_tools.tables import table as tables
+from ea_tools.tables.report import gather, write
+from ea_tools.tables.table import Cell, Table
+from ea_tools.training import cells, flag_faults, recipes
 from prep.command_line import Parser
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ea_tools import flag_faults
 from ea_tools.common import REPO, UserError
 from ea_tools.text import read_prep
+from ea_tools.training import flag_faults
 
 FOLDER = REPO / "recipes"
 KEYS = ("inherit", "data", "source-lang", "target-lang", "eval-bleu", "batch", "flags", "arch")  # of a recipe's file

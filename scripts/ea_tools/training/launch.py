@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ea_tools import products
 from ea_tools.common import UserError, say
+from ea_tools.training import products
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ea_tools import flag_faults
 from ea_tools.common import REPO, UserError, quiet, reporting, write_json
-from ea_tools.sides import TASKS, arguments, sides_of
+from ea_tools.maps.sides import TASKS, arguments, sides_of
+from ea_tools.training import flag_faults
 from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither

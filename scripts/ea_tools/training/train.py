@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ea_tools import flag_faults, products, recipes
 from ea_tools.checkpoints import has_model_recorded, load
 from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
-from ea_tools.launch import Launch, choose_precision, distribution
+from ea_tools.metrics import validation_flags
 from ea_tools.preparation import fingerprint, kept_by, require_same
-from ea_tools.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
-from ea_tools.run_folder import (
+from ea_tools.text import read_prep
+from ea_tools.training import flag_faults, products, recipes
+from ea_tools.training.launch import Launch, choose_precision, distribution
+from ea_tools.training.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
+from ea_tools.training.run_folder import (
     LAST,
     claim,
     finished,
@@ -36,8 +38,6 @@ from ea_tools.run_folder import (
     take,
     updates,
 )
-from ea_tools.scores import validation_flags
-from ea_tools.text import read_prep
 from prep.command_line import Parser
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
@@ -68,14 +68,14 @@ class Plan:
     launch: Launch
     flags: Flags
     optional: list[str]  # flags of the recipe that are left out where fairseq-train does not take them
-    own_flags: Flags  # of ea_tools.fairseq_train, which starts fairseq-train
+    own_flags: Flags  # of ea_tools.training.fairseq_train, which starts fairseq-train
     launcher: list[str]  # the words that start Python
     environment: dict[str, str]
 
     @property
     def command(self) -> list[str]:
         """The command that trains."""
-        script = str(REPO / "scripts" / "ea_tools" / "fairseq_train.py")
+        script = str(REPO / "scripts" / "ea_tools" / "training" / "fairseq_train.py")
         return [*self.launcher, script, *spell_flags(self.own_flags), *self.fairseq_words]
 
     @property

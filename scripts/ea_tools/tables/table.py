@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ea_tools import flag_faults, recipes
 from ea_tools.common import UserError
-from ea_tools.scores import LABELS
+from ea_tools.metrics import LABELS
 from ea_tools.text import read_prep
+from ea_tools.training import flag_faults, recipes
 from prep.languages import base_language
 
 FOLDER = recipes.FOLDER / "tables"

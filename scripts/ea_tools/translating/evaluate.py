@@ -29,18 +29,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ea_tools import average, scores
+from ea_tools import metrics as scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, finite, portable, positive, read_json, replacing, reporting, write_json
 from ea_tools.preparation import FOLDER, of_model
 from ea_tools.preparation import digest as preparation_digest
-from ea_tools.provenance import provenance
-from ea_tools.recipes import parse_flags
-from ea_tools.run_folder import LAST, finished, updates
 from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
-from ea_tools.translate import longest as longest_read
-from ea_tools.translators import add_precision, parse_both, program
+from ea_tools.training import average
+from ea_tools.training.provenance import provenance
+from ea_tools.training.recipes import parse_flags
+from ea_tools.training.run_folder import LAST, finished, updates
+from ea_tools.translating.translate import longest as longest_read
+from ea_tools.translating.translators import add_precision, parse_both, program
 from prep.command_line import Parser
 from prep.languages import base_language
 

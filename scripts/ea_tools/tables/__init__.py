@@ -1,0 +1,1 @@
+"""Tables of results: cells, records of finished runs, pages, sweeps."""

@@ -1,0 +1,1 @@
+"""What uses a trained model: translating and scoring text."""
