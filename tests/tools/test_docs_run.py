@@ -88,8 +88,7 @@ def warm_environment(clone, address):
     shutil.copy(clone / "requirements.txt", clone / ".venv" / ".requirements")
     for name in ("python", *pages.FAIRSEQ):
         (programs / name).write_text(
-            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(clone / 'tests')!r})\n"
-            f"from helpers import warm\nwarm.Server._address = {address!r}\n"
+            f"#!{sys.executable}\nimport sys\nfrom helpers import warm\nwarm.Server._address = {address!r}\n"
             f"sys.exit(warm.run([{str(Path(sys.executable).with_name(name))!r}, *sys.argv[1:]]).returncode)\n"
         )
         (programs / name).chmod(0o755)
