@@ -1,4 +1,4 @@
-"""README and docs/ as what they ask people to type: blocks of shell, and the commands in them."""
+"""The blocks of shell in README and docs/, and the commands in them."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ INDENTED = r"(?:^    +\S.*\n)+"
 
 
 def blocks(text, *languages):
-    """What stands in fenced blocks of these languages (shell, where none is named), and in indented ones for shell."""
+    """The fenced blocks of these languages; without a language those of shell, and indented ones too."""
     found = [
         (match.start(), match[2])
         for match in re.finditer(FENCED, text, re.M | re.S)

@@ -114,7 +114,8 @@ def all_flags():
     for arch in ("ea_transformer_base", "ea_roberta", "ea_transformer_lm", "ea_bart"):
         known |= known_to_fairseq("fairseq-train", ["fairseq-train", "--arch", arch])
     rdrop = ["--criterion", "label_smoothed_cross_entropy_with_rdrop"]
-    known |= known_to_fairseq("fairseq-train", ["fairseq-train", *rdrop])
+    for chosen in (rdrop, ["--task", "masked_lm"]):
+        known |= known_to_fairseq("fairseq-train", ["fairseq-train", *chosen])
     return known.union(*(known_to_fairseq(name, [name]) for name in PARSERS if name != "fairseq-train"))
 
 

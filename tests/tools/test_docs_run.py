@@ -1,7 +1,7 @@
 """Every block of commands in README and docs/ runs as written, in a fresh clone, one page after the other.
 
 The clone's recipes describe models of 16 numbers a token that are trained for ten updates, and its sample corpus has 60
-pairs. What needs the network, hours or a GPU is not run: its values go through a dry run or the command's own parser.
+pairs. Commands that need the network, hours or a GPU are not run: a dry run or the command's parser checks them.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 FIRST = ("README.md", "own-model.md")  # what these leave behind is used by the others
 SMALL = "\n".join(f"{side}-{size}embed-dim = 16" for side in ("encoder", "decoder") for size in ("", "ffn-"))
-#: file of the clone -> what is written otherwise there
+#: file of the clone -> (text, its replacement)
 SMALLER = {
     "recipes/base.toml": ("[flags]\n", f"[flags]\nmax-update = 10\nmax-target-positions = 60\n{SMALL}\n"),
     "data-prep/prepare.py": ("sample.corpus(args.train, 500, 500, args.seed)", "sample.corpus(60, 20, 20, args.seed)"),
@@ -88,8 +88,7 @@ def warm_environment(clone, address):
     shutil.copy(clone / "requirements.txt", clone / ".venv" / ".requirements")
     for name in ("python", *pages.FAIRSEQ):
         (programs / name).write_text(
-            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(clone / 'tests')!r})\n"
-            f"from helpers import warm\nwarm.Server._address = {address!r}\n"
+            f"#!{sys.executable}\nimport sys\nfrom helpers import warm\nwarm.Server._address = {address!r}\n"
             f"sys.exit(warm.run([{str(Path(sys.executable).with_name(name))!r}, *sys.argv[1:]]).returncode)\n"
         )
         (programs / name).chmod(0o755)
@@ -126,7 +125,7 @@ def sorted_out(block):
 
 
 def parse(line):
-    """Give the words of a command to its parser, where it has one by itself. Dots stand for more of them."""
+    """Give the words of a command to its `parse` function, if it has one; dots are left out."""
     for name, *words in pages.commands(re.sub(r'"\$\(.*\)"', str(REPO / "ea_fairseq"), line)):
         words = [word for word in words if word != "..."]
         if name == "fairseq-train":
@@ -140,7 +139,7 @@ def parse(line):
 
 
 def fault(clone, *command):
-    """What a command says that fails, or nothing."""
+    """The output of a command that fails, else 0."""
     done = subprocess.run(command, cwd=clone, env=environment(clone), capture_output=True, text=True, check=False)
     return done.returncode and f"{command[-1]}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
 

@@ -176,7 +176,7 @@ def _raise(parser: argparse.ArgumentParser, others: Iterable[str], message: str)
 
 
 def _unknown(flags: Iterable[str], known: Collection[str]) -> str:
-    """That there are no such flags, and which of `known` were meant, maybe: names without dashes, which all share."""
+    """A message for unknown flags, with the nearest of `known`, which are names without dashes."""
     faults = []
     for flag in flags:
         near = difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=0.75)
