@@ -21,6 +21,8 @@ from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
 from evolving_attention.evolution import Geometry
 
+from .recording import is_recorded
+
 #: What an attention keeps in fairseq's incremental state: prev_key, prev_value and prev_key_padding_mask as fairseq's;
 #: ``rows``, the last rows of the map (see ``Cache``); ``beams``, how many hypotheses share a sentence's keys.
 IncrementalState = dict[str, dict[str, Any]]
@@ -167,10 +169,11 @@ class DecoderAttention(EvolvingMultiheadAttention):
             dropout=self.dropped,
             **wanted,
         )
-        if kept is not None:
+        output = self.join_heads(result.context)
+        if kept is not None:  # at the end: a step that raises can be tried again
             state = {"prev_key": cache.keys, "prev_value": cache.values, "prev_key_padding_mask": cache.padding}
             self._set_input_buffer(incremental_state, {**state, "rows": result.kept, "beams": beams})
-        return self.join_heads(result.context), averaged(result.weights, need_weights, need_head_weights)
+        return output, averaged(result.weights, need_weights, need_head_weights)
 
     def _kept(self, incremental_state: IncrementalState) -> dict[str, Any]:
         """What earlier steps kept, which may be nothing.
@@ -223,7 +226,7 @@ def _of_sentences(source: Tensor, padding: Tensor | None, batch: int, stepping: 
     given = source.size(1)
     if batch % given:
         raise ValueError(f"{batch} hypotheses cannot share the encoder's output of {given} sentences equally")
-    if given != batch or not stepping or torch.is_grad_enabled() or batch == 1:
+    if given != batch or not stepping or torch.is_grad_enabled() or batch == 1 or is_recorded():
         return source, batch // given
     differs = (source[:, 1:] != source[:, :-1]).any(dim=2).any(dim=0)
     if padding is not None:

@@ -20,7 +20,7 @@ __all__ = ["Call", "Result", "kernel_for", "replace", "sees", "stands_for"]
 
 def kernel_for(call: Call) -> ModuleType | None:
     """The first kernel that knows all of a call; None where there is none."""
-    if not _fits(call) or not sees(*call.tensors):
+    if not sees(*call.tensors) or not _fits(call):
         return None
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 
