@@ -25,6 +25,8 @@ from evolving_attention.cache import Cache
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Call
 
+from .recording import is_recorded
+
 #: What an attention keeps in fairseq's incremental state: prev_key, prev_value and prev_key_padding_mask as fairseq's;
 #: ``rows``, the last rows of the map (see ``Cache``); ``beams``, how many hypotheses share a sentence's
 #: keys; ``steps``, a kernel's prepared steps.
@@ -177,11 +179,12 @@ class DecoderAttention(EvolvingMultiheadAttention):
             **wanted,
         )
         result = self.attend_heads(call)
-        if kept is not None:
+        output = self.join_heads(result.context)
+        if kept is not None:  # at the end: a step that raises can be tried again
             steps = kept["steps"] if "steps" in kept else self._steps_after(call)
             kept = {**_state(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
-        return self.join_heads(result.context), averaged(result.weights, need_weights, need_head_weights)
+        return output, averaged(result.weights, need_weights, need_head_weights)
 
     def _steps_after(self, call: Call) -> kernels.Steps | None:
         """The kernel's prepared steps, for those after the first of a search."""
@@ -270,7 +273,7 @@ def _of_sentences(source: Tensor, padding: Tensor | None, batch: int, stepping: 
     given = source.size(1)
     if batch % given:
         raise ValueError(f"{batch} hypotheses cannot share the encoder's output of {given} sentences equally")
-    if given != batch or not stepping or torch.is_grad_enabled() or batch == 1:
+    if given != batch or not stepping or torch.is_grad_enabled() or batch == 1 or is_recorded():
         return source, batch // given
     differs = (source[:, 1:] != source[:, :-1]).any(dim=2).any(dim=0)
     if padding is not None:

@@ -127,8 +127,7 @@ class EvolvingHeads(nn.Module):
     def _maps(self, call: Call) -> Maps:
         """The maps, computed once more by the plain composition, so that being observed changes nothing."""
         logits, above = logits_and_rows_above(call)
-        convolve = None if self.evolution.conv is None else self.evolution.convolve
-        whole = compose(replace(call, dropout=0.0, keep_map=True, need_weights=True), convolve)
+        whole = compose(replace(call, dropout=0.0, keep_map=True, need_weights=True), self.evolution)
         return Maps(logits, call.hidden, call.previous, above, whole.a_logit, whole.weights)
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:

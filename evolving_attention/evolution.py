@@ -182,25 +182,27 @@ def evolve(
     previous: Tensor | None,
     above: Tensor | None,
     convolve: Convolve | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The sum at the head of this file.
+) -> Tensor:
+    """The sum at the head of this file: A_logit, B x K x T x S.
 
     Args:
         coefficients: the five numbers.
         logits, hidden, previous, above: see ``Evolution.forward``.
         convolve: None where there is no convolution.
-
-    Returns:
-        A_logit, B x K x T x S; mixed, of the same shape and zero at hidden places, or None where nothing reads it.
     """
-    a, b, c, d, e = coefficients
+    _, _, c, d, e = coefficients
     if convolve is None or _is(c, 0):
-        return _finite(_weighted(d, previous, e, logits)), None
-    mixed = _hide(_weighted(a, previous, b, logits), hidden)
+        return _finite(_weighted(d, previous, e, logits))
+    mixed = mix(coefficients, logits, hidden, previous)
     carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
     convolved = _finite(F.relu(convolve(mixed, above, hidden)))
     share = c.type_as(carried) if isinstance(c, Tensor) else c
-    return _finite(torch.lerp(carried, convolved, share)), mixed
+    return _finite(torch.lerp(carried, convolved, share))
+
+
+def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previous: Tensor | None) -> Tensor:
+    """What the convolution reads, B x K x T x S, zero at hidden places. Arguments as ``evolve``'s."""
+    return _hide(_weighted(coefficients.a, previous, coefficients.b, logits), hidden)
 
 
 class Evolution(nn.Module):
@@ -276,7 +278,7 @@ class Evolution(nn.Module):
             A_logit, B x K x T x S; its values at hidden places mean nothing.
         """
         convolve = None if self.conv is None else self.convolve
-        return evolve(self.coefficients(previous is not None), logits, hidden, previous, above, convolve)[0]
+        return evolve(self.coefficients(previous is not None), logits, hidden, previous, above, convolve)
 
     def convolve(self, mixed: Tensor, above: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Conv(mixed), through all convolutions, before the last ReLU. Arguments and result as in ``forward``."""
@@ -307,14 +309,15 @@ class Evolution(nn.Module):
 
         Arguments as in ``forward``. The sum of share times map is A_logit, where nothing is hidden.
         """
-        a, b, c, d, e = self.coefficients(previous is not None)
+        coefficients = self.coefficients(previous is not None)
+        _, _, c, d, e = coefficients
         convolved = self.conv is not None and not _is(c, 0)
         rest = 1 - c if convolved else 1.0
         parts = {"logits": Part(rest * e, logits)}
         if previous is not None and not _is(d, 0):
             parts["previous"] = Part(rest * d, previous)
         if convolved:
-            mixed = _hide(_weighted(a, previous, b, logits), hidden)
+            mixed = mix(coefficients, logits, hidden, previous)
             parts["convolution"] = Part(c, _finite(F.relu(self.convolve(mixed, above, hidden))))
         return parts
 

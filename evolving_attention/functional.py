@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .evolution import RULES, Convolve, Evolution, Geometry, Share, convolve, evolve
+from .evolution import RULES, Evolution, Geometry, Share, convolve, evolve, mix
 from .kernels import Call, Result
 from .masks import masked_softmax
 from .scores import dot_products
@@ -95,32 +95,30 @@ def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) 
 
     Args:
         call: from queries, keys and values to the context.
-        evolution: the module whose convolutions these are. Where it is changed, by hooks or a subclass, its modules
-            are called; None: the call's weight and bias are all that there is.
+        evolution: the module whose convolutions these are. Where it is changed, by hooks or a subclass, it is called;
+            None: the call's weight and bias are all that there is.
         plain: use no kernel.
     """
     kernel = None if plain or not kernels.stands_for(evolution) else kernels.kernel_for(call)
     if kernel is None:
-        return compose(call, None if evolution is None or evolution.conv is None else evolution.convolve)
+        return compose(call, evolution)
     if evolution is not None and evolution.stacked:
         call = kernels.replace(call, previous=evolution.for_one_convolution(call.hidden, call.previous))
     return kernel.attend(call)
 
 
-def compose(call: Call, convolution: Convolve | None = None) -> Result:
-    """The plain composition: the result of a call by PyTorch's operations one by one.
-
-    Args:
-        call: as for ``attend``.
-        convolution: in the place of the call's weight and bias.
-    """
-    if convolution is None and call.weight is not None:
-        convolution = functools.partial(_convolve, call)
+def compose(call: Call, evolution: Evolution | None = None) -> Result:
+    """The plain composition: the result of a call by PyTorch's operations one by one. Arguments as ``attend``'s."""
     logits, above = logits_and_rows_above(call)
-    a_logit, mixed = evolve(call.coefficients, logits, call.hidden, call.previous, above, convolution)
+    maps = logits, call.hidden, call.previous
+    if evolution is not None:
+        a_logit = evolution(*maps, above)
+    else:
+        convolution = None if call.weight is None else functools.partial(_convolve, call)
+        a_logit = evolve(call.coefficients, *maps, above, convolution)
     kept = None
-    if above is not None and mixed is not None:
-        kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
+    if above is not None:
+        kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
     weights = masked_softmax(a_logit, call.masked)
     dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
     context = torch.matmul(dropped, _for_each_beam(call.v, call))

@@ -21,7 +21,7 @@ __all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_f
 
 def kernel_for(call: Call) -> ModuleType | None:
     """The first kernel that knows all of a call; None where there is none."""
-    if not _fits(call) or not sees(call.q, call.v, *([] if call.weight is None else [call.weight])):
+    if not sees(*call.tensors) or not _fits(call):
         return None
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 

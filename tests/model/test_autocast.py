@@ -6,7 +6,7 @@ from helpers.models import amplify_, batch
 from helpers.models import build as build_model
 from torch.testing import assert_close
 
-from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
 from evolving_attention import kernels
 from evolving_attention.evolution import Geometry
 
@@ -20,9 +20,8 @@ def encoder(plain):
     )
 
     def run(x):
-        call = AttentionCall(keep_map=True)
-        x, _ = modules[0](x, key_padding_mask=call)
-        return modules[1](x, key_padding_mask=AttentionCall(previous=call.a_logit))[0]
+        x, a_logit, _ = modules[0](x, keep_map=True)
+        return modules[1](x, previous=a_logit)[0]
 
     return modules, run
 
@@ -81,9 +80,9 @@ def test_values_and_gradients(build, plain):
 def test_the_map_of_the_layer_before_counts():
     module = amplify_(EncoderSelfAttention(16, 4, alpha=0.4, beta=0.5))
     x, previous = torch.randn(6, 2, 16), 3 * torch.randn(2, 4, 6, 6)
-    expected, _ = module(x, key_padding_mask=AttentionCall(previous=previous))
+    expected = module(x, previous=previous)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, _ = module(x, key_padding_mask=AttentionCall(previous=previous.bfloat16()))
+        output = module(x, previous=previous.bfloat16())[0]
     assert (output.float() - expected).norm() < 0.02 * expected.norm()
     assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
 
@@ -113,7 +112,7 @@ def test_precision_that_changes_in_the_middle_of_a_search(mixed_first):
 def test_a_kernel_is_asked_about_convolutions_of_the_queries_type(monkeypatch):
     """Else it would refuse, and leave the slower way."""
     asked = []
-    monkeypatch.setattr(kernels, "attend", lambda call: asked.append(call))
+    monkeypatch.setattr(kernels, "kernel_for", lambda call: asked.append(call))
     module, x = EncoderSelfAttention(SIZE, HEADS, beta=0.5), torch.randn(LENGTH, BATCH, SIZE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         module(x)

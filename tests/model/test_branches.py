@@ -7,7 +7,6 @@ from helpers import reference
 from helpers.models import TINY, build, model_args
 from torch.testing import assert_close
 
-from ea_fairseq.attention import AttentionCall
 from ea_fairseq.branches import TwoBranchSelfAttention
 from ea_fairseq.mixes import learnt_mixes
 from ea_fairseq.options import check_options
@@ -42,9 +41,7 @@ def test_two_layers_of_two_branches_against_loops(rule, alpha, padding):
     padding = torch.tensor(padding, dtype=torch.bool)
     fast, slow, previous, slow_previous = x.unsqueeze(1), x, None, None
     for layer in layers:
-        call = AttentionCall(padding[None], previous=previous, keep_map=True)
-        fast, _ = layer(fast, key_padding_mask=call)
-        previous = call.a_logit
+        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
         slow, slow_previous = slowly(layer, slow, padding, slow_previous)
     fast, slow = fast[~padding, 0], slow[~padding]
     assert_close(fast, slow, rtol=1e-10, atol=1e-10)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import ea_fairseq
 from ea_fairseq import transformer
-from ea_fairseq.attention import DecoderAttention, EvolvingAttention
+from ea_fairseq.attention import DecoderAttention, EvolvingMultiheadAttention
 from ea_fairseq.options import DEFAULTS
 from evolving_attention.evolution import Geometry
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_may_be_older_than_most_flags():
 def test_fairseqs_quantisation_noise_reaches_every_projection():
     """Blocks of weights are dropped in training."""
     model = build("ea_transformer_base", "--quant-noise-pq", 0.5, train=True)
-    attentions = [module for module in model.modules() if isinstance(module, EvolvingAttention)]
+    attentions = [module for module in model.modules() if isinstance(module, EvolvingMultiheadAttention)]
     assert len(attentions) == 3 + 2 * 2
     for attention in attentions:
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):

@@ -5,7 +5,7 @@ import torch
 from helpers import reference
 from torch.testing import assert_close
 
-from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
 from evolving_attention.evolution import Geometry
 
 C, K, T, S = 6, 3, 5, 4
@@ -42,9 +42,7 @@ def test_two_encoder_layers(alpha, beta, k, padding):
 
     fast, previous = x.unsqueeze(1), None
     for layer in layers:
-        call = AttentionCall(padding[None], previous=previous, keep_map=True)
-        fast, _ = layer(fast, key_padding_mask=call)
-        previous = call.a_logit
+        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
     slow, previous = x, None
     for layer in layers:
         slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
@@ -76,8 +74,8 @@ def test_encoder_decoder_attention(beta, k, source_padding, target_padding):
     y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
     source_padding = torch.tensor(source_padding, dtype=torch.bool)
     target_padding = torch.tensor(target_padding, dtype=torch.bool)
-    call = AttentionCall(source_padding[None], query_padding=target_padding[None])
-    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=call)
+    padding = Padding(source_padding[None], target_padding[None])
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=padding)
     slow, _ = reference.attention(module, x, y, "cross", target_padding, source_padding)
     real = ~target_padding
     compare(module, fast[real, 0], slow[real], [x, y])

@@ -6,7 +6,7 @@ from helpers import reference
 from helpers.models import batch, build, model_args, small_call
 from torch.testing import assert_close
 
-from ea_fairseq.attention import AttentionCall, EncoderSelfAttention
+from ea_fairseq.attention import EncoderSelfAttention
 from ea_fairseq.options import check_options
 from evolving_attention import kernels
 from evolving_attention.evolution import RULES, Evolution, Geometry
@@ -26,9 +26,7 @@ def through(layers, x, padding):
     """x: S x C through attention layers that hand on their maps; with a batch of one."""
     x, previous = x.unsqueeze(1), None
     for layer in layers:
-        call = AttentionCall(padding[None], previous=previous, keep_map=True)
-        x, _ = layer(x, key_padding_mask=call)
-        previous = call.a_logit
+        x, previous, _ = layer(x, padding[None], previous=previous, keep_map=True)
     return x[:, 0]
 
 
@@ -168,8 +166,8 @@ def test_what_is_learnt_is_what_the_rule_uses(rule, names, start):
 def test_every_rule_is_the_kernels_business(rule, monkeypatch):
     """All four rules are data that the CPU's kernel knows: none of their calls is left to the plain composition."""
     assert kernels.cpu.knows(small_call())
-    refused, attend = [], kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda call: attend(call) or refused.append(call))
+    refused, kernel_for = [], kernels.kernel_for
+    monkeypatch.setattr(kernels, "kernel_for", lambda call: kernel_for(call) or refused.append(call))
     model = build("ea_transformer_base", "--ea-rule", rule)
     output = model(batch([6, 3]), None, batch([5, 4], eos_first=True))[0]
     assert not refused

@@ -7,7 +7,7 @@ from test_oracle import compare, randomised
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ea_fairseq.attention import AttentionCall, DecoderAttention, EncoderSelfAttention
+from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
 from evolving_attention import scores
 from evolving_attention.evolution import Geometry
 from evolving_attention.scores import SCORES, AdditiveScore, ConcatenativeScore, RelativePositions
@@ -27,9 +27,7 @@ def test_two_encoder_layers_against_loops(score, reach, padding):
     padding = torch.tensor(padding, dtype=torch.bool)
     fast, previous = x.unsqueeze(1), None
     for layer in layers:
-        call = AttentionCall(padding[None], previous=previous, keep_map=True)
-        fast, _ = layer(fast, key_padding_mask=call)
-        previous = call.a_logit
+        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
     slow, previous = x, None
     for layer in layers:
         slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
@@ -59,7 +57,7 @@ def test_encoder_decoder_attention_against_loops(score, beta, padding):
     x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
     y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
     padding = torch.tensor(padding, dtype=torch.bool)
-    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=AttentionCall(padding[None]))
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=padding[None])
     slow, _ = reference.attention(module, x, y, "cross", torch.zeros(T, dtype=torch.bool), padding)
     compare(module, fast[:, 0], slow, [x, y])
 

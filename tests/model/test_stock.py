@@ -54,7 +54,11 @@ def test_attention_that_evolves_nothing_equals_fairseqs(geometry):
     padding = torch.zeros(2, y.size(0), dtype=torch.bool)
     padding[1, -1] = True
     future = torch.full((5, 5), -torch.inf).triu(1) if geometry == Geometry.DECODER_SELF else None
-    output, weights = ours(x, y, y, key_padding_mask=padding, attn_mask=future)
+    if geometry == Geometry.ENCODER_SELF:
+        output, _, weights = ours(x, padding, need_weights=True)
+        weights = weights.mean(dim=1)
+    else:
+        output, weights = ours(x, y, y, key_padding_mask=padding, attn_mask=future)
     expected, expected_weights = stock(x, y, y, key_padding_mask=padding, attn_mask=future)
     real = torch.ones(5, 2, dtype=torch.bool)
     if geometry == Geometry.ENCODER_SELF:
