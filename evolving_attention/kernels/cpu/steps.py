@@ -81,6 +81,7 @@ class Steps:
             or not all(_is_plain(x) for x in (query, cache.keys, cache.values, above) if x is not None)
             or torch.is_autocast_enabled("cpu")
             or batch % cache.keys.size(0)
+            or any(x.size(0) != batch for x in (above, cache.padding) if x is not None)
         ):
             return None
         if self._projections["k"] is not None:  # room for this position
