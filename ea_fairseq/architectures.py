@@ -69,6 +69,13 @@ def conv_transformer_lite(args: argparse.Namespace) -> None:
     ea_transformer_lite(args)
 
 
+@register_model_architecture("ea_transformer", "ea_conv_transformer_lite")
+def ea_conv_transformer_lite(args: argparse.Namespace) -> None:
+    """``ea_transformer_lite`` with a convolution beside the encoder's self-attention."""
+    _default(args, ea_conv_branch=True)
+    ea_transformer_lite(args)
+
+
 @register_model_architecture("ea_transformer", "pa_conv_transformer_lite")
 def pa_conv_transformer_lite(args: argparse.Namespace) -> None:
     """``pa_transformer_lite`` with a convolution beside the encoder's self-attention."""

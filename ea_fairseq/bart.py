@@ -8,4 +8,4 @@ from .transformer import EvolvingEncoderDecoderModel
 
 @register_model("ea_bart")
 class EABARTModel(EvolvingEncoderDecoderModel, BARTModel):
-    """fairseq's BART, whose three kinds of attention evolve. Its options are BART's and those of ``OPTIONS``."""
+    """fairseq's BART, whose three kinds of attention evolve. Its options are BART's and those of ``Settings``."""

@@ -16,7 +16,7 @@ from .transformer import EATransformerDecoder, EvolvingModel
 
 @register_model("ea_transformer_lm")
 class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
-    """fairseq's language model, whose decoder self-attention evolves: options as its own and those of ``OPTIONS``."""
+    """fairseq's language model, whose decoder self-attention evolves: options as its own and those of ``Settings``."""
 
     SIDES = ("decoder",)
 
@@ -34,7 +34,7 @@ class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
         """
         model = super().build_model(args, task)
         rule = Settings.of(args).rule
-        if not RULES[rule].in_decoders:
+        if RULES[rule].decoder is None:
             raise ValueError(f"--ea-rule {rule} evolves encoders only, and a language model has none: leave it out")
         cfg = TransformerConfig.from_namespace(args)
         embedding = model.decoder.embed_tokens

@@ -5,9 +5,11 @@ and ``check_options`` does not ask it for that side's sizes.
 """
 
 import argparse
+import dataclasses
 import difflib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,101 +20,150 @@ from evolving_attention.scores import SCORES
 
 logger = logging.getLogger(__name__)
 
-
-def fraction(value: Any) -> float:
-    """A number from 0 to 1, from the command line or from a checkpoint."""
-    number = float(value)
-    if not 0 <= number <= 1:  # also refuses NaN
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {value}")
-    return number
+Parse = Callable[[Any], Any]
 
 
-def kernel_size(value: Any) -> int:
-    """A positive odd number."""
-    number = int(value)
-    if number != float(value) or number < 1 or number % 2 == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive odd number, not {value}")
-    return number
+def _parser(kind: type, accepts: Callable[[Any], bool], expected: str) -> Parse:
+    """A function that reads one value, of the command line or of a checkpoint."""
+
+    def parse(value: Any) -> Any:
+        try:
+            read = kind(value)
+            fits = accepts(read) and (kind is str or read == float(value))
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise argparse.ArgumentTypeError(f"must be {expected}, not {value}")
+        return read
+
+    return parse
 
 
-def rule(value: Any) -> str:
-    """The name of a rule."""
-    if value not in RULES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(RULES)}, not {value}")
-    return value
+_fraction = _parser(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")  # not NaN either
+_odd = _parser(int, lambda x: x > 0 and x % 2 == 1, "a positive odd number")
+_few = _parser(int, lambda x: x in (1, 2, 3), "1, 2 or 3")
+_positive = _parser(int, lambda x: x >= 1, "a whole number from 1 on")
+_rule = _parser(str, RULES.__contains__, f"one of {', '.join(RULES)}")
+_score = _parser(str, SCORES.__contains__, f"one of {', '.join(SCORES)}")
 
 
-def conv_layers(value: Any) -> int:
-    """1, 2 or 3."""
-    number = int(value)
-    if number != float(value) or number not in (1, 2, 3):
-        raise argparse.ArgumentTypeError(f"must be 1, 2 or 3, not {value}")
-    return number
+#: the field that stands in the place of ``beta`` for one kind of attention
+_BETAS = {
+    Geometry.ENCODER_SELF: "encoder_beta",
+    Geometry.DECODER_SELF: "decoder_beta",
+    Geometry.ENCODER_DECODER: "cross_beta",
+}
 
 
-def score(value: Any) -> str:
-    """The name of a score."""
-    if value not in SCORES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SCORES)}, not {value}")
-    return value
+def _option(default: Any, parse: Parse | None, text: str) -> Any:
+    """A field that is a flag; without ``parse`` a switch."""
+    return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
 
 
-def distance(value: Any) -> int:
-    """A positive whole number."""
-    number = int(value)
-    if number != float(value) or number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {value}")
-    return number
+@dataclass(frozen=True)
+class Settings:
+    """What the flags say. ``kernel_size`` is the flag --ea-kernel-size, and ``ea_kernel_size`` in checkpoints.
 
+    A default counts where neither the command line, nor a preset, nor an older checkpoint says anything.
+    """
 
-#: flag -> (type, help). None stands for "not given" where one flag replaces another.
-OPTIONS = {
-    "--ea-alpha": (
-        fraction,
+    alpha: float = _option(
+        0.1,
+        _fraction,
         "share of the previous layer's attention map in each encoder layer from the second on; with --ea-rule "
         "predictive the convolution's share (the authors' code for images calls this one beta)",
-    ),
-    "--ea-beta": (
-        fraction,
+    )
+    beta: float = _option(
+        0.1,
+        _fraction,
         "share of the convolution in the maps of all three kinds of attention; 0: none (the authors' code for images "
         "calls this one alpha)",
-    ),
-    "--ea-encoder-beta": (fraction, "in place of --ea-beta in encoder self-attention"),
-    "--ea-decoder-beta": (fraction, "in place of --ea-beta in decoder self-attention"),
-    "--ea-cross-beta": (fraction, "in place of --ea-beta in encoder-decoder attention"),
-    "--ea-kernel-size": (kernel_size, "the convolutions' kernel is as wide and as high as this odd number"),
-    "--ea-rule": (rule, f"how maps evolve: {', '.join(RULES)}"),
-    "--ea-conv-layers": (conv_layers, "with --ea-rule predictive: 1 to 3 convolutions, one after the other"),
-    "--ea-score": (score, f"how queries and keys give logits, in all three kinds of attention: {', '.join(SCORES)}"),
-    "--ea-relative-positions": (
-        distance,
+    )
+    encoder_beta: float | None = _option(None, _fraction, "in place of --ea-beta in encoder self-attention")
+    decoder_beta: float | None = _option(None, _fraction, "in place of --ea-beta in decoder self-attention")
+    cross_beta: float | None = _option(None, _fraction, "in place of --ea-beta in encoder-decoder attention")
+    kernel_size: int = _option(3, _odd, "the convolutions' kernel is as wide and as high as this odd number")
+    rule: str = _option("evolving", _rule, f"how maps evolve: {', '.join(RULES)}")
+    conv_layers: int = _option(1, _few, "with --ea-rule predictive: 1 to 3 convolutions, one after the other")
+    learn_mix: bool = _option(
+        False, None, "make alpha and beta parameters of each layer, which start at the values given"
+    )
+    score: str = _option(
+        "dot", _score, f"how queries and keys give logits, in all three kinds of attention: {', '.join(SCORES)}"
+    )
+    relative_positions: int | None = _option(
+        None,
+        _positive,
         "add relative positions to the logits of both kinds of self-attention (Shaw et al. 2018); distances beyond "
         "this one count as this one. Absolute positions stay unless --no-token-positional-embeddings is given",
-    ),
-}
+    )
+    conv_branch: bool = _option(
+        False, None, "in the encoder, self-attention and a convolution over time give half of the width each"
+    )
+    plain: bool = _option(
+        False, None, "maps by PyTorch's own operations one by one: slower, for comparison with the kernels"
+    )
 
-#: flag -> help, for those that take no value
-SWITCHES = {
-    "--ea-learn-mix": "make alpha and beta parameters of each layer, which start at the values given",
-    "--ea-conv-branch": "in the encoder, self-attention and a convolution over time give half of the width each",
-    "--ea-plain": "maps by PyTorch's own operations one by one: slower, for comparison with the kernels",
-}
+    @classmethod
+    def of(cls, cfg: Any) -> "Settings":
+        """The settings that a command line, a checkpoint (perhaps older than some flags) or a configuration has."""
+        return cls(**{f.name: getattr(cfg, f"ea_{f.name}", f.default) for f in dataclasses.fields(cls)})
 
-#: What a flag is where neither the command line, nor a preset, nor an older checkpoint says anything.
-DEFAULTS: dict[str, Any] = {
-    **{"ea_alpha": 0.1, "ea_beta": 0.1, "ea_encoder_beta": None, "ea_decoder_beta": None, "ea_cross_beta": None},
-    **{"ea_kernel_size": 3, "ea_rule": "evolving", "ea_conv_layers": 1, "ea_learn_mix": False, "ea_plain": False},
-    **{"ea_score": "dot", "ea_relative_positions": None, "ea_conv_branch": False},
-}
+    def beta_of(self, geometry: Geometry) -> float:
+        """The beta of this kind of attention."""
+        own = getattr(self, _BETAS[geometry])
+        return self.beta if own is None else own
+
+    def evolves(self, geometry: Geometry) -> bool:
+        """Whether this kind of attention has to be ours; if not, fairseq's own module is built.
+
+        It has to be where its maps evolve, where its logits are no scaled dot products, and where a convolution is
+        beside it.
+        """
+        if self.score != "dot" or self._relative_positions_in(geometry):
+            return True
+        if self.conv_branch and geometry == Geometry.ENCODER_SELF:
+            return True
+        rule = RULES[self.rule]
+        may_learn = self.learn_mix and (geometry == Geometry.ENCODER_SELF or rule.decoder is not None)
+        return may_learn or rule.changes(self.alpha, self.beta_of(geometry), geometry)
+
+    def _relative_positions_in(self, geometry: Geometry) -> int:
+        """Distances between source and target positions mean nothing: encoder-decoder attention has none."""
+        return 0 if geometry == Geometry.ENCODER_DECODER else self.relative_positions or 0
+
+    @property
+    def hands_on_maps(self) -> bool:
+        """Whether an encoder layer has any use for the map of the layer before."""
+        alpha, beta = (1.0, 1.0) if self.learn_mix else (self.alpha, self.beta_of(Geometry.ENCODER_SELF))
+        return RULES[self.rule].uses_previous(alpha, beta)
+
+    def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
+        """The keyword arguments of an attention of this kind. first: no layer before hands on a map."""
+        same = ("alpha", "kernel_size", "rule", "conv_layers", "learn_mix", "score", "plain")
+        return {
+            **{name: getattr(self, name) for name in same},
+            "beta": self.beta_of(geometry),
+            "first": first,
+            "relative_positions": self._relative_positions_in(geometry),
+        }
+
+
+DEFAULTS: dict[str, Any] = {f"ea_{f.name}": f.default for f in dataclasses.fields(Settings)}
+
+
+def _flag(name: str) -> str:
+    return "--ea-" + name.replace("_", "-")
 
 
 def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add all flags to an argument parser or group; defaults are the architecture's to set."""
-    for flag, (parse, text) in OPTIONS.items():
-        named = parse in (rule, score)
-        parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, metavar="NAME" if named else "N", help=text)
-    for flag, text in SWITCHES.items():
-        parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+    for field in dataclasses.fields(Settings):
+        parse = field.metadata["parse"]
+        value = {"action": "store_true"}
+        if parse is not None:
+            value = {"type": parse, "metavar": "NAME" if parse in (_rule, _score) else "N"}
+        parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=field.metadata["help"], **value)
 
 
 def show_options_in_help() -> None:
@@ -128,8 +179,26 @@ def show_options_in_help() -> None:
     fairseq_options.add_model_args = add_model_args_and_ours
 
 
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+def _read(args: Any) -> Settings:
+    """The settings of a command line, a checkpoint or Hydra, with values brought to their types in ``args``, too.
+
+    Raises:
+        ValueError: an unknown setting that begins with ea_, or a value of another kind.
+    """
+    for name in vars(args) if isinstance(args, argparse.Namespace) else args:  # else of Hydra
+        if name.startswith("ea_") and name not in DEFAULTS:
+            near = difflib.get_close_matches(name, DEFAULTS, n=1)
+            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"
+            raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
+    for field in dataclasses.fields(Settings):
+        value, parse = getattr(args, f"ea_{field.name}", None), field.metadata["parse"]
+        if value is None or parse is None:
+            continue
+        try:
+            setattr(args, f"ea_{field.name}", parse(value))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{_flag(field.name)} {value}: {error}") from None
+    return Settings.of(args)
 
 
 def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder", "decoder")) -> None:
@@ -145,20 +214,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             to learn), heads that do not divide the dimension or half of it, --ea-conv-branch without an encoder,
             --cross-self-attention, and --mha-heads-to-keep where the encoder's maps evolve.
     """
-    for name in vars(args) if isinstance(args, argparse.Namespace) else args:  # else of Hydra
-        if name.startswith("ea_") and name not in DEFAULTS:
-            near = difflib.get_close_matches(name, DEFAULTS, n=1)
-            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"
-            raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
-    for flag, (parse, _) in OPTIONS.items():
-        value = getattr(args, _attribute(flag), None)
-        if value is None:
-            continue
-        try:
-            setattr(args, _attribute(flag), parse(value))
-        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
-            raise ValueError(f"{flag} {value}: {error}") from None
-    settings = Settings.of(args)
+    settings = _read(args)
     chosen = RULES[settings.rule]
     if settings.conv_layers > 1 and not chosen.stackable:
         stackable = ", ".join(name for name, other in RULES.items() if other.stackable)
@@ -174,7 +230,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
     if settings.conv_branch:
         _check_branch(args, sides)
-    _note_unused_betas(args, sides)
+    _note_effects(settings, args, sides)
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
             f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep heads of its own, and hand their "
@@ -188,19 +244,23 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         )
 
 
-def _note_unused_betas(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
-    """Log what was given for a kind of attention and changes nothing. It is in older checkpoints, so not refused."""
-    there = {"encoder": "encoder" in sides, "decoder": "decoder" in sides}
-    there["cross"] = all(there.values()) and not getattr(args, "no_cross_attention", False)
-    rule_name = Settings.of(args).rule
-    chosen = RULES[rule_name]
-    has_beta = any(chosen.depends_on(has_previous)[1] for has_previous in (False, True))
-    for kind, is_there in there.items():
-        value = getattr(args, f"ea_{kind}_beta", None)
-        if value is None or (is_there and has_beta and (kind == "encoder" or chosen.in_decoders)):
+def _note_effects(settings: Settings, args: Any, sides: tuple[str, ...]) -> None:
+    """Log flags that change nothing, and one that stops gradients. Older checkpoints hold them: no refusal."""
+    chosen, has_cross = RULES[settings.rule], not getattr(args, "no_cross_attention", False)
+    for geometry, name in _BETAS.items():
+        value, kind = getattr(settings, name), name.removesuffix("_beta")
+        there = kind in sides if kind != "cross" else len(sides) == 2 and has_cross
+        has_beta = any(chosen.depends_on(has_previous, geometry)[1] for has_previous in (False, True))
+        if value is None or (there and has_beta):
             continue
-        why = f"--ea-rule {rule_name} has no beta there" if is_there else "this model has no such attention"
-        logger.warning("--ea-%s-beta %s changes nothing: %s", kind, value, why)
+        why = f"--ea-rule {settings.rule} has no beta there" if there else "this model has no such attention"
+        logger.warning("%s %s changes nothing: %s", _flag(name), value, why)
+    _, b, c, _, e = chosen.later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
+    if "encoder" in sides and not settings.learn_mix and e == 0 and (b == 0 or c == 0):
+        logger.warning(
+            "--ea-alpha %s: encoder layers from the second on use the previous map alone; their queries get no gradient",
+            settings.alpha,
+        )
 
 
 def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
@@ -212,85 +272,3 @@ def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
             f"--ea-conv-branch: half of --encoder-embed-dim {dim} does not divide into "
             f"--encoder-attention-heads {heads}; choose a multiple of {2 * heads}"
         )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the flags say, for building layers."""
-
-    alpha: float
-    betas: dict[Geometry, float]  # of each kind of attention
-    kernel_size: int
-    rule: str
-    conv_layers: int
-    learn_mix: bool
-    score: str
-    relative_positions: int  # 0: none
-    conv_branch: bool
-    plain: bool
-
-    @classmethod
-    def of(cls, cfg: Any) -> "Settings":
-        """The settings that a command line, a checkpoint (perhaps older than some flags) or a configuration has."""
-        values = {name: getattr(cfg, name, default) for name, default in DEFAULTS.items()}
-
-        def beta(kind: str) -> float:
-            own = values[f"ea_{kind}_beta"]
-            return values["ea_beta"] if own is None else own
-
-        return cls(
-            alpha=values["ea_alpha"],
-            betas={
-                Geometry.ENCODER_SELF: beta("encoder"),
-                Geometry.DECODER_SELF: beta("decoder"),
-                Geometry.ENCODER_DECODER: beta("cross"),
-            },
-            kernel_size=values["ea_kernel_size"],
-            rule=values["ea_rule"],
-            conv_layers=values["ea_conv_layers"],
-            learn_mix=values["ea_learn_mix"],
-            score=values["ea_score"],
-            relative_positions=values["ea_relative_positions"] or 0,
-            conv_branch=values["ea_conv_branch"],
-            plain=values["ea_plain"],
-        )
-
-    def evolves(self, geometry: Geometry) -> bool:
-        """Whether this kind of attention has to be ours; if not, fairseq's own module is built.
-
-        It has to be where its maps evolve, where its logits are no scaled dot products, and where a convolution is
-        beside it.
-        """
-        if self.score != "dot" or self._relative_positions_in(geometry):
-            return True
-        if self.conv_branch and geometry == Geometry.ENCODER_SELF:
-            return True
-        chosen, alpha, beta = RULES[self.rule], self.alpha, self.betas[geometry]
-        if geometry == Geometry.ENCODER_SELF:
-            return self.learn_mix or any(chosen.changes(alpha, beta, has_previous) for has_previous in (False, True))
-        return chosen.in_decoders and (self.learn_mix or chosen.changes(alpha, beta, False))
-
-    def _relative_positions_in(self, geometry: Geometry) -> int:
-        """Distances between source and target positions mean nothing: encoder-decoder attention has none."""
-        return 0 if geometry == Geometry.ENCODER_DECODER else self.relative_positions
-
-    @property
-    def hands_on_maps(self) -> bool:
-        """Whether an encoder layer has any use for the map of the layer before."""
-        alpha, beta = (1.0, 1.0) if self.learn_mix else (self.alpha, self.betas[Geometry.ENCODER_SELF])
-        return RULES[self.rule].uses_previous(alpha, beta)
-
-    def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
-        """The keyword arguments of an ``EvolvingAttention`` of this kind. first: no layer before hands on a map."""
-        return {
-            "alpha": self.alpha,
-            "beta": self.betas[geometry],
-            "kernel_size": self.kernel_size,
-            "rule": self.rule,
-            "first": first,
-            "conv_layers": self.conv_layers,
-            "learn_mix": self.learn_mix,
-            "score": self.score,
-            "relative_positions": self._relative_positions_in(geometry),
-            "plain": self.plain,
-        }

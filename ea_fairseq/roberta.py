@@ -38,6 +38,6 @@ class RobertaAroundEvolvingEncoder(RobertaModel):
 
 @register_model("ea_roberta")
 class EARobertaModel(EvolvingModel, RobertaAroundEvolvingEncoder):
-    """fairseq's RoBERTa, whose self-attention evolves. Its options are RoBERTa's and those of ``OPTIONS``."""
+    """fairseq's RoBERTa, whose self-attention evolves. Its options are RoBERTa's and those of ``Settings``."""
 
     SIDES = ("encoder",)

@@ -265,4 +265,4 @@ class EvolvingEncoderDecoderModel(EvolvingModel):
 
 @register_model("ea_transformer")
 class EATransformerModel(EvolvingEncoderDecoderModel, TransformerModel):
-    """Evolving Attention Transformer, with fairseq's Transformer options and those of ``OPTIONS``."""
+    """Evolving Attention Transformer, with fairseq's Transformer options and those of ``Settings``."""

@@ -71,36 +71,48 @@ class Rule:
     """One way for maps to evolve. To add a rule, add it to ``RULES``: see docs/rules.md."""
 
     source: str
-    #: (alpha, beta) -> the coefficients where there is no previous map: in the first layer, and in decoders
+    #: (alpha, beta) -> the coefficients in an encoder without a previous map, as in its first layer
     first: Callable[[Share, Share], Coefficients]
     #: (alpha, beta) -> the coefficients where there is one
     later: Callable[[Share, Share], Coefficients]
-    #: whether it applies to decoders too; else their attention is the plain Transformer's
-    in_decoders: bool = False
+    #: (alpha, beta) -> the coefficients in decoders; None: their attention is the plain Transformer's
+    decoder: Callable[[Share, Share], Coefficients] | None = None
     #: whether several convolutions may stand where one does: only where they read the previous map alone
     stackable: bool = False
 
-    def coefficients(self, alpha: Share, beta: Share, has_previous: bool) -> Coefficients:
-        """The five numbers for a layer with or without a previous map."""
+    def coefficients(
+        self, alpha: Share, beta: Share, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF
+    ) -> Coefficients:
+        """The five numbers for an attention with or without a previous map, which decoders never have."""
+        if geometry != Geometry.ENCODER_SELF:
+            return _logits_only(alpha, beta) if self.decoder is None else self.decoder(alpha, beta)
         return (self.later if has_previous else self.first)(alpha, beta)
 
-    def changes(self, alpha: float, beta: float, has_previous: bool) -> bool:
-        """Whether A_logit is anything but the layer's own logits."""
-        _, _, c, d, e = self.coefficients(alpha, beta, has_previous)
-        return (c, d, e) != (0, 0, 1)
+    def changes(self, alpha: float, beta: float, geometry: Geometry) -> bool:
+        """Whether A_logit of some layer is anything but its own logits."""
+        both = (self.coefficients(alpha, beta, has_previous, geometry) for has_previous in (False, True))
+        return any((c, d, e) != (0, 0, 1) for _, _, c, d, e in both)
 
     def uses_previous(self, alpha: float, beta: float) -> bool:
         """Whether a previous map has any effect where there is one: else none need be handed on."""
         a, _, c, d, _ = self.later(alpha, beta)
         return d != 0 or (c != 0 and a != 0)
 
-    def depends_on(self, has_previous: bool) -> tuple[bool, bool]:
-        """Whether a layer's coefficients change with alpha, and whether they change with beta."""
-        low, high, middle = 0.25, 0.75, 0.5
+    def depends_on(self, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF) -> tuple[bool, bool]:
+        """Whether an attention's coefficients change with alpha, and whether they change with beta."""
+        low, high, middle, where = 0.25, 0.75, 0.5, (has_previous, geometry)
         return (
-            self.coefficients(low, middle, has_previous) != self.coefficients(high, middle, has_previous),
-            self.coefficients(middle, low, has_previous) != self.coefficients(middle, high, has_previous),
+            self.coefficients(low, middle, *where) != self.coefficients(high, middle, *where),
+            self.coefficients(middle, low, *where) != self.coefficients(middle, high, *where),
         )
+
+
+def _logits_only(alpha: Share, beta: Share) -> Coefficients:
+    return LOGITS_ONLY
+
+
+def _without_previous(alpha: Share, beta: Share) -> Coefficients:
+    return Coefficients(a=0.0, b=1.0, c=beta, d=0.0, e=1.0)
 
 
 def _evolving(alpha: Share, beta: Share) -> Coefficients:
@@ -111,24 +123,30 @@ def _evolving(alpha: Share, beta: Share) -> Coefficients:
 RULES = {
     "evolving": Rule(
         "Evolving Attention with Residual Convolutions, ICML 2021, equation 4",
-        first=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=beta, d=0.0, e=1.0),
+        first=_without_previous,
         later=_evolving,
-        in_decoders=True,
+        decoder=_without_previous,
+    ),
+    "evolving-from-second": Rule(
+        "the same without a convolution in the encoder's first layer: the draft, and the authors' code",
+        first=_logits_only,
+        later=_evolving,
+        decoder=_without_previous,
     ),
     "predictive": Rule(
         "Predictive Attention Transformer, equation 4",
-        first=lambda alpha, beta: LOGITS_ONLY,
+        first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=1.0, b=0.0, c=alpha, d=0.0, e=1.0),
         stackable=True,
     ),
     "residual": Rule(
         "Predictive Attention Transformer, table 5",
-        first=lambda alpha, beta: LOGITS_ONLY,
+        first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=alpha, e=1 - alpha),
     ),
     "realformer": Rule(
         "RealFormer, He et al. 2020",
-        first=lambda alpha, beta: LOGITS_ONLY,
+        first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=1.0, e=1.0),
     ),
 }
@@ -239,14 +257,14 @@ class Evolution(nn.Module):
         self.kernel_size = kernel_size
         self.rule = rule
         takes_map = geometry == Geometry.ENCODER_SELF and not first
-        learns_alpha, learns_beta = RULES[rule].depends_on(takes_map) if learn_mix else (False, False)
+        learns_alpha, learns_beta = RULES[rule].depends_on(takes_map, geometry) if learn_mix else (False, False)
         self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learns_alpha else alpha
         self.beta = nn.Parameter(torch.tensor(float(beta))) if learns_beta else beta
         if learn_mix:
             alpha = beta = 1.0  # what is learnt may come to be anything
         #: whether a map of the layer before has any effect
         self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta)
-        convolves = RULES[rule].coefficients(alpha, beta, takes_map).c != 0
+        convolves = RULES[rule].coefficients(alpha, beta, takes_map, geometry).c != 0
         self.conv = MapConvolution(geometry, heads, kernel_size) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
         self.stacked = nn.ModuleList(
@@ -260,7 +278,7 @@ class Evolution(nn.Module):
 
     def coefficients(self, has_previous: bool) -> Coefficients:
         """The five numbers for a call with or without a previous map."""
-        return RULES[self.rule].coefficients(self.alpha, self.beta, has_previous)
+        return RULES[self.rule].coefficients(self.alpha, self.beta, has_previous, self.geometry)
 
     def forward(
         self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None

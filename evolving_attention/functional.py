@@ -75,7 +75,7 @@ def evolving_attention(
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if logit_bias is not None:
         logits = (dot_products(q, k, scale) if logits is None else logits) + logit_bias
-    coefficients = RULES[rule].coefficients(alpha, beta, previous is not None)
+    coefficients = RULES[rule].coefficients(alpha, beta, previous is not None, geometry)
     if weight is None:
         coefficients = coefficients._replace(c=0.0)
     call = Call(

@@ -60,11 +60,13 @@ class AdditiveScore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
-        return _additive(q, k, self.query_weight, self.key_weight, self.vector)
+        queries = torch.einsum("bktd,ked->bkte", q, self.query_weight)
+        keys = torch.einsum("bksd,ked->bkse", k, self.key_weight)
+        return _in_pieces(queries, keys, self.vector)
 
 
-class ConcatenativeScore(nn.Module):
-    """w^T tanh(U [k; q]), by parameters of these names: ``weight`` U, first for the key, and ``vector`` w.
+class ConcatenativeScore(AdditiveScore):
+    """w^T tanh(U [k; q]): the additive score with both weights in one, ``weight`` U, first the key's.
 
     Args:
         heads: K.
@@ -72,14 +74,19 @@ class ConcatenativeScore(nn.Module):
     """
 
     def __init__(self, heads: int, size: int):
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = nn.Parameter(_xavier(heads, size, 2 * size))
         self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
 
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
-        key_weight, query_weight = self.weight.chunk(2, dim=2)  # U [k; q] is the sum of two products
-        return _additive(q, k, query_weight, key_weight, self.vector)
+    @property
+    def key_weight(self) -> Tensor:
+        """K x D x D"""
+        return self.weight[:, :, : self.weight.size(1)]
+
+    @property
+    def query_weight(self) -> Tensor:
+        """K x D x D"""
+        return self.weight[:, :, self.weight.size(1) :]
 
 
 #: what --ea-score may be, and the modules that compute it; none: scaled dot products, which the kernels compute too
@@ -129,13 +136,6 @@ def _xavier(heads: int, rows: int, columns: int) -> Tensor:
     for matrix in weight:
         nn.init.xavier_uniform_(matrix)
     return weight
-
-
-def _additive(q: Tensor, k: Tensor, query_weight: Tensor, key_weight: Tensor, vector: Tensor) -> Tensor:
-    """w^T tanh(U k + V q): weights K x D x D, vector K x D."""
-    queries = torch.einsum("bktd,ked->bkte", q, query_weight)
-    keys = torch.einsum("bksd,ked->bkse", k, key_weight)
-    return _in_pieces(queries, keys, vector)
 
 
 def _in_pieces(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:

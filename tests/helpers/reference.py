@@ -24,6 +24,8 @@ def visible_taps(kind, k):
 COEFFICIENTS = {
     ("evolving", False): lambda alpha, beta: (0, 1, beta, 0, 1),
     ("evolving", True): lambda alpha, beta: (alpha, 1 - alpha, beta, alpha, 1 - alpha),
+    ("evolving-from-second", False): lambda alpha, beta: (0, 1, 0, 0, 1),
+    ("evolving-from-second", True): lambda alpha, beta: (alpha, 1 - alpha, beta, alpha, 1 - alpha),
     ("predictive", False): lambda alpha, beta: (0, 1, 0, 0, 1),
     ("predictive", True): lambda alpha, beta: (1, 0, alpha, 0, 1),
     ("residual", False): lambda alpha, beta: (0, 1, 0, 0, 1),

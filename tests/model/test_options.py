@@ -29,6 +29,7 @@ CONVOLUTIONS = {
     "arch, expected",
     [
         ("ea_transformer_lite", 2_485_224),
+        ("ea_conv_transformer_lite", 2_368_584),
         ("ea_transformer_base", 44_149_008),
         ("transformer_lite", 2_482_560),
         ("transformer", 44_138_496),
@@ -295,9 +296,9 @@ def test_help_shows_every_option():
 
 
 @pytest.mark.slow
-def test_evolution_knows_no_fairseq():
-    code = (
-        "import sys, importlib.util as u; s = u.spec_from_file_location('evolution', 'ea_fairseq/evolution.py');"
-        "m = u.module_from_spec(s); s.loader.exec_module(m); assert not any('fairseq' in n for n in sys.modules)"
-    )
-    assert run(code).returncode == 0
+def test_a_previous_map_alone_is_noted(caplog):
+    """With --ea-alpha 1 queries and keys of later layers have no effect."""
+    build("ea_transformer_base", "--ea-alpha", 0.9)
+    assert "no gradient" not in caplog.text
+    build("ea_transformer_base", "--ea-alpha", 1)
+    assert "--ea-alpha 1.0" in caplog.text

@@ -131,6 +131,17 @@ def test_evolving_without_a_convolution_is_residual():
     assert_close(*(output[~padded_rows] for output in outputs))
 
 
+def test_from_the_second_layer_on_leaves_one_convolution_out():
+    """In the encoder's first layer, and in no decoder."""
+
+    def convolutions(rule):
+        model = build("ea_transformer_base", "--ea-rule", rule, "--ea-alpha", 0.3, "--ea-beta", 0.2)
+        return {name for name, _ in model.named_parameters() if "evolution" in name}
+
+    missing = convolutions("evolving") - convolutions("evolving-from-second")
+    assert missing == {f"encoder.layers.0.self_attn.evolution.conv.{name}" for name in ("weight", "bias")}
+
+
 @pytest.mark.parametrize("rule", ["evolving", "predictive", "residual"])
 def test_learnt_mixes_that_start_at_zero_leave_the_plain_transformer(rule, each_way):
     flags = ["--ea-rule", rule, "--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0]

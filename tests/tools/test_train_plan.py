@@ -497,7 +497,9 @@ def test_what_the_user_gave_is_not_left_out(capsys):
 
 def test_a_mistyped_flag_is_found_without_fairseqs_import():
     """Which takes seconds, and half a minute on a machine that is busy."""
-    mistyped = "from ea_tools.training import train; train.main(['sample', 'ea_transformer_lite', '--label-smothing', '0.1'])"
+    mistyped = (
+        "from ea_tools.training import train; train.main(['sample', 'ea_transformer_lite', '--label-smothing', '0.1'])"
+    )
     code = f"import sys, atexit; atexit.register(lambda: print('fairseq' in sys.modules)); {mistyped}"
     command = [sys.executable, "-c", code]
     end = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
