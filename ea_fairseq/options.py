@@ -258,7 +258,7 @@ def _note_effects(settings: Settings, args: Any, sides: tuple[str, ...]) -> None
     _, b, c, _, e = chosen.later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
     if "encoder" in sides and not settings.learn_mix and e == 0 and (b == 0 or c == 0):
         logger.warning(
-            "--ea-alpha %s: encoder layers from the second on use the previous map alone; their queries get no gradient",
+            "--ea-alpha %s: layers from the second on use the previous map alone; their queries get no gradient",
             settings.alpha,
         )
 
