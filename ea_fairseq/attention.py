@@ -153,13 +153,15 @@ class DecoderAttention(EvolvingMultiheadAttention):
             key_padding_mask = Padding(key_padding_mask, None)
         kept = None if incremental_state is None else self._kept(incremental_state)
         cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
+        beams = kept.get("beams", 1) if kept else 1
+        if kept and query.size(1) != len(cache.keys) * beams:
+            raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {len(cache.keys) * beams}")
         query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
         if kept and attn_mask is None and query_padding is None:
             stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
             if stepped is not None:
                 self._set_input_buffer(incremental_state, kept)
                 return stepped[0], averaged(stepped[1], need_weights, need_head_weights)
-        beams = kept.get("beams", 1) if kept else 1
         q = self.split_heads(self.q_proj(query))
         if self.self_attention:
             k, v = self.split_heads(self.k_proj(query)), self.split_heads(self.v_proj(query))

@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from helpers.models import batch, build
-from torch.utils.flop_counter import FlopCounterMode
 
 from ea_fairseq.dropout import Dropout
-from evolving_attention import kernels
 from evolving_attention.kernels.cpu import dropout as cpu_dropout
 
 
@@ -65,10 +63,11 @@ def test_a_gradient_whose_memory_holds_its_opposite():
     assert torch.equal(opposite, -gradient)
 
 
-def test_gradients_of_several_outputs_at_once_are_refused():
-    x = torch.randn(3, 5, requires_grad=True)
-    with pytest.raises(RuntimeError, match="--ea-plain can"):
-        torch.autograd.grad(cpu_dropout.drop(x, 0.5), x, torch.randn(2, 3, 5), is_grads_batched=True)
+def test_gradients_of_several_outputs_at_once():
+    x, weights = torch.randn(3, 5, requires_grad=True), torch.randn(2, 3, 5)
+    result = cpu_dropout.drop(x, 0.5)
+    (gradients,) = torch.autograd.grad(result, x, weights, is_grads_batched=True)
+    assert torch.equal(gradients, torch.where(result == 0, 0, 2 * weights))
 
 
 def test_a_gradient_has_a_gradient():
@@ -100,11 +99,11 @@ def test_bits_do_not_depend_on_threads():
 
 
 def test_the_way_back_keeps_no_mask():
-    """PyTorch's keeps one byte or more for each number."""
+    """PyTorch's keeps one byte or more for each number; ours one number in all."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
         cpu_dropout.drop(torch.randn(10, requires_grad=True), 0.5)
-    assert not kept
+    assert sum(x.numel() for x in kept) == 1
 
 
 def module(probability, training=True):
@@ -150,12 +149,6 @@ def test_without_the_library_it_is_pytorchs(monkeypatch):
     assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
 
 
-def test_while_operations_are_looked_at_it_is_pytorchs():
-    x = torch.ones(100)
-    with FlopCounterMode(display=False):
-        assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
-
-
 def test_a_probability_that_is_none_is_refused_as_ever():
     with pytest.raises(ValueError, match="between 0 and 1"):
         module(1.5)(torch.ones(3))
@@ -183,8 +176,8 @@ def test_the_plain_way_has_fairseqs():
 
 def test_a_training_step_drops(monkeypatch):
     model = build("ea_transformer_base", "--dropout", 0.5, train=True)
-    drawn = []
+    drawn, drop = [], cpu_dropout.drop
     monkeypatch.setattr(F, "dropout", lambda *_, **__: pytest.fail("PyTorch's dropout was taken"))
-    monkeypatch.setattr(kernels, "drop", lambda x, p: drawn.append(p) or cpu_dropout.drop(x, p))
+    monkeypatch.setattr(cpu_dropout, "drop", lambda x, p: drawn.append(p) or drop(x, p))
     model(batch([6, 4]), torch.tensor([6, 4]), batch([5, 3], eos_first=True))
     assert drawn == [0.5] * (1 + 3 * 2 + 1 + 2 * 3)

@@ -5,6 +5,7 @@ That steps equal teacher forcing while beams move is in test_incremental.py.
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention
 from evolving_attention.evolution import Geometry
+from evolving_attention.kernels import Steps
+from evolving_attention.kernels.cpu import library, steps
 
 DECODERS = [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER]
 
 
-def attention(geometry=Geometry.DECODER_SELF, beta=0.5):
+def attention(geometry=Geometry.DECODER_SELF, beta=0.5, size=12):
     """An attention whose maps matter."""
     side = "self_attention" if geometry == Geometry.DECODER_SELF else "encoder_decoder_attention"
-    return DecoderAttention(geometry, 12, 3, beta=beta, **{side: True}).eval()
+    return DecoderAttention(geometry, size, 3, beta=beta, **{side: True}).eval()
 
 
 def run(module, x, state):
@@ -72,10 +75,12 @@ def test_a_step_that_raises_can_be_tried_again(each_way):
         raise InterruptedError
 
     for step in range(6):
-        module.observer = fail
+        for kept in state.values():
+            kept["steps"] = None  # prepared steps call no module
+        hook = module.out_proj.register_forward_pre_hook(fail)
         with pytest.raises(InterruptedError):
             run(module, x[step : step + 1], state)
-        module.observer = None
+        hook.remove()
         output = run(module, x[step : step + 1], state)
         assert_close(output[0], at_once(module, x[: step + 1])[-1], rtol=1e-5, atol=1e-5)
 
@@ -129,12 +134,78 @@ def test_an_observer_of_steps_is_shown_the_rows_of_the_whole():
 
 @pytest.mark.parametrize("hypotheses", [2, 6])
 @torch.no_grad()
-def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses, each_way):
+def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses):
+    """The kernel would read what lies behind the state."""
     module, state = attention(Geometry.ENCODER_DECODER), {}
     source = torch.randn(5, 2, 12).repeat_interleave(2, dim=1)
     module(torch.randn(1, 4, 12), source, source, incremental_state=state)
-    with pytest.raises((RuntimeError, IndexError)):
+    with pytest.raises(ValueError, match=rf"{hypotheses} hypotheses .* of 4"):
         module(torch.randn(1, hypotheses, 12), source, source, incremental_state=state)
+
+
+@torch.no_grad()
+def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
+    """As where keys are cut from outside: the kernel would write past its memory."""
+    module, x, state = attention(), 3 * torch.randn(12, 2, 12), {}
+    run(module, x, state)
+    kept = buffer(module, state)
+    cut = {name: kept[name][:, :, :3] for name in ("prev_key", "prev_value")}
+    states = {}, {}
+    module._set_input_buffer(states[0], {**kept, **cut})
+    module._set_input_buffer(states[1], {**kept, **cut, "rows": kept["rows"][..., :4], "steps": None})
+    assert_close(run(module, x[:1], states[0]), run(module, x[:1], states[1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(params=[True, False], ids=["the kernel's products", "PyTorch's products"])
+def prepared(request, monkeypatch):
+    """The prepared steps that ran. For few hypotheses the kernel projects, for more PyTorch does."""
+    monkeypatch.setattr(steps, "_FEW", 10**9 if request.param else 0)
+    ran, run_step = [], Steps.run
+    monkeypatch.setattr(Steps, "run", lambda *given: ran.append(run_step(*given)) or ran[-1])
+    return ran
+
+
+@pytest.mark.parametrize("size", [12, 33])  # the kernel's products take vectors and fours of numbers, then what is left
+@pytest.mark.parametrize("hypotheses", [1, 2, 5, 6])  # and threes of hypotheses
+@torch.no_grad()
+def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared):
+    x, source = 3 * torch.randn(5, hypotheses, size), 3 * torch.randn(4, hypotheses, size)
+    own, cross, state = attention(size=size), attention(Geometry.ENCODER_DECODER, size=size), {}
+    outputs = torch.cat([cross(row[None], source, source, incremental_state=state)[0] for row in x])
+    assert_close(outputs, cross(x, source, source)[0], rtol=1e-5, atol=1e-5)
+    assert_close(run(own, x, {}), at_once(own, x), rtol=1e-5, atol=1e-5)
+    assert len(prepared) == 8 and all(step is not None for step in prepared)
+
+
+OTHER_STEPS = {
+    "an observer": lambda module: setattr(module, "observer", lambda maps: None),
+    "a hook": lambda module: module.q_proj.register_forward_hook(lambda *_: None),
+    "a changed evolution": lambda module: module.evolution.register_forward_hook(lambda *_: None),
+    "the plain way": lambda module: setattr(module, "plain", True),
+    "learnt shares": lambda module: setattr(module.evolution, "beta", torch.nn.Parameter(torch.tensor(0.5))),
+    "an output of another width": lambda module: setattr(module, "out_proj", torch.nn.Linear(12, 20)),
+    "dropout": lambda module: module.dropout_module.make_generation_fast_("", retain_dropout=True),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_STEPS)
+@torch.no_grad()
+def test_steps_that_are_not_prepared(what, prepared):
+    module, x = attention(), 3 * torch.randn(4, 2, 12)
+    module.dropout_module.p = 1e-9  # which drops nothing, but is asked about
+    OTHER_STEPS[what](module)
+    assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
+    assert not prepared
+
+
+@torch.no_grad()
+def test_prepared_steps_without_memory_can_be_tried_again(monkeypatch):
+    module, x, state = attention(), 3 * torch.randn(3, 2, 12), {}
+    run(module, x[:2], state)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(library, "library", lambda: SimpleNamespace(evolving_attention_step=lambda step, threads: 1))
+        run(module, x[2:], state)
+    assert_close(run(module, x[2:], state), at_once(module, x)[2:], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

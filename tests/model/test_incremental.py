@@ -99,19 +99,6 @@ def test_padding_within_the_prefix(padded_step):
         assert_close(output[0][real], expected[step][real], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("hypotheses", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("channels", [12, 18, 33])
-@torch.no_grad()
-def test_any_number_of_hypotheses(hypotheses, channels):
-    """The CPU's kernel projects three of them, four outputs and a vector of numbers at a time, then what is left."""
-    module = DecoderAttention(Geometry.DECODER_SELF, channels, 3, beta=0.5, self_attention=True).eval()
-    x = 3 * torch.randn(4, hypotheses, channels)
-    expected, _ = module(x, x, x, attn_mask=torch.full((4, 4), -torch.inf).triu(1))
-    state = {}
-    for step, now in enumerate(x.split(1)):
-        assert_close(module(now, now, now, incremental_state=state)[0][0], expected[step], rtol=1e-5, atol=1e-5)
-
-
 @torch.no_grad()
 def test_attention_weights_equal_those_of_teacher_forcing():
     model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5))

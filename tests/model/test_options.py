@@ -295,7 +295,6 @@ def test_help_shows_every_option():
         assert f"--ea-{flag} " in text
 
 
-@pytest.mark.slow
 def test_a_previous_map_alone_is_noted(caplog):
     """With --ea-alpha 1 queries and keys of later layers have no effect."""
     build("ea_transformer_base", "--ea-alpha", 0.9)

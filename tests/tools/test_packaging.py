@@ -1,5 +1,6 @@
-"""`pip install .` gives ea_fairseq anywhere; the Dockerfile copies what the quickstart needs."""
+"""`pip install` gives evolving_attention and ea_fairseq anywhere; the Dockerfile copies what the quickstart needs."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -14,18 +15,28 @@ from helpers import REPO
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_dependencies_are_those_of_the_requirements():
-    """And are what ea_fairseq imports from outside, whether at once or when it is needed."""
+PACKAGES = {"evolving_attention", "ea_fairseq"}
+#: what each package may import from outside, whether at once or when it is needed
+CORE = PROJECT["dependencies"]
+DEPENDENCIES = {"evolving_attention": CORE, "ea_fairseq": CORE + PROJECT["optional-dependencies"]["fairseq"]}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirements(package):
     pinned = {line.split("#")[0].strip() for line in (REPO / "requirements.txt").read_text().splitlines()}
-    assert set(PROJECT["dependencies"]) <= pinned
-    packages = {re.split("==", line)[0] for line in PROJECT["dependencies"]}
-    modules = {"torch": "torch", "fairseq": "fairseq-fixed", "numpy": "numpy", "sacremoses": "sacremoses"}
-    modules |= {"subword_nmt": "subword-nmt", "sentencepiece": "sentencepiece"}
+    assert set(DEPENDENCIES[package]) <= pinned
     used = set()
-    for path in (REPO / "ea_fairseq").rglob("*.py"):
-        used |= set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
-    outside = used - sys.stdlib_module_names - {"ea_fairseq", "triton"}  # Triton comes with PyTorch, where it has a GPU
-    assert {modules.get(name, name) for name in outside} <= packages
+    for path in (REPO / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                used |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                used.add(node.module.split(".")[0])
+    # Triton comes with PyTorch, where it has a GPU
+    outside = used - sys.stdlib_module_names - {package, "triton"}
+    outside -= {"evolving_attention"} if package == "ea_fairseq" else set()
+    names = {"fairseq": "fairseq-fixed", "subword_nmt": "subword-nmt"}
+    assert {names.get(name, name) for name in outside} <= {line.split("==")[0] for line in DEPENDENCIES[package]}
 
 
 @pytest.mark.slow
@@ -33,7 +44,8 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     """Built as pip builds it, unpacked elsewhere: all modules, the kernel's source, and fairseq uses it."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, tmp_path)
-    shutil.copytree(REPO / "ea_fairseq", tmp_path / "ea_fairseq", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     for room in ("tests", "results", "data"):  # what must not be taken for a package
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()
@@ -43,8 +55,9 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["ea_fairseq"]
-    source = {path.relative_to(REPO) for kind in ("*.py", "*.c", "*.h") for path in (REPO / "ea_fairseq").rglob(kind)}
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == PACKAGES
+    kinds = ("*.py", "*.c", "*.h")
+    source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (
         "import ea_fairseq, sys; from types import SimpleNamespace; from fairseq import utils; "

@@ -82,6 +82,7 @@ class Steps:
             or torch.is_autocast_enabled("cpu")
             or batch % cache.keys.size(0)
             or any(x.size(0) != batch for x in (above, cache.padding) if x is not None)
+            or (above is not None and above.size(3) > cache.keys.size(2))
         ):
             return None
         if self._projections["k"] is not None:  # room for this position
