@@ -121,7 +121,7 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
         kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
     weights = masked_softmax(a_logit, call.masked)
     dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
-    context = torch.matmul(dropped, _for_each_beam(call.v, call))
+    context = _product(dropped, call.v)
     return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
 
 
@@ -129,7 +129,7 @@ def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
     """A call's logits, B x K x T x S, and the mixed rows above them, as wide as they are, or None."""
     logits = call.given
     if logits is None:
-        logits = dot_products(call.q, _for_each_beam(call.k, call), call.scale)
+        logits = _product(call.q * call.scale, call.k.transpose(2, 3))
     if call.above is None:
         return logits, None
     return logits, F.pad(call.above, (0, logits.size(3) - call.above.size(3)))  # new columns were the future then
@@ -139,7 +139,11 @@ def _convolve(call: Call, mixed: Tensor, above: Tensor | None, hidden: Tensor | 
     return convolve(call.geometry, mixed, above, call.weight, call.bias)
 
 
-def _for_each_beam(shared: Tensor, call: Call) -> Tensor:
-    """N x ... -> B x ..."""
-    beams = call.q.size(0) // call.v.size(0)
-    return shared if beams == 1 else shared.repeat_interleave(beams, dim=0)
+def _product(x: Tensor, by: Tensor) -> Tensor:
+    """B x K x T x D times N x K x D x S, where B / N neighbours share a sentence: B x K x T x S."""
+    sentences, (batch, _, rows, _) = by.size(0), x.shape
+    if sentences == batch:
+        return torch.matmul(x, by)
+    x = x.unflatten(0, (sentences, -1)).transpose(1, 2)  # N x K x (B / N) x T x D
+    product = torch.matmul(x.flatten(2, 3), by).unflatten(2, (-1, rows))
+    return product.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,217 @@
+"""A translation model as two ONNX graphs: the encoder, and one step of the decoder with its caches as flat tensors.
+
+Both are made of the model's own modules, so a change of the model is a change of its export.
+
+Axes: N sentences, R = N x beams hypotheses, S source length, t steps before this one, L decoder layers, K heads, D head
+size, r = kernel size - 1, V words.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evolving_attention.attention import EvolvingHeads
+
+#: the operator set of the graphs
+OPSET = 20
+
+
+class ExportedEncoder(nn.Module):
+    """Source tokens to the keys and values that each decoder layer looks at."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.encoder = model.encoder
+        self.attentions = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: N x S, padded on either side -> keys and values, L x N x K x S x D."""
+        encoded = self.encoder(tokens)["encoder_out"][0]  # S x N x C
+        keys = [_heads(attention.k_proj(encoded), attention) for attention in self.attentions]
+        values = [_heads(attention.v_proj(encoded), attention) for attention in self.attentions]
+        return torch.stack(keys), torch.stack(values)
+
+
+class ExportedStep(nn.Module):
+    """One step of the decoder: the last tokens and the caches to the best next tokens and the next caches."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.decoder = decoder = model.decoder
+        positions = decoder.embed_positions
+        table = None
+        if positions is not None:
+            table = getattr(positions, "weights", None)
+            table = positions.weight.detach() if table is None else table
+            first = decoder.padding_idx + 1
+            if not hasattr(positions, "num_embeddings"):  # sinusoidal: as many as the decoder may write
+                table = positions.get_embedding(first + decoder.max_positions(), positions.embedding_dim, first - 1)
+            table = table[first:]
+        self.register_buffer("positions", table)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        step: Tensor,
+        order: Tensor,
+        bias: Tensor,
+        top: Tensor,
+        forced: Tensor,
+        padding: Tensor,
+        source_keys: Tensor,
+        source_values: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor | None = None,
+        source_rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Take a step.
+
+        Args:
+            tokens: N x beams, the last token of each hypothesis, in the new order.
+            step: of one number, t.
+            order: R, the hypothesis of the step before that each continues.
+            bias: V, added to the log-probabilities: minus infinity for words that must not come.
+            top: of any numbers; its length is how many next tokens each hypothesis gets.
+            forced: R, the token that must come next, as in a prefix; -1: any.
+            padding: N x S, True = masked.
+            source_keys, source_values: L x N x K x S x D, of the encoder.
+            keys, values: L x R x K x t x D.
+            rows: L x R x K x r x t, the mixed rows above, of decoder self-attention; None where it does not evolve.
+            source_rows: L x R x K x r x S, of encoder-decoder attention; likewise.
+
+        Returns:
+            log-probabilities of the best next tokens and the tokens, R x top, best first; keys, values, rows and
+            source_rows for the next step.
+        """
+        decoder, beams = self.decoder, tokens.size(1)
+        x = decoder.embed_scale * decoder.embed_tokens(tokens.reshape(-1, 1))  # R x 1 x C
+        if decoder.project_in_dim is not None:
+            x = decoder.project_in_dim(x)
+        if self.positions is not None:
+            x = x + self.positions.index_select(0, step)
+        if decoder.layernorm_embedding is not None:
+            x = decoder.layernorm_embedding(x)
+        x = x.transpose(0, 1)
+        padding = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1)  # R x S
+
+        keys, values = keys.index_select(1, order), values.index_select(1, order)
+        rows = None if rows is None else rows.index_select(1, order)
+        source_rows = None if source_rows is None else source_rows.index_select(1, order)
+        caches = []
+        for number, layer in enumerate(decoder.layers):
+            state: dict[str, Any] = {}
+            own = _state(keys[number], values[number], None if rows is None else rows[number])
+            source = _state(source_keys[number], source_values[number], None if source_rows is None else source_rows[number])
+            source |= {"prev_key_padding_mask": padding, "beams": beams}
+            layer.self_attn._set_input_buffer(state, own)
+            layer.encoder_attn._set_input_buffer(state, source)
+            x, *_ = layer(x, x, padding, state)
+            own, source = (attn._get_input_buffer(state) for attn in (layer.self_attn, layer.encoder_attn))
+            caches.append((own["prev_key"], own["prev_value"], own.get("rows"), source.get("rows")))
+        if decoder.layer_norm is not None:
+            x = decoder.layer_norm(x)
+        x = x.transpose(0, 1)
+        if decoder.project_out_dim is not None:
+            x = decoder.project_out_dim(x)
+        scores = F.log_softmax(decoder.output_layer(x[:, 0]), dim=-1, dtype=torch.float32) + bias
+        best, words = scores.topk(top.size(0), dim=-1)  # R x top
+        is_forced, others = forced[:, None] >= 0, torch.full_like(best[:, 1:], -torch.inf)
+        only = torch.cat([scores.gather(1, forced[:, None].clamp(min=0)), others], dim=1)
+        best = torch.where(is_forced, only, best)
+        words = torch.where(is_forced, forced[:, None], words)
+        stacked = (torch.stack(cache) for cache in zip(*caches, strict=True) if cache[0] is not None)
+        return best, words, *stacked
+
+
+def _state(keys: Tensor, values: Tensor, rows: Tensor | None) -> dict[str, Any]:
+    """What an attention keeps in fairseq's incremental state."""
+    return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": None, "rows": rows, "steps": None}
+
+
+def _heads(x: Tensor, attention: nn.Module) -> Tensor:
+    """S x N x C -> N x K x S x D"""
+    return x.unflatten(2, (attention.num_heads, -1)).permute(1, 2, 0, 3)
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model for export: in float32, in evaluation, without kernels."""
+    model = copy.deepcopy(model).float().cpu().eval()
+    for module in model.modules():
+        if isinstance(module, EvolvingHeads):
+            module.plain = True
+    return model
+
+
+@torch.no_grad()
+def export(model: nn.Module, folder: Path) -> None:
+    """Write encoder.onnx and decoder.onnx of a translation model into a folder."""
+    model = plain_copy(model)
+    dim = torch.export.Dim.DYNAMIC
+    encoder, step = ExportedEncoder(model), ExportedStep(model)
+    tokens = torch.full((2, 5), model.decoder.padding_idx + 3)
+    torch.onnx.export(
+        encoder,
+        (tokens,),
+        folder / "encoder.onnx",
+        dynamo=True,
+        opset_version=OPSET,
+        dynamic_shapes={"tokens": {0: dim, 1: dim}},
+        input_names=["tokens"],
+        output_names=["source_keys", "source_values"],
+        external_data=False,
+        verbose=False,
+    )
+    inputs, shapes = example(model, encoder(tokens))
+    caches = [name for name in ("keys", "values", "rows", "source_rows") if name in inputs]
+    outputs = ["best", "words", *(f"next_{name}" for name in caches)]
+    torch.onnx.export(
+        step,
+        (),
+        folder / "decoder.onnx",
+        kwargs=inputs,
+        dynamo=True,
+        opset_version=OPSET,
+        dynamic_shapes=shapes,
+        input_names=list(inputs),
+        output_names=outputs,
+        external_data=False,
+        verbose=False,
+    )
+
+
+def example(model: nn.Module, source: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[int, Any]]]:
+    """Inputs of a step after three others, and which of their axes are dynamic."""
+    source_keys, source_values = source
+    layers, sentences, heads, length, _ = source_keys.shape
+    beams, steps = 3, 4
+    hypotheses = sentences * beams
+    attention, cross = model.decoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn
+    dim = torch.export.Dim.DYNAMIC
+    inputs = {
+        "tokens": torch.full((sentences, beams), model.decoder.padding_idx + 3),
+        "step": torch.tensor([steps]),
+        "order": torch.arange(hypotheses),
+        "bias": torch.zeros(model.decoder.output_projection.weight.size(0)),
+        "top": torch.zeros(7),
+        "forced": torch.full((hypotheses,), -1),
+        "padding": torch.zeros(sentences, length, dtype=torch.bool),
+        "source_keys": source_keys,
+        "source_values": source_values,
+        "keys": torch.randn(layers, hypotheses, attention.num_heads, steps, attention.head_dim),
+        "values": torch.randn(layers, hypotheses, attention.num_heads, steps, attention.head_dim),
+    }
+    dynamic = {"tokens": (0, 1), "order": (0,), "top": (0,), "forced": (0,), "padding": (0, 1), "source_keys": (1, 3)}
+    dynamic |= {"source_values": (1, 3), "keys": (1, 3), "values": (1, 3)}
+    for name, module, columns in (("rows", attention, steps), ("source_rows", cross, length)):
+        above = module.evolution.rows_above if isinstance(module, EvolvingHeads) else 0
+        if above:
+            inputs[name] = torch.randn(layers, hypotheses, heads, above, columns)
+            dynamic[name] = (1, 4)
+    return inputs, {name: dict.fromkeys(dynamic.get(name, ()), dim) for name in inputs}

@@ -1,0 +1,155 @@
+"""Beam search as fairseq's: the same hypotheses in the same order, with the same scores.
+
+Axes: N sentences, b beams, R = N x b hypotheses, V words. Positions count from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: (tokens N x b, step, order R, kept sentences or None, bias V, top, forced R)
+#: -> log-probabilities and words, R x top, best first
+Step = Callable[..., tuple[NDArray, NDArray]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the search, by fairseq-generate's names and with its defaults.
+
+    Raises:
+        ValueError: a value that no search can have, by name.
+    """
+
+    beam: int = 5
+    lenpen: float = 1.0
+    unkpen: float = 0.0
+    max_len_a: float = 0.0
+    max_len_b: int = 200
+    min_len: int = 1
+    unnormalized: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "max_len_b", "min_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < (name != "max_len_b"):
+                raise ValueError(f"{name}: must be a whole number from 1 on, not {value!r}")
+        for name in ("lenpen", "unkpen", "max_len_a"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
+                raise ValueError(f"{name}: must be a number, not {value!r}")
+
+    def max_len(self, source_length: int, longest: int) -> int:
+        """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""
+        return min(int(self.max_len_a * source_length + self.max_len_b), longest - 1)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished translation."""
+
+    tokens: tuple[int, ...]  # without the end of the sentence
+    score: float
+
+
+def search(
+    step: Step,
+    sentences: int,
+    max_len: int,
+    settings: Settings,
+    *,
+    words: int,
+    eos: int,
+    pad: int,
+    unk: int,
+    prefixes: Sequence[Sequence[int]] | None = None,
+) -> list[list[Hypothesis]]:
+    """The best hypotheses of each of N sentences, best first.
+
+    Args:
+        step: the model; see ``Step``.
+        sentences: N.
+        max_len: see ``Settings.max_len``.
+        settings: of the search.
+        words: V.
+        eos, pad, unk: token ids.
+        prefixes: tokens that each translation begins with.
+    """
+    beams = min(settings.beam, words - 1)
+    if settings.min_len > max_len:
+        raise ValueError(f"min_len {settings.min_len} is above the longest translation, {max_len}")
+    bias = np.zeros(words, np.float32)
+    bias[pad], bias[unk] = -np.inf, -settings.unkpen
+    begins, ends = bias.copy(), np.full(words, -np.inf, np.float32)
+    begins[eos], ends[eos] = -np.inf, bias[eos]
+    top, limit = min(2 * beams, words), min(2 * beams, words - 1)
+    finished: list[list[Hypothesis]] = [[] for _ in range(sentences)]
+    running = np.arange(sentences)  # the numbers of the sentences in the batch
+    tokens = np.full((sentences, beams, 1), eos)  # N x b x (steps + 1)
+    scores = np.zeros((sentences, beams), np.float32)
+    ignored = np.zeros((sentences, beams), bool)  # hypotheses that ended, but still hold their place
+    order, kept = np.arange(sentences * beams), None
+    for position in range(max_len + 1):
+        forced = _forced(prefixes, running, position, beams, max_len)
+        added = ends if position >= max_len else begins if position < settings.min_len else bias
+        if position < settings.min_len and (forced >= 0).any():
+            added = bias  # fairseq lets a prefix end a sentence
+        best, next_words = step(tokens[:, :, -1], position, order, kept, added, top, forced)
+        best, next_words = (x.reshape(len(running), beams, top) for x in (best, next_words))
+        if position == 0:  # all beams are the same then
+            best, next_words = best[:, :1], next_words[:, :1]
+        else:
+            best = best + scores[:, :, None]
+        found, place = _best_of(best.reshape(len(running), -1), limit)  # N x 2b
+        came, word = place // top, np.take_along_axis(next_words.reshape(len(running), -1), place, 1)
+
+        ended = (word == eos) & (found != -np.inf)
+        ended[:, :beams] &= ~ignored
+        for row, column in np.argwhere(ended[:, :beams]):
+            of = finished[running[row]]
+            if len(of) < beams:
+                score = float(found[row, column])
+                normal = score if settings.unnormalized else score / (position + 1) ** settings.lenpen
+                of.append(Hypothesis(tuple(tokens[row, came[row, column], 1:].tolist()), normal))
+        whole = np.array([len(finished[n]) == beams or position == max_len for n in running])
+        whole &= ended[:, :beams].any(axis=1)
+        if whole.all() or position == max_len:
+            break
+        kept = None
+        if whole.any():
+            kept = np.flatnonzero(~whole)
+            running, tokens, ignored = running[kept], tokens[kept], ignored[kept]
+            found, came, word, ended = found[kept], came[kept], word[kept], ended[kept]
+        # The first candidates that go on; where there are too few, those that ended hold a place and are ignored.
+        ended[:, :beams] |= ignored
+        rank = ended * limit + np.arange(limit)
+        going_on = np.argsort(rank, axis=1, kind="stable")[:, :beams]
+        ignored = np.take_along_axis(rank, going_on, 1) >= limit
+        came, word = np.take_along_axis(came, going_on, 1), np.take_along_axis(word, going_on, 1)
+        scores = np.take_along_axis(found, going_on, 1)
+        tokens = np.concatenate([np.take_along_axis(tokens, came[:, :, None], 1), word[:, :, None]], axis=2)
+        first = np.arange(len(running)) if kept is None else kept
+        order = (first[:, None] * beams + came).reshape(-1)
+    return [sorted(of, key=lambda hypothesis: -hypothesis.score) for of in finished]
+
+
+def _forced(
+    prefixes: Sequence[Sequence[int]] | None, running: NDArray, position: int, beams: int, max_len: int
+) -> NDArray:
+    """R: the prefix's token at this position, or -1."""
+    if prefixes is None or position >= max_len:
+        return np.full(len(running) * beams, -1)
+    tokens = [prefixes[n][position] if position < len(prefixes[n]) else -1 for n in running]
+    return np.repeat(np.array(tokens), beams)
+
+
+def _best_of(candidates: NDArray, count: int) -> tuple[NDArray, NDArray]:
+    """The best of each row, best first, and their places."""
+    count = min(count, candidates.shape[1])
+    place = np.argpartition(-candidates, count - 1, axis=1)[:, :count]
+    values = np.take_along_axis(candidates, place, 1)
+    by_value = np.argsort(-values, axis=1, kind="stable")
+    return np.take_along_axis(values, by_value, 1), np.take_along_axis(place, by_value, 1)

@@ -1,0 +1,222 @@
+"""Translates text with an exported model: a folder that scripts/export.sh wrote.
+
+Axes: N sentences, S source length, R = N x beams hypotheses, L layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from ea_runtime.search import Hypothesis, Settings, search
+from ea_runtime.text import Text
+
+logger = logging.getLogger(__name__)
+
+#: The version of the folder's layout that this package reads.
+FORMAT = 1
+#: fairseq's special symbols, which its dictionaries do not list; their places are their ids
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+PAD, EOS, UNK = 1, 2, 3
+
+
+class ExportError(Exception):
+    """The folder holds no usable model; the message names the file and says what to do."""
+
+
+class Translator:
+    """An exported model with its text rules. Several threads may share one.
+
+    Args:
+        folder: as scripts/export.sh wrote it.
+        threads: of one call; default: one for each core.
+
+    Raises:
+        ExportError: the folder is no export, or files of it are damaged, or of another export, or too new.
+    """
+
+    def __init__(self, folder: str | Path, threads: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.description = _description(self.folder)
+        self.text = Text(self.folder)
+        self._source, self._target = (_dictionary(self.folder / self.description["files"][side]) for side in ("source", "target"))
+        self._ids = {word: number for number, word in enumerate(self._source)}
+        self._longest = self.description["max_positions"]  # source, target
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        self._encoder, self._decoder = (_session(self.folder / name, options) for name in ("encoder.onnx", "decoder.onnx"))
+        self._caches = [value for value in self._decoder.get_inputs() if f"next_{value.name}" in self._outputs()]
+
+    def translate(
+        self,
+        lines: str | Iterable[str],
+        beam: int | None = None,
+        lenpen: float | None = None,
+        n_best: int = 1,
+        batch: int = 32,
+        prefixes: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> str | list[str] | list[list[tuple[str, float]]]:
+        """Translate raw text: a sentence, or several, of which order and empty ones are kept.
+
+        Args:
+            lines: raw text, a sentence each.
+            beam: width of the search; default: the export's, 5.
+            lenpen: length penalty; above 1 favours longer translations.
+            n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
+            batch: sentences at once.
+            prefixes: for each line, target words that its translation begins with, as the model writes them.
+            settings: more of ``Settings``.
+
+        Raises:
+            ValueError: a setting that is unknown or out of range, or a line that is no line of text.
+        """
+        if isinstance(lines, str):
+            return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
+        lines = list(lines)
+        search_settings = self._settings({"beam": beam, "lenpen": lenpen, **settings})
+        if not 1 <= n_best <= search_settings.beam:
+            raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
+        sources = [self._tokens(line, number) for number, line in enumerate(lines, 1)]
+        forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
+        results: list[list[Hypothesis]] = [[] for _ in lines]
+        by_length = sorted((n for n in range(len(lines)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
+        for begin in range(0, len(by_length), batch):
+            numbers = by_length[begin : begin + batch]
+            of = None if forced is None else [forced[n] for n in numbers]
+            for n, hypotheses in zip(numbers, self._search([sources[n] for n in numbers], search_settings, of), strict=True):
+                results[n] = hypotheses
+        if n_best == 1:
+            return [self._words(found[0]) if found else "" for found in results]
+        return [[(self._words(one), one.score) for one in found[:n_best]] for found in results]
+
+    def _settings(self, given: dict[str, Any]) -> Settings:
+        known = {field.name for field in fields(Settings)}
+        if unknown := given.keys() - known:
+            raise ValueError(f"{', '.join(sorted(unknown))}: no setting of this search; it has {', '.join(sorted(known))}")
+        return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
+
+    def _tokens(self, line: str, number: int) -> list[int]:
+        """Ids of a line's subwords, and the end of the sentence."""
+        if not isinstance(line, str):
+            raise ValueError(f"line {number}: expected text, not {type(line).__name__}")
+        if "\n" in line.rstrip("\n"):
+            raise ValueError(f"line {number}: it has a line break inside; give one sentence a line")
+        ids = [self._ids.get(word, UNK) for word in self.text.subwords(line.rstrip("\n")).split()]
+        if len(ids) >= self._longest[0]:
+            logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), self._longest[0] - 1)
+        return [*ids[: self._longest[0] - 1], EOS]
+
+    def _prefix(self, prefix: str) -> list[int]:
+        ids = {word: number for number, word in enumerate(self._target)}
+        return [ids.get(word, UNK) for word in prefix.split()]
+
+    def _words(self, hypothesis: Hypothesis) -> str:
+        return self.text.detokenize(self.text.join(" ".join(self._target[token] for token in hypothesis.tokens)))
+
+    def _outputs(self) -> list[str]:
+        return [value.name for value in self._decoder.get_outputs()]
+
+    def _search(
+        self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
+    ) -> list[list[Hypothesis]]:
+        length = max(map(len, sources))
+        tokens = np.full((len(sources), length), PAD, np.int64)
+        for row, source in zip(tokens, sources, strict=True):
+            row[length - len(source) :] = source  # padded on the left, as fairseq does
+        steps = _Steps(self._decoder, self._outputs(), self._caches, *self._encoder.run(None, {"tokens": tokens}), tokens == PAD)
+        max_len = settings.max_len(length, self._longest[1])
+        words = len(self._target)
+        return search(steps, len(sources), max_len, settings, words=words, eos=EOS, pad=PAD, unk=UNK, prefixes=prefixes)
+
+
+class _Steps:
+    """The decoder's steps of one batch, with their caches."""
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        outputs: list[str],
+        caches: list[Any],
+        source_keys: NDArray,
+        source_values: NDArray,
+        padding: NDArray,
+    ) -> None:
+        self._session, self._outputs = session, outputs
+        self._source = {"source_keys": source_keys, "source_values": source_values, "padding": padding}
+        self._shapes = {value.name: value.shape for value in caches}
+        self._values: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        tokens: NDArray,
+        position: int,
+        order: NDArray,
+        kept: NDArray | None,
+        bias: NDArray,
+        top: int,
+        forced: NDArray,
+    ) -> tuple[NDArray, NDArray]:
+        """See ``search.Step``."""
+        value = onnxruntime.OrtValue.ortvalue_from_numpy
+        if position == 0:
+            for name, (layers, _, heads, rows, columns) in self._shapes.items():
+                shape = (layers, tokens.size, heads, rows if isinstance(rows, int) else 0, columns if isinstance(columns, int) else 0)
+                if name == "source_rows":
+                    shape = (*shape[:4], self._source["padding"].shape[1])
+                self._values[name] = value(np.zeros(shape, np.float32))
+        if kept is not None:
+            self._source = {name: array[kept] if name == "padding" else array[:, kept] for name, array in self._source.items()}
+        if kept is not None or position == 0:
+            self._values |= {name: value(np.ascontiguousarray(array)) for name, array in self._source.items()}
+        given = {"tokens": tokens, "step": np.array([position]), "order": order, "bias": bias}
+        given |= {"top": np.zeros(top, np.float32), "forced": forced}
+        given = {name: value(np.ascontiguousarray(array)) for name, array in given.items()}
+        results = self._session.run_with_ort_values(self._outputs, {**self._values, **given})
+        best, words, *caches = results
+        self._values |= {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
+        return best.numpy(), words.numpy()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """model.json, after a look at all files that it names."""
+    path = folder / "model.json"
+    if not path.is_file():
+        raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        version, digests = description["format"], description["digests"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(f"{path}: damaged ({type(error).__name__}: {error}); export the model again") from None
+    if version > FORMAT:
+        raise ExportError(f"{path}: format {version}, but this version reads up to {FORMAT}; update ea_runtime")
+    for name, expected in digests.items():
+        if not (folder / name).is_file():
+            raise ExportError(f"{folder / name}: no such file; export the model again")
+        if digest(folder / name) != expected:
+            raise ExportError(f"{folder / name}: damaged, or of another export than model.json; export the model again")
+    return description
+
+
+def _dictionary(path: Path) -> list[str]:
+    """A dictionary's words by their ids, fairseq's special symbols first."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [*SPECIAL, *(line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[0] for line in lines)]
+
+
+def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
