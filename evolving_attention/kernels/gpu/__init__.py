@@ -27,13 +27,14 @@ MOST_HEADS, MOST_WIDTH = 16, 128
 def knows(call: Call) -> bool:
     """Whether the kernels can do this call, and their variant has passed its trial on this device."""
     v = call.v
-    _, heads, _, _ = call.maps
+    _, heads, rows, columns = call.maps
     if not (
         (v.is_cuda or _interpreted())
         and v.dtype in DTYPES
         and v.size(3) <= MOST_WIDTH
         and (call.given is not None or call.q.size(3) == v.size(3))
         and call.kernel_size % 2 == 1
+        and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
         and not call.step
         and call.above is None
         and call.sources is None

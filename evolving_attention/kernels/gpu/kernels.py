@@ -185,7 +185,7 @@ def _mix(
         for start in range(0, pitch, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
             exists = (i < T)[:, None] & (j < S)[None, :]
-            places = ((b * K + h) * T + i[:, None]) * S + j[None, :]
+            places = (h * T + i[:, None]) * S + j[None, :]
             logits = tl.zeros([BAND, COLUMNS], tl.float32)
             if (flags & GIVEN) != 0:
                 logits = tl.load(given + places, mask=exists, other=0).to(tl.float32)
@@ -244,7 +244,7 @@ def _pixels(start, band, K, T, S, pitch, b):
     o = tl.arange(0, CHANNELS)
     inside = (start + tl.arange(0, PIXELS) < pitch * BAND) & (i < T)
     exists = (o < K)[:, None] & (inside & (j < S))[None, :]
-    at = ((b * K + o[:, None]) * T + i[None, :]) * S + j[None, :]
+    at = (o[:, None] * T + i[None, :]) * S + j[None, :]
     return p, i, j, inside, exists, at
 
 
@@ -267,7 +267,7 @@ def _evolve(
 def _scores(a_logit, masked, strides, b, h, i, j, K, T, S, lowest, flags):
     """A_logit under its mask, a head's tile, -inf outside of the map; places in a map, and which there are."""
     exists = (i < T)[:, None] & (j < S)[None, :]
-    places = ((b * K + h) * T + i[:, None]) * S + j[None, :]
+    places = (h * T + i[:, None]) * S + j[None, :]
     x = tl.load(a_logit + places, mask=exists, other=0).to(tl.float32)
     if (flags & MASKED) != 0:
         # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
@@ -283,7 +283,7 @@ def _attend(
     """The context of a band of rows, and of each row its largest score and the sum of exp(score - largest)."""
     i = tl.arange(0, BAND) + band * BAND
     for h in range(K):
-        row = (b * K + h) * T + i
+        row = h * T + i
         peak = tl.full([BAND], float("-inf"), tl.float32)
         total = tl.zeros([BAND], tl.float32)
         sums = tl.zeros([BAND, WIDTH], tl.float32)
@@ -297,7 +297,7 @@ def _attend(
             peak = higher
             if threshold > 0:
                 quad = start // 4 + tl.arange(0, COLUMNS // 4)
-                p = tl.where(_kept(seed, row.to(tl.int32)[:, None], quad[None, :], threshold), p, 0)
+                p = tl.where(_kept(seed, (b.to(tl.int32) * K * T + row)[:, None], quad[None, :], threshold), p, 0)
             values = _vectors(v, b, h, j, S, vectors[6], vectors[7], vectors[8], D, UNIT, WIDTH)
             sums = _product(p.to(values.dtype), values, sums * less[:, None])
         _store_vectors(context, sums / total[:, None] * kept_scale, b, h, i, T, B, K, D, UNIT, WIDTH)
@@ -318,7 +318,7 @@ def _grad_probs(
     """``grad`` = that of the probabilities after dropout; ``inner`` += the sum over a row of both, all in a band."""
     i = tl.arange(0, BAND) + band * BAND
     for h in range(K):
-        row = (b * K + h) * T + i
+        row = h * T + i
         of_context = _vectors(grad_context, b, h, i, T, vectors[9], vectors[10], vectors[11], D, UNIT, WIDTH)
         result = _vectors(context, b, h, i, T, K * D, D, B * K * D, D, UNIT, WIDTH)
         total = tl.sum(of_context.to(tl.float32) * result.to(tl.float32), 1)
@@ -329,7 +329,7 @@ def _grad_probs(
             j = start + tl.arange(0, COLUMNS)
             values = _vectors(v, b, h, j, S, vectors[6], vectors[7], vectors[8], D, UNIT, WIDTH)
             x = _product(of_context, tl.trans(values), tl.zeros([BAND, COLUMNS], tl.float32))
-            places = ((b * K + h) * T + i[:, None]) * S + j[None, :]
+            places = (h * T + i[:, None]) * S + j[None, :]
             tl.store(grad + places, x.to(grad.dtype.element_ty), mask=(i < T)[:, None] & (j < S)[None, :])
 
 
@@ -361,15 +361,15 @@ def _soften_backward(
         if (flags & MASKED) != 0:
             hide = hide | _hides(masked, masked_strides, b, i, j, inside & (j < S))[None, :]
             x = tl.where(hide, lowest, x)
-        row = (b * K + o[:, None]) * T + i[None, :]
+        row = o[:, None] * T + i[None, :]
         peak = tl.load(stats + 2 * row, mask=exists, other=0)
         x = tl.exp(x - peak) / tl.load(stats + 2 * row + 1, mask=exists, other=1)
         g = tl.load(grad + at, mask=exists, other=0).to(tl.float32)
         dropped = x
         if threshold > 0:
             quads = (start + pitch * band * BAND) // 4 + tl.arange(0, PIXELS // 4)  # a pitch is whole quads
-            number = (b * K + o[:, None]) * T + (quads * 4 // pitch)[None, :]
-            keep = _kept(seed, number.to(tl.int32), (quads % (pitch // 4))[None, :], threshold)
+            number = (b.to(tl.int32) * K + o[:, None]) * T + (quads * 4 // pitch)[None, :]
+            keep = _kept(seed, number, (quads % (pitch // 4))[None, :], threshold)
             g = tl.where(keep, g * kept_scale, 0)
             dropped = tl.where(keep, x * kept_scale, 0)
         if (flags & WEIGHTED) != 0:
@@ -447,7 +447,7 @@ def _unmix(
         i, j = p // pitch, p % pitch
         inside = (start + tl.arange(0, PIXELS) < pitch * bands * BAND) & (i < T)
         exists = (c < K)[:, None] & (inside & (j < S))[None, :]
-        at = ((b * K + c[:, None]) * T + i[None, :]) * S + j[None, :]
+        at = (c[:, None] * T + i[None, :]) * S + j[None, :]
         of_carried = tl.load(grad + at, mask=exists, other=0).to(tl.float32)
         of_mixed = tl.zeros([CHANNELS, PIXELS], tl.float32)
         if KERNEL > 0:
@@ -513,7 +513,7 @@ def _of_queries(
         for start in range(0, S, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
             exists = (i < T)[:, None] & (j < S)[None, :]
-            x = tl.load(grad + ((b * K + h) * T + i[:, None]) * S + j[None, :], mask=exists, other=0)
+            x = tl.load(grad + (h * T + i[:, None]) * S + j[None, :], mask=exists, other=0)
             keys = _vectors(k, b, h, j, S, vectors[3], vectors[4], vectors[5], D, UNIT, WIDTH)
             total = _product(x, keys, total)
         _store_vectors(grad_q, total * scale, b, h, i, T, B, K, D, UNIT, WIDTH)
@@ -531,7 +531,7 @@ def _of_keys(
     for start in range(0, T, BAND):
         i = start + tl.arange(0, BAND)
         exists = (i < T)[:, None] & (j < S)[None, :]
-        places = ((b * K + h) * T + i[:, None]) * S + j[None, :]
+        places = (h * T + i[:, None]) * S + j[None, :]
         p = tl.load(probs + places, mask=exists, other=0)
         of_context = _vectors(grad_context, b, h, i, T, vectors[9], vectors[10], vectors[11], D, UNIT, WIDTH)
         of_values = _product(tl.trans(p), of_context, of_values)
@@ -572,6 +572,10 @@ def forward_kernel(
         b, first = b // bands, (b % bands).to(tl.int32)
         last = first + 1
     vectors = (q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t)
+    skipped = b * (K * T)
+    stats += 2 * skipped
+    given, previous = given + skipped * S, previous + skipped * S
+    a_logit, weights = a_logit + skipped * S, weights + skipped * S
     shares = _shares(learnt, share_a, share_b, share_c, share_d, share_e, flags)
     mixed = scratch
     if KERNEL > 0:
@@ -631,6 +635,10 @@ def backward_kernel(
         b, first = b // bands, (b % bands).to(tl.int32)
         last = first + 1
     vectors = (q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t)
+    skipped = b * (K * T)
+    stats, inner = stats + 2 * skipped, inner + skipped
+    given, previous, grad_previous = given + skipped * S, previous + skipped * S, grad_previous + skipped * S
+    grad, grad_map, grad_weights = grad + skipped * S, grad_map + skipped * S, grad_weights + skipped * S
     hidden_strides, masked_strides = (hidden_b, hidden_t, hidden_s), (masked_b, masked_t, masked_s)
     shares = _shares(learnt, share_a, share_b, share_c, share_d, share_e, flags)
     mixed, grad_conv, probs = scratch, scratch, scratch
@@ -639,7 +647,8 @@ def backward_kernel(
         mixed = scratch + _first_pixel(T, K, pitch, b, KERNEL)
         grad_conv = mixed + size
         probs = scratch + 2 * size
-    logits = probs + (B * K).to(tl.int64) * T * S
+    logits = probs + (B * K).to(tl.int64) * T * S + skipped * S
+    probs += skipped * S
 
     if STEP < 2:
         if KERNEL > 0 and first == 0:
