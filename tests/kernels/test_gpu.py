@@ -664,7 +664,7 @@ def test_trial_passes_what_is_right(small_trial, options):
 
 
 @pytest.mark.parametrize(
-    ("function", "index"), [*(("forward", index) for index in (0, 1, 3)), *(("backward", index) for index in range(8))]
+    ("function", "index"), [*(("forward", index) for index in (0, 1, 3)), *(("backward", index) for index in range(6))]
 )
 def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, function, index):
     right = getattr(operation, function)
@@ -833,20 +833,20 @@ def compiled(capability, *case):
 
     from evolving_attention.kernels.gpu import operation
 
-    def compile_only(kernel, programs, tensors, numbers, constants):
-        made = kernel.warmup(*tensors, *numbers, *constants, grid=(programs, 1, 1), **operation.OPTIONS)
-        used[f"{kernel.__name__} {constants[-1]}"] = {
+    def compile_only(kernel, grid, arguments, key):
+        made = kernel.warmup(*arguments, grid=grid, **operation.OPTIONS)
+        used[f"{kernel.__name__} {arguments[-1]}"] = {
             **resources(triton, made.asm["cubin"]),
             "SHARED": made.metadata.shared,
         }
 
     used = {}
     without_gpu(capability)
-    operation._launch, launch = compile_only, operation._launch
+    operation._run, run = compile_only, operation._run
     inputs = arguments(*case)
     context, a_logit, stats, _ = operation.forward(*inputs)
     operation.backward(context, a_logit, None, context, stats, None, *inputs)
-    operation._launch = launch
+    operation._run = run
     return used
 
 
@@ -898,6 +898,7 @@ def host_time(steps=30):
             return Nothing()
 
     operation._compiled = Compiled()
+    torch.set_num_threads(1)
     dim, heads = 160, 4
     x = torch.zeros(1, 1, dim, requires_grad=True)
     weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((heads, heads, 3, 3), (heads,)))

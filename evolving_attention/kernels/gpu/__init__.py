@@ -13,7 +13,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...evolution import reach
 from ..call import Call, Result
@@ -61,9 +60,8 @@ def attend(call: Call, seed: Tensor | None = None) -> Result:
             it, so that a CUDA graph drops other weights in each replay, and checkpointed layers the same ones.
     """
     arguments = arguments_of(call, seed)
-    # The dispatcher takes longer than the launches: it is asked only where somebody looks at operations.
-    looked_at = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    run = torch.ops.evolving_attention.gpu_forward if looked_at else _kernels().Attend.apply
+    operation = _kernels()
+    run = torch.ops.evolving_attention.gpu_forward if operation.looked_at() else operation.Attend.apply
     context, a_logit, _, weights = run(*arguments)
     return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None)
 

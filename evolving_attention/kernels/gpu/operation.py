@@ -1,15 +1,15 @@
 """The GPU's kernels as an operation of PyTorch: its launches, its gradients, and its entry in the dispatcher.
 
 In eager mode ``Attend`` is called, an autograd.Function. ``torch.ops.evolving_attention.gpu_forward`` is the same for
-whoever looks at operations: torch.compile, torch.export, counters of FLOPs. It must be imported with Triton there.
+whoever looks at operations: torch.compile, torch.export, counters of FLOPs.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size. Masks: True = masked.
 """
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -23,184 +23,176 @@ from .kernels import backward_kernel, forward_kernel
 INTERPRETED = kernels.INTERPRETED.value
 #: the longest map whose sentences are done by one program each
 SHORT = 64
-#: float16's sums are kept within half of its range, as in evolution.py
-LIMITS = {torch.float16: torch.finfo(torch.float16).max / 2}
-#: which inputs of ``forward`` may have gradients: q, k, v, given, previous, weight, bias, learnt
-DIFFERENTIABLE = 8
-TENSORS = 11
-
-#: eight warps: no variant in half precision needs more registers than there are
+#: eight warps: so no variant in half precision needs more registers than there are
 OPTIONS = {"num_warps": 8, "num_stages": 2}
 
 _compiled: dict[tuple, Any] = {}
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    previous: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    learnt: Tensor | None,
-    hidden: Tensor | None,
-    masked: Tensor | None,
-    seed: Tensor | None,
-    shares: list[float],
-    separate: bool,
-    scale: float,
-    reach: list[int],
-    dropout: float,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention from queries, keys and values to the context.
+class Inputs(NamedTuple):
+    """The operation's inputs: of a ``Call``, but for those that are explained."""
 
-    Args:
-        q, k, v, given, previous, weight, bias, hidden, masked, scale, dropout, need_weights: see ``Call``.
-        learnt: 5 numbers, float32, a to e where any of them is learnt; else ``shares`` holds them.
-        seed: of dropout, one number, int64; on the device, so that CUDA graphs can be captured.
-        separate: carried is not mixed: the convolution, if there is one, is added to something else than what it reads.
-        reach: left, top, triangular: see ``evolution.reach``.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Tensor | None
+    previous: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    learnt: Tensor | None  # a to e in float32, where any of them is learnt; else they are ``shares``
+    hidden: Tensor | None
+    masked: Tensor | None
+    seed: Tensor | None  # of dropout, one number, int64; on the device, so that CUDA graphs can be captured
+    shares: list[float]
+    separate: bool  # carried is not mixed: the convolution, if any, is added to something else than what it reads
+    scale: float
+    reach: list[int]  # see ``evolution.reach``
+    dropout: float
+    need_weights: bool
 
-    Returns:
-        context B x K x T x D; A_logit B x K x T x S; B x K x T x 2, each row's largest score and its sum of
-        exp(score - largest); weights B x K x T x S in float32, empty where they are not needed.
+    @property
+    def maps(self) -> tuple[int, int, int, int]:
+        """B, K, T, S."""
+        return *self.q.shape[:3], self.v.size(2)
+
+    @property
+    def kernel_size(self) -> int:
+        """k, 0 where there is no convolution."""
+        return 0 if self.weight is None else self.weight.size(3)
+
+
+#: the first inputs, which are tensors; of these, the first, which may have gradients
+TENSORS, DIFFERENTIABLE = 11, 8
+
+
+class Grads(NamedTuple):
+    """What the backward pass is given beside ``Inputs``: three gradients, and what the forward pass left."""
+
+    grad_context: Tensor | None
+    grad_map: Tensor | None
+    grad_weights: Tensor | None
+    context: Tensor
+    stats: Tensor
+    weights: Tensor | None
+
+
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From ``Inputs`` to the context, B x K x T x D, as the memory of a T x B x C tensor; A_logit, B x K x T x S;
+    B x K x T x 2, each row's largest score and its sum of exp(score - largest); weights, B x K x T x S in float32,
+    empty where they are not needed.
     """
-    batch, heads, rows, _ = q.shape
-    columns, width = v.shape[2:]
-    maps = (batch, heads, rows, columns)
-    context = v.new_empty(rows, batch, heads, width).permute(1, 2, 0, 3)
-    a_logit = v.new_empty(maps)
-    stats = v.new_empty(batch, heads, rows, 2, dtype=torch.float32)
-    weights = v.new_empty(maps if need_weights else 0, dtype=torch.float32)
-    size, pitch = _size(maps, weight)
-    scratch = v.new_empty(size)
-    nothing = stats.view(torch.uint8)  # what kernels get for a tensor that they will not read
-    q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
-    tensors = (
-        *(q, k, v, *_contiguous(v, given, previous, weight, bias), stats if learnt is None else learnt),
-        *(_bytes(hidden, nothing), _bytes(masked, nothing), stats.view(torch.int64) if seed is None else seed),
-        *(scratch, a_logit, context, stats, weights if need_weights else stats),
-    )
-    flags = _flags(given, previous, hidden, masked, learnt, need_weights, separate, reach)
-    unit, strides = _strides(width, (q, k, v) if given is None else (v, v, v))
-    numbers = (
-        *(batch, heads, rows, columns, width // unit, pitch // 16, *strides),
-        *(*_mask_strides(hidden, maps), *_mask_strides(masked, maps), reach[1], reach[0], flags),
-        *_scalars(v.dtype, shares, scale, dropout),
-    )
-    for step, grid in _steps(maps, v.element_size(), 2):
-        _launch(forward_kernel, grid, tensors, numbers, (*_constants(v, weight, unit), step))
+    x = Inputs(*arguments)
+    context, a_logit = _vectors(x.v, x.q), x.v.new_empty(x.maps)
+    stats = x.v.new_empty(*x.q.shape[:3], 2, dtype=torch.float32)
+    weights = stats.new_empty(x.maps if x.need_weights else 0)
+    size, pitch = _size(x)
+    left = (x.v.new_empty(size), a_logit, context, weights if x.need_weights else stats)
+    _launch(forward_kernel, x, stats, left, pitch, x.need_weights, [x.q, x.k, x.v], 2)
     return context, a_logit, stats, weights
 
 
-def backward(
-    grad_context: Tensor | None,
-    grad_map: Tensor | None,
-    grad_weights: Tensor | None,
-    context: Tensor,
-    stats: Tensor,
-    weights: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    previous: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    learnt: Tensor | None,
-    hidden: Tensor | None,
-    masked: Tensor | None,
-    seed: Tensor | None,
-    shares: list[float],
-    separate: bool,
-    scale: float,
-    reach: list[int],
-    dropout: float,
-    need_weights: bool,
-) -> list[Tensor]:
-    """Gradients of the first eight inputs of ``forward``, empty where there is no such input."""
-    batch, heads, rows, _ = q.shape
-    columns, width = v.shape[2:]
-    maps = (batch, heads, rows, columns)
-    if grad_context is None:
-        grad_context = torch.zeros_like(context)
-    weighted = grad_weights is not None
-    if weighted:
-        inner = (weights * grad_weights).sum(3)
-    else:
-        inner = stats.new_empty(batch, heads, rows)
-    grad = v.new_empty(maps)
-    grad_v = v.new_empty(columns, batch, heads, width).permute(1, 2, 0, 3)
-    grad_q = v.new_empty(0) if given is not None else v.new_empty(rows, batch, heads, width).permute(1, 2, 0, 3)
-    grad_k = v.new_empty(0) if given is not None else v.new_empty(columns, batch, heads, width).permute(1, 2, 0, 3)
-    grad_previous = v.new_empty(0) if previous is None else v.new_empty(maps)
-    steps = _steps(maps, v.element_size(), 4)
-    count = 0 if weight is None else weight.numel()
-    partial = stats.new_empty(steps[0][1], count + heads + 5)
-    size, pitch = _size(maps, weight)
-    scratch = v.new_empty(2 * size + (1 if learnt is None else 2) * grad.numel())
-    nothing = stats.view(torch.uint8)
-    q, k, v, grad_context = _by_rows(q), _by_rows(k), _by_rows(v), _by_rows(grad_context)
-    tensors = (
-        *(q, k, v, *_contiguous(v, given, previous, weight, bias), stats if learnt is None else learnt),
-        *(_bytes(hidden, nothing), _bytes(masked, nothing), stats.view(torch.int64) if seed is None else seed),
-        *(scratch, context, stats, inner, grad_context, *_contiguous(v, grad_map)),
-        *(grad_weights.contiguous() if weighted else stats, grad, grad_q, grad_k, grad_v, grad_previous, partial),
+def backward(*arguments: Any) -> list[Tensor]:
+    """From ``Grads`` and ``Inputs`` to gradients of q, k, v, given and previous, empty where there is none; and of all
+    else, in float32: weight, bias, and five shares.
+    """
+    grads, x = Grads(*arguments[:6]), Inputs(*arguments[6:])
+    stats, weighted = grads.stats, grads.grad_weights is not None
+    grad_context = torch.zeros_like(grads.context) if grads.grad_context is None else _by_rows(grads.grad_context)
+    inner = (grads.weights * grads.grad_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3])
+    grad, (size, pitch) = x.v.new_empty(x.maps), _size(x)
+    of_vectors = [_vectors(x.q, x.q), _vectors(x.v, x.v), _vectors(x.v, x.v)]
+    if x.given is not None:
+        of_vectors[:2] = x.v.new_empty(0), x.v.new_empty(0)
+    grad_previous = x.v.new_empty(0) if x.previous is None else torch.empty_like(grad)
+    programs = _steps(x, 4)[0][1]
+    partial = stats.new_empty(programs, (0 if x.weight is None else x.weight.numel()) + x.q.size(1) + 5)
+    scratch = x.v.new_empty(2 * size + (1 if x.learnt is None else 2) * grad.numel())
+    left = (
+        *(scratch, grads.context, inner, grad_context, *_contiguous(x.v, grads.grad_map)),
+        *(grads.grad_weights.contiguous() if weighted else stats, grad, *of_vectors, grad_previous, partial),
     )
-    flags = _flags(given, previous, hidden, masked, learnt, weighted, separate, reach)
-    flags |= 0 if grad_map is None else kernels.GRAD_MAP.value
-    unit, strides = _strides(width, (*((q, k) if given is None else (v, v)), v, grad_context))
-    numbers = (
-        *(batch, heads, rows, columns, width // unit, pitch // 16, *strides),
-        *(*_mask_strides(hidden, maps), *_mask_strides(masked, maps), reach[1], reach[0], flags),
-        *_scalars(v.dtype, shares, scale, dropout),
+    vectors = [x.q, x.k, x.v, grad_context]
+    _launch(
+        backward_kernel,
+        x,
+        stats,
+        left,
+        pitch,
+        weighted,
+        vectors,
+        4,
+        kernels.GRAD_MAP.value * (grads.grad_map is not None),
     )
-    for step, grid in steps:
-        _launch(backward_kernel, grid, tensors, numbers, (*_constants(v, weight, unit), step))
-    of_weight, of_bias, of_shares = (v.new_empty(0) for _ in range(3))
-    if weight is not None or learnt is not None:
-        total = partial.sum(0)  # the same order every time
-        of_shares = v.new_empty(0) if learnt is None else total[-5:].clone()
-    if weight is not None:
-        of_both = total[:-5].to(weight.dtype)
-        of_weight, of_bias = of_both[:count].view(weight.shape), of_both[count:].clone()
-    return [
-        grad_q,
-        grad_k,
-        grad_v,
-        grad if given is not None else v.new_empty(0),
-        grad_previous,
-        of_weight,
-        of_bias,
-        of_shares,
-    ]
+    of_given = x.v.new_empty(0) if x.given is None else grad
+    return [*of_vectors, of_given, grad_previous, partial.sum(0)]  # the same order every time
 
 
 # ---- launches
 
 
-def _launch(kernel: Any, programs: int, tensors: tuple, numbers: tuple, constants: tuple) -> None:
+def _launch(
+    kernel: Any,
+    x: Inputs,
+    stats: Tensor,
+    others: tuple[Tensor, ...],
+    pitch: int,
+    weighted: bool,
+    vectors: list[Tensor],
+    count: int,
+    flags: int = 0,
+) -> None:
+    """Launch a kernel: its ``others`` are the tensors of its own, ``vectors`` those whose strides it reads."""
+    vectors = [x.v if x.given is not None and index < 2 else _by_rows(y) for index, y in enumerate(vectors)]
+    nothing = stats.view(torch.uint8)  # what kernels get for a tensor that they will not read
+    tensors = (
+        *(
+            *vectors[:3],
+            *_contiguous(x.v, x.given, x.previous, x.weight, x.bias),
+            stats if x.learnt is None else x.learnt,
+        ),
+        nothing if x.hidden is None else x.hidden.view(torch.uint8),
+        nothing if x.masked is None else x.masked.view(torch.uint8),
+        *(stats.view(torch.int64) if x.seed is None else x.seed, stats, *others),
+    )
+    for has, bit in (
+        *((x.given, kernels.GIVEN), (x.previous, kernels.PREVIOUS), (x.hidden, kernels.HIDDEN)),
+        *((x.masked, kernels.MASKED), (x.learnt, kernels.LEARNT), (weighted or None, kernels.WEIGHTED)),
+        *((x.separate or None, kernels.SEPARATE), (x.reach[2] or None, kernels.TRIANGULAR)),
+    ):
+        flags |= 0 if has is None else bit.value
+    unit, dtype = unit_of(*vectors), x.v.dtype
+    threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
+    numbers = (
+        *(*x.maps, x.v.size(3) // unit, pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
+        *(x.reach[1], x.reach[0], flags, threshold, x.scale, *x.shares, torch.finfo(dtype).min),
+        # float16's sums are kept within half of its range, as in evolution.py
+        torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
+        65536 / (65536 - threshold) if threshold < 65536 else 0.0,
+        *(stride // unit for y in vectors for stride in y.stride()[:3]),
+    )
+    heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
+    for step, programs in _steps(x, count):
+        constants = (heads, kernel_size, unit, width, _columns(x.v), step)
+        _run(kernel, (programs, 1, 1), (*tensors, *numbers, *constants), (dtype, x.v.device, constants))
+
+
+def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple, key: tuple) -> None:
     """Launch a kernel on the device of its tensors.
 
-    What Triton looks at in every launch is fixed here by the types, the device and the constants, so that a kernel that
-    has been launched before goes without it, which takes a fifth of the time.
+    ``key`` decides all that Triton looks at in each argument of each launch, so that the second launch goes without it,
+    which takes a fifth of the time.
     """
-    v = tensors[2]
-    if type(v) not in PLAIN:  # it is being traced
+    if type(arguments[2]) not in PLAIN:  # it is being traced
         if not INTERPRETED:
-            torch.library.wrap_triton(kernel)[(programs, 1, 1)](*tensors, *numbers, *constants, **OPTIONS)
-        return
-    if INTERPRETED:
-        kernel[(programs, 1, 1)](*tensors, *numbers, *constants, **OPTIONS)
-        return
-    key = (kernel, v.dtype, v.device, constants)
-    with torch.cuda.device_of(v):
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _compiled[key] = kernel.warmup(*tensors, *numbers, *constants, grid=(programs, 1, 1), **OPTIONS)
-        compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
+            torch.library.wrap_triton(kernel)[grid](*arguments, **OPTIONS)
+    elif INTERPRETED:
+        kernel[grid](*arguments, **OPTIONS)
+    else:
+        with torch.cuda.device_of(arguments[2]):
+            compiled = _compiled.get((kernel, *key))
+            if compiled is None:
+                compiled = _compiled[kernel, *key] = kernel.warmup(*arguments, grid=grid, **OPTIONS)
+            compiled[grid](*arguments)
 
 
 def is_short(rows: int, columns: int) -> bool:
@@ -208,34 +200,43 @@ def is_short(rows: int, columns: int) -> bool:
     return max(rows, columns) <= SHORT
 
 
-def _steps(maps: tuple[int, int, int, int], element_size: int, count: int) -> list[tuple[int, int]]:
+def _steps(x: Inputs, count: int) -> list[tuple[int, int]]:
     """The launches, ``count`` for long maps: their steps and programs."""
-    batch, heads, rows, columns = maps
+    batch, heads, rows, columns = x.maps
     if is_short(rows, columns):
         return [(0, batch)]
     bands = batch * -(-rows // kernels.BAND.value)
-    blocks = batch * heads * -(-columns // (128 // element_size))
+    blocks = batch * heads * -(-columns // _columns(x.v))
     return [(step, blocks if step == 4 else bands) for step in range(1, count + 1)]
 
 
+def _columns(v: Tensor) -> int:
+    """Columns of a head's tile: as many as there are registers for."""
+    return 128 // v.element_size()
+
+
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:
-    """Heads and head size rounded up to powers of two, and the convolution's size, 0 where there is none."""
+    """What the kernels are compiled for: heads and head size rounded up to powers of two; k, 0: no convolution."""
     return 1 << (heads - 1).bit_length(), kernel_size, max(16, 1 << (width - 1).bit_length())
 
 
-def _constants(v: Tensor, weight: Tensor | None, unit: int) -> tuple[int, ...]:
-    heads, kernel_size, width = constants_of(v.size(1), 0 if weight is None else weight.size(3), v.size(3))
-    columns = 128 // v.element_size()
-    return heads, kernel_size, unit, width, columns
+def unit_of(*vectors: Tensor) -> int:
+    """8 where all vectors begin at multiples of 8 numbers and have as many, so that they can be read 8 at once."""
+    sizes = [size for x in vectors for size in (*x.stride()[:3], x.size(3), x.storage_offset())]
+    return 1 if any(size % 8 for size in sizes) else 8
 
 
-def _size(maps: tuple[int, int, int, int], weight: Tensor | None) -> tuple[int, int]:
+def _size(x: Inputs) -> tuple[int, int]:
     """Numbers that what the convolution reads takes, with its gaps, and its pitch."""
-    batch, heads, rows, columns = maps
-    gap = 0 if weight is None else weight.size(3) - 1
+    batch, heads, rows, columns = x.maps
+    gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
     pitch = (columns + gap + 15) // 16 * 16
-    lead = kernels.LEAD.value
-    return 0 if weight is None else batch * (lead + (heads * (rows + gap) + gap) * pitch) + lead, pitch
+    return (batch * (lead + (heads * (rows + gap) + gap) * pitch) + lead if x.kernel_size else 0), pitch
+
+
+def _vectors(like: Tensor, of: Tensor) -> Tensor:
+    """New vectors, as wide as some and as many as others, in memory length x B x K x D, as projections take them."""
+    return like.new_empty(of.size(2), *of.shape[:2], like.size(3)).permute(1, 2, 0, 3)
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -247,56 +248,19 @@ def _contiguous(other: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     return [other if x is None else x.contiguous() for x in tensors]
 
 
-def _bytes(mask: Tensor | None, other: Tensor) -> Tensor:
-    return other if mask is None else mask.view(torch.uint8)
-
-
-def _flags(
-    given: Tensor | None,
-    previous: Tensor | None,
-    hidden: Tensor | None,
-    masked: Tensor | None,
-    learnt: Tensor | None,
-    weighted: bool,
-    separate: bool,
-    reach: list[int],
-) -> int:
-    """The kernels' ``flags``."""
-    flags = (given is not None) * kernels.GIVEN.value | (previous is not None) * kernels.PREVIOUS.value
-    flags |= (hidden is not None) * kernels.HIDDEN.value | (masked is not None) * kernels.MASKED.value
-    flags |= weighted * kernels.WEIGHTED.value | separate * kernels.SEPARATE.value
-    return flags | (learnt is not None) * kernels.LEARNT.value | reach[2] * kernels.TRIANGULAR.value
-
-
-def unit_of(*vectors: Tensor) -> int:
-    """8 where all vectors begin at multiples of 8 numbers and have as many, so that they can be read 8 at once."""
-    sizes = [size for x in vectors for size in (*x.stride()[:3], x.size(3), x.storage_offset())]
-    return 1 if any(size % 8 for size in sizes) else 8
-
-
-def _strides(width: int, vectors: tuple[Tensor, ...]) -> tuple[int, list[int]]:
-    """The unit, and all strides in units."""
-    unit = unit_of(*vectors)
-    return unit, [stride // unit for x in vectors for stride in x.stride()[:3]]
-
-
-def _mask_strides(mask: Tensor | None, maps: tuple[int, int, int, int]) -> tuple[int, int, int]:
+def _mask_strides(mask: Tensor | None) -> list[int]:
     """Strides over the B sentences, T rows and S columns; 0 where a mask broadcasts."""
     if mask is None:
-        return 0, 0, 0
-    over_b, _, over_t, over_s = mask.stride()
-    size_b, _, size_t, size_s = mask.shape
-    return over_b if size_b > 1 else 0, over_t if size_t > 1 else 0, over_s if size_s > 1 else 0
-
-
-def _scalars(dtype: torch.dtype, shares: list[float], scale: float, dropout: float) -> tuple[float, ...]:
-    """Numbers from ``threshold`` on: a place survives dropout where its 16 random bits are not below that."""
-    threshold = round(dropout * 65536)
-    kept_scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return threshold, scale, *shares, torch.finfo(dtype).min, LIMITS.get(dtype, float("inf")), kept_scale
+        return [0, 0, 0]
+    return [mask.stride(axis) if mask.size(axis) > 1 else 0 for axis in (0, 2, 3)]
 
 
 # ---- gradients
+
+
+def looked_at() -> bool:
+    """Whether somebody looks at operations: else the dispatcher, which takes longer than the launches, is left out."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def _keep(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -310,18 +274,18 @@ def _keep(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _go_back(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives()
     of_context, of_map, _, of_weights = readable(*grads)
-    context, stats, weights, *inputs = ctx.saved_tensors
-    looked_at = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    run = torch.ops.evolving_attention.gpu_backward if looked_at else backward
-    if not ctx.settings[-1]:
-        of_weights = None
-    gradients = run(of_context, of_map, of_weights, context, stats, weights, *inputs, *ctx.settings)
-    without = inputs[3] is not None  # queries and keys, where logits are given
-    found = [
-        None if x is None or (without and index < 2) else gradient
-        for index, (gradient, x) in enumerate(zip(gradients, inputs[:DIFFERENTIABLE], strict=True))
-    ]
-    return *found, *(None,) * (TENSORS - DIFFERENTIABLE + len(ctx.settings))
+    saved = ctx.saved_tensors  # to be asked for once: a checkpointed layer is computed again for it
+    kept, inputs = saved[:3], (*saved[3:], *ctx.settings)
+    x = Inputs(*inputs)
+    run = torch.ops.evolving_attention.gpu_backward if looked_at() else backward
+    *found, rest = run(of_context, of_map, of_weights if x.need_weights else None, *kept, *inputs)
+    found = [gradient if gradient.numel() else None for gradient in found]
+    of_weight = of_bias = None
+    if x.weight is not None:
+        both = rest[:-5].to(x.weight.dtype)
+        of_weight, of_bias = both[: x.weight.numel()].view(x.weight.shape), both[x.weight.numel() :]
+    of_shares = None if x.learnt is None else rest[-5:]
+    return *found, of_weight, of_bias, of_shares, *(None,) * (len(inputs) - DIFFERENTIABLE)
 
 
 class Attend(torch.autograd.Function):
@@ -337,36 +301,40 @@ class Attend(torch.autograd.Function):
 
 # ---- the dispatcher
 
-# Triton's interpreter can run nothing but real tensors, so PyTorch does not look into the kernels there.
-_declare = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-_forward = _declare("evolving_attention::gpu_forward", forward, mutates_args=())
-_backward = _declare("evolving_attention::gpu_backward", backward, mutates_args=())
-if INTERPRETED:
-    _forward.register_fake(forward)
-    _backward.register_fake(backward)
-_forward.register_autograd(_go_back, setup_context=_keep)
+
+def _declare(name: str, function: Any, *inputs: type[NamedTuple]) -> Any:
+    """Make an operation of a function whose arguments are the fields of named tuples."""
+    fields = [item for kind in inputs for item in kind.__annotations__.items()]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields]
+    function.__signature__ = inspect.Signature(named, return_annotation=function.__annotations__["return"])
+    # Triton's interpreter can run nothing but real tensors, so PyTorch does not look into the kernels there.
+    declare = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+    operation = declare(f"evolving_attention::{name}", function, mutates_args=())
+    if INTERPRETED:
+        operation.register_fake(function)
+    return operation
+
+
+_declare("gpu_forward", forward, Inputs).register_autograd(_go_back, setup_context=_keep)
+_declare("gpu_backward", backward, Grads, Inputs)
 
 
 @register_flop_formula(torch.ops.evolving_attention.gpu_forward)
-def forward_flops(q: tuple, k: tuple, v: tuple, given: tuple | None, *others: Any, **options: Any) -> int:
-    """Products and convolution, 2 x multiply-adds, from the shapes of ``forward``'s tensors."""
-    return _flops(v, q, given, others[1], others[10], products=2, convolutions=1)
+def forward_flops(*shapes: Any, **_: Any) -> int:
+    """Products and convolution, 2 x multiply-adds, from the shapes of ``Inputs``."""
+    x = Inputs(*shapes)
+    products = 2 if x.given is None else 1
+    size = 0 if x.weight is None else x.weight[3]
+    taps = size * (size + 1) // 2 if x.reach[2] else size * size
+    pixels = x.q[0] * x.q[1] * x.q[2] * x.v[2]
+    return 2 * pixels * (products * x.v[3] + x.q[1] * taps)
 
 
 @register_flop_formula(torch.ops.evolving_attention.gpu_backward)
-def backward_flops(*shapes: Any, **options: Any) -> int:
-    """The same of ``backward``, with what it computes again."""
-    q, _, v, given, _, weight = shapes[6:12]
-    return _flops(v, q, given, weight, shapes[20], products=5, convolutions=3)
-
-
-def _flops(
-    v: tuple, q: tuple, given: tuple | None, weight: tuple | None, reach: list[int], products: int, convolutions: int
-) -> int:
-    batch, heads, rows, _ = q
-    pixels = batch * heads * rows * v[2]
-    if given is not None:  # the logits, and the gradients of queries and keys, are others'
-        products -= 1 if products == 2 else 3
-    size = 0 if weight is None else weight[3]
-    taps = size * (size + 1) // 2 if reach[2] else size * size
-    return 2 * pixels * (products * v[3] + convolutions * heads * taps)
+def backward_flops(*shapes: Any, **_: Any) -> int:
+    """The same of the backward pass, with what it computes again: 5 products, or 2, and 3 convolutions."""
+    x = Inputs(*shapes[6:])
+    products = 2 * x.q[0] * x.q[1] * x.q[2] * x.v[2] * x.v[3]
+    forward_products = (2 if x.given is None else 1) * products
+    return 3 * (forward_flops(*x) - forward_products) + (5 if x.given is None else 2) * products
