@@ -49,6 +49,7 @@ ROUNDS = tl.constexpr(7)
 GIVEN, PREVIOUS, HIDDEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 WEIGHTED, SEPARATE, LEARNT, GRAD_MAP = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
 TRIANGULAR = tl.constexpr(256)
+FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR)
 
 
 class Call(NamedTuple):
@@ -118,7 +119,7 @@ def _store_vectors(x, values, call, h, i, size, UNIT: tl.constexpr, WIDTH: tl.co
 def _hides(mask, b, i, j, exists):
     """What a mask hides; all that does not exist."""
     places = mask[0] + b * mask[1] + i.to(tl.int64) * mask[2] + j * mask[3]
-    return tl.load(places, mask=exists, other=1) != 0
+    return tl.load(places, mask=exists, other=1).to(tl.int1)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from . import kernels
 from .kernels import backward_kernel, forward_kernel
 
 INTERPRETED = kernels.INTERPRETED.value
+GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR = (bit.value for bit in kernels.FLAGS)
 #: the longest map whose sentences are done by one program each
 SHORT = 64
 #: eight warps: so no variant in half precision needs more registers than there are
@@ -97,7 +98,9 @@ def backward(*arguments: Any) -> list[Tensor]:
     """
     grads, x = Grads(*arguments[:6]), Inputs(*arguments[6:])
     stats, weighted = grads.stats, grads.grad_weights is not None
-    grad_context = torch.zeros_like(grads.context) if grads.grad_context is None else _by_rows(grads.grad_context)
+    grad_context = torch.zeros_like(grads.context) if grads.grad_context is None else grads.grad_context
+    if grad_context.stride(3) != 1 or not _is_aligned(grad_context):
+        grad_context = grad_context.contiguous()
     inner = (grads.weights * grads.grad_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3])
     grad, (size, pitch) = x.v.new_empty(x.maps), _size(x)
     of_vectors = [_vectors(x.q, x.q), _vectors(x.v, x.v), _vectors(x.v, x.v)]
@@ -121,7 +124,7 @@ def backward(*arguments: Any) -> list[Tensor]:
         weighted,
         vectors,
         4,
-        kernels.GRAD_MAP.value * (grads.grad_map is not None),
+        GRAD_MAP * (grads.grad_map is not None),
     )
     of_given = x.v.new_empty(0) if x.given is None else grad
     return [*of_vectors, of_given, grad_previous, partial.sum(0)]  # the same order every time
@@ -142,25 +145,18 @@ def _launch(
     flags: int = 0,
 ) -> None:
     """Launch a kernel: its ``others`` are the tensors of its own, ``vectors`` those whose strides it reads."""
+    unit, dtype = unit_of(x.q, x.k, x.v, x.given), x.v.dtype
     vectors = [x.v if x.given is not None and index < 2 else _by_rows(y) for index, y in enumerate(vectors)]
-    nothing = stats.view(torch.uint8)  # what kernels get for a tensor that they will not read
+    previous, given, weight, bias = _contiguous(x.v, x.previous, x.given, x.weight, x.bias)
+    nothing = stats.view(torch.bool) if x.hidden is None or x.masked is None else None  # which will not be read
     tensors = (
-        *(
-            *vectors[:3],
-            *_contiguous(x.v, x.given, x.previous, x.weight, x.bias),
-            stats if x.learnt is None else x.learnt,
-        ),
-        nothing if x.hidden is None else x.hidden.view(torch.uint8),
-        nothing if x.masked is None else x.masked.view(torch.uint8),
+        *(*vectors[:3], given, previous, weight, bias, stats if x.learnt is None else x.learnt),
+        *(nothing if x.hidden is None else x.hidden, nothing if x.masked is None else x.masked),
         *(stats.view(torch.int64) if x.seed is None else x.seed, stats, *others),
     )
-    for has, bit in (
-        *((x.given, kernels.GIVEN), (x.previous, kernels.PREVIOUS), (x.hidden, kernels.HIDDEN)),
-        *((x.masked, kernels.MASKED), (x.learnt, kernels.LEARNT), (weighted or None, kernels.WEIGHTED)),
-        *((x.separate or None, kernels.SEPARATE), (x.reach[2] or None, kernels.TRIANGULAR)),
-    ):
-        flags |= 0 if has is None else bit.value
-    unit, dtype = unit_of(*vectors), x.v.dtype
+    flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
+    flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
+    flags |= WEIGHTED * weighted | SEPARATE * x.separate | TRIANGULAR * x.reach[2]
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
         *(*x.maps, x.v.size(3) // unit, pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
@@ -168,7 +164,7 @@ def _launch(
         # float16's sums are kept within half of its range, as in evolution.py
         torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
-        *(stride // unit for y in vectors for stride in y.stride()[:3]),
+        *[stride // unit for y in vectors for stride in y.stride()[:3]],
     )
     heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
     for step, programs in _steps(x, count):
@@ -212,7 +208,7 @@ def _steps(x: Inputs, count: int) -> list[tuple[int, int]]:
 
 def _columns(v: Tensor) -> int:
     """Columns of a head's tile: as many as there are registers for."""
-    return 128 // v.element_size()
+    return 128 // v.element_size() if v.size(3) <= 64 else 64 // (v.element_size() // 2) ** 2
 
 
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:
@@ -220,10 +216,15 @@ def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, in
     return 1 << (heads - 1).bit_length(), kernel_size, max(16, 1 << (width - 1).bit_length())
 
 
-def unit_of(*vectors: Tensor) -> int:
+def unit_of(q: Tensor, k: Tensor, v: Tensor, given: Tensor | None) -> int:
     """8 where all vectors begin at multiples of 8 numbers and have as many, so that they can be read 8 at once."""
-    sizes = [size for x in vectors for size in (*x.stride()[:3], x.size(3), x.storage_offset())]
-    return 1 if any(size % 8 for size in sizes) else 8
+    read = (q, k, v) if given is None else (v,)
+    return 8 if v.size(3) % 8 == 0 and all(_is_aligned(x) for x in read) else 1
+
+
+def _is_aligned(x: Tensor) -> bool:
+    a, b, c, _ = x.stride()
+    return a % 8 == 0 and b % 8 == 0 and c % 8 == 0 and x.storage_offset() % 8 == 0
 
 
 def _size(x: Inputs) -> tuple[int, int]:
@@ -292,10 +293,11 @@ class Attend(torch.autograd.Function):
     """``forward`` with its gradients."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return forward(*arguments)
+    def forward(ctx: FunctionCtx, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        output = forward(*arguments)
+        _keep(ctx, arguments, output)  # as a ``setup_context``, autograd would call it more slowly
+        return output
 
-    setup_context = staticmethod(_keep)
     backward = staticmethod(_go_back)
 
 

@@ -57,12 +57,11 @@ class Variant(NamedTuple):
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
         convolved = call.weight is not None and not gpu.is_zero(call.coefficients.c)
-        vectors = (call.q, call.k, call.v) if call.given is None else (call.v,)
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
         short = operation.is_short(rows, columns)
-        unit = operation.unit_of(*vectors)
+        unit = operation.unit_of(call.q, call.k, call.v, call.given)
         return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
 
     def __str__(self) -> str:
