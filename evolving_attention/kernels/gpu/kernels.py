@@ -88,6 +88,9 @@ class Call(NamedTuple):
 
 
 # ---- pieces of kernels
+#
+# What computes an address of a store takes numbers only, not a ``Call``: from such addresses torch.compile concludes which
+# tensors a kernel changes.
 
 
 @triton.jit
@@ -170,30 +173,30 @@ def _kept(call, row, quad):
 
 
 @triton.jit
-def _taps(first, call, HEADS: tl.constexpr, KERNEL: tl.constexpr):
+def _taps(first, K, flags, HEADS: tl.constexpr, KERNEL: tl.constexpr):
     """Of the 16 rows of a product from tap ``first`` on: channel, row and column of the kernel, whether there is one."""
     m = tl.arange(0, CHANNELS)
     channel, tap = m % HEADS, first + m // HEADS
     a, b = tap // KERNEL, tap % KERNEL
-    exists = (channel < call.K) & (tap < KERNEL * KERNEL) & (((call.flags & TRIANGULAR) == 0) | (b <= a))
+    exists = (channel < K) & (tap < KERNEL * KERNEL) & (((flags & TRIANGULAR) == 0) | (b <= a))
     return channel, a, b, exists
 
 
 @triton.jit
-def _channel(o, call, KERNEL: tl.constexpr):
+def _channel(o, T, pitch, KERNEL: tl.constexpr):
     """Where a channel begins in what a convolution reads, counted from channel 0."""
-    return o * (call.T + KERNEL - 1) * call.pitch
+    return o * (T + KERNEL - 1) * pitch
 
 
 @triton.jit
-def _pixels(start, end, call):
+def _pixels(start, end, K, T, S, pitch):
     """Of a tile of all heads: pixels, counted from a channel's first; rows, columns; what exists; places in a map."""
     p = start + tl.arange(0, PIXELS)
-    i, j = p // call.pitch, p % call.pitch
+    i, j = p // pitch, p % pitch
     o = tl.arange(0, CHANNELS)
     inside = p < end
-    exists = (o < call.K)[:, None] & (inside & (j < call.S))[None, :]
-    return p, i, j, inside, exists, (o[:, None] * call.T + i[None, :]) * call.S + j[None, :]
+    exists = (o < K)[:, None] & (inside & (j < S))[None, :]
+    return p, i, j, inside, exists, (o[:, None] * T + i[None, :]) * S + j[None, :]
 
 
 # ---- phases: of a sentence, or of a band of its rows
@@ -232,7 +235,7 @@ def _mix(
                 if (call.flags & HIDDEN) != 0:
                     hide = _hides(call.hidden, call.b, i[:, None], j[None, :], exists)
                 x = tl.where(hide, 0, x)
-                pixels = mixed + _channel(h, call, KERNEL) + i[:, None] * call.pitch + j[None, :]
+                pixels = mixed + _channel(h, call.T, call.pitch, KERNEL) + i[:, None] * call.pitch + j[None, :]
                 tl.store(pixels, x.to(mixed.dtype.element_ty), mask=(i < T)[:, None] & (j < call.pitch)[None, :])
             if (call.flags & SEPARATE) != 0:
                 x = carried_previous * before + carried_logits * logits
@@ -252,8 +255,8 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
     K, o = call.K, tl.arange(0, CHANNELS)
     total = tl.zeros([CHANNELS, PIXELS], tl.float32)
     for first in range(0, KERNEL * KERNEL, CHANNELS // HEADS):
-        channel, a, b, tap = _taps(first, call, HEADS, KERNEL)
-        away = _channel(channel, call, KERNEL) + (a - call.top) * call.pitch + b - call.left
+        channel, a, b, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
+        away = _channel(channel, call.T, call.pitch, KERNEL) + (a - call.top) * call.pitch + b - call.left
         pixels = tl.load(mixed + (away[:, None] + p[None, :]), mask=tap[:, None] & inside[None, :], other=0)
         places = call.weight + o[:, None] * (K * KERNEL * KERNEL) + ((channel * KERNEL + a) * KERNEL + b)[None, :]
         taps = tl.load(places, mask=(o < K)[:, None] & tap[None, :], other=0)
@@ -265,7 +268,9 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
     if (call.flags & SEPARATE) != 0:
         x = tl.load(carried + at, mask=exists, other=0).to(tl.float32)
     else:
-        x = tl.load(mixed + _channel(o, call, KERNEL)[:, None] + p[None, :], mask=exists, other=0).to(tl.float32)
+        x = tl.load(mixed + _channel(o, call.T, call.pitch, KERNEL)[:, None] + p[None, :], mask=exists, other=0).to(
+            tl.float32
+        )
     share = call.shares[2]
     return share * convolved + (1 - share) * x, x, convolved, on & ~(total > call.limit)
 
@@ -274,21 +279,21 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
 def _evolve(call, mixed, a_logit, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr):
     """A_logit, in the place of what is carried."""
     for first in range(start, end, PIXELS):
-        p, _, _, inside, exists, at = _pixels(first, end, call)
+        p, _, _, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch)
         x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, inside, exists, at, HEADS, KERNEL)
         tl.store(a_logit + at, _clamped(x, call.limit).to(a_logit.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def _scores(call, a_logit, h, i, j):
-    """A_logit under its mask, a head's tile, -inf outside of the map; places in a map, and which there are."""
+    """A_logit under its mask, a head's tile, -inf outside of the map."""
     exists = (i < call.T)[:, None] & (j < call.S)[None, :]
     places = (h * call.T + i[:, None]) * call.S + j[None, :]
     x = tl.load(a_logit + places, mask=exists, other=0).to(tl.float32)
     if (call.flags & MASKED) != 0:
         # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
         x = tl.where(_hides(call.masked, call.b, i[:, None], j[None, :], exists), call.lowest, x)
-    return tl.where((j < call.S)[None, :], x, float("-inf")), places, exists
+    return tl.where((j < call.S)[None, :], x, float("-inf"))
 
 
 @triton.jit
@@ -302,7 +307,7 @@ def _attend(call, a_logit, context, weights, band, UNIT: tl.constexpr, WIDTH: tl
         sums = tl.zeros([BAND, WIDTH], tl.float32)
         for start in range(0, call.S, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
-            x, _, _ = _scores(call, a_logit, h, i, j)
+            x = _scores(call, a_logit, h, i, j)
             higher = tl.maximum(peak, tl.max(x, 1))
             p = tl.exp(x - higher[:, None])
             less = tl.exp(peak - higher)
@@ -318,7 +323,10 @@ def _attend(call, a_logit, context, weights, band, UNIT: tl.constexpr, WIDTH: tl
         tl.store(call.stats + 2 * row + 1, total, mask=i < call.T)
         if (call.flags & WEIGHTED) != 0:
             for start in range(0, call.S, COLUMNS):
-                x, places, exists = _scores(call, a_logit, h, i, start + tl.arange(0, COLUMNS))
+                j = start + tl.arange(0, COLUMNS)
+                x = _scores(call, a_logit, h, i, j)
+                places = (h * call.T + i[:, None]) * call.S + j[None, :]
+                exists = (i < call.T)[:, None] & (j < call.S)[None, :]
                 tl.store(weights + places, tl.exp(x - peak[:, None]) / total[:, None], mask=exists)
 
 
@@ -360,7 +368,7 @@ def _soften_backward(
     of_share = tl.zeros([CHANNELS], tl.float32)
     o = tl.arange(0, CHANNELS)
     for first in range(start, end, PIXELS):
-        p, i, j, inside, exists, at = _pixels(first, end, call)
+        p, i, j, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch)
         x, carried, convolved, on = _evolve_pixels(call, mixed, probs, p, inside, exists, at, HEADS, KERNEL)
         in_range = ~((x > call.limit) | (x < -call.limit))
         x = _clamped(x, call.limit).to(probs.dtype.element_ty).to(tl.float32)
@@ -389,7 +397,7 @@ def _soften_backward(
         tl.store(grad + at, g.to(grad.dtype.element_ty), mask=exists)
         if KERNEL > 0:
             z = tl.where(on & exists, g, 0).to(grad_conv.dtype.element_ty)
-            places = grad_conv + _channel(o, call, KERNEL)[:, None] + p[None, :]
+            places = grad_conv + _channel(o, call.T, call.pitch, KERNEL)[:, None] + p[None, :]
             tl.store(places, z, mask=(o < call.K)[:, None] & inside[None, :])
             of_share += tl.sum(tl.where(exists, g * (convolved - carried), 0), 1)
     tl.store(of_shares + 2, tl.sum(of_share, 0))
@@ -406,14 +414,14 @@ def _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS: tl.cons
     K, share = call.K, call.shares[2]
     o = tl.arange(0, CHANNELS)
     for first in range(0, M, CHANNELS // HEADS):
-        channel, a, b, tap = _taps(first, call, HEADS, KERNEL)
-        away = _channel(channel, call, KERNEL) + (a - call.top) * call.pitch + b - call.left
+        channel, a, b, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
+        away = _channel(channel, call.T, call.pitch, KERNEL) + (a - call.top) * call.pitch + b - call.left
         of_weight = tl.zeros([CHANNELS, CHANNELS], tl.float32)
         of_bias = tl.zeros([CHANNELS], tl.float32)
         for pixel in range(start, end, PIXELS):
             p = pixel + tl.arange(0, PIXELS)
             pixels = tl.load(mixed + (away[:, None] + p[None, :]), mask=tap[:, None] & (p < end)[None, :], other=0)
-            places = grad_conv + _channel(o, call, KERNEL)[:, None] + p[None, :]
+            places = grad_conv + _channel(o, call.T, call.pitch, KERNEL)[:, None] + p[None, :]
             z = tl.load(places, mask=(o < K)[:, None] & (p < end)[None, :], other=0)
             of_weight = _product(z, tl.trans(pixels), of_weight)
             of_bias += tl.sum(z.to(tl.float32), 1)
@@ -445,13 +453,13 @@ def _unmix(
     of_d = tl.zeros([CHANNELS], tl.float32)
     of_e = tl.zeros([CHANNELS], tl.float32)
     for pixel in range(start, end, PIXELS):
-        p, i, j, inside, exists, at = _pixels(pixel, end, call)
+        p, i, j, inside, exists, at = _pixels(pixel, end, call.K, call.T, call.S, call.pitch)
         of_carried = tl.load(grad + at, mask=exists, other=0).to(tl.float32)
         of_mixed = tl.zeros([CHANNELS, PIXELS], tl.float32)
         if KERNEL > 0:
             for first in range(0, M, CHANNELS // HEADS):
-                o, y, x, tap = _taps(first, call, HEADS, KERNEL)
-                away = _channel(o, call, KERNEL) - (y - call.top) * call.pitch - x + call.left
+                o, y, x, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
+                away = _channel(o, call.T, call.pitch, KERNEL) - (y - call.top) * call.pitch - x + call.left
                 z = tl.load(grad_conv + (away[:, None] + p[None, :]), mask=tap[:, None] & inside[None, :], other=0)
                 places = call.weight + c[:, None] * M + (o * (call.K * M) + y * KERNEL + x)[None, :]
                 taps = tl.load(places, mask=(c < call.K)[:, None] & tap[None, :], other=0)
