@@ -1,7 +1,7 @@
 """Evolving attention through the GPU kernels: the numbers of the plain composition, but faster.
 
-Of a call, its inputs, its context and two numbers of every row are kept for the backward pass, which computes the rest
-again. Each variant of the kernels is tried against the plain composition before it is trusted: see ``trial``.
+The backward pass gets the inputs, the context and two numbers of every row, and computes the rest again. Each variant of
+the kernels is tried against the plain composition before it is trusted: see ``trial``.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -67,7 +67,7 @@ def attend(call: Call, seed: Tensor | None = None) -> Result:
 
 
 def arguments_of(call: Call, seed: Tensor | None = None) -> tuple:
-    """The arguments of ``operation.forward``: what has no effect on a call is left out, and so gets no gradient."""
+    """The arguments of ``operation.forward``, without inputs that have no effect: these get no gradient."""
     a, b, c, d, e = (share if isinstance(share, Tensor) else float(share) for share in call.coefficients)
     previous = call.previous
     if previous is None:
@@ -104,7 +104,7 @@ def _interpreted() -> bool:
 
 
 def summary(error: Exception) -> str:
-    """The first and the last line of an error: Triton's compiler begins with a place, and ends with what is wrong."""
+    """The first and the last line of an error: Triton's compiler gives the place first and the reason last."""
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
@@ -120,7 +120,7 @@ def _kernels() -> ModuleType | None:
     try:
         from . import operation
 
-        if operation.INTERPRETED == _interpreted():
+        if _interpreted() == operation.INTERPRETED:
             return operation
         reason = f"Triton was imported {'without' if _interpreted() else 'for'} its interpreter"
     except Exception as error:  # whatever it is, there is a path without kernels

@@ -1,29 +1,30 @@
 """Evolving attention for the GPU: two Triton kernels, one for each direction.
 
-Triton must be there to import this module; ``gpu`` imports it where it is needed. Each kernel is a sequence of phases:
+Importing this module needs Triton. Each kernel is a sequence of phases:
 
     forward   mix       mixed = a * previous + b * logits, zero where hidden; carried = d * previous + e * logits
               evolve    A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
               attend    softmax, dropout and the product with the values, which never leave the chip
-    backward  mix       once more, and the gradient of the probabilities
-              evolve    once more; from it the probabilities, and the gradients of A_logit and of Conv(mixed)
+    backward  mix       again, and the gradient of the probabilities
+              evolve    again; then the probabilities, and the gradients of A_logit and of Conv(mixed)
               unmix     gradients of the convolution, of the logits and of ``previous``
               vectors   gradients of queries, keys and values
 
-Short maps (see ``is_short``) take one launch: a program does a sentence, phase after phase, and what one phase leaves for
-the next stays in the caches. Longer ones take a launch for each step that needs its neighbours' rows: two and four.
+Short maps (``operation.is_short``) take one launch. One program does a sentence, and each phase finds the results of
+the one before in the caches. Longer maps take a launch for each phase that reads neighbouring rows: two forward, four
+back.
 
-Almost everything about a call is a number at run time, so that few variants are compiled: see ``Variant``.
+Almost everything about a call is a number at run time, so few variants are compiled: see ``trial.Variant``.
 
 Axes: B batch, K heads (at most 16), T target (query) length, S source (key) length, D head size, k kernel size.
 Maps are B x K x T x S, contiguous. Masks: True = masked; bool, read by their strides (0 where they broadcast).
 
-What a convolution reads lies apart, so that a tap is an address plus a number and needs no test of borders: each sentence
-has K + 1 gaps of (k - 1) rows of zeros, with the T rows of a channel between two of them, and a row takes ``pitch``
-numbers, those from S on zero. Pixel (i, j) reads row i + a - top, column j + b - left; ``reach`` says top and left.
+The convolution reads a *framed* map, with zeros around it: a tap is an address plus a number, and no border is tested.
+A framed sentence holds K + 1 gaps of k - 1 rows of zeros, and the T rows of a channel between two gaps. A row takes
+``pitch`` numbers; those from S on are zero. Pixel (i, j) reads row i + a - top and column j + b - left of the map.
+``reach`` gives top and left.
 
-Products take their factors in the maps' type and add up in float32. Nothing is added atomically, so that the same input
-gives the same bits.
+Products take factors of the maps' type and add up in float32. Nothing is added atomically: equal inputs give equal bits.
 """
 
 import os
@@ -38,7 +39,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 BAND = tl.constexpr(32)
 #: channels (heads, or heads times taps) and pixels of a tile of all heads; products need at least 16
 CHANNELS, PIXELS = tl.constexpr(16), tl.constexpr(128)
-#: numbers before a sentence's first gap: its first tap may look as far to the left
+#: zeros before a sentence's first gap: the first tap looks at most so far to the left
 LEAD = tl.constexpr(16)
 #: how products of float32 are made: three products of tensor cores, about as exact as float32 (others: no difference)
 PRECISION = tl.constexpr("tf32x3")
@@ -53,7 +54,7 @@ FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, 
 
 
 class Call(NamedTuple):
-    """What the phases read of a call, in a kernel: tensors, sizes, strides (of vectors in units) and other numbers."""
+    """The tensors, sizes, strides and numbers that phases read; strides of vectors and D are in units."""
 
     b: Any  # the sentence
     q: Any
@@ -89,8 +90,8 @@ class Call(NamedTuple):
 
 # ---- pieces of kernels
 #
-# What computes an address of a store takes numbers only, not a ``Call``: from such addresses torch.compile concludes which
-# tensors a kernel changes.
+# Functions that compute the address of a store take numbers, not a ``Call``: torch.compile follows these addresses to
+# learn which tensors a kernel changes.
 
 
 @triton.jit
@@ -111,7 +112,7 @@ def _vectors(x, strides, b, h, i, size, D, UNIT: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _store_vectors(x, values, call, h, i, size, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Store vectors i of a head of a result B x K x size x D, in memory size x B x K x D, as projections take it."""
+    """Store vectors i of a head. Memory holds size x B x K x D, the layout of projections."""
     d = tl.arange(0, WIDTH)
     width = call.D * UNIT
     places = x + ((i[:, None].to(tl.int64) * call.B + call.b) * call.K + h) * width + d[None, :]
@@ -120,21 +121,21 @@ def _store_vectors(x, values, call, h, i, size, UNIT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _hides(mask, b, i, j, exists):
-    """What a mask hides; all that does not exist."""
+    """True where a mask hides a pixel, or where there is none."""
     places = mask[0] + b * mask[1] + i.to(tl.int64) * mask[2] + j * mask[3]
     return tl.load(places, mask=exists, other=1).to(tl.int1)
 
 
 @triton.jit
 def _first_pixel(b, K, T, pitch, KERNEL: tl.constexpr):
-    """Where a sentence's channel 0 begins in what a convolution reads; of sentence B, without the gap, the end of all."""
+    """The place of sentence b's channel 0 in framed maps; for b = B, the first gap is beyond their end."""
     sentence = LEAD + (K * (T + KERNEL - 1) + KERNEL - 1).to(tl.int64) * pitch
     return b * sentence + LEAD + (KERNEL - 1) * pitch
 
 
 @triton.jit
 def _clear_gaps(first_pixel, call, KERNEL: tl.constexpr):
-    """Zero a sentence's gaps in what a convolution reads."""
+    """Zero the gaps of a framed sentence."""
     size = (KERNEL - 1) * call.pitch
     p = tl.arange(0, PIXELS)
     zeros = tl.zeros([PIXELS], tl.float32).to(first_pixel.dtype.element_ty)
@@ -158,13 +159,13 @@ def _shares(learnt, a, b, c, d, e, flags):
 
 @triton.jit
 def _clamped(x, limit):
-    """x within the limit, a number of float16's range or infinity; what is not a number stays so."""
+    """x within +-limit, which is infinite but for float16. NaN stays NaN."""
     return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
 @triton.jit
 def _kept(call, row, quad):
-    """Which places survive dropout, four side by side, of a row's number in its sentence and four columns' number."""
+    """Whether pixels survive dropout. ``row`` counts rows of the sentence, ``quad`` groups of four columns."""
     zero = quad * 0 + row * 0
     row = zero + row + call.b.to(tl.int32) * call.K * call.T
     r0, r1, r2, r3 = tl.philox(tl.load(call.seed), zero + quad, row, zero, zero, ROUNDS)
@@ -174,7 +175,7 @@ def _kept(call, row, quad):
 
 @triton.jit
 def _taps(first, K, flags, HEADS: tl.constexpr, KERNEL: tl.constexpr):
-    """Of the 16 rows of a product from tap ``first`` on: channel, row and column of the kernel, whether there is one."""
+    """Channels, kernel rows and kernel columns of a product's 16 taps from ``first`` on, and which of them exist."""
     m = tl.arange(0, CHANNELS)
     channel, tap = m % HEADS, first + m // HEADS
     a, b = tap // KERNEL, tap % KERNEL
@@ -184,13 +185,15 @@ def _taps(first, K, flags, HEADS: tl.constexpr, KERNEL: tl.constexpr):
 
 @triton.jit
 def _channel(o, T, pitch, KERNEL: tl.constexpr):
-    """Where a channel begins in what a convolution reads, counted from channel 0."""
+    """The place of a channel in a framed sentence, counted from channel 0."""
     return o * (T + KERNEL - 1) * pitch
 
 
 @triton.jit
 def _pixels(start, end, K, T, S, pitch):
-    """Of a tile of all heads: pixels, counted from a channel's first; rows, columns; what exists; places in a map."""
+    """A tile of all heads: pixels of a framed channel, their rows and columns, which are inside, which exist in which
+    head, and places in a map.
+    """
     p = start + tl.arange(0, PIXELS)
     i, j = p // pitch, p % pitch
     o = tl.arange(0, CHANNELS)
@@ -262,7 +265,7 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
         taps = tl.load(places, mask=(o < K)[:, None] & tap[None, :], other=0)
         total = _product(taps, pixels, total)
     total += tl.load(call.bias + o, mask=o < K, other=0).to(tl.float32)[:, None]
-    on = ~(total <= 0)  # what is not a number stays so: that is how a loss scale that is too high shows
+    on = ~(total <= 0)  # NaN stays NaN: it shows that a loss scale is too high
     convolved = _clamped(tl.where(on, total, 0), call.limit)
     x = tl.zeros([CHANNELS, PIXELS], tl.float32)
     if (call.flags & SEPARATE) != 0:
@@ -534,8 +537,8 @@ def _of_keys(
 # ---- kernels
 
 _NUMBERS = (
-    "B K T S D pitch hidden_b hidden_t hidden_s masked_b masked_t masked_s top left flags threshold q_b q_h q_t k_b k_h k_t "
-    "v_b v_h v_t g_b g_h g_t"
+    "B K T S D pitch hidden_b hidden_t hidden_s masked_b masked_t masked_s top left flags threshold "
+    "q_b q_h q_t k_b k_h k_t v_b v_h v_t g_b g_h g_t"
 ).split()
 
 
@@ -547,7 +550,7 @@ def forward_kernel(
     HEADS: tl.constexpr, KERNEL: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Context, A_logit, what the backward pass needs of each row, and the weights where they are wanted.
+    """Context, A_logit, two numbers of each row for the backward pass, and the weights where they are needed.
 
     STEP 0 does a sentence in one program. Else a program does a band of rows: STEP 1 mixes, STEP 2 does the rest.
     """
@@ -572,7 +575,7 @@ def forward_kernel(
         for band in range(first, last):
             _mix(call, mixed, a_logit, None, band, KERNEL, UNIT, WIDTH, COLUMNS)
     if STEP == 0:
-        tl.debug_barrier()  # what follows reads what other threads of this program wrote
+        tl.debug_barrier()  # the next phase reads results of other threads
     if STEP != 1:
         if KERNEL > 0:
             _evolve(call, mixed, a_logit, start, end, HEADS, KERNEL)
@@ -629,7 +632,7 @@ def backward_kernel(
             _mix(call, mixed, probs, logits, band, KERNEL, UNIT, WIDTH, COLUMNS)
             _grad_probs(call, context, grad_context, of_context, grad, inner, band, UNIT, WIDTH, COLUMNS)
     if STEP == 0:
-        tl.debug_barrier()  # what follows reads what other threads of this program wrote
+        tl.debug_barrier()  # the next phase reads results of other threads
     if STEP == 0 or STEP == 2:
         _soften_backward(
             call, mixed, probs, inner, grad_map + at * S, grad_weights + at * S, grad, grad_conv, of_shares, start, end,

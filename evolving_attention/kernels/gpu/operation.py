@@ -1,9 +1,10 @@
 """The GPU's kernels as an operation of PyTorch: its launches, its gradients, and its entry in the dispatcher.
 
-In eager mode ``Attend`` is called, an autograd.Function. ``torch.ops.evolving_attention.gpu_forward`` is the same for
-whoever looks at operations: torch.compile, torch.export, counters of FLOPs.
+Eager mode calls ``Attend``, an autograd.Function. torch.compile, torch.export and counters of FLOPs see the same as
+``torch.ops.evolving_attention.gpu_forward``.
 
-Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size. Masks: True = masked.
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size.
+Masks: True = masked.
 """
 
 import inspect
@@ -67,7 +68,7 @@ TENSORS, DIFFERENTIABLE = 11, 8
 
 
 class Grads(NamedTuple):
-    """What the backward pass is given beside ``Inputs``: three gradients, and what the forward pass left."""
+    """The backward pass's inputs beside ``Inputs``: three gradients, and results of the forward pass."""
 
     grad_context: Tensor | None
     grad_map: Tensor | None
@@ -78,23 +79,27 @@ class Grads(NamedTuple):
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From ``Inputs`` to the context, B x K x T x D, as the memory of a T x B x C tensor; A_logit, B x K x T x S;
-    B x K x T x 2, each row's largest score and its sum of exp(score - largest); weights, B x K x T x S in float32,
-    empty where they are not needed.
+    """The attention of ``Inputs``.
+
+    Returns:
+        context B x K x T x D, in the memory of a T x B x C tensor; A_logit B x K x T x S; stats B x K x T x 2, each
+        row's largest score and sum of exp(score - largest); weights B x K x T x S, float32, or empty if not needed.
     """
     x = Inputs(*arguments)
     context, a_logit = _vectors(x.v, x.q), x.v.new_empty(x.maps)
     stats = x.v.new_empty(*x.q.shape[:3], 2, dtype=torch.float32)
     weights = stats.new_empty(x.maps if x.need_weights else 0)
     size, pitch = _size(x)
-    left = (x.v.new_empty(size), a_logit, context, weights if x.need_weights else stats)
+    left = (x.v.new_empty(size), a_logit, context, weights)
     _launch(forward_kernel, x, stats, left, pitch, x.need_weights, [x.q, x.k, x.v], 2)
     return context, a_logit, stats, weights
 
 
 def backward(*arguments: Any) -> list[Tensor]:
-    """From ``Grads`` and ``Inputs`` to gradients of q, k, v, given and previous, empty where there is none; and of all
-    else, in float32: weight, bias, and five shares.
+    """The gradients of ``Inputs``, from ``Grads``.
+
+    Returns:
+        those of q, k, v, given and previous, or empty tensors; the others as one, float32: weight, bias, five shares.
     """
     grads, x = Grads(*arguments[:6]), Inputs(*arguments[6:])
     stats, weighted = grads.stats, grads.grad_weights is not None
@@ -144,11 +149,11 @@ def _launch(
     count: int,
     flags: int = 0,
 ) -> None:
-    """Launch a kernel: its ``others`` are the tensors of its own, ``vectors`` those whose strides it reads."""
+    """Launch a kernel. Only this kernel takes ``others``; it reads ``vectors`` by their strides."""
     unit, dtype = unit_of(x.q, x.k, x.v, x.given), x.v.dtype
     vectors = [x.v if x.given is not None and index < 2 else _by_rows(y) for index, y in enumerate(vectors)]
     previous, given, weight, bias = _contiguous(x.v, x.previous, x.given, x.weight, x.bias)
-    nothing = stats.view(torch.bool) if x.hidden is None or x.masked is None else None  # which will not be read
+    nothing = stats.view(torch.bool) if x.hidden is None or x.masked is None else None  # kernels do not read it
     tensors = (
         *(*vectors[:3], given, previous, weight, bias, stats if x.learnt is None else x.learnt),
         *(nothing if x.hidden is None else x.hidden, nothing if x.masked is None else x.masked),
@@ -175,8 +180,7 @@ def _launch(
 def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple, key: tuple) -> None:
     """Launch a kernel on the device of its tensors.
 
-    ``key`` decides all that Triton looks at in each argument of each launch, so that the second launch goes without it,
-    which takes a fifth of the time.
+    Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that.
     """
     if type(arguments[2]) not in PLAIN:  # it is being traced
         if not INTERPRETED:
@@ -212,12 +216,12 @@ def _columns(v: Tensor) -> int:
 
 
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:
-    """What the kernels are compiled for: heads and head size rounded up to powers of two; k, 0: no convolution."""
+    """Heads and head size, both rounded up to powers of two, and k between them: kernels are compiled for these."""
     return 1 << (heads - 1).bit_length(), kernel_size, max(16, 1 << (width - 1).bit_length())
 
 
 def unit_of(q: Tensor, k: Tensor, v: Tensor, given: Tensor | None) -> int:
-    """8 where all vectors begin at multiples of 8 numbers and have as many, so that they can be read 8 at once."""
+    """8 if vectors begin and end at multiples of 8 numbers, so that one load reads 8; else 1."""
     read = (q, k, v) if given is None else (v,)
     return 8 if v.size(3) % 8 == 0 and all(_is_aligned(x) for x in read) else 1
 
@@ -228,7 +232,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _size(x: Inputs) -> tuple[int, int]:
-    """Numbers that what the convolution reads takes, with its gaps, and its pitch."""
+    """The size of framed maps, and their pitch."""
     batch, heads, rows, columns = x.maps
     gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
     pitch = (columns + gap + 15) // 16 * 16
@@ -260,7 +264,7 @@ def _mask_strides(mask: Tensor | None) -> list[int]:
 
 
 def looked_at() -> bool:
-    """Whether somebody looks at operations: else the dispatcher, which takes longer than the launches, is left out."""
+    """Whether operations are traced or counted. Else the dispatcher is skipped: it takes longer than the launches."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
@@ -335,7 +339,7 @@ def forward_flops(*shapes: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.evolving_attention.gpu_backward)
 def backward_flops(*shapes: Any, **_: Any) -> int:
-    """The same of the backward pass, with what it computes again: 5 products, or 2, and 3 convolutions."""
+    """The same for the backward pass: 5 products, or 2 where logits are given, and 3 convolutions."""
     x = Inputs(*shapes[6:])
     products = 2 * x.q[0] * x.q[1] * x.q[2] * x.v[2] * x.v[3]
     forward_products = (2 if x.given is None else 1) * products

@@ -1,9 +1,8 @@
 """Each variant of the GPU's kernels is tried on its device before it is trusted.
 
-A compiler may make something wrong of a kernel, for one type, size or device among many. So at its first use a variant
-does small problems, values and gradients, and the results are compared with the plain composition in float64. Where one
-differs, or fails, a line is logged, and calls of this variant are the plain composition's from then on. The verdict is
-kept in the user's cache folder.
+A compiler may break a kernel for one type, size or device among many. So a variant first does small problems, values
+and gradients, which the plain composition does in float64, too. If a result differs, or the kernel fails, a line is
+logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the verdict.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -13,6 +12,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 #: How far results may be from float64's, as a share of the largest number in each: several times what rounding does.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-#: what is dropped in the trial, by which seed
+#: the inputs that have gradients, beside the shares
+INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
+#: the trial's dropout and its seed
 DROPPED, SEED = 0.5, 11
 #: rows and columns of the trial's problem, of short maps (True) and long ones: more than one band and block
 SIZES = {True: (35, 60), False: (67, 70)}
@@ -68,18 +70,17 @@ class Variant(NamedTuple):
         """For the log."""
         convolution = f"a convolution of size {self.kernel_size}" if self.kernel_size else "no convolution"
         return (
-            f"up to {self.heads} heads of up to {self.width} numbers, {convolution}, {'short' if self.short else 'long'} "
-            f"maps, {str(self.dtype).removeprefix('torch.')} on {self.device}"
+            f"up to {self.heads} heads of up to {self.width} numbers, {convolution}, "
+            f"{'short' if self.short else 'long'} maps, {str(self.dtype).removeprefix('torch.')} on {self.device}"
         )
 
 
 @torch.compiler.assume_constant_result
 def passed(variant: Variant) -> bool:
-    """Whether a variant has been seen to be right; it is tried now if it was not before.
+    """Whether a variant has passed its trial, which happens now if there was none.
 
-    Neither the random numbers nor the mode of autograd of whoever calls change. Where memory is short, nothing is said
-    about the variant, and only this call is the plain composition's; with dropout, all later ones are, too. While a CUDA
-    graph is captured nothing can be tried.
+    The caller's random numbers and autograd modes do not change. If memory is short, the next call tries again; with
+    gradients, no call does. While a CUDA graph is captured, no trial can run.
     """
     verdict = _verdicts.get(variant)
     if verdict is None and not _capturing(variant.device):
@@ -93,7 +94,7 @@ def passed(variant: Variant) -> bool:
 
 
 def _capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being made of what is launched."""
+    """Whether launches are captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -104,10 +105,10 @@ def _decide(variant: Variant) -> bool | None:
         reason = path.read_text()
     else:
         try:
-            # In a thread of its own there are no autocast, inference mode, or hooks on saved tensors of whoever calls.
+            # A thread of its own has no autocast, inference mode, or hooks on saved tensors.
             with ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(find_difference, variant).result()
-        except Exception as error:  # whatever it is, there is a path without kernels
+        except Exception as error:  # any error leaves the path without kernels
             reason = gpu.summary(error)
             # drivers and cuBLAS have words of their own for it
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
@@ -178,139 +179,118 @@ def find_difference(variant: Variant) -> str:
 
 
 def errors(variant: Variant) -> dict[str, float]:
-    """By the name of each result, how far the kernels are from float64, as a share of its largest number.
+    """How far the kernels are from float64, as a share of the largest number, by the name of each result.
 
-    The two problems have all that a call may have. Float32 is tried with numbers of many bits, too, of which a product
-    in TF32 would leave some out. Of these values only: where ReLU changes, they do not jump, as gradients do.
+    Two problems use everything that a call may have. A third gives float32 numbers of many bits, of which a product in
+    TF32 drops some. It compares values alone: gradients jump where rounding changes a ReLU.
     """
-    found = _errors_of(variant, _encoder_problem(variant)) | _errors_of(variant, _decoder_problem(variant))
+    found = _errors_of(variant, _problem(variant)) | _errors_of(variant, _problem(variant, learnt=True))
     if variant.dtype == torch.float32:
-        fine = _errors_of(variant._replace(gradients=False), _encoder_problem(variant, fine=2.0**-12))
+        fine = _errors_of(variant._replace(gradients=False), _problem(variant, fine=2.0**-12))
         found |= {f"{name}, of numbers with many bits,": error for name, error in fine.items()}
     return found
 
 
-def _multiples(variant: Variant, fine: float, step: float, *shape: int, spread: float = 1.0) -> Tensor:
-    """Random multiples of a power of two, of so few bits that no type rounds any of what the convolution is made of.
-
-    So ReLU lets the same pixels through in every type, and results differ only by the rounding that comes after.
-    """
+def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
+    """Random multiples of a power of two. No type rounds such sums, so ReLU passes the same pixels in each."""
     generator = torch.Generator().manual_seed(sum(shape))
-    step *= fine
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
 
 
-def _encoder_problem(variant: Variant, fine: float = 1.0) -> Call:
-    """With a map of the layer before, masks, weights and dropout, in float64."""
+def _problem(variant: Variant, learnt: bool = False, fine: float = 1.0) -> Call:
+    """A small call in float64: an encoder's with dropout and weights, or a decoder's with given logits, learnt shares.
+
+    The decoder carries another sum than it mixes.
+    """
     rows, columns = SIZES[variant.short]
     width = variant.width if variant.unit == 8 else max(1, variant.width - 3)
     heads, size = variant.heads, variant.kernel_size
-    numbers = functools.partial(_multiples, variant, fine)
+    maps = (2, heads, rows, columns)
 
     def vectors(length: int, step: float) -> Tensor:
-        return numbers(step, length, 2, heads, width).permute(1, 2, 0, 3)  # as projections leave them
+        return _multiples(step * fine, length, 2, heads, width).permute(1, 2, 0, 3)  # the layout of projections
 
-    masked = torch.zeros(2, 1, 1, columns, dtype=torch.bool)
-    masked[0, ..., -2:] = True
-    hidden = masked.expand(2, 1, rows, columns).clone()
-    hidden[1, :, -1] = True
+    if learnt:
+        masked = hidden = torch.ones(rows, columns, dtype=torch.bool).triu(1)[None, None]
+        shares = [torch.tensor(share, dtype=torch.float64) for share in (0.25, 0.5, 0.375, 0.75, 0.5)]
+    else:
+        masked = torch.zeros(2, 1, 1, columns, dtype=torch.bool)
+        masked[0, ..., -2:] = True
+        hidden = masked.expand(2, 1, rows, columns).clone()
+        hidden[1, :, -1] = True
+        shares = [0.25, 0.5, 0.375, 0.25, 0.5]
     return Call(
         **{"q": vectors(rows, 1), "k": vectors(columns, 1) / 2, "v": vectors(columns, 1 / 32)},
-        **{"scale": 2.0 ** -(variant.width.bit_length() // 2), "geometry": Geometry.ENCODER_SELF},
-        **{"kernel_size": max(1, size), "coefficients": Coefficients(0.25, 0.5, 0.375 if size else 0.0, 0.25, 0.5)},
-        weight=numbers(1 / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
-        bias=numbers(1 / 64, heads).abs() if size else None,  # ReLU must not be off everywhere
-        **{"hidden": hidden, "masked": masked, "previous": numbers(1 / 8, 2, heads, rows, columns)},
-        **{"dropout": DROPPED if variant.gradients else 0.0, "keep_map": True, "need_weights": True},
+        scale=2.0 ** -(variant.width.bit_length() // 2),
+        geometry=Geometry.DECODER_SELF if learnt else Geometry.ENCODER_SELF,
+        kernel_size=max(1, size),
+        coefficients=Coefficients(*shares),
+        weight=_multiples(fine / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
+        bias=_multiples(fine / 64, heads).abs() if size else None,  # ReLU must pass some pixels
+        given=_multiples(1 / 8, *maps) if learnt else None,
+        previous=_multiples(fine / 8, *maps).flip(1),
+        **{"hidden": hidden, "masked": masked, "keep_map": True, "need_weights": not learnt},
+        dropout=DROPPED if variant.gradients and not learnt else 0.0,
     )
-
-
-def _decoder_problem(variant: Variant) -> Call:
-    """With logits that are given and shares that are learnt; what is carried is not what is mixed."""
-    call = _encoder_problem(variant)
-    columns = rows = call.v.size(2)
-    future = torch.ones(rows, columns, dtype=torch.bool).triu(1)[None, None]
-    shares = [torch.tensor(share, dtype=torch.float64) for share in (0.25, 0.5, 0.375, 0.75, 0.5)]
-    maps = (2, variant.heads, rows, columns)
-    previous = _multiples(variant, 1.0, 1 / 8, *maps).flip(1) if rows else None
-    return replace(
-        *(call,),
-        **{
-            "q": call.v,
-            "k": call.v,
-            "given": _multiples(variant, 1.0, 1 / 8, *maps),
-            "geometry": Geometry.DECODER_SELF,
-        },
-        **{"coefficients": Coefficients(*shares), "hidden": future, "masked": future, "previous": previous},
-        **{"dropout": 0.0, "need_weights": False},
-    )
-
-
-#: fields of a call that have gradients, beside the coefficients
-INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
 
 
 def _errors_of(variant: Variant, call: Call) -> dict[str, float]:
     with torch.enable_grad():
         kept = _kept(variant, call) / (1 - DROPPED) if call.dropout > 0 else None
-        ours = _results(variant, _moved(call, variant), lambda call: _by_kernels(variant, call))
-        truth = _results(variant, _moved(call, None), lambda call: _by_plain_composition(variant, call, kept))
+        ours = _results(variant, _moved(call, variant.device, variant.dtype), _by_kernels)
+        truth = _results(
+            *(variant, _moved(call, torch.device("cpu"), torch.float64)),
+            lambda call: _by_plain_composition(call, torch.finfo(variant.dtype).min, kept),
+        )
     return {
         name: float((ours[name].cpu().double() - true).abs().max() / true.abs().max().clamp(min=1e-6))
         for name, true in truth.items()
     }
 
 
-def _moved(call: Call, variant: Variant | None) -> Call:
-    """A call with tensors of a variant's device and type, or in float64 as they are, that want gradients."""
+def _moved(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
+    """A copy of a call whose tensors want gradients."""
 
     def there(x: Tensor) -> Tensor:
-        x = x.detach()
-        if variant is not None:
-            x = x.to(variant.device, variant.dtype)
-        return x.requires_grad_()
+        return x.to(device, dtype).detach().requires_grad_()
 
-    tensors = {name: there(getattr(call, name)) for name in INPUTS if getattr(call, name) is not None}
+    tensors = {name: there(x) for name in INPUTS if (x := getattr(call, name)) is not None}
+    tensors |= {"hidden": call.hidden.to(device), "masked": call.masked.to(device)}
     shares = [there(share) if isinstance(share, Tensor) else share for share in call.coefficients]
-    if variant is not None:
-        tensors |= {name: getattr(call, name).to(variant.device) for name in ("hidden", "masked")}
     return replace(call, coefficients=Coefficients(*shares), **tensors)
 
 
-def _results(variant: Variant, call: Call, run: "functools.partial") -> dict[str, Tensor]:
-    """What comes of a call, and gradients of an uneven sum of it."""
+def _results(variant: Variant, call: Call, run: Callable[[Call], tuple[Tensor | None, ...]]) -> dict[str, Tensor]:
+    """All results of a call, and gradients of an uneven sum of them, by name."""
     found = {
         name: x for name, x in zip(("the context", "A_logit", "the weights"), run(call), strict=True) if x is not None
     }
     if not variant.gradients:
         return {name: x.detach() for name, x in found.items()}
-    loss = sum((x * _multiples(variant, 1.0, 1 / 32, *x.shape).to(x.device, x.dtype)).sum() for x in found.values())
-    inputs = {name: getattr(call, name) for name in INPUTS if getattr(call, name) is not None}
-    if call.given is not None:
-        del inputs["q"], inputs["k"]
+    loss = sum((x * _multiples(1 / 32, *x.shape).to(x)).sum() for x in found.values())
+    inputs = {f"the gradient of {name}": x for name in INPUTS if (x := getattr(call, name)) is not None}
     shares = [share for share in call.coefficients if isinstance(share, Tensor)]
     gradients = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
-    named = {f"the gradient of {name}": x for name, x in zip(inputs, gradients, strict=False)}
-    # those of the shares as one, for each alone may be a small sum of large numbers
+    found |= {name: x for name, x in zip(inputs, gradients, strict=False) if x is not None}
     of_shares = [x for x in gradients[len(inputs) :] if x is not None]
-    if of_shares:
-        named["the gradient of the shares"] = torch.stack(of_shares)
-    return {name: x.detach() for name, x in (found | named).items() if x is not None}
+    if of_shares:  # as one: each alone may be a small sum of large numbers
+        found["the gradient of the shares"] = torch.stack(of_shares)
+    return {name: x.detach() for name, x in found.items()}
 
 
-def _by_kernels(variant: Variant, call: Call) -> tuple[Tensor | None, ...]:
-    return gpu.attend(call, torch.tensor(SEED, device=variant.device))[:3]
+def _by_kernels(call: Call) -> tuple[Tensor | None, ...]:
+    return gpu.attend(call, torch.tensor(SEED, device=call.v.device))[:3]
 
 
 def _kept(variant: Variant, call: Call) -> Tensor:
-    """Which weights dropout keeps, B x K x T x S, of values that are unit vectors, so many at once as there is room."""
-    call = replace(_moved(call, variant), masked=None)
+    """Which weights dropout keeps, B x K x T x S: contexts of unit vectors as values, as many columns as fit."""
+    call = replace(_moved(call, variant.device, variant.dtype), masked=None)
     width, columns = call.v.shape[3], call.v.size(2)
     pieces = []
     for start in range(0, columns, width):
         v = torch.zeros_like(call.v)
         v[..., start : start + width, :] = torch.eye(width, device=v.device)[: columns - start]
-        pieces.append(_by_kernels(variant, replace(call, v=v))[0].detach().cpu().double())
+        pieces.append(_by_kernels(replace(call, v=v))[0].detach().cpu().double())
     kept = torch.cat(pieces, 3)[..., :columns] != 0
     share = kept.double().mean().item()
     if abs(share - (1 - DROPPED)) > 0.2:
@@ -318,8 +298,8 @@ def _kept(variant: Variant, call: Call) -> Tensor:
     return kept
 
 
-def _by_plain_composition(variant: Variant, call: Call, kept: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All results in float64, by PyTorch's operations one by one; ``kept``: what dropout multiplies by."""
+def _by_plain_composition(call: Call, lowest: float, kept: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All results by PyTorch's operations one by one; dropout multiplies by ``kept``."""
     a, b, c, d, e = call.coefficients
     logits = call.scale * call.q @ call.k.transpose(2, 3) if call.given is None else call.given
     a_logit = d * call.previous + e * logits
@@ -327,6 +307,6 @@ def _by_plain_composition(variant: Variant, call: Call, kept: Tensor | None) -> 
         mixed = (a * call.previous + b * logits).masked_fill(call.hidden, 0)
         carried = mixed if call.coefficients.carries_what_it_reads else a_logit
         a_logit = c * convolve(call.geometry, mixed, None, call.weight, call.bias).relu() + (1 - c) * carried
-    weights = a_logit.masked_fill(call.masked, torch.finfo(variant.dtype).min).softmax(-1)
+    weights = a_logit.masked_fill(call.masked, lowest).softmax(-1)
     context = (weights if kept is None else weights * kept) @ call.v
-    return context, a_logit if call.keep_map else None, weights if call.need_weights else None
+    return context, a_logit, weights if call.need_weights else None
