@@ -1,8 +1,8 @@
 """The GPU kernels give the numbers of the plain composition, forward and every gradient, or refuse.
 
 Without a GPU they run in Triton's interpreter, which shows their numbers; ``test_compiles_without_spills`` shows that
-the compiler takes them. As a program, with PYTHONPATH=.:tests, this file compiles them (``test_gpu.py 90``) and prints the
-registers that they need, or compares the host's time with a stock attention's (``test_gpu.py host``).
+the compiler takes them. As a program, with PYTHONPATH=.:tests, this file compiles them (``test_gpu.py 90``) and
+prints the registers that they need, or compares the host's time with a stock attention's (``test_gpu.py host``).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Evolving attention through the GPU kernels: the numbers of the plain composition, but faster.
 
-The backward pass gets the inputs, the context and two numbers of every row, and computes the rest again. Each variant of
-the kernels is tried against the plain composition before it is trusted: see ``trial``.
+The backward pass gets the inputs, the context and two numbers of every row, and computes the rest again. Each variant
+of the kernels is tried against the plain composition before it is trusted: see ``trial``.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """

@@ -24,7 +24,8 @@ A framed sentence holds K + 1 gaps of k - 1 rows of zeros, and the T rows of a c
 ``pitch`` numbers; those from S on are zero. Pixel (i, j) reads row i + a - top and column j + b - left of the map.
 ``reach`` gives top and left.
 
-Products take factors of the maps' type and add up in float32. Nothing is added atomically: equal inputs give equal bits.
+Products take factors of the maps' type and add up in float32. Nothing is added atomically: equal inputs give equal
+bits.
 """
 
 import os

@@ -2,7 +2,8 @@
 
 A compiler may break a kernel for one type, size or device among many. So a variant first does small problems, values
 and gradients, which the plain composition does in float64, too. If a result differs, or the kernel fails, a line is
-logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the verdict.
+logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the
+verdict.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
