@@ -585,11 +585,10 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         replace(call, v=wide[..., :2]),
         replace(call, step=True),
         replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
-        replace(call, sources=torch.zeros(1, device=DEVICE, dtype=torch.int64)),
+        replace(call, q=call.q.repeat(2, 1, 1, 1)),
         replace(call, kernel_size=2),
         replace(call, dropout=1.5),
         replace(call, coefficients=call.coefficients._replace(c=torch.ones((), dtype=DOUBLE, device=DEVICE))),
-        replace(call, v=torch.view_as_complex(torch.zeros(1, 1, 2, 1, 2, device=DEVICE)).conj().imag),
     ]
     assert not any(map(gpu.knows, refused))
     assert len(tried) == 1
@@ -626,7 +625,7 @@ from evolving_attention import evolution, kernels
 one = torch.ones(1, 1, 1, 1)
 call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, evolution.LOGITS_ONLY)
 assert not kernels.gpu.knows(call)
-kernels.attend(call)
+kernels.kernel_for(call)
 assert "evolving_attention.kernels.gpu" in sys.modules
 assert "evolving_attention.kernels.gpu.operation" not in sys.modules
 """

@@ -36,9 +36,8 @@ def knows(call: Call) -> bool:
         and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
         and not call.step
         and call.above is None
-        and call.sources is None
+        and call.q.size(0) == v.size(0)  # no beams that share their keys
         and 0 <= call.dropout <= 1
-        and not any(tensor.is_neg() for tensor in call.tensors)  # the memory of such a tensor holds its opposite
         and all(share.dtype in DTYPES for share in call.coefficients if isinstance(share, Tensor))
     ):
         return False
