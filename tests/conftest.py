@@ -21,10 +21,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        import helpers.models  # noqa: F401
         from helpers.interpreter import import_triton
 
-        import_triton()  # before any test lets PyTorch do it
+        import_triton()  # before anything else lets PyTorch do it
+        import helpers.models  # noqa: F401
+
         warm.collect_rarely()
 
 

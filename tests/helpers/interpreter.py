@@ -31,12 +31,11 @@ def import_triton():
 
 
 def import_kernels():
-    """gpu_kernels and gpu_trial."""
+    """The GPU's kernels, the operation that launches them, and their trial."""
     with interpreted():
         pytest.importorskip("triton")
-        from evolving_attention.kernels.gpu import kernels as gpu_kernels
-        from evolving_attention.kernels.gpu import trial as gpu_trial
-    return gpu_kernels, gpu_trial
+        from evolving_attention.kernels.gpu import kernels, operation, trial
+    return kernels, operation, trial
 
 
 def interpret_quickly(monkeypatch):

@@ -1,10 +1,10 @@
-"""The GPU kernels give the numbers of the plain composition, forward and every gradient.
+"""The GPU kernels give the numbers of the plain composition, forward and every gradient, or refuse.
 
-Without a GPU they run in Triton's interpreter, which shows what they compute; ``test_compiles_for_an_H100`` then shows
-that the compiler takes them, too: run as a program, this file compiles them and prints the registers they need.
+Without a GPU they run in Triton's interpreter, which shows their numbers; ``test_compiles_without_spills`` shows that
+the compiler takes them. As a program, with PYTHONPATH=.:tests, this file compiles them (``test_gpu.py 90``) and
+prints the registers that they need, or compares the host's time with a stock attention's (``test_gpu.py host``).
 """
 
-import gc
 import json
 import logging
 import os
@@ -12,8 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from helpers import warm
 from helpers.interpreter import import_kernels, interpret_quickly
 from helpers.models import batch, build
 from helpers.shares import AnyShares
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 from evolving_attention.evolution import Evolution, Geometry
 from evolving_attention.kernels import Call, cpu, gpu
@@ -36,15 +35,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ != "__main__":
-    kernels, trial = import_kernels()
+    kernels, operation, trial = import_kernels()
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(kernels, "PARTIAL_SUMS", 3)  # of several rows each
     monkeypatch.setattr(trial, "_verdicts", {})
     gpu._kernels.cache_clear()  # other tests may have asked for it without the interpreter
+    gpu._say_once.cache_clear()
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         round_as_gpus_do(monkeypatch)
@@ -222,59 +220,39 @@ def close(ours, theirs):
         assert (ours[name] - true).abs().max() <= 1e-5 * true.abs().max(), name
 
 
-# each geometry, k, mask, type and kind of length with most of the others
+#: each geometry, size of kernel, type, rule and mask with most of the others
 CASES = [
     Case(ENCODER, 4, 3, 4, 4, "padding rows"),
     Case(ENCODER, 1, 1, 1, 1, "", previous=False),
-    Case(ENCODER, 8, 3, 3, 3, "padding rows all", BFLOAT, batch=1),
+    Case(ENCODER, 8, 3, 3, 3, "padding rows all", BFLOAT, batch=1, width=8),
     Case(ENCODER, 2, 5, 5, 6, "rows", HALF, batch=1),
-    Case(ENCODER, 5, 5, 3, 3, "padding", previous=False, batch=1),
     Case(ENCODER, 3, 3, 4, 16, "padding all", alpha=1, beta=1, batch=1),
     Case(DECODER, 4, 3, 5, 5, "future padding rows", previous=False),
     Case(DECODER, 3, 5, 5, 5, "future", HALF, previous=False, batch=1),
-    Case(DECODER, 16, 1, 4, 4, "future", previous=False, batch=1),
     Case(DECODER, 3, 3, 2, 2, "future all", BFLOAT, previous=False, width=40, batch=1),
     Case(CROSS, 4, 3, 3, 9, "padding", HALF, previous=False),
-    Case(CROSS, 4, 5, 4, 2, "padding rows", previous=False, batch=1),
-    Case(CROSS, 8, 3, 3, 1, "rows all", BFLOAT, previous=False, batch=1),
     Case(CROSS, 16, 3, 2, 17, "padding", previous=False, batch=1),
-    Case(CROSS, 9, 3, 3, 5, "", previous=False, width=70, batch=1),
-]
-# every rule with and without a convolution of each size, heads, masks, given logits, and shares that are learnt
-RULES = [
+    Case(CROSS, 9, 5, 3, 1, "", previous=False, width=70, batch=1),
     Case(ENCODER, 4, 3, 3, 5, "padding rows all", rule="predictive"),
     Case(ENCODER, 1, 5, 4, 4, "rows", HALF, rule="predictive", given=True, batch=1),
-    Case(ENCODER, 8, 1, 2, 6, "padding", BFLOAT, rule="predictive", batch=1),
-    Case(ENCODER, 16, 3, 2, 3, "padding rows", rule="predictive", given=True, batch=1),
-    Case(ENCODER, 4, 3, 3, 3, "padding rows", rule="predictive", previous=False, batch=1),
     Case(ENCODER, 4, 1, 3, 5, "padding rows all", rule="residual", batch=1),
-    Case(ENCODER, 16, 1, 2, 4, "rows", HALF, rule="residual", given=True, batch=1),
-    Case(ENCODER, 8, 1, 3, 5, "padding rows", BFLOAT, rule="realformer", batch=1),
-    Case(ENCODER, 1, 1, 3, 3, "all", rule="realformer", given=True, batch=1),
-    Case(ENCODER, 4, 3, 3, 5, "padding rows", rule="evolving", given=True),
+    Case(ENCODER, 8, 1, 3, 5, "padding rows", BFLOAT, rule="realformer", given=True, batch=1),
     Case(DECODER, 2, 3, 4, 4, "future padding", previous=False, given=True, batch=1),
-    Case(CROSS, 2, 3, 4, 5, "padding", HALF, previous=False, given=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", alpha=0.0, batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", beta=0.0, batch=1),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.0, 0.7, 0.3, 0.5, 0.0), batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9)),
-]
-LEARNT = [
     Case(ENCODER, 4, 3, 3, 5, "padding rows", learn=True),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, alpha=0.0, beta=0.0, batch=1),
-    Case(DECODER, 4, 3, 4, 4, "future padding rows", learn=True, previous=False),
-    Case(CROSS, 2, 5, 3, 4, "padding", HALF, learn=True, previous=False, beta=0.0, batch=1),
-    Case(ENCODER, 4, 3, 3, 5, "padding rows", BFLOAT, rule="predictive", learn=True, batch=1),
+    Case(CROSS, 2, 5, 4, 6, "padding", HALF, learn=True, previous=False, beta=0.0),
     Case(ENCODER, 2, 1, 3, 3, "rows", rule="predictive", learn=True, alpha=0.0, given=True, batch=1),
     Case(ENCODER, 4, 1, 3, 5, "padding rows", rule="residual", learn=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, given=True, batch=1),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, previous=False),
 ]
-LONG = [  # more than one block of columns: of the convolution (64 and 128), of the softmax (2048 / heads)
-    Case(ENCODER, 9, 3, 1, 140, "padding", batch=1),
-    Case(CROSS, 2, 5, 2, 133, "rows", HALF, previous=False, batch=1),
-    Case(ENCODER, 16, 3, 3, 259, "padding", BFLOAT, batch=1),
+#: more than one band of rows and one block of columns: in one program, and in one for each
+LONG = [
+    Case(ENCODER, 3, 3, 40, 60, "padding rows", batch=1),
+    Case(ENCODER, 2, 5, 35, 70, "padding", HALF, batch=2),
+    Case(DECODER, 2, 3, 65, 65, "future", previous=False, learn=True, batch=1),
+    Case(CROSS, 2, 3, 66, 4, "", BFLOAT, previous=False, rule=(0.6, 0.5, 0.3, 0.2, 0.9), batch=1),
 ]
 
 
@@ -285,24 +263,15 @@ def name(case):
     return "-".join(map(str, parts)).replace(" ", "_")
 
 
-@pytest.mark.parametrize("case", [*CASES, LONG[0], *RULES, *LEARNT], ids=name)
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_as_plain(case):
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG[1:], ids=name)
+@pytest.mark.parametrize("case", LONG, ids=name)
 def test_as_plain_in_several_blocks(case):
     check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [6, 7, 10, 11, 12, 13, 14, 15])
-def test_as_plain_for_the_counts_of_heads_that_are_not_above(heads):
-    geometry = list(Geometry)[heads % 3]
-    dtype = (SINGLE, HALF, BFLOAT, SINGLE)[heads % 4]
-    columns = 3 if geometry != CROSS else 4
-    check(Case(geometry, heads, 3, 3, columns, "padding rows", dtype, previous=geometry == ENCODER, batch=1))
 
 
 @pytest.mark.parametrize("wanted", ["context", "a_logit", "weights"])
@@ -324,10 +293,9 @@ def test_only_one_of_the_results_matters(wanted):
     assert ours.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("columns", [6, 16])
-def test_two_layers(columns):
+def test_two_layers():
     """The map of the first goes to the second, and the gradient of the map back."""
-    case = Case(length=3, columns=columns, masks="padding rows", heads=2)
+    case = Case(length=3, columns=6, masks="padding rows", heads=2)
     first, second = evolution_of(case._replace(previous=False)), evolution_of(case._replace(rule="predictive"))
     one, two = (tensors_of(case._replace(previous=False)) for _ in range(2))
     masks = masks_of(case)
@@ -362,18 +330,6 @@ def test_removed_taps_have_no_effect_and_no_gradient(learn):
     assert (gradient[~upper] != 0).all()
 
 
-def test_what_lies_beside_a_map_in_memory_does_not_matter():
-    case = Case(columns=5, length=2, learn=True, rule=(0.6, 0.5, 0.3, 0.2, 0.9), given=True)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
-    expected = results(kernel, evolution, tensors, masks)
-    for beyond in (11, 3):  # the pitch of the kernels' own maps, and another
-        for name in ("previous", "given"):
-            wide = F.pad(tensors[name].detach(), (0, beyond), value=torch.nan)
-            tensors[name] = wide[..., :5].requires_grad_()
-        found = results(kernel, evolution, tensors, masks)
-        assert all(found[name].equal(true) for name, true in expected.items())
-
-
 def test_what_has_no_share_is_not_read():
     """As in the plain composition, where infinities in it do no harm; it gets no gradient."""
     case = Case(rule="residual", alpha=0.0)
@@ -394,6 +350,20 @@ def test_what_is_not_finite_shows():
     context, *_ = kernel(evolution, tensors, masks_of(case))
     assert not context[1, :, 3:4].isfinite().any()
     assert context[0].isfinite().all()
+
+
+def test_float16_stays_finite():
+    """A_logit is kept within half of the range; where it is cut off no gradient flows, as of torch.clamp."""
+    case = Case(ENCODER, 2, 3, 3, 4, "", HALF, previous=True, batch=1)
+    tensors = tensors_of(case)
+    with torch.no_grad():
+        tensors["previous"][0, 0, 0, 0] = 60000
+    call = call_of(AnyShares(ENCODER, 2, 3, (0.0, 1.0, 0.5, 1.9, 1.0), False).to(HALF), tensors, masks_of(case))
+    a_logit = gpu.attend(call).a_logit
+    assert a_logit[0, 0, 0, 0] == torch.finfo(HALF).max / 2
+    (gradient,) = torch.autograd.grad(a_logit.sum(), tensors["previous"])
+    assert gradient[0, 0, 0, 0] == 0
+    assert gradient[0, 0, 0, 1] != 0
 
 
 def test_learnt_shares_may_stay_float32_among_half_tensors():
@@ -424,7 +394,7 @@ def weights_after(case, dropout, seed):
 
 
 def test_dropout_keeps_its_share_and_the_expectation():
-    case = Case(ENCODER, 10, 1, 16, 16, previous=False)
+    case = Case(ENCODER, 10, 1, 16, 16, previous=False, width=16)
     without = weights_after(case, 0.0, seed=1)
     after = weights_after(case, 0.3, seed=1)
     keep = (after / without).round(decimals=3)
@@ -441,7 +411,7 @@ def test_dropout_keeps_its_share_and_the_expectation():
 
 
 def test_dropout_follows_the_seed():
-    case = Case(previous=False)
+    case = Case(previous=False, width=6)
     assert weights_after(case, 0.5, seed=3).equal(weights_after(case, 0.5, seed=3))
     assert not weights_after(case, 0.5, seed=3).equal(weights_after(case, 0.5, seed=4))
 
@@ -502,37 +472,28 @@ def test_checkpointed_layers_drop_the_same():
 
 
 @pytest.mark.parametrize("rule", ["evolving", "predictive", "realformer"])
-def test_one_map_is_kept_for_the_backward_pass(monkeypatch, rule):
+def test_no_map_is_kept_for_the_backward_pass(rule):
+    """But for the inputs, which others keep anyway."""
     case = Case(masks="padding", rule=rule)
     evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
-    made, new_maps = [], kernels.new_maps
-
-    def counted(*arguments):
-        maps = new_maps(*arguments)
-        made.append(StorageWeakRef(maps.untyped_storage()))
-        return maps
-
-    monkeypatch.setattr(kernels, "new_maps", counted)
-    tensors["previous"] = kernels.padded(tensors["previous"].detach()).requires_grad_()  # as a layer leaves it
-    made.clear()
-    result = kernel(evolution, tensors, masks, keep_map=False, need_weights=False)  # noqa: F841  (holds the graph)
-    assert len(made) >= 2
-    gc.collect()  # the interpreter leaves cycles
-    assert sum(not maps.expired() for maps in made) == 1
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        gpu.attend(call_of(evolution, tensors, masks, need_weights=False))
+    maps = [x for x in saved if x is not None and x.shape == (2, 3, 5, 6)]
+    assert [x.data_ptr() for x in maps] == [tensors["previous"].data_ptr()]
 
 
-@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_in_a_model(monkeypatch, train):
+def test_in_a_model(monkeypatch):
     """All three kinds of attention take the kernels, the last one too, which is asked for its weights."""
-    monkeypatch.setattr(trial, "passed", lambda call, may_try: True)  # see "the trial" below
+    monkeypatch.setattr(trial, "passed", lambda variant: True)  # see "the trial" below
     monkeypatch.setattr(cpu, "knows", lambda call: False)
     calls, attend = [], gpu.attend
     monkeypatch.setattr(gpu, "attend", lambda call: calls.append(call) or attend(call))
     gradients = []
     for flags in ([], ["--ea-plain"]):
         torch.manual_seed(1)
-        model = build("ea_transformer_base", *flags, train=train).to(DEVICE)
+        model = build("ea_transformer_base", *flags, train=True).to(DEVICE)
         source, target = batch([3, 1], left_pad=True).to(DEVICE), batch([1, 2], eos_first=True).to(DEVICE)
         output, _ = model(source, None, target)
         gradients.append([output, *torch.autograd.grad(output.square().mean(), list(model.parameters()))])
@@ -542,90 +503,7 @@ def test_in_a_model(monkeypatch, train):
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
 
 
-# ---- what it refuses
-
-
-def small_call(**options):
-    """The quickest call: one head, k = 1, a sentence or two of a few words."""
-    case = Case(heads=1, k=1, length=2, columns=2, dtype=options.pop("dtype", SINGLE), previous=False, batch=1, width=1)
-    options = {"keep_map": False, "need_weights": False, **options}
-    return call_of(evolution_of(case), tensors_of(case), masks_of(case), **options)
-
-
-def test_refuses_what_it_does_not_know(monkeypatch):
-    tried = []
-    monkeypatch.setattr(trial, "passed", lambda call, may_try: tried.append(call) or True)
-    call = small_call()
-    assert gpu.knows(call)
-    assert len(tried) == 1
-    many = torch.zeros(1, 17, 2, 1, device=DEVICE)
-    refused = [
-        small_call(dtype=DOUBLE),
-        replace(call, q=many, k=many, v=many),
-        replace(call, step=True),
-        replace(call, k=call.k[:, :, :1], v=call.v[:, :, :1]),
-        replace(call, q=call.q[:, :, :1]),
-        replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
-        replace(call, kernel_size=2),
-        replace(call, dropout=1.5),
-        replace(call, coefficients=call.coefficients._replace(c=torch.ones((), dtype=DOUBLE, device=DEVICE))),
-        replace(call, v=torch.view_as_complex(torch.zeros(1, 1, 2, 1, 2, device=DEVICE)).conj().imag),
-    ]
-    monkeypatch.setattr(gpu, "_capturing", lambda device: True)
-    refused.append(replace(call, dropout=0.1))
-    assert gpu.knows(call)
-    assert not any(map(gpu.knows, refused))
-    assert len(tried) == 2
-    if DEVICE == "cpu":
-        monkeypatch.delenv("TRITON_INTERPRET")
-        assert not gpu.knows(call)
-
-
-def test_says_why_it_cannot_run(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "evolving_attention.kernels.gpu.kernels", None)
-    monkeypatch.delattr(gpu, "kernels", raising=False)
-    with caplog.at_level(logging.WARNING):
-        assert not gpu.knows(small_call())
-        assert not gpu.knows(small_call())
-    (line,) = caplog.messages
-    assert "slower way on the GPU" in line
-    assert "kernels.gpu.kernels" in line
-
-
-def test_triton_is_imported_only_when_it_is_needed():
-    program = """
-import sys, torch
-from evolving_attention import evolution, kernels
-one = torch.ones(1, 1, 1, 1)
-call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, evolution.LOGITS_ONLY)
-assert not kernels.gpu.knows(call)
-kernels.attend(call)
-assert "evolving_attention.kernels.gpu" in sys.modules
-assert "evolving_attention.kernels.gpu.kernels" not in sys.modules
-"""
-    environment = dict(os.environ)
-    environment.pop("TRITON_INTERPRET", None)
-    done = warm.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_what_is_kept_for_the_backward_pass_may_be_moved(monkeypatch):
-    """As by ``torch.autograd.graph.save_on_cpu``: a copy has no room between its rows."""
-    case = Case(ENCODER, 2, 3)
-    gradients = []
-    for pack in (lambda x: x, lambda x: x.clone()):
-        torch.manual_seed(3)
-        evolution, tensors = evolution_of(case), tensors_of(case)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            result = gpu.attend(call_of(evolution, tensors, masks_of(case)))
-        loss = result.context.float().square().sum()
-        gradients.append(torch.autograd.grad(loss, [tensors["q"], tensors["v"], evolution.conv.weight]))
-    for kept, moved in zip(*gradients, strict=True):
-        assert torch.equal(kept, moved)
-
-
-def test_float32_under_autocast(monkeypatch):
-    """Of a projection that gives float32, such as one of float32 alone."""
+def test_float32_under_autocast():
     case = Case(ENCODER, 2, 3)
     torch.manual_seed(3)
     evolution, tensors = evolution_of(case), tensors_of(case)
@@ -637,32 +515,124 @@ def test_float32_under_autocast(monkeypatch):
     assert tensors["q"].grad.isfinite().all()
 
 
-@pytest.mark.parametrize("geometry", [ENCODER, DECODER], ids=lambda geometry: geometry.value)
-def test_what_lies_between_the_rows_of_others_maps_has_no_effect(geometry, monkeypatch):
-    """Not a number, for example: memory that nobody has written."""
-    case = Case(geometry, 2, 3, previous=geometry is ENCODER, given=True, learn=True)
-    found = []
-    for filling in (0.0, float("nan")):
-        torch.manual_seed(3)
-        evolution, tensors = evolution_of(case), tensors_of(case)
-        maps = {
-            name: with_gaps(tensors[name], filling) for name in ("given", "previous") if tensors.get(name) is not None
-        }
-        result = gpu.attend(call_of(evolution, tensors | maps, masks_of(case), keep_map=True, need_weights=True))
-        outputs = [result.context, result.a_logit, result.weights]
-        grads = [with_gaps(torch.ones_like(output), filling) if output.dim() == 4 else None for output in outputs]
-        grads[0] = torch.ones_like(result.context)
-        wanted = [maps["given"], evolution.conv.weight, *evolution.parameters()]
-        found.append([*outputs, *torch.autograd.grad(outputs, wanted, grads, allow_unused=True)])
-    for zeros, anything in zip(*found, strict=True):
-        assert (zeros is None and anything is None) or torch.equal(zeros, anything)
+# ---- the dispatcher
 
 
-def with_gaps(maps, filling):
-    """The same map, with this between its rows."""
-    whole = maps.new_full((*maps.shape[:3], -(-maps.size(3) // 16) * 16), filling)
-    whole[..., : maps.size(3)] = maps.detach()
-    return whole[..., : maps.size(3)].requires_grad_(maps.requires_grad)
+@pytest.mark.slow
+def test_compile_and_export_keep_the_kernels():
+    case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True)
+    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+
+    def attention(q, k, v, previous):
+        own = {"q": q, "k": k, "v": v, "previous": previous}
+        return gpu.attend(call_of(evolution, own, masks, need_weights=False, dropout=0.5))[:2]
+
+    def gradients(run):
+        torch.manual_seed(2)
+        outputs = run(*tensors.values())
+        return [*outputs, *torch.autograd.grad(sum((x * probe(x)).sum() for x in outputs), list(tensors.values()))]
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for mine, true in zip(gradients(compiled), gradients(attention), strict=True):
+        torch.testing.assert_close(mine, true)
+
+    class Module(torch.nn.Module):
+        def forward(self, *vectors):
+            return attention(*vectors)
+
+    exported = torch.export.export(Module(), tuple(tensors.values()))
+    assert "evolving_attention.gpu_forward" in str(exported.graph)
+
+
+def test_operations_are_counted():
+    case = Case(DECODER, 2, 3, 3, 4, previous=False, width=8, batch=1)
+    evolution, tensors = evolution_of(case), tensors_of(case)
+    with FlopCounterMode(display=False) as counter:
+        result = gpu.attend(call_of(evolution, tensors, masks_of(case), need_weights=False))
+        result.context.sum().backward()
+    pixels = 2 * 3 * 4
+    assert counter.get_total_flops() == 2 * pixels * (7 * 8 + 4 * 2 * 6)
+
+
+def test_the_operation_is_declared_rightly():
+    case = Case(ENCODER, 2, 3, 3, 4, "padding rows")
+    arguments = gpu.arguments_of(call_of(evolution_of(case), tensors_of(case), masks_of(case)))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.evolving_attention.gpu_forward.default, arguments, test_utils=checks)
+
+
+# ---- what it refuses
+
+
+def small_call(**options):
+    """The quickest call: one head, k = 1, a sentence of two words."""
+    case = Case(heads=1, k=1, length=2, columns=2, dtype=options.pop("dtype", SINGLE), previous=False, batch=1, width=1)
+    options = {"keep_map": False, "need_weights": False, **options}
+    return call_of(evolution_of(case), tensors_of(case), masks_of(case), **options)
+
+
+def test_refuses_what_it_does_not_know(monkeypatch):
+    tried = []
+    monkeypatch.setattr(trial, "passed", lambda variant: tried.append(variant) or True)
+    call = small_call()
+    assert gpu.knows(call)
+    assert len(tried) == 1
+    many, wide = torch.zeros(1, 17, 2, 1, device=DEVICE), torch.zeros(1, 1, 2, 129, device=DEVICE)
+    refused = [
+        small_call(dtype=DOUBLE),
+        replace(call, q=many, k=many, v=many),
+        replace(call, q=wide, k=wide, v=wide),
+        replace(call, v=wide[..., :2]),
+        replace(call, step=True),
+        replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
+        replace(call, q=call.q.repeat(2, 1, 1, 1)),
+        replace(call, kernel_size=2),
+        replace(call, dropout=1.5),
+        replace(call, coefficients=call.coefficients._replace(c=torch.ones((), dtype=DOUBLE, device=DEVICE))),
+    ]
+    assert not any(map(gpu.knows, refused))
+    assert len(tried) == 1
+    if DEVICE == "cpu":
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert not gpu.knows(call)
+
+
+def test_says_once_why_more_heads_are_refused(caplog):
+    many = torch.zeros(1, 17, 2, 1, device=DEVICE)
+    call = replace(small_call(), q=many, k=many, v=many)
+    assert not gpu.knows(call)
+    assert not gpu.knows(call)
+    (line,) = caplog.messages
+    assert "16 heads" in line
+    assert "has 17" in line
+
+
+def test_says_why_it_cannot_run(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "evolving_attention.kernels.gpu.operation", None)
+    monkeypatch.delattr(gpu, "operation", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert not gpu.knows(small_call())
+        assert not gpu.knows(small_call())
+    (line,) = caplog.messages
+    assert "slower way on the GPU" in line
+    assert "kernels.gpu.operation" in line
+
+
+def test_triton_is_imported_only_when_it_is_needed():
+    program = """
+import sys, torch
+from evolving_attention import evolution, kernels
+one = torch.ones(1, 1, 1, 1)
+call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, evolution.LOGITS_ONLY)
+assert not kernels.gpu.knows(call)
+kernels.kernel_for(call)
+assert "evolving_attention.kernels.gpu" in sys.modules
+assert "evolving_attention.kernels.gpu.operation" not in sys.modules
+"""
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
+    done = warm.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- the trial
@@ -670,166 +640,104 @@ def with_gaps(maps, filling):
 
 @pytest.fixture
 def small_trial(monkeypatch):
-    """The trial's problem at its smallest: the interpreter is slow."""
-    monkeypatch.setattr(trial, "_like", lambda size, most: 6)
+    """The trial's problems at their smallest: the interpreter is slow."""
+    monkeypatch.setattr(trial, "SIZES", {True: (3, 4), False: (3, 4)})
+
+
+def variant(**options):
+    plain = {"dtype": SINGLE, "heads": 2, "kernel_size": 3, "width": 16, "unit": 8, "short": True, "gradients": True}
+    return trial.Variant(torch.device(DEVICE), **{**plain, **options})
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(ENCODER, 2, 3, masks="padding rows", dtype=BFLOAT, learn=True),
-        Case(ENCODER, 1, 1, masks="padding rows", dtype=HALF, rule="predictive", given=True),
-        Case(ENCODER, 4, 1, rule="realformer"),
-        Case(DECODER, 2, 3, 4, 4, "future", HALF, previous=False),
-        Case(CROSS, 1, 3, masks="padding", previous=False, dtype=BFLOAT, width=33),
-    ],
-    ids=name,
+    "options",
+    [{"dtype": BFLOAT}, {"dtype": HALF, "kernel_size": 5, "unit": 1}, {"kernel_size": 0, "short": False}],
+    ids=["bfloat16", "float16", "none"],
 )
-def test_trial_passes_what_is_right(monkeypatch, case):
+def test_trial_passes_what_is_right(small_trial, options):
     """With room to spare: on another device rounding differs."""
-    monkeypatch.setattr(trial, "_like", lambda size, most: 5)
-    variant = trial.Variant.of(call_of(evolution_of(case), tensors_of(case), masks_of(case), dropout=0.1))
-    errors = trial.errors(variant)
-    assert {"the context", "A_logit", "the weights", "the gradient of v"} <= errors.keys()
-    assert ("the gradient of a to e" in errors) == case.learn
-    assert ("the gradient of given" in errors) == case.given
-    assert max(errors.values()) < trial.tolerance(variant) / 2
+    tried = variant(**options)
+    errors = trial.errors(tried)
+    assert {"the context", "A_logit", "the gradient of q", "the gradient of given"} <= errors.keys()
+    assert max(errors.values()) < trial.TOLERANCE[tried.dtype] / 1.5
 
 
-def changed(function, index):
-    """A function of the kernels with one of its results, the one with this number or name, a quarter too large."""
+@pytest.mark.parametrize(
+    ("function", "index"), [*(("forward", index) for index in (0, 1, 3)), *(("backward", index) for index in range(6))]
+)
+def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, function, index):
+    right = getattr(operation, function)
 
-    def wrong(*arguments, **options):
-        found = function(*arguments, **options)
-        result = found if index is None else getattr(found, index) if isinstance(index, str) else found[index]
-        if result is not None:
-            result.mul_(1.25)
+    def wrong(*arguments):
+        found = right(*arguments)
+        found[index].mul_(1.25)
         return found
 
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("broken", "index"),
-    [
-        ("mix", 0),
-        ("product", None),
-        ("evolve", "a_logit"),
-        ("evolve", "probs"),
-        ("evolve", "weights"),
-        ("evolve", "totals"),
-        ("soften_backward", 0),
-        ("soften_backward", 1),
-        ("mix_backward", "previous"),
-        ("mix_backward", "weight"),
-        ("mix_backward", "bias"),
-        ("mix_backward", "shares"),
-    ],
-)
-def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, broken, index):
-    case = Case(ENCODER, 1, 1, dtype=BFLOAT, masks="padding", learn=True)
-    call = call_of(evolution_of(case), tensors_of(case), masks_of(case))
-    monkeypatch.setattr(kernels, broken, changed(getattr(kernels, broken), index))
-    with caplog.at_level(logging.WARNING):
-        assert not gpu.knows(call)
-        assert not gpu.knows(call)
+    monkeypatch.setattr(operation, function, wrong)
+    tried = variant(heads=1, kernel_size=1)
+    assert not trial.passed(tried)
+    assert not trial.passed(tried)
     (line,) = caplog.messages
     assert "differs from the plain composition's by" in line
-    assert "encoder self-attention, with a convolution, k = 1, 1 heads, bfloat16" in line
+    assert "a convolution of size 1, short maps, float32" in line
 
 
-def test_trial_finds_products_of_fewer_bits(monkeypatch, small_trial, caplog):
-    """As TF32's, which leave out the last 13 bits of a factor."""
-    case = Case(ENCODER, 1, 1, previous=False)
-    call, mix = call_of(evolution_of(case), tensors_of(case), masks_of(case)), kernels.mix
-
-    def short(x):
-        return (x.contiguous().view(torch.int32) & -(2**13)).view(SINGLE)
-
-    monkeypatch.setattr(kernels, "mix", lambda q, k, *rest: mix(short(q), short(k), *rest))
-    assert not gpu.knows(call)
-    assert "of numbers with many bits, differs" in caplog.text
-
-
-def test_a_layer_that_is_computed_again_takes_the_same_way(monkeypatch, caplog):
-    """fairseq computes a checkpointed layer without gradients first: both must draw dropout in one way."""
+def test_sizes_that_get_other_machine_code_are_tried_by_themselves(monkeypatch):
     tried = []
-    monkeypatch.setattr(trial, "errors", lambda variant: tried.append(variant) or {})
-    call = small_call(dropout=0.1)
+    monkeypatch.setattr(trial, "find_difference", lambda variant: tried.append(variant) or "")
+    call, mask = small_call(), torch.zeros(1, 1, 2, 2, device=DEVICE, dtype=torch.bool)
+    same = [
+        call,
+        replace(call, geometry=DECODER, need_weights=True, keep_map=True, hidden=mask, masked=mask),
+        replace(call, given=torch.zeros(1, 1, 2, 2, device=DEVICE), dropout=0.1),
+        replace(call, previous=torch.zeros(1, 1, 2, 2, device=DEVICE), coefficients=call.coefficients._replace(d=1.0)),
+    ]
+    others = [
+        small_call(dtype=HALF),
+        replace(call, weight=None, bias=None),
+        replace(call, k=call.k.repeat(1, 1, 40, 1), v=call.v.repeat(1, 1, 40, 1)),
+    ]
+    for _ in range(2):
+        assert all(gpu.knows(call) for call in [*same, *others])
+    assert len(tried) == 1 + len(others)
     with torch.no_grad():
         assert gpu.knows(call)
-    assert gpu.knows(call)
-    assert len(tried) == 1
-    assert tried[0].gradients
-
-    def short(variant):
-        raise RuntimeError("Triton Error [CUDA]: out of memory")
-
-    monkeypatch.setattr(trial, "errors", short)
-    assert not gpu.knows(small_call(dropout=0.1, need_weights=True))
-    monkeypatch.setattr(trial, "errors", lambda variant: {})
-    assert not gpu.knows(small_call(dropout=0.1, need_weights=True))
-    assert "memory was short" in caplog.text
+    assert len(tried) == 2 + len(others)
 
 
-def test_sizes_that_get_other_machine_code_are_tried_by_themselves():
-    cases = [Case(heads=1, k=1, length=3, columns=size, previous=False) for size in (48, 50, 64, 1000, 1008)]
-    columns = [trial.Variant.of(call_of(evolution_of(case), tensors_of(case), {})).columns for case in cases]
-    assert columns[:3] == [59, 59, 59]
-    assert columns[3] == columns[4] > 256, "and none of a multiple of 16, whose numbers would hide a wrong mask"
+def test_a_verdict_is_kept_between_processes(monkeypatch, tmp_path, caplog):
+    tried = []
+    monkeypatch.setattr(trial, "_path", lambda variant: tmp_path / "gpu" / str(variant.heads))
+    monkeypatch.setattr(
+        trial, "find_difference", lambda variant: tried.append(variant) or ("" if variant.heads > 1 else "no")
+    )
+    for _ in range(2):
+        monkeypatch.setattr(trial, "_verdicts", {})
+        assert trial.passed(variant())
+        assert not trial.passed(variant(heads=1))
+    assert len(tried) == 2
+    assert [line.endswith(": no") for line in caplog.messages] == [True, True]
 
 
 def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
-    variant = trial.Variant.of(small_call())._replace(device=torch.device("cuda"))
-
     def fail(_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(trial, "errors", fail)
+    monkeypatch.setattr(trial, "find_difference", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(trial, "_path", lambda variant: None)
+    monkeypatch.setattr(trial, "_capturing", lambda device: False)
     with pytest.raises(RuntimeError, match=r"broke the device when it was tried for .*--ea-plain"):
-        trial._try(variant)
+        trial.passed(variant()._replace(device=torch.device("cuda")))
 
 
 def test_what_a_compiler_says_last_is_in_the_log(monkeypatch, caplog):
-    """It begins with the place."""
-
     def fail(_):
         raise RuntimeError("at 12:4:\n    x = y\n    ^\nno such operation\n")
 
-    monkeypatch.setattr(trial, "errors", fail)
-    assert not trial._try(trial.Variant.of(small_call()))
+    monkeypatch.setattr(trial, "find_difference", fail)
+    assert not trial.passed(variant())
     assert "RuntimeError: at 12:4: ... no such operation" in caplog.text
-
-
-def test_each_variant_is_tried_once(monkeypatch):
-    tried = []
-    monkeypatch.setattr(trial, "errors", lambda variant: tried.append(variant) or {})
-    call = small_call()
-    one = torch.ones((), device=DEVICE, requires_grad=True)
-    variants = [
-        call,
-        small_call(dtype=HALF),
-        small_call(dropout=0.1),
-        small_call(need_weights=True),
-        small_call(keep_map=True),
-        small_call(given=torch.zeros(1, 1, 2, 2, device=DEVICE)),
-        small_call(hidden=torch.zeros(1, 1, 2, 2, device=DEVICE, dtype=torch.bool)),
-        small_call(masked=torch.zeros(1, 1, 2, 2, device=DEVICE, dtype=torch.bool)),
-        replace(call, geometry=DECODER),
-        replace(call, coefficients=call.coefficients._replace(c=one)),
-        replace(call, coefficients=call.coefficients._replace(c=0.0)),
-        replace(call, coefficients=call.coefficients._replace(e=0.5)),
-        replace(call, weight=None, bias=None),
-        replace(call, previous=torch.zeros(1, 1, 2, 2, device=DEVICE), coefficients=call.coefficients._replace(d=1.0)),
-        replace(call, k=call.k.expand(1, 1, 2, 1).repeat(1, 1, 20, 1), v=call.v.repeat(1, 1, 20, 1)),
-    ]
-    for _ in range(2):
-        assert all(gpu.knows(variant) for variant in variants)
-    assert len(tried) == len(variants) - 1  # c = 0 is no convolution
-    with torch.no_grad():
-        assert gpu.knows(call)
-    assert len(tried) == len(variants)
 
 
 def test_short_memory_decides_nothing(monkeypatch, caplog):
@@ -838,136 +746,50 @@ def test_short_memory_decides_nothing(monkeypatch, caplog):
     def short(variant):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trial, "errors", short)
-    assert not gpu.knows(small_call())
+    monkeypatch.setattr(trial, "find_difference", short)
+    assert not trial.passed(variant(gradients=False))
     assert not caplog.messages
-    monkeypatch.setattr(trial, "errors", lambda variant: {})
-    assert gpu.knows(small_call())
-
-
-def test_a_failing_variant_is_named_once(monkeypatch, caplog):
-    tried = []
-
-    def fail(variant):
-        tried.append(variant)
-        raise RuntimeError("no such instruction\nand more")
-
-    monkeypatch.setattr(trial, "errors", fail)
-    with caplog.at_level(logging.WARNING):
-        assert not gpu.knows(small_call())
-        assert not gpu.knows(small_call())
-        assert not gpu.knows(small_call(dtype=HALF))
-    assert len(tried) == len(caplog.messages) == 2
-    assert caplog.messages[0].endswith("RuntimeError: no such instruction ... and more")
+    monkeypatch.setattr(trial, "find_difference", lambda variant: "")
+    assert trial.passed(variant(gradients=False))
 
 
 def test_no_trial_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(trial, "errors", lambda variant: {})
-    monkeypatch.setattr(gpu, "_capturing", lambda device: True)
-    assert not gpu.knows(small_call())
-    monkeypatch.setattr(gpu, "_capturing", lambda device: False)
-    assert gpu.knows(small_call())
-    monkeypatch.setattr(gpu, "_capturing", lambda device: True)
-    assert gpu.knows(small_call())
+    monkeypatch.setattr(trial, "find_difference", lambda variant: "")
+    for capturing, verdict in ((True, False), (False, True), (True, True)):
+        monkeypatch.setattr(trial, "_capturing", lambda device, capturing=capturing: capturing)
+        assert trial.passed(variant()) == verdict
 
 
 def test_trial_leaves_the_caller_as_he_was(small_trial):
     """Random numbers, modes, and hooks on saved tensors, which count what is saved."""
     saved = []
-    call = small_call(dropout=0.1)
-    before = torch.get_rng_state()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        assert gpu.knows(call)
-        assert torch.is_grad_enabled()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert gpu.knows(small_call(dropout=0.2))
-        assert not torch.is_grad_enabled()
-        assert torch.is_autocast_enabled("cpu")
-    with torch.inference_mode():
-        assert gpu.knows(small_call(keep_map=True))
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), torch.inference_mode():
+        assert trial.passed(variant(heads=1, kernel_size=1))
         assert torch.is_inference_mode_enabled()
     assert not saved
-    # ``small_call`` itself draws its tensors
-    torch.set_rng_state(before)
-    expected = torch.rand(3)
-    torch.set_rng_state(before)
-    trial._verdicts.clear()
-    assert gpu.knows(call)
-    assert torch.rand(3).equal(expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_first_use_in_a_checkpointed_layer(small_trial, reentrant):
-    call = small_call(dropout=0.3)
-
-    def layer(q):
-        own = replace(call, q=q)
-        assert gpu.knows(own)
-        return gpu.attend(own).context
-
-    def checkpointed(q):
-        return torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=reentrant)
-
-    gradients = []
-    for run in (layer, checkpointed):
-        trial._verdicts.clear()
-        torch.manual_seed(1)
-        q = call.q.detach().clone().requires_grad_()
-        run(q).square().sum().backward()
-        gradients.append(q.grad)
-    assert gradients[0].equal(gradients[1])
-
-
-def test_two_threads_at_a_first_use(monkeypatch):
-    tried, both_are_here = [], threading.Barrier(2)
-
-    def slow(variant):
-        tried.append(variant)
-        threading.Event().wait(0.2)
-        return {}
-
-    monkeypatch.setattr(trial, "errors", slow)
-    call = small_call()
-
-    def use(_):
-        both_are_here.wait()
-        return gpu.knows(call)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(use, range(2))) == [True, True]
-    assert len(tried) == 1
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.rand(3).equal(after)
 
 
 # ---- the compiler
 
-#: (heads, k, type, geometry, T, S, D) and what is unusual; no registers may spill in the first ones
+#: heads, k, type, rows, columns, D: in each the machine code of both kernels has no room to spill
 COMPILED = [
-    (8, 3, HALF, ENCODER, 256, 256, 64, {}),
-    (8, 3, SINGLE, ENCODER, 250, 250, 64, {}),
-    (8, 3, BFLOAT, CROSS, 30, 33, 64, {"previous": False}),
-    (4, 3, HALF, DECODER, 30, 30, 40, {"previous": False}),
-    (4, 3, SINGLE, ENCODER, 60, 60, 40, {}),
-    (4, 3, BFLOAT, ENCODER, 250, 250, 40, {"dropout": 0.0}),
-    (4, 3, HALF, ENCODER, 60, 60, 40, {"separate": True}),
-    (8, 3, HALF, CROSS, 30, 33, 64, {"previous": False, "need_weights": True}),
-    (4, 1, HALF, ENCODER, 60, 60, 40, {"convolved": False, "separate": True}),
+    (4, 3, HALF, 30, 30, 40),
+    (8, 3, HALF, 256, 256, 64),
+    (16, 5, HALF, 60, 60, 128),
+    (4, 0, BFLOAT, 30, 30, 40),
 ]
-UNUSUAL = [
-    (1, 1, HALF, ENCODER, 1, 1, 1, {}),
-    (16, 5, SINGLE, CROSS, 100, 130, 64, {"previous": False}),
-    (16, 3, BFLOAT, DECODER, 40, 40, 64, {"previous": False}),
-    (5, 3, HALF, ENCODER, 1, 20, 256, {"convolved": False, "separate": True, "learn": True}),
-    (8, 3, HALF, ENCODER, 250, 250, 64, {"learn": True}),
-    (8, 3, SINGLE, ENCODER, 60, 60, 64, {"separate": True, "learn": True, "given": True}),
-]
+#: these may
+UNUSUAL = [(4, 3, SINGLE, 30, 30, 40)]
 
 
-def compiled(capability, heads, k, dtype, geometry, length, columns, width, options):
-    """Registers and bytes of stack of each kernel as the launchers call it, compiled for a GPU that is not there."""
+def without_gpu(capability):
+    """Triton's driver for a GPU that is not there."""
     import triton
     from triton.backends.compiler import GPUTarget
-
-    from evolving_attention.kernels.gpu import kernels
 
     class NoGPU:
         def get_current_target(self):
@@ -979,50 +801,51 @@ def compiled(capability, heads, k, dtype, geometry, length, columns, width, opti
         def get_current_stream(self, device=None):
             return 0
 
-    class Compiler:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *given, **constants: found.append(self.kernel.warmup(*given, grid=grid, **constants))
-
-    found = []
     triton.runtime.driver.set_active(NoGPU())
-    names = [name for name in vars(kernels) if name.endswith("_kernel")]
-    originals = {name: getattr(kernels, name) for name in names}
-    for name in names:
-        setattr(kernels, name, Compiler(originals[name]))
-    launch(kernels, heads, k, dtype, geometry, length, columns, width, **options)
-    for name in names:
-        setattr(kernels, name, originals[name])
-    return {kernel.metadata.name: resources(triton, kernel.asm["cubin"]) for kernel in found}
 
 
-def launch(
-    kernels, heads, k, dtype, geometry, length, columns, width, previous=True, dropout=0.1, convolved=True,
-    separate=False, learn=False, given=False, need_weights=False,
-):  # fmt: skip
-    """The launchers one after the other, on numbers that mean nothing."""
-    split = torch.zeros(max(length, columns), 2, heads, width, dtype=dtype).permute(1, 2, 0, 3)
-    q, keys = split[:, :, :length], split[:, :, :columns]
-    maps = kernels.new_maps(q, columns)
-    hidden = torch.zeros(2, 1, length, columns, dtype=torch.bool)
-    weight = torch.zeros(heads, heads, k, k, dtype=dtype) if convolved else None
-    bias = torch.zeros(heads, dtype=dtype) if convolved else None
-    taps, drop = kernels.Taps.of(geometry, k), kernels.Dropout.of(dropout)
-    share = torch.zeros((), dtype=dtype) if learn else 0.5
-    before, scores = (maps if previous else None), (maps if given else None)
-    of_before = share if previous else 0.0
-    mixed, carried = ((of_before, share) if convolved else None), ((of_before, share) if separate else None)
-    shares = kernels.Shares(
-        *(mixed or (0.0, 0.0)), share if convolved else 0.0, *(carried or (0.0, 0.0)), convolved, separate
+def arguments(heads, k, dtype, rows, columns, width):
+    """The arguments of the operation's ``forward``, on numbers that mean nothing."""
+    vectors = torch.zeros(max(rows, columns), 2, heads, width, dtype=dtype).permute(1, 2, 0, 3)
+    q, keys = vectors[:, :, :rows], vectors[:, :, :columns]
+    weight, bias = (
+        (torch.zeros(heads, heads, k, k, dtype=dtype), torch.zeros(heads, dtype=dtype)) if k else (None, None)
     )
-    kernels.mix(q, keys, scores, before, hidden, 0.125, mixed, carried)
-    maps_of = (maps if convolved else None, maps if separate else None)
-    evolved = kernels.evolve(*maps_of, weight, bias, hidden[:, :, :1], taps, shares, drop, need_weights)
-    grad_map = maps if previous else None
-    _, grad_conv = kernels.soften_backward(evolved, hidden, grad_map, evolved.weights, maps, drop)
-    kernels.mix_backward(maps_of[0], before, maps, weight, bias, hidden, grad_conv, maps, taps, shares)
+    return (
+        q,
+        keys,
+        keys,
+        *(None, None, weight, bias, None, None, None, None),
+        [0.0, 1.0, 0.1, 0.0, 0.0],
+        k == 0,
+        0.1,
+        [1, 1, 0],
+        0.0,
+        False,
+    )
+
+
+def compiled(capability, *case):
+    """Registers and bytes of stack and shared memory of each kernel, compiled for a GPU that is not there."""
+    import triton
+
+    from evolving_attention.kernels.gpu import operation
+
+    def compile_only(kernel, grid, arguments, key):
+        made = kernel.warmup(*arguments, grid=grid, **operation.OPTIONS)
+        used[f"{kernel.__name__} {arguments[-1]}"] = {
+            **resources(triton, made.asm["cubin"]),
+            "SHARED": made.metadata.shared,
+        }
+
+    used = {}
+    without_gpu(capability)
+    operation._run, run = compile_only, operation._run
+    inputs = arguments(*case)
+    context, a_logit, stats, _ = operation.forward(*inputs)
+    operation.backward(context, a_logit, None, context, stats, None, *inputs)
+    operation._run = run
+    return used
 
 
 def resources(triton, cubin):
@@ -1035,8 +858,8 @@ def resources(triton, cubin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 1])
-def test_compiles_for_an_H100(part):
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+def test_compiles_without_spills(capability):
     """In a process of its own: Triton here was imported for its interpreter.
 
     What it compiles is kept in Triton's own cache, by its source: a second time it takes a moment.
@@ -1044,21 +867,127 @@ def test_compiles_for_an_H100(part):
     if not (Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("this Triton has no compiler for NVIDIA")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, "90", str(part), "2"]
+    cases = [*COMPILED, *UNUSUAL] if capability == 90 else COMPILED[:1]
+    command = [sys.executable, __file__, str(capability), str(len(cases))]
     done = warm.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    cases = [*COMPILED, *UNUSUAL][part::2]
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(reports) == len(cases)
     for case, report in zip(cases, reports, strict=True):
-        if case not in COMPILED:
-            continue
-        assert len(report) == 4, report
+        assert len(report) == (2 if max(case[3:5]) <= operation.SHORT else 6), report
         for kernel_name, used in report.items():
-            assert used["STACK"] == 0, f"{kernel_name} spills for {case}: {used}"
+            assert used["SHARED"] <= 99 * 1024, f"{kernel_name} of {case} does not fit into an RTX 3090 or 4090: {used}"
+            assert used["STACK"] == 0 or case in UNUSUAL, f"{kernel_name} spills for {case}: {used}"
 
 
-if __name__ == "__main__":  # test_gpu.py [CAPABILITY [PART PARTS]]
-    capability, part, parts = [int(word) for word in sys.argv[1:]] + [90, 0, 1][len(sys.argv) - 1 :]
-    for case in [*COMPILED, *UNUSUAL][part::parts]:
-        print(json.dumps(compiled(capability, *case)), flush=True)
+def traced():
+    """Which tensors torch.compile takes each kernel for to change, in forward and backward, without a GPU."""
+    from torch._functorch.aot_autograd import aot_export_module
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from evolving_attention.kernels.gpu import operation  # noqa: F401  (declares the operation)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, weight, bias):
+            given = (
+                *(q, q, q, None, None, weight, bias, None, None, None, None),
+                [0.0, 1.0, 0.1, 0.0, 0.0],
+                False,
+                0.1,
+            )
+            context, a_logit, _, _ = torch.ops.evolving_attention.gpu_forward(*given, [1, 1, 0], 0.0, False)
+            return (context.float().sum() + a_logit.float().sum(),)
+
+    without_gpu(90)
+    with FakeTensorMode():
+        inputs = [torch.empty(size, dtype=HALF, requires_grad=True) for size in ((2, 4, 30, 40), (4, 4, 3, 3), (4,))]
+        graph, _ = aot_export_module(Attention(), inputs, trace_joint=True, output_loss_index=0)
+    return [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "tensors_to_clone" in node.kwargs]
+
+
+@pytest.mark.slow
+def test_compile_knows_what_the_kernels_change():
+    """Else it would copy every input, or refuse. What is changed may not be given under two names."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = warm.run([sys.executable, __file__, "traced"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forward, backward = json.loads(done.stdout)
+    assert set(forward) == {"stats", "scratch", "a_logit", "context", "weights"}
+    assert set(backward) == {"scratch", "inner", "grad", "grad_q", "grad_k", "grad_v", "grad_previous", "partial"}
+
+
+def host_time(steps=30):
+    """Milliseconds of the host for forward and backward of 18 attentions, a stock one's and ours, launches stubbed.
+
+    Sentences of one token, on the CPU: what PyTorch's operations compute there takes no time beside their calls.
+    """
+    from evolving_attention.kernels.gpu import operation
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *arguments: None
+
+    class Compiled(dict):
+        def get(self, key):
+            return Nothing()
+
+    operation._compiled = Compiled()
+    torch.set_num_threads(1)
+    dim, heads = 160, 4
+    x = torch.zeros(1, 1, dim, requires_grad=True)
+    weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((heads, heads, 3, 3), (heads,)))
+    linear = [[torch.nn.Linear(dim, dim) for _ in range(4)] for _ in range(18)]
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    coefficients = Evolution(ENCODER, heads, 3, 0.1, 0.1).coefficients(True)
+
+    def stock(projections, x):
+        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
+        scores = (q * 0.1 @ k.transpose(2, 3)).masked_fill(mask, -torch.inf)
+        weights = F.dropout(F.softmax(scores, -1, dtype=torch.float32).type_as(v), 0.1)
+        return projections[3]((weights @ v).permute(2, 0, 1, 3).reshape(1, 1, dim))
+
+    def fused(projections, x):
+        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
+        context = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return projections[3](context.permute(2, 0, 1, 3).reshape(1, 1, dim))
+
+    def ours(projections, x):
+        nonlocal previous
+        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
+        call = Call(
+            *(q, k, v, 0.1, ENCODER, 3, coefficients, weight, bias), hidden=mask, masked=mask, previous=previous,
+            dropout=0.1, keep_map=True,
+        )  # fmt: skip
+        assert gpu.knows(call)
+        context, previous, _, _ = gpu.attend(call)
+        return projections[3](context.permute(2, 0, 1, 3).reshape(1, 1, dim))
+
+    def step(attention):
+        nonlocal previous
+        previous, y = torch.zeros(1, heads, 1, 1, requires_grad=True), x
+        for projections in linear:
+            y = attention(projections, y)
+        y.sum().backward()
+
+    from evolving_attention.kernels.gpu import trial
+
+    previous, found, gpu._interpreted, trial.find_difference = None, {}, lambda: True, lambda variant: ""
+    operation.INTERPRETED, gpu._kernels = False, lambda: operation
+    for attention in (stock, fused, ours):
+        best = float("inf")
+        for _ in range(steps):
+            start = time.perf_counter()
+            step(attention)
+            best = min(best, time.perf_counter() - start)
+        found[attention.__name__] = round(best * 1000, 2)
+    return found
+
+
+if __name__ == "__main__":  # test_gpu.py CAPABILITY [CASES], or test_gpu.py host, or test_gpu.py traced
+    if sys.argv[1:] == ["host"]:
+        print(json.dumps(host_time()))
+    elif sys.argv[1:] == ["traced"]:
+        print(json.dumps(traced()))
+    else:
+        for case in [*COMPILED, *UNUSUAL][: int((*sys.argv[2:], 99)[0])]:
+            print(json.dumps(compiled(int(sys.argv[1]), *case)), flush=True)

@@ -1,136 +1,159 @@
 """Each variant of the GPU's kernels is tried on its device before it is trusted.
 
-A compiler may make something wrong of a kernel, for one type, size or device among many. So at its first use a variant
-does a small problem, values and gradients, and the result is compared with the plain composition in float64. Where it
-differs, or fails, one line is logged, and calls of this variant are the plain composition's from then on.
+A compiler may break a kernel for one type, size or device among many. So a variant first does small problems, values
+and gradients, which the plain composition does in float64, too. If a result differs, or the kernel fails, a line is
+logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the
+verdict.
 
-Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size.
-Masks: True = masked.
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
+import functools
+import hashlib
 import logging
-import math
+import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from ...evolution import Coefficients, Evolution, Geometry
+from ...evolution import Coefficients, Geometry, convolve
 from .. import gpu
 from ..call import Call
-from . import kernels as gpu_kernels
+from . import operation
 
 logger = logging.getLogger(__name__)
 
 #: How far results may be from float64's, as a share of the largest number in each: several times what rounding does.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-#: The same for float32 where the user lets PyTorch round the factors of its products: the context is one.
-ROUNDED_TOLERANCE = 1e-2
-#: a to e where they have a share in the trial: like the numbers of ``make_problem``, of few bits
-SHARES = (0.5, 0.25, 0.375, 0.75, 0.5)
-#: what is dropped in the trial where anything is; any seed will do
+#: the inputs that have gradients, beside the shares
+INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
+#: the trial's dropout and its seed
 DROPPED, SEED = 0.5, 11
+#: rows and columns of the trial's problem, of short maps (True) and long ones: more than one band and block
+SIZES = {True: (35, 60), False: (67, 70)}
 
 _verdicts: dict["Variant", bool] = {}
 _lock = threading.Lock()
 
 
 class Variant(NamedTuple):
-    """All that decides which machine code does a call, but for the alignment of sizes and addresses."""
+    """All that decides which machine code does a call; the rest is numbers that the code reads."""
 
     device: torch.device
     dtype: torch.dtype
-    geometry: Geometry
-    kernel_size: int
-    heads: int
-    rows: int  # T of the trial; it stands for all T that get the same blocks
-    columns: int  # S of the trial
-    width: int  # D of queries and keys
-    value_width: int  # D of values
-    kinds: tuple[int, ...]  # of the five shares
-    learnt: torch.dtype | None  # the type of shares that are learnt
-    settings: tuple[bool, bool, bool, bool]  # convolved, separate, keep_map, need_weights
-    given: bool
-    previous: bool
-    hidden: bool
-    masked: bool
-    dropped: bool
+    heads: int  # a power of two, as the next
+    kernel_size: int  # 0: no convolution
+    width: int
+    unit: int  # see ``operation.unit_of``
+    short: bool
     gradients: bool  # whether they may be wanted: else they are not tried, which would compile them
 
     @classmethod
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
-        _, heads, length, columns = call.maps
-        tensors, settings = gpu.taken(call, gpu_kernels.Dropout(0, 0, 1.0))
-        shares = tensors[7:12]
-        most_rows, most_columns = gpu_kernels.largest_blocks(call.v)
-        return cls(
-            *(call.v.device, call.v.dtype, call.geometry, call.kernel_size, heads),
-            *(_like(length, most_rows), _like(columns, most_columns)),
-            *(call.q.size(3) if call.given is None else 0, call.v.size(3)),
-            tuple(gpu_kernels.kind(share) for share in shares),
-            next((share.dtype for share in shares if isinstance(share, Tensor)), None),
-            settings[3:],
-            *(tensor is not None for tensor in (tensors.given, tensors.previous, tensors.hidden, tensors.masked)),
-            call.dropout > 0,
-            # With dropout always: a layer that is computed again for its gradients must drop the same as before.
-            call.dropout > 0 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)),
-        )
+        _, heads, rows, columns = call.maps
+        convolved = call.weight is not None and not gpu.is_zero(call.coefficients.c)
+        # With dropout always: a layer that is computed again for its gradients must drop the same as before.
+        gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
+        heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
+        short = operation.is_short(rows, columns)
+        unit = operation.unit_of(call.q, call.k, call.v, call.given)
+        return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
 
     def __str__(self) -> str:
-        """For the log: what it is, but not all of it."""
-        kind = "with a convolution" if self.settings[0] else "without a convolution"
+        """For the log."""
+        convolution = f"a convolution of size {self.kernel_size}" if self.kernel_size else "no convolution"
         return (
-            f"{self.geometry.value}, {kind}, k = {self.kernel_size}, {self.heads} heads, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+            f"up to {self.heads} heads of up to {self.width} numbers, {convolution}, "
+            f"{'short' if self.short else 'long'} maps, {str(self.dtype).removeprefix('torch.')} on {self.device}"
         )
 
 
-def passed(call: Call, may_try: bool) -> bool:
-    """Whether the variant that does this call has been seen to be right; it is tried now if it was not before.
+@torch.compiler.assume_constant_result
+def passed(variant: Variant) -> bool:
+    """Whether a variant has passed its trial, which happens now if there was none.
 
-    Neither the random numbers nor the mode of autograd of whoever calls change. Where memory is short, nothing is said
-    about the variant, and only this call is the plain composition's; with dropout, all later ones are, too.
-
-    Args:
-        may_try: False while a CUDA graph is captured.
+    The caller's random numbers and autograd modes do not change. If memory is short, the next call tries again; with
+    gradients, no call does. While a CUDA graph is captured, no trial can run.
     """
-    variant = Variant.of(call)
     verdict = _verdicts.get(variant)
-    if verdict is None and may_try:
+    if verdict is None and not _capturing(variant.device):
         with _lock:
             verdict = _verdicts.get(variant)
             if verdict is None:
-                verdict = _try(variant)
-                if verdict is None and variant.dropped:
-                    logger.warning("evolving attention takes its slower way for %s: memory was short", variant)
-                    verdict = False
+                verdict = _decide(variant)
                 if verdict is not None:
                     _verdicts[variant] = verdict
     return bool(verdict)
 
 
-def _try(variant: Variant) -> bool | None:
-    """Whether a variant is right; None if memory was short.
+def _capturing(device: torch.device) -> bool:
+    """Whether launches are captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    Raises:
-        RuntimeError: the trial has broken the device for this process.
-    """
-    try:
-        # In a thread of its own there are no autocast, inference mode, or hooks on saved tensors of whoever calls.
-        with ThreadPoolExecutor(1) as thread:
-            reason = thread.submit(find_difference, variant).result()
-    except Exception as error:  # whatever it is, there is a path without kernels
-        reason = gpu.summary(error)
-        # drivers and cuBLAS have words of their own for it
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
-            return None
-        _check_device(variant, error)
-    if reason is not None:
+
+def _decide(variant: Variant) -> bool | None:
+    """Whether a variant is right, by an earlier process or a trial; None if memory was short."""
+    path = _path(variant)
+    if path is not None and path.exists():
+        reason = path.read_text()
+    else:
+        try:
+            # A thread of its own has no autocast, inference mode, or hooks on saved tensors.
+            with ThreadPoolExecutor(1) as thread:
+                reason = thread.submit(find_difference, variant).result()
+        except Exception as error:  # any error leaves the path without kernels
+            reason = gpu.summary(error)
+            # drivers and cuBLAS have words of their own for it
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
+                if not variant.gradients:
+                    return None
+                logger.warning("evolving attention takes its slower way for %s: memory was short", variant)
+                return False
+            _check_device(variant, error)
+        _remember(path, reason)
+    if reason:
         logger.warning("evolving attention takes its slower way for %s: %s", variant, reason)
-    return reason is None
+    return not reason
+
+
+def _path(variant: Variant) -> Path | None:
+    """Where the verdict on a variant is kept: its name changes with device, driver, libraries and source."""
+    if variant.device.type != "cuda":
+        return None
+    driver = Path("/proc/driver/nvidia/version")
+    parts = [
+        *(torch.cuda.get_device_name(variant.device), torch.cuda.get_device_capability(variant.device)),
+        *(driver.read_text() if driver.exists() else "", torch.__version__, torch.version.cuda, triton.__version__),
+        *(_source(), *variant[1:]),
+    ]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evolving_attention" / "gpu"
+    return folder / hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source() -> str:
+    return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+def _remember(path: Path | None, reason: str) -> None:
+    """Keep a verdict; a folder that cannot be written is no reason to stop."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(reason)
+        unfinished.replace(path)
+    except OSError as error:
+        logger.info("the verdict on the GPU's kernels is not kept in %s: %s", path.parent, error)
 
 
 def _check_device(variant: Variant, error: Exception) -> None:
@@ -146,191 +169,145 @@ def _check_device(variant: Variant, error: Exception) -> None:
         ) from lost
 
 
-def find_difference(variant: Variant) -> str | None:
-    """What the kernels do wrong on a small problem, in words; None if they do it right."""
-    return next(
-        (
-            f"{name} differs from the plain composition's by {error:.2g} of its largest number"
-            for name, error in errors(variant).items()
-            if not error <= tolerance(variant)  # NaN is not
-        ),
-        None,
+def find_difference(variant: Variant) -> str:
+    """What the kernels do wrong on small problems, in words; "" if they do it right."""
+    wrong = (
+        f"{name} differs from the plain composition's by {error:.2g} of its largest number"
+        for name, error in errors(variant).items()
+        if not error <= TOLERANCE[variant.dtype]  # NaN is not
     )
-
-
-def tolerance(variant: Variant) -> float:
-    """The largest error that passes."""
-    if variant.dtype == torch.float32 and not _multiplies_in_full():
-        return ROUNDED_TOLERANCE
-    return TOLERANCE[variant.dtype]
-
-
-def _multiplies_in_full() -> bool:
-    try:
-        return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # as it is where the precision was set by PyTorch's newer names for it
-        return torch.backends.cuda.matmul.fp32_precision == "ieee"
+    return next(wrong, "")
 
 
 def errors(variant: Variant) -> dict[str, float]:
-    """By the name of each result, how far the kernels are from float64, as a share of its largest number.
+    """How far the kernels are from float64, as a share of the largest number, by the name of each result.
 
-    Float32 is tried with numbers of many bits, too, of which a product in TF32 would leave some out. Of these values
-    only: where ReLU changes, they do not jump, as gradients do.
+    Two problems use everything that a call may have. A third gives float32 numbers of many bits, of which a product in
+    TF32 drops some. It compares values alone: gradients jump where rounding changes a ReLU.
     """
-    found = _errors_of(variant, make_problem(variant))
+    found = _errors_of(variant, _problem(variant)) | _errors_of(variant, _problem(variant, learnt=True))
     if variant.dtype == torch.float32:
-        fine = _errors_of(variant._replace(gradients=False), make_problem(variant, fine=2.0**-12))
+        fine = _errors_of(variant._replace(gradients=False), _problem(variant, fine=2.0**-12))
         found |= {f"{name}, of numbers with many bits,": error for name, error in fine.items()}
     return found
 
 
-def _errors_of(variant: Variant, problem: "Problem") -> dict[str, float]:
-    ours, kept = _by_kernels(variant, problem)
-    if variant.dropped:
-        share = kept.double().mean().item()
-        if abs(share - (1 - DROPPED)) > 0.2:
-            raise ValueError(f"dropout of {DROPPED} keeps {share:.2f}")
-    truth = _by_plain_composition(variant, problem, kept / (1 - DROPPED) if variant.dropped else None)
+def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
+    """Random multiples of a power of two. No type rounds such sums, so ReLU passes the same pixels in each."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
+
+
+def _problem(variant: Variant, learnt: bool = False, fine: float = 1.0) -> Call:
+    """A small call in float64: an encoder's with dropout and weights, or a decoder's with given logits, learnt shares.
+
+    The decoder carries another sum than it mixes.
+    """
+    rows, columns = SIZES[variant.short]
+    width = variant.width if variant.unit == 8 else max(1, variant.width - 3)
+    heads, size = variant.heads, variant.kernel_size
+    maps = (2, heads, rows, columns)
+
+    def vectors(length: int, step: float) -> Tensor:
+        return _multiples(step * fine, length, 2, heads, width).permute(1, 2, 0, 3)  # the layout of projections
+
+    if learnt:
+        masked = hidden = torch.ones(rows, columns, dtype=torch.bool).triu(1)[None, None]
+        shares = [torch.tensor(share, dtype=torch.float64) for share in (0.25, 0.5, 0.375, 0.75, 0.5)]
+    else:
+        masked = torch.zeros(2, 1, 1, columns, dtype=torch.bool)
+        masked[0, ..., -2:] = True
+        hidden = masked.expand(2, 1, rows, columns).clone()
+        hidden[1, :, -1] = True
+        shares = [0.25, 0.5, 0.375, 0.25, 0.5]
+    return Call(
+        **{"q": vectors(rows, 1), "k": vectors(columns, 1) / 2, "v": vectors(columns, 1 / 32)},
+        scale=2.0 ** -(variant.width.bit_length() // 2),
+        geometry=Geometry.DECODER_SELF if learnt else Geometry.ENCODER_SELF,
+        kernel_size=max(1, size),
+        coefficients=Coefficients(*shares),
+        weight=_multiples(fine / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
+        bias=_multiples(fine / 64, heads).abs() if size else None,  # ReLU must pass some pixels
+        given=_multiples(1 / 8, *maps) if learnt else None,
+        previous=_multiples(fine / 8, *maps).flip(1),
+        **{"hidden": hidden, "masked": masked, "keep_map": True, "need_weights": not learnt},
+        dropout=DROPPED if variant.gradients and not learnt else 0.0,
+    )
+
+
+def _errors_of(variant: Variant, call: Call) -> dict[str, float]:
+    with torch.enable_grad():
+        kept = _kept(variant, call) / (1 - DROPPED) if call.dropout > 0 else None
+        ours = _results(variant, _moved(call, variant.device, variant.dtype), _by_kernels)
+        truth = _results(
+            *(variant, _moved(call, torch.device("cpu"), torch.float64)),
+            lambda call: _by_plain_composition(call, torch.finfo(variant.dtype).min, kept),
+        )
     return {
-        name: float((ours[name] - true).abs().max() / true.abs().max().clamp(min=1e-6)) for name, true in truth.items()
+        name: float((ours[name].cpu().double() - true).abs().max() / true.abs().max().clamp(min=1e-6))
+        for name, true in truth.items()
     }
 
 
-class Problem(NamedTuple):
-    """Random numbers, in float64, but all of them are numbers of the variant's type."""
+def _moved(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
+    """A copy of a call whose tensors want gradients."""
 
-    tensors: gpu.Tensors
-    scale: float
-    grads: tuple[Tensor | None, ...]  # of context, A_logit and weights
+    def there(x: Tensor) -> Tensor:
+        return x.to(device, dtype).detach().requires_grad_()
 
-
-def make_problem(variant: Variant, fine: float = 1.0) -> Problem:
-    """A small problem that needs all that the variant does; ``fine``: what steps between numbers are multiplied by.
-
-    What the convolution is made of are multiples of a power of two, of so few bits that no type rounds any of it. So
-    ReLU lets the same pixels through in every type, and results differ only by the rounding that comes after.
-    """
-    generator = torch.Generator().manual_seed(1)
-    batch, heads, rows, columns, size = 2, variant.heads, variant.rows, variant.columns, variant.kernel_size
-
-    def multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
-        step *= fine
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
-
-    def vectors(length: int, width: int, step: float = 1 / 32) -> Tensor:
-        return multiples(step, length, batch, heads, width).permute(1, 2, 0, 3)  # as projections leave them
-
-    maps = (batch, heads, rows, columns)
-    convolved, _, keep_map, need_weights = variant.settings
-    shares = [number if kind else 0.0 for number, kind in zip(SHARES, variant.kinds, strict=True)]
-    for index, kind in enumerate(variant.kinds):
-        if kind == gpu_kernels.LEARNT.value:
-            shares[index] = torch.tensor(shares[index], dtype=torch.float64)
-    masked = torch.zeros(batch, 1, rows, columns, dtype=torch.bool)
-    masked[0, ..., -2:] = True
-    hidden = masked.clone()
-    hidden[1, :, -1] = True
-    given = multiples(1 / 8, *maps) if variant.given else None
-    tensors = gpu.Tensors(
-        *((vectors(rows, variant.width, 1), vectors(columns, variant.width, 1)) if given is None else (None, None)),
-        vectors(columns, variant.value_width),
-        given,
-        multiples(1 / 8, *maps) if variant.previous else None,
-        multiples(1 / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if convolved else None,
-        multiples(1 / 64, heads).abs() if convolved else None,  # ReLU must not be off everywhere
-        *shares,
-        hidden if variant.hidden else None,
-        masked if variant.masked else None,
-    )
-    grads = (
-        vectors(rows, variant.value_width),
-        multiples(1 / 32, *maps) if keep_map else None,
-        multiples(1 / 32, *maps) if need_weights else None,
-    )
-    scale = 2.0 ** -round(math.log2(max(1, variant.width)) / 2)  # about 1 / sqrt(D)
-    return Problem(tensors, scale, grads)
+    tensors = {name: there(x) for name in INPUTS if (x := getattr(call, name)) is not None}
+    tensors |= {"hidden": call.hidden.to(device), "masked": call.masked.to(device)}
+    shares = [there(share) if isinstance(share, Tensor) else share for share in call.coefficients]
+    return replace(call, coefficients=Coefficients(*shares), **tensors)
 
 
-def _by_kernels(variant: Variant, problem: Problem) -> tuple[dict[str, Tensor], Tensor]:
-    """All results in float64 on the CPU; which weights were kept by dropout, B x K x T x S."""
-
-    def there(value: Tensor | float | None, dtype: torch.dtype = variant.dtype) -> Tensor | float | None:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(variant.device, dtype if value.is_floating_point() else None)
-
-    taps = gpu_kernels.Taps.of(variant.geometry, variant.kernel_size)
-    dropout = gpu_kernels.Dropout.of(DROPPED, SEED) if variant.dropped else gpu_kernels.Dropout.of(0.0)
-    settings = gpu.Settings(problem.scale, taps, dropout, *variant.settings)
-    *values, a, b, c, d, e, hidden, masked = problem.tensors
-    shares = (there(share, variant.learnt) for share in (a, b, c, d, e))
-    tensors = gpu.Tensors(*map(there, values), *shares, there(hidden), there(masked))
-    with torch.no_grad():
-        context, evolved = gpu.forward(tensors, settings)
-        results = {"the context": context, "A_logit": evolved.a_logit if settings.keep_map else None}
-        results["the weights"] = evolved.weights
-        if variant.gradients:
-            grad_context, grad_map, grad_weights = problem.grads
-            grads = there(grad_context), there(grad_map), there(grad_weights, torch.float32)
-            gradients = gpu.backward(tensors, settings, evolved, *grads)
-            results |= _named(gradients)
-    kept = evolved.probs.cpu() != 0
-    return {name: result.cpu().double() for name, result in results.items() if result is not None}, kept
+def _results(variant: Variant, call: Call, run: Callable[[Call], tuple[Tensor | None, ...]]) -> dict[str, Tensor]:
+    """All results of a call, and gradients of an uneven sum of them, by name."""
+    found = {
+        name: x for name, x in zip(("the context", "A_logit", "the weights"), run(call), strict=True) if x is not None
+    }
+    if not variant.gradients:
+        return {name: x.detach() for name, x in found.items()}
+    loss = sum((x * _multiples(1 / 32, *x.shape).to(x)).sum() for x in found.values())
+    inputs = {f"the gradient of {name}": x for name in INPUTS if (x := getattr(call, name)) is not None}
+    shares = [share for share in call.coefficients if isinstance(share, Tensor)]
+    gradients = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
+    found |= {name: x for name, x in zip(inputs, gradients, strict=False) if x is not None}
+    of_shares = [x for x in gradients[len(inputs) :] if x is not None]
+    if of_shares:  # as one: each alone may be a small sum of large numbers
+        found["the gradient of the shares"] = torch.stack(of_shares)
+    return {name: x.detach() for name, x in found.items()}
 
 
-def _by_plain_composition(variant: Variant, problem: Problem, noise: Tensor | None) -> dict[str, Tensor]:
-    """All results in float64 on the CPU, by PyTorch's operations one by one.
-
-    Args:
-        noise: B x K x T x S, what dropout multiplies by.
-    """
-    values = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in problem.tensors]
-    tensors = gpu.Tensors(*values)
-    logits = tensors.given
-    if logits is None:
-        logits = problem.scale * tensors.q @ tensors.k.transpose(2, 3)
-    a_logit = _evolution(variant, tensors)(logits, tensors.hidden, tensors.previous)
-    scores = a_logit if tensors.masked is None else a_logit.masked_fill(tensors.masked, torch.finfo(variant.dtype).min)
-    weights = scores.softmax(-1)
-    context = (weights if noise is None else weights * noise) @ tensors.v
-    results = {"the context": context, "A_logit": a_logit, "the weights": weights}
-    wanted = [result for result, grad in zip(results.values(), problem.grads, strict=True) if grad is not None]
-    results = {name: result.detach() for name, result in results.items() if any(result is one for one in wanted)}
-    if variant.gradients:
-        inputs = {name: x for name, x in tensors._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
-        grads = [grad for grad in problem.grads if grad is not None]
-        gradients = torch.autograd.grad(wanted, list(inputs.values()), grads)
-        results |= _named(gpu.Tensors(**{"q": None, "k": None, "v": None, **dict(zip(inputs, gradients, strict=True))}))
-    return results
+def _by_kernels(call: Call) -> tuple[Tensor | None, ...]:
+    return gpu.attend(call, torch.tensor(SEED, device=call.v.device))[:3]
 
 
-def _evolution(variant: Variant, tensors: gpu.Tensors) -> Evolution:
-    """The plain composition's module with this problem's convolution and shares."""
-    convolved, separate, *_ = variant.settings
-    with torch.device("meta"):  # no random numbers are drawn for weights that are replaced
-        share = 0.1 if convolved else 0.0
-        evolution = Evolution(variant.geometry, variant.heads, variant.kernel_size, alpha=share, beta=share)
-    if convolved:
-        del evolution.conv.weight, evolution.conv.bias
-        evolution.conv.weight, evolution.conv.bias = tensors.weight, tensors.bias
-    a, b, c, d, e = tensors[7:12]
-    coefficients = Coefficients(a, b, c, d, e) if separate else Coefficients(a, b, c, a, b)
-    evolution.coefficients = lambda has_previous: coefficients
-    return evolution
+def _kept(variant: Variant, call: Call) -> Tensor:
+    """Which weights dropout keeps, B x K x T x S: contexts of unit vectors as values, as many columns as fit."""
+    call = replace(_moved(call, variant.device, variant.dtype), masked=None)
+    width, columns = call.v.shape[3], call.v.size(2)
+    pieces = []
+    for start in range(0, columns, width):
+        v = torch.zeros_like(call.v)
+        v[..., start : start + width, :] = torch.eye(width, device=v.device)[: columns - start]
+        pieces.append(_by_kernels(replace(call, v=v))[0].detach().cpu().double())
+    kept = torch.cat(pieces, 3)[..., :columns] != 0
+    share = kept.double().mean().item()
+    if abs(share - (1 - DROPPED)) > 0.2:
+        raise ValueError(f"dropout of {DROPPED} keeps {share:.2f}")
+    return kept
 
 
-def _named(gradients: gpu.Tensors) -> dict[str, Tensor]:
-    """Gradients by name; those of the shares as one, for each alone may be a small sum of large numbers."""
-    there = {name: gradient for name, gradient in gradients._asdict().items() if gradient is not None}
-    shares = [there.pop(name) for name in "abcde" if name in there]
-    named = {f"the gradient of {name}": gradient for name, gradient in there.items()}
-    if shares:
-        named["the gradient of a to e"] = torch.stack(shares)
-    return named
-
-
-def _like(size: int, most: int) -> int:
-    """A size that stands for all sizes that get the same block, a power of two from 16 to ``most``; above, several."""
-    block = gpu_kernels.block(size, most)
-    return block + 5 if block == most else block - 5
+def _by_plain_composition(call: Call, lowest: float, kept: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All results by PyTorch's operations one by one; dropout multiplies by ``kept``."""
+    a, b, c, d, e = call.coefficients
+    logits = call.scale * call.q @ call.k.transpose(2, 3) if call.given is None else call.given
+    a_logit = d * call.previous + e * logits
+    if call.weight is not None:
+        mixed = (a * call.previous + b * logits).masked_fill(call.hidden, 0)
+        carried = mixed if call.coefficients.carries_what_it_reads else a_logit
+        a_logit = c * convolve(call.geometry, mixed, None, call.weight, call.bias).relu() + (1 - c) * carried
+    weights = a_logit.masked_fill(call.masked, lowest).softmax(-1)
+    context = (weights if kept is None else weights * kept) @ call.v
+    return context, a_logit, weights if call.need_weights else None
