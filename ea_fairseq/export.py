@@ -9,6 +9,7 @@ size, r = kernel size - 1, V words.
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,8 @@ class ExportedStep(nn.Module):
         caches = []
         for number, layer in enumerate(decoder.layers):
             state: dict[str, Any] = {}
-            own = _state(keys[number], values[number], None if rows is None else rows[number])
-            source = _state(source_keys[number], source_values[number], None if source_rows is None else source_rows[number])
+            own = _state(number, keys, values, rows)
+            source = _state(number, source_keys, source_values, source_rows)
             source |= {"prev_key_padding_mask": padding, "beams": beams}
             layer.self_attn._set_input_buffer(state, own)
             layer.encoder_attn._set_input_buffer(state, source)
@@ -130,9 +131,10 @@ class ExportedStep(nn.Module):
         return best, words, *stacked
 
 
-def _state(keys: Tensor, values: Tensor, rows: Tensor | None) -> dict[str, Any]:
-    """What an attention keeps in fairseq's incremental state."""
-    return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": None, "rows": rows, "steps": None}
+def _state(layer: int, keys: Tensor, values: Tensor, rows: Tensor | None) -> dict[str, Any]:
+    """What an attention of this layer keeps in fairseq's incremental state."""
+    state = {"prev_key": keys[layer], "prev_value": values[layer], "prev_key_padding_mask": None, "steps": None}
+    return {**state, "rows": None if rows is None else rows[layer]}
 
 
 def _heads(x: Tensor, attention: nn.Module) -> Tensor:
@@ -141,8 +143,8 @@ def _heads(x: Tensor, attention: nn.Module) -> Tensor:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model for export: in float32, in evaluation, without kernels."""
-    model = copy.deepcopy(model).float().cpu().eval()
+    """A copy of a model in evaluation for export: in float32, without kernels."""
+    model = copy.deepcopy(model).float().cpu()
     for module in model.modules():
         if isinstance(module, EvolvingHeads):
             module.plain = True
@@ -152,6 +154,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def export(model: nn.Module, folder: Path) -> None:
     """Write encoder.onnx and decoder.onnx of a translation model into a folder."""
+    for name in ("onnx_ir", "onnxscript", "torch.onnx"):  # they tell each of their steps
+        logging.getLogger(name).setLevel(logging.ERROR)
     model = plain_copy(model)
     dim = torch.export.Dim.DYNAMIC
     encoder, step = ExportedEncoder(model), ExportedStep(model)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data.data_utils import post_process
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.tasks import TASK_REGISTRY
@@ -22,7 +21,7 @@ from fairseq.tasks.translation import TranslationTask
 from .loading import model_of, peek, trained_further
 
 if TYPE_CHECKING:
-    from .text import Text
+    from ea_runtime.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Translator:
         return subwords[:longest]
 
     def _text_of(self, tokens: torch.Tensor) -> str:
-        return self.text.detokenize(post_process(self.hub.string(tokens), self.text.prep["bpe"]))
+        return self.text.detokenize(self.text.join(self.hub.string(tokens)))
 
 
 def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path | None = None) -> Translator:
@@ -117,7 +116,7 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
         FileNotFoundError: the checkpoint, or the preparation, is not there; the message names the file.
         TypeError, ValueError: `checkpoint` is no name, or the model does not translate.
     """
-    from .text import Text  # here, for training needs none of the packages that split text
+    from ea_runtime.text import Text  # here, for training needs none of the packages that split text
 
     run = Path(run)
     paths = [_model_of(run)] if checkpoint is None else _named(run, checkpoint)

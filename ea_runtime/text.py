@@ -1,7 +1,7 @@
 """Raw text to a model's subwords and back, by the PREP.json that data preparation wrote and a run keeps.
 
-This is what data preparation does to text, in the packages that it does it with, and nothing of its code: the extension
-is used without it. A test compares the two on awkward text.
+This is what data preparation does to text, by the same packages, without its code. A test compares the two on awkward
+text.
 """
 
 import io
@@ -29,6 +29,9 @@ class Text:
     """
 
     def __init__(self, folder: Path) -> None:
+        names = ("PREP.json", "code", "sentencepiece.bpe.model", "vocabulary.*")
+        #: all files that are read
+        self.files = sorted(path for name in names for path in folder.glob(name))
         self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
         self._rules = self.prep.get("rules", {})
         codes = (self.prep["source_lang"], self.prep["target_lang"])
@@ -56,6 +59,12 @@ class Text:
             escape = self.prep.get("escape", True)
             line = self._tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=escape)
         return self._split(line.lower() if self.prep["lowercase"] else line)
+
+    def join(self, subwords: str) -> str:
+        """Subwords, with spaces between them, as words."""
+        if self.prep["bpe"] == "sentencepiece":
+            return subwords.replace(" ", "").replace("\u2581", " ").strip()
+        return (subwords + " ").replace("@@ ", "").rstrip()
 
     def detokenize(self, words: str) -> str:
         """Words of the target language, their subwords joined, as people write them."""

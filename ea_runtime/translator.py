@@ -48,13 +48,14 @@ class Translator:
         self.folder = Path(folder)
         self.description = _description(self.folder)
         self.text = Text(self.folder)
-        self._source, self._target = (_dictionary(self.folder / self.description["files"][side]) for side in ("source", "target"))
+        names = self.description["dictionaries"]
+        self._source, self._target = (_dictionary(self.folder / names[side]) for side in ("source", "target"))
         self._ids = {word: number for number, word in enumerate(self._source)}
         self._longest = self.description["max_positions"]  # source, target
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
-        self._encoder, self._decoder = (_session(self.folder / name, options) for name in ("encoder.onnx", "decoder.onnx"))
-        self._caches = [value for value in self._decoder.get_inputs() if f"next_{value.name}" in self._outputs()]
+        self._encoder = _session(self.folder / "encoder.onnx", options)
+        self._decoder = _session(self.folder / "decoder.onnx", options)
 
     def translate(
         self,
@@ -83,7 +84,7 @@ class Translator:
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
         lines = list(lines)
-        search_settings = self._settings({"beam": beam, "lenpen": lenpen, **settings})
+        search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
         sources = [self._tokens(line, number) for number, line in enumerate(lines, 1)]
@@ -93,16 +94,19 @@ class Translator:
         for begin in range(0, len(by_length), batch):
             numbers = by_length[begin : begin + batch]
             of = None if forced is None else [forced[n] for n in numbers]
-            for n, hypotheses in zip(numbers, self._search([sources[n] for n in numbers], search_settings, of), strict=True):
+            found = self.search_ids([sources[n] for n in numbers], search_settings, of)
+            for n, hypotheses in zip(numbers, found, strict=True):
                 results[n] = hypotheses
         if n_best == 1:
             return [self._words(found[0]) if found else "" for found in results]
         return [[(self._words(one), one.score) for one in found[:n_best]] for found in results]
 
-    def _settings(self, given: dict[str, Any]) -> Settings:
+    def settings(self, given: dict[str, Any]) -> Settings:
+        """The export's settings with these in their place; None stands for the export's."""
         known = {field.name for field in fields(Settings)}
         if unknown := given.keys() - known:
-            raise ValueError(f"{', '.join(sorted(unknown))}: no setting of this search; it has {', '.join(sorted(known))}")
+            names, there = ", ".join(sorted(unknown)), ", ".join(sorted(known))
+            raise ValueError(f"{names}: no setting of this search, which has {there}")
         return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
 
     def _tokens(self, line: str, number: int) -> list[int]:
@@ -112,9 +116,10 @@ class Translator:
         if "\n" in line.rstrip("\n"):
             raise ValueError(f"line {number}: it has a line break inside; give one sentence a line")
         ids = [self._ids.get(word, UNK) for word in self.text.subwords(line.rstrip("\n")).split()]
-        if len(ids) >= self._longest[0]:
-            logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), self._longest[0] - 1)
-        return [*ids[: self._longest[0] - 1], EOS]
+        room = self._longest[0] - 1
+        if len(ids) > room:
+            logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), room)
+        return [*ids[:room], EOS]
 
     def _prefix(self, prefix: str) -> list[int]:
         ids = {word: number for number, word in enumerate(self._target)}
@@ -123,38 +128,39 @@ class Translator:
     def _words(self, hypothesis: Hypothesis) -> str:
         return self.text.detokenize(self.text.join(" ".join(self._target[token] for token in hypothesis.tokens)))
 
-    def _outputs(self) -> list[str]:
-        return [value.name for value in self._decoder.get_outputs()]
-
-    def _search(
+    def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
     ) -> list[list[Hypothesis]]:
+        """The hypotheses of sentences that are token ids, the end included, best first."""
         length = max(map(len, sources))
         tokens = np.full((len(sources), length), PAD, np.int64)
         for row, source in zip(tokens, sources, strict=True):
             row[length - len(source) :] = source  # padded on the left, as fairseq does
-        steps = _Steps(self._decoder, self._outputs(), self._caches, *self._encoder.run(None, {"tokens": tokens}), tokens == PAD)
+        steps = Steps(self._decoder, *self._encoder.run(None, {"tokens": tokens}), tokens == PAD)
         max_len = settings.max_len(length, self._longest[1])
-        words = len(self._target)
-        return search(steps, len(sources), max_len, settings, words=words, eos=EOS, pad=PAD, unk=UNK, prefixes=prefixes)
+        symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
+        return search(steps, len(sources), max_len, settings, **symbols, prefixes=prefixes)
 
 
-class _Steps:
-    """The decoder's steps of one batch, with their caches."""
+class Steps:
+    """The decoder's steps of one batch. Their caches stay in ONNX Runtime's memory.
+
+    Args:
+        session: of decoder.onnx.
+        source_keys, source_values: of the encoder, L x N x heads x S x head size.
+        padding: N x S, True = masked.
+    """
 
     def __init__(
         self,
         session: onnxruntime.InferenceSession,
-        outputs: list[str],
-        caches: list[Any],
         source_keys: NDArray,
         source_values: NDArray,
         padding: NDArray,
     ) -> None:
-        self._session, self._outputs = session, outputs
+        self._session, self._outputs = session, [value.name for value in session.get_outputs()]
         self._source = {"source_keys": source_keys, "source_values": source_values, "padding": padding}
-        self._shapes = {value.name: value.shape for value in caches}
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, onnxruntime.OrtValue] = {}
 
     def __call__(
         self,
@@ -169,13 +175,9 @@ class _Steps:
         """See ``search.Step``."""
         value = onnxruntime.OrtValue.ortvalue_from_numpy
         if position == 0:
-            for name, (layers, _, heads, rows, columns) in self._shapes.items():
-                shape = (layers, tokens.size, heads, rows if isinstance(rows, int) else 0, columns if isinstance(columns, int) else 0)
-                if name == "source_rows":
-                    shape = (*shape[:4], self._source["padding"].shape[1])
-                self._values[name] = value(np.zeros(shape, np.float32))
+            self._values = {name: value(x) for name, x in self._empty(tokens.size).items()}
         if kept is not None:
-            self._source = {name: array[kept] if name == "padding" else array[:, kept] for name, array in self._source.items()}
+            self._source = {name: x[kept] if name == "padding" else x[:, kept] for name, x in self._source.items()}
         if kept is not None or position == 0:
             self._values |= {name: value(np.ascontiguousarray(array)) for name, array in self._source.items()}
         given = {"tokens": tokens, "step": np.array([position]), "order": order, "bias": bias}
@@ -185,6 +187,18 @@ class _Steps:
         best, words, *caches = results
         self._values |= {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
         return best.numpy(), words.numpy()
+
+    def _empty(self, hypotheses: int) -> dict[str, NDArray]:
+        """The caches before the first step: of no positions, and zeros above the source's map."""
+        caches = {}
+        for value in self._session.get_inputs():
+            if f"next_{value.name}" in self._outputs:
+                layers, _, heads, *rest = value.shape
+                known = [size if isinstance(size, int) else 0 for size in rest]
+                if value.name == "source_rows":
+                    known[-1] = self._source["padding"].shape[1]
+                caches[value.name] = np.zeros((layers, hypotheses, heads, *known), np.float32)
+        return caches
 
 
 def digest(path: Path) -> str:

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 import pytest
 from helpers.data_toy import Rules, pairs, read, script, write
 
-from ea_fairseq.text import Text
+from ea_runtime.text import Text
 from ea_tools import text
 from prep import rules, subwords
 

@@ -7,7 +7,7 @@ import pytest
 from fairseq.data import Dictionary, data_utils
 from helpers.data_toy import parallel, read, script, write
 
-from ea_fairseq.text import Text
+from ea_runtime.text import Text
 from ea_tools import preparation
 from ea_tools.common import UserError
 from ea_tools.training.train import check_first_model

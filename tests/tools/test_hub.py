@@ -16,7 +16,7 @@ from helpers.toy import script
 
 import ea_fairseq
 from ea_fairseq.hub import SEARCH_SETTINGS
-from ea_fairseq.text import Text
+from ea_runtime.text import Text
 from ea_tools import preparation
 from ea_tools.checkpoints import choose, load, record_model
 from ea_tools.text import Source
