@@ -42,7 +42,7 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
     except UserError as error:
         sys.exit(f"{command}: {error}")
     except BrokenPipeError:  # who reads the output has enough of it, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         sys.exit(f"{command}: {explained(error)}")

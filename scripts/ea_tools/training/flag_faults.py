@@ -1,8 +1,7 @@
-"""Faults in names, of architectures, keys and flags of fairseq-train, in one line each, before a run's folder is made.
+"""Mistakes in architectures and flags of fairseq-train, each told in one line before a run's folder is made.
 
-fairseq's own parser decides what is a fault, but its answer to one is a usage of some hundred lines. Its import takes
-seconds, and is saved where the user gave no flags and an architecture that is one of ours. It is also saved for a flag
-that stands nowhere in fairseq's text.
+fairseq's own parser decides what is a mistake. Its import takes seconds: a command without flags of the user's own does
+without it.
 """
 
 from __future__ import annotations
@@ -10,20 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partialmethod
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
-from unittest import mock
 
 from ea_tools.common import REPO, UserError
 
-#: A flag is spelt out, or made of the name of a dataclass's field.
-FLAG_IN_TEXT = re.compile(r"""["']--([a-zA-Z][\w-]*)|^    ([a-zA-Z]\w*): (?!.*,$).*(?:=|\[$)""", re.MULTILINE)
 USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch ARCH --help lists all flags"
 
 
@@ -43,13 +36,10 @@ def check(
     """
     if arch in ours() and not by_user:
         return []
-    check_spelling(command, others)
     check_architecture(arch, "ARCH ")
     with _silence():
-        import ea_fairseq  # noqa: F401  (registers the architectures)
-
-        left_out = not_taken(command, optional, others)
-        check_tokenizer(parse(without(command, left_out), others))
+        args, left_out = parse_without(command, optional, others)
+        check_tokenizer(args)
     return left_out
 
 
@@ -62,48 +52,6 @@ def check_tokenizer(args: argparse.Namespace) -> None:
         raise UserError(
             f"--eval-bleu-detok {name}: there is no such tokeniser; there are: {', '.join(TOKENIZER_REGISTRY)}"
         )
-
-
-def check_spelling(command: Sequence[str], others: Iterable[str] = ()) -> None:
-    """Refuse a flag that stands nowhere in the text of fairseq, of ea_fairseq or of the command's --user-dir."""
-    own = [Path(folder) for word, folder in pairwise(command) if word == "--user-dir"]
-    fairseq = find_spec("fairseq").submodule_search_locations
-    known = set()
-    for folder in map(Path, (*fairseq, REPO / "ea_fairseq", *own)):
-        for path in folder.rglob("*.py"):
-            if "examples" in path.relative_to(folder).parts:  # of fairseq: programs with flags of their own
-                continue
-            words = FLAG_IN_TEXT.findall(path.read_text(encoding="utf-8"))
-            known.update((spelt or field).replace("_", "-") for spelt, field in words)
-    unknown = []
-    for word in command:
-        name = word.removeprefix("--").replace("_", "-")
-        # An encoder and a decoder have the fields of one dataclass, with these words in front.
-        if word.startswith("--") and not {name, re.sub("^(encoder|decoder|quant-noise)-", "", name)} & known:
-            unknown.append(word)
-    if unknown:
-        meant = known.union(other.removeprefix("--") for other in others)
-        raise UserError(f"{_unknown(unknown, meant)} ({USAGE})")
-
-
-def not_taken(command: Sequence[str], optional: Collection[str], others: Iterable[str] = ()) -> list[str]:
-    """The names among `optional` of flags that the parts which a command of fairseq-train chooses do not take."""
-    from fairseq import options
-
-    with _refusing(others):
-        _, rest = options.parse_args_and_arch(options.get_training_parser(), list(command), parse_known=True)
-    return [name for name in optional if f"--{name}" in rest]
-
-
-def without(command: Sequence[str], names: Collection[str]) -> list[str]:
-    """The words of a command but for these flags and their values."""
-    kept, keeps = [], True
-    for word in command:
-        if word.startswith("--"):
-            keeps = word.removeprefix("--") not in names
-        if keeps:
-            kept.append(word)
-    return kept
 
 
 def check_architecture(arch: str, where: str) -> None:
@@ -120,31 +68,79 @@ def check_architecture(arch: str, where: str) -> None:
         raise UserError(f"{where}{arch}: there is no such architecture; near it are: {', '.join(near)}")
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Inside, fairseq reports nothing of its own start."""
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
+def parse(command: Sequence[str]) -> argparse.Namespace:
+    """What the words after fairseq-train say, or a UserError where fairseq's parser refuses them."""
+    return parse_without(command)[0]
 
 
-def check_keys(path: Path, given: Iterable[str], known: Collection[str], besides: str = "") -> None:
-    """Refuse a key of a file that nobody reads; the message says which one was meant, maybe, or else what there are."""
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(known)}{besides}"
-            raise UserError(f"{path}: {key}: there is no such key here; {hint}")
+def parse_without(
+    command: Sequence[str], optional: Collection[str] = (), others: Iterable[str] = ()
+) -> tuple[argparse.Namespace, list[str]]:
+    """What the words after fairseq-train say, and which of the `optional` flags had to be left out of them."""
+    import ea_fairseq  # noqa: F401  (registers the architectures)
+
+    _, args, rest = _parse_known(command)
+    known = of_any_part() if rest else set()
+    left_out = [name for name in optional if f"--{name}" in known.intersection(rest)]
+    if rest:
+        parser, args, rest = _parse_known(_without(command, left_out))
+    if rest:
+        raise UserError(f"{_unknown(rest, flags_of(parser).union(others))} ({USAGE})")
+    return args, left_out
 
 
-def parse(command: Sequence[str], others: Iterable[str] = ()) -> argparse.Namespace:
-    """What the words after fairseq-train say, or a UserError where fairseq's parser takes one of them for a fault."""
+def _parse_known(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """fairseq's parser, what it makes of the words, and the words that it does not know."""
     from fairseq import options
 
-    with _refusing(others):
-        return options.parse_args_and_arch(options.get_training_parser(), list(command))
+    parser = options.get_training_parser()
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
+    except SystemExit:
+        reason = said.getvalue().rpartition("error: ")[2].strip()
+    reason = reason.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
+    raise UserError(f"{reason} ({USAGE})")
+
+
+def of_any_part() -> set[str]:
+    """The flags of every model, task, criterion, optimizer and scheduler of fairseq's."""
+    from fairseq.dataclass.utils import gen_parser_from_dataclass
+    from fairseq.models import MODEL_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_REGISTRY
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
+    parts = [*MODEL_REGISTRY.values(), *TASK_REGISTRY.values()]
+    parts += [part for registry in REGISTRIES.values() for part in registry["registry"].values()]
+    for part in parts:
+        if hasattr(part, "add_args"):
+            part.add_args(parser)
+        elif hasattr(part, "__dataclass"):
+            gen_parser_from_dataclass(parser, part.__dataclass())
+    return set(parser._option_string_actions)
+
+
+def _without(command: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words of a command but for these flags and their values."""
+    kept, keeps = [], True
+    for word in command:
+        if word.startswith("--"):
+            keeps = word.removeprefix("--") not in names
+        if keeps:
+            kept.append(word)
+    return kept
+
+
+def _unknown(words: Sequence[str], known: Collection[str]) -> str:
+    """A message for words that fairseq does not know, with the nearest of the `known` flags."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    faults = []
+    for flag in flags:
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+        faults.append(f"{flag}: there is no such flag" + (f"; is {near[0]} meant?" if near else ""))
+    return "; ".join(faults) or f"{' '.join(words)!r} belongs to no flag"
 
 
 def ours() -> set[str]:
@@ -159,29 +155,22 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 @contextlib.contextmanager
-def _refusing(others: Iterable[str]) -> Iterator[None]:
-    """Inside, a parser that finds a fault raises a UserError; `others` are flags that may have been meant."""
-    with mock.patch.object(argparse.ArgumentParser, "error", partialmethod(_raise, others)):
+def _silence() -> Iterator[None]:
+    """Inside, fairseq reports nothing of its own start."""
+    logging.disable(logging.INFO)
+    try:
         yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
-def _raise(parser: argparse.ArgumentParser, others: Iterable[str], message: str) -> NoReturn:
-    """In the place of argparse's own end of a program: the fault in one line, and the flag that was meant, maybe."""
-    message = message.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
-    if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
-        flags = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
-        known = {flag.removeprefix("--") for flag in flags_of(parser).union(others)}
-        message = _unknown(flags, known) if flags else f"{unknown[1]!r} belongs to no flag"
-    raise UserError(f"{message} ({USAGE})")
-
-
-def _unknown(flags: Iterable[str], known: Collection[str]) -> str:
-    """A message for unknown flags, with the nearest of `known`, which are names without dashes."""
-    faults = []
-    for flag in flags:
-        near = difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=0.75)
-        faults.append(f"{flag}: there is no such flag" + (f"; is --{near[0]} meant?" if near else ""))
-    return "; ".join(faults)
+def check_keys(path: Path, given: Iterable[str], known: Collection[str], besides: str = "") -> None:
+    """Refuse a key of a file that has no meaning there; the message names the nearest key, or all that there are."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(known)}{besides}"
+            raise UserError(f"{path}: {key}: there is no such key here; {hint}")
 
 
 def positive_number(flag: str, value: str) -> int:
