@@ -15,10 +15,15 @@ from helpers import REPO
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-PACKAGES = {"evolving_attention", "ea_fairseq"}
+PACKAGES = {"evolving_attention", "ea_fairseq", "ea_runtime"}
 #: what each package may import from outside, whether at once or when it is needed
 CORE = PROJECT["dependencies"]
-DEPENDENCIES = {"evolving_attention": CORE, "ea_fairseq": CORE + PROJECT["optional-dependencies"]["fairseq"]}
+EXTRAS = PROJECT["optional-dependencies"]
+DEPENDENCIES = {
+    "evolving_attention": CORE,
+    "ea_fairseq": CORE + EXTRAS["fairseq"],
+    "ea_runtime": EXTRAS["runtime"],
+}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -34,7 +39,7 @@ def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirem
                 used.add(node.module.split(".")[0])
     # Triton comes with PyTorch, where it has a GPU
     outside = used - sys.stdlib_module_names - {package, "triton"}
-    outside -= {"evolving_attention"} if package == "ea_fairseq" else set()
+    outside -= {"evolving_attention", "ea_runtime"} if package == "ea_fairseq" else set()
     names = {"fairseq": "fairseq-fixed", "subword_nmt": "subword-nmt"}
     assert {names.get(name, name) for name in outside} <= {line.split("==")[0] for line in DEPENDENCIES[package]}
 
