@@ -26,7 +26,7 @@ DEPENDENCIES = {
 }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirements(package):
     pinned = {line.split("#")[0].strip() for line in (REPO / "requirements.txt").read_text().splitlines()}
     assert set(DEPENDENCIES[package]) <= pinned

@@ -1,0 +1,177 @@
+"""An exported model translates as fairseq does, without PyTorch and fairseq; faults of its folder are named."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from helpers import REPO
+from helpers.toy import ENVIRONMENT, save_model
+
+import ea_fairseq
+from ea_runtime import ExportError, Translator
+from ea_runtime.search import Settings
+from ea_tools import preparation
+from ea_tools.translating import export
+
+pytestmark = pytest.mark.slow
+
+LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
+#: architecture and flags; the rest of the rules differ in coefficients only
+SYSTEMS = {
+    "evolving": ("ea_transformer_base", []),
+    "learnt, relative, branch": (
+        "ea_transformer_base",
+        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-conv-branch"],
+    ),
+    "stock's function": ("ea_transformer_base", ["--ea-alpha", "0", "--ea-beta", "0"]),
+}
+
+
+@pytest.fixture(scope="module", params=SYSTEMS, ids=list(SYSTEMS))
+def exported(request, data, tmp_path_factory):
+    """A run with random weights, loaded by fairseq, and its export."""
+    folder = tmp_path_factory.mktemp("exported")
+    arch, flags = SYSTEMS[request.param]
+    run = folder / "run"
+    run.mkdir()
+    torch.manual_seed(1)
+    save_model(data, run / "checkpoint_last.pt", arch, *flags)
+    preparation.keep(run, data)
+    export.main(["--run", str(run), "--out", str(folder / "out")])
+    return ea_fairseq.load(run), folder / "out"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beam": 5, "max_len_b": 9},
+        {"beam": 1, "max_len_b": 9},
+        {"beam": 4, "lenpen": 0.5, "max_len_b": 8, "min_len": 4, "unkpen": 1.5},
+        {"beam": 3, "max_len_a": 0.5, "max_len_b": 2, "unnormalized": True},
+    ],
+    ids=["beam 5", "greedy", "penalties", "max-len-a"],
+)
+@pytest.mark.parametrize("prefixes", [None, [[7, 8], [], [9]]], ids=["free", "prefixes"])
+def test_searches_as_fairseq(exported, settings, prefixes):
+    """The same scores for each rank, and the same tokens but where two hypotheses tie."""
+    loaded, folder = exported
+    runtime, (model,), dictionary = Translator(folder, threads=1), loaded.hub.models, loaded.hub.task.target_dictionary
+    sources = [[5, 6, 7, 8, 2], [9, 2], [10, 11, 12, 2]]
+    tokens = torch.full((3, 5), dictionary.pad())
+    for row, source in zip(tokens, sources, strict=True):
+        row[5 - len(source) :] = torch.tensor(source)
+    forced = None
+    if prefixes:
+        forced = torch.full((3, 2), dictionary.pad())
+        for row, prefix in zip(forced, prefixes, strict=True):
+            row[: len(prefix)] = torch.tensor(prefix)
+    chosen = Settings(**settings)
+    generator = SequenceGenerator(
+        [model], dictionary, beam_size=chosen.beam, max_len_a=chosen.max_len_a, max_len_b=chosen.max_len_b,
+        min_len=chosen.min_len, normalize_scores=not chosen.unnormalized, len_penalty=chosen.lenpen,
+        unk_penalty=chosen.unkpen,
+    )  # fmt: skip
+    lengths = torch.tensor([len(source) for source in sources])
+    sample = {"net_input": {"src_tokens": tokens, "src_lengths": lengths}}
+    expected = generator.generate([model], sample, prefix_tokens=forced)
+    for of_fairseq, ours in zip(expected, runtime.search_ids(sources, chosen, prefixes), strict=True):
+        scores = [float(one["score"]) for one in of_fairseq]
+        assert [one.score for one in ours] == pytest.approx(scores, abs=1e-4)
+        ties = any(abs(one - other) < 1e-4 for one, other in itertools.pairwise(scores))
+        assert ties or [list(one.tokens) for one in ours] == [one["tokens"].tolist()[:-1] for one in of_fairseq]
+
+
+def test_translates_text_as_the_python_interface(exported):
+    loaded, folder = exported
+    runtime = Translator(folder, threads=1)
+    expected = loaded.translate(LINES, beam=2, max_len_b=8)
+    assert runtime.translate(LINES, beam=2, max_len_b=8) == expected
+    assert runtime.translate(iter(LINES), beam=2, max_len_b=8, batch=2) == expected
+    assert runtime.translate(LINES[0], beam=2, max_len_b=8) == expected[0]
+    best = runtime.translate(LINES, beam=2, max_len_b=8, n_best=2)
+    assert [one[0][0] if one else "" for one in best] == expected
+
+
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory):
+    """An export of random weights."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    run.mkdir()
+    save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
+    preparation.keep(run, data)
+    export.main(["--run", str(run), "--out", str(run.parent / "out"), "--int8"])
+    return run.parent / "out"
+
+
+def test_threads_share_a_translator(folder):
+    runtime = Translator(folder, threads=1)
+    expected, results = runtime.translate(LINES, beam=2, max_len_b=8), []
+    workers = [
+        threading.Thread(target=lambda: results.append(runtime.translate(LINES, beam=2, max_len_b=8))) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert results == [expected] * 4
+
+
+def test_the_command_needs_neither_pytorch_nor_fairseq(folder):
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'fairseq', 'ea_fairseq', 'ea_tools'))\n"
+    code += f"sys.argv = ['ea_runtime', {str(folder)!r}, '--beam', '2']\nimport runpy; runpy.run_module('ea_runtime')"
+    code = code.replace("run_module('ea_runtime')", "run_module('ea_runtime', run_name='__main__')")
+    command = [sys.executable, "-c", code]
+    options = {"capture_output": True, "text": True, "check": False, "cwd": REPO, "env": ENVIRONMENT}
+    done = subprocess.run(command, input="Haus.\n\nHund.\n", **options)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split("\n")) == 4
+
+
+def broken(folder, place, fault):
+    shutil.copytree(folder, place)
+    fault(place)
+    return place
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        (lambda place: (place / "model.json").unlink(), ["model.json", "export.sh"]),
+        (lambda place: (place / "decoder.onnx").write_bytes(b"torn"), ["decoder.onnx", "damaged"]),
+        (lambda place: (place / "encoder.onnx").unlink(), ["encoder.onnx", "no such file"]),
+        (lambda place: (place / "model.json").write_text("{"), ["model.json", "damaged"]),
+        (
+            lambda place: (place / "model.json").write_text(
+                json.dumps({**json.loads((place / "model.json").read_text()), "format": 99})
+            ),
+            ["format 99", "update"],
+        ),
+    ],
+    ids=["no export", "torn", "missing", "no JSON", "newer"],
+)
+def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
+    with pytest.raises(ExportError) as error:
+        Translator(broken(folder, tmp_path / "broken", fault))
+    assert all(word in str(error.value) for word in says)
+
+
+@pytest.mark.parametrize(
+    "lines, options, says",
+    [
+        (["a\nb"], {}, "line 1"),
+        ([None], {}, "NoneType"),
+        (["a"], {"bean": 5}, "bean"),
+        (["a"], {"beam": 0}, "beam"),
+        (["a"], {"lenpen": float("nan")}, "lenpen"),
+        (["a"], {"n_best": 9}, "n_best"),
+    ],
+)
+def test_bad_input_is_refused(folder, lines, options, says):
+    with pytest.raises(ValueError, match=says):
+        Translator(folder, threads=1).translate(lines, **options)
