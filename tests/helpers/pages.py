@@ -1,9 +1,12 @@
 """The blocks of shell in README and docs/, and the commands in them."""
 
+import importlib
+import json
 import re
 import shlex
+import sys
 
-from helpers import REPO
+from helpers import REPO, warm
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 FAIRSEQ = ("fairseq-train", "fairseq-generate", "fairseq-interactive", "fairseq-eval-lm", "fairseq-preprocess")
@@ -57,3 +60,28 @@ def commands(line):
 
 def is_command(word):
     return word in FAIRSEQ or re.fullmatch(r"(\./)?(scripts|data-prep)/\S+\.sh", word) is not None
+
+
+def run_blocks():
+    """Run the blocks on standard input, [[language, text], ...] as JSON; print the output of those that fail.
+
+    This process imports the libraries once. A block of plain commands has them forked, another one is bash's.
+    """
+    for name in ("matplotlib.figure", "torch", "fairseq", "sacrebleu", "sacremoses"):
+        importlib.import_module(name)
+    faults = []
+    for language, block in json.load(sys.stdin):
+        for command in [["python", "-c", block]] if language == "python" else _words(block):
+            done = warm.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                faults.append(f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+                break
+    json.dump(faults, sys.stdout)
+
+
+def _words(block):
+    """The words of each line of a block of plain commands; of another block bash's, which runs it."""
+    bare = re.sub(r"(^|\s)#.*|'[^']*'", " ", block)
+    if re.search(r"[|<>$;&*(`~{[]|^ *(cd|export|for|if) |^\w+=", bare, re.M):
+        return [["bash", "-euo", "pipefail", "-c", block]]
+    return [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]

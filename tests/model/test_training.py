@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, warm
+from helpers import REPO
 from helpers.models import TINY, TRAINING
 from helpers.toy import fairseq
 
@@ -86,7 +86,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
     command += ["--distributed-no-spawn", "--distributed-init-method", f"tcp://127.0.0.1:{port}", "--distributed-rank"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        warm.Popen(
+        subprocess.Popen(
             [str(word) for word in [*command, rank]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

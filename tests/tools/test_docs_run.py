@@ -4,15 +4,13 @@ The clone's recipes describe models of 16 numbers a token that are trained for t
 pairs. Commands that need the network, hours or a GPU are not run: a dry run or the command's parser checks them.
 """
 
-import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 from fairseq import options
@@ -56,7 +54,7 @@ DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
 
 @pytest.fixture
 def clone(tmp_path):
-    """The files of this repository, with an environment whose programs start warm."""
+    """The files of this repository, made small, with the .venv of this one."""
     clone = tmp_path / "ea-fairseq"
     listing = ["git", "-C", REPO, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
@@ -75,34 +73,8 @@ def clone(tmp_path):
                 (clone / folder / f"{name}.{language}").write_text("".join(f"{pair[side]}\n" for pair in some))
     shutil.copy(clone / "law" / "train.en", clone / "mono.en")
     shutil.copy(clone / "law" / "valid.de", clone / "letters.de")
-    # Not below tmp_path: the name of a socket has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_environment(clone, f"{folder}/socket"):
-        yield clone
-
-
-@contextlib.contextmanager
-def warm_environment(clone, address):
-    """The clone's .venv, whose programs let a server fork that knows the modules of the clone alone."""
-    programs = clone / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    shutil.copy(clone / "requirements.txt", clone / ".venv" / ".requirements")
-    for name in ("python", *pages.FAIRSEQ):
-        (programs / name).write_text(
-            f"#!{sys.executable}\nimport sys\nfrom helpers import warm\nwarm.Server._address = {address!r}\n"
-            f"sys.exit(warm.run([{str(Path(sys.executable).with_name(name))!r}, *sys.argv[1:]]).returncode)\n"
-        )
-        (programs / name).chmod(0o755)
-    code = "import sys; from helpers import warm; warm.Server.serve(sys.argv[1])"
-    command = [sys.executable, "-P", "-c", code, address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(clone)) as server:
-        assert server.stdout.readline() == b"ready\n"
-        yield
-
-
-def environment(clone):
-    python_path = os.pathsep.join(str(clone / name) for name in ("", "scripts", "data-prep", "tests"))
-    path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
-    return {**warm.ENVIRONMENT, "PATH": path, "PYTHONPATH": python_path}
+    (clone / ".venv").symlink_to((REPO / ".venv").resolve())
+    return clone
 
 
 def sorted_out(block):
@@ -138,10 +110,16 @@ def parse(line):
                 module.parse(words)
 
 
-def fault(clone, *command):
-    """The output of a command that fails, else 0."""
-    done = subprocess.run(command, cwd=clone, env=environment(clone), capture_output=True, text=True, check=False)
-    return done.returncode and f"{command[-1]}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+def faults(clone, blocks):
+    """The output of each block that fails, in a process that has imported no module but the clone's."""
+    path = os.pathsep.join(str(clone / name) for name in ("", "scripts", "data-prep", "tests"))
+    environment = {**warm.ENVIRONMENT, "PYTHONPATH": path, "PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"}
+    command = [sys.executable, "-P", "-c", "from helpers import pages; pages.run_blocks()"]
+    done = subprocess.run(
+        command, cwd=clone, env=environment, input=json.dumps(blocks), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_the_blocks_of_all_pages_run_as_written(clone):
@@ -154,12 +132,12 @@ def test_the_blocks_of_all_pages_run_as_written(clone):
                 dry |= dict.fromkeys(of_block)
         python += [block for block in pages.blocks(page.read_text(), "python") if not block.startswith(" ")]  # a part
     assert len(shell) > 30
-    faults = [fault(clone, "bash", "-euo", "pipefail", "-c", "\n".join(dry))]  # no data are there yet
+    found = faults(clone, [("", line) for line in dry])  # no data are there yet
     for name, stand_in in STAND_INS.items():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         (clone / name).symlink_to(clone / stand_in)
-    faults += [fault(clone, "bash", "-euo", "pipefail", "-c", block) for block in shell]
     for block in python:
         compile(block, "a page", "exec")
-        faults += [] if re.search(PARSED, block) else [fault(clone, "python", "-c", block)]
-    assert not list(filter(None, faults))
+    python = [block for block in python if not re.search(PARSED, block)]
+    found += faults(clone, [("", block) for block in shell] + [("python", block) for block in python])
+    assert not found
