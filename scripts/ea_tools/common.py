@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prep.system import explained
+from ea_data.system import explained
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]

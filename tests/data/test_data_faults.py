@@ -9,9 +9,9 @@ import pytest
 from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, recipe, script, text_only, write
 
 import measure
-import prepare
-from prep import parallel as in_parallel
-from prep.text import PrepError
+from ea_data import parallel as in_parallel
+from ea_data import prepare
+from ea_data.text import PrepError
 
 
 def refused(raw, out, pattern, rules=None):

@@ -26,7 +26,7 @@ from pathlib import Path
 from helpers import REPO
 
 #: What is imported anew. ea_fairseq registers models with fairseq, which takes each of them once.
-OURS = {"ea_tools", "prep", "prepare", "corpora", "fairseq_cli", "helpers", "__main__"}
+OURS = {"ea_tools", "ea_data", "fairseq_cli", "helpers", "__main__"}
 #: Environment variables that Python or PyTorch reads at its start: where they differ, the start is a cold one.
 READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "TRITON_INTERPRET")
 ALLOWED = {"PYTHONUNBUFFERED", "PYTHONIOENCODING"}  # which a process that is forked obeys too

@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ea_data.command_line import Parser
 from ea_tools.bench.gpu_sections import SECTIONS, Plan, Section, noting_refusals
 from ea_tools.common import REPO, UserError, replacing, reporting, write_json
-from prep.command_line import Parser
 
 #: seconds that a process has to end by itself when its time is over
 GRACE = 20

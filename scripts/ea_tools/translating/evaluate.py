@@ -29,6 +29,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ea_data.command_line import Parser
+from ea_data.languages import base_language
 from ea_tools import metrics as scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
 from ea_tools.common import REPO, UserError, finite, portable, positive, read_json, replacing, reporting, write_json
@@ -42,8 +44,6 @@ from ea_tools.training.recipes import parse_flags
 from ea_tools.training.run_folder import LAST, finished, updates
 from ea_tools.translating.translate import longest as longest_read
 from ea_tools.translating.translators import add_precision, parse_both, program
-from prep.command_line import Parser
-from prep.languages import base_language
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
 
 def count_longer(data: Path, prep: dict, subset: str, longest: tuple[int, int]) -> tuple[int, int]:
     """How many sentences of a split have a source, and a target, of more subwords than `longest`."""
-    from prep.binary import count_lengths
+    from ea_data.binary import count_lengths
 
     source, target = prep["source_lang"], prep["target_lang"]
     indices = (data / f"{subset}.{source}-{target}.{language}.idx" for language in (source, target))

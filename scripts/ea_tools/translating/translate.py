@@ -27,12 +27,12 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from ea_data.command_line import Parser
 from ea_tools.checkpoints import choose, load, settings
 from ea_tools.common import REPO, UserError, finite, positive, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import Source, Words, decode
 from ea_tools.translating.translators import add_precision, parse_both, program
-from prep.command_line import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
