@@ -5,10 +5,10 @@ import os
 import signal
 import sys
 
+import measure
 import pytest
 from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, recipe, script, text_only, write
 
-import measure
 from ea_data import parallel as in_parallel
 from ea_data import prepare
 from ea_data.text import PrepError
