@@ -100,7 +100,6 @@ class ExportedStep(nn.Module):
         if decoder.layernorm_embedding is not None:
             x = decoder.layernorm_embedding(x)
         x = x.transpose(0, 1)
-        padding = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1)  # R x S
 
         keys, values = keys.index_select(1, order), values.index_select(1, order)
         rows = None if rows is None else rows.index_select(1, order)
@@ -110,10 +109,13 @@ class ExportedStep(nn.Module):
             state: dict[str, Any] = {}
             own = _state(number, keys, values, rows)
             source = _state(number, source_keys, source_values, source_rows)
-            source |= {"prev_key_padding_mask": padding, "beams": beams}
+            # fairseq's own attention takes the padding of each sentence, ours that of each hypothesis
+            evolves = isinstance(layer.encoder_attn, EvolvingHeads)
+            hidden = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1) if evolves else padding
+            source |= {"prev_key_padding_mask": hidden, "beams": beams}
             layer.self_attn._set_input_buffer(state, own)
             layer.encoder_attn._set_input_buffer(state, source)
-            x, *_ = layer(x, x, padding, state)
+            x, *_ = layer(x, x, hidden, state)
             own, source = (attn._get_input_buffer(state) for attn in (layer.self_attn, layer.encoder_attn))
             caches.append((own["prev_key"], own["prev_value"], own.get("rows"), source.get("rows")))
         if decoder.layer_norm is not None:

@@ -79,6 +79,8 @@ def parse_without(
     """What the words after fairseq-train say, and which of the `optional` flags had to be left out of them."""
     import ea_fairseq  # noqa: F401  (registers the architectures)
 
+    if "--arch" in command:
+        check_architecture(command[list(command).index("--arch") + 1], "ARCH ")
     _, args, rest = _parse_known(command)
     known = of_any_part() if rest else set()
     left_out = [name for name in optional if f"--{name}" in known.intersection(rest)]
