@@ -165,12 +165,12 @@ def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(
     ctx: Any, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None, d_kept: Any
 ) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:8])
-    reads_queries_and_keys = ctx.saved_tensors[3] is None
-    wanted[0] &= reads_queries_and_keys
-    wanted[1] &= reads_queries_and_keys
+    saved = ctx.saved_tensors  # once: checkpointing computes them anew
+    wanted, given = list(ctx.needs_input_grad[:8]), saved[3]
+    wanted[0] &= given is None
+    wanted[1] &= given is None
     wanted[2] &= d_context is not None
-    gradients = _backward_operation(*ctx.saved_tensors, *ctx.rest, d_context, d_a_logit, d_weights, wanted)
+    gradients = _backward_operation(*saved, *ctx.rest, d_context, d_a_logit, d_weights, wanted)
     return *(x if want else None for x, want in zip(gradients, wanted, strict=True)), *(None,) * 13
 
 
