@@ -4,8 +4,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 
 for argument in "$@"; do
     if [[ $argument == -h || $argument == --help ]]; then
-        exec "${PYTHON:-python3}" "$repo/data-prep/prepare.py" "$1" --help
+        exec "${PYTHON:-python3}" -P -m ea_data.prepare "$1" --help
     fi
 done
 require_setup
-exec "$python" "$repo/data-prep/prepare.py" "$@"
+exec "$python" -P -m ea_data.prepare "$@"

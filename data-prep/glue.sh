@@ -4,4 +4,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 
 require_setup
-exec "$python" -P -m prep.glue "$@"
+exec "$python" -P -m ea_data.glue "$@"

@@ -7,7 +7,7 @@ import difflib
 import logging
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,29 +72,41 @@ class Translator:
                 without effect, or of another kind.
         """
         settings = {"beam": beam, "lenpen": lenpen, **generation}
-        for name, value in settings.items():
-            _check_setting(name, value)
         if isinstance(sentences, str):
             return self.translate([sentences], **settings)[0]
+        return [hypotheses[0][0] for hypotheses in self.hypotheses(sentences, **settings)]
+
+    def hypotheses(
+        self, sentences: Iterable[str], beam: int = 5, lenpen: float = 1.0, first: int = 1, **generation: object
+    ) -> list[list[tuple[str, float]]]:
+        """The ``beam`` best translations of each sentence, best first, each with its score; see ``translate``.
+
+        A score is the model's log-probability (base 2) over length. An empty sentence has empty ones with score 0.
+
+        Args:
+            first: the number of the first sentence in warnings.
+        """
+        settings = {"beam": beam, "lenpen": lenpen, **generation}
+        for name, value in settings.items():
+            _check_setting(name, value)
         sentences = _lines(sentences)
         tokens = {}  # place in `sentences` -> token ids, those of empty sentences left out
         for place, sentence in enumerate(sentences):
-            if subwords := self._that_fit(self.text.subwords(sentence).split(), place):
+            if subwords := self._that_fit(self.text.subwords(sentence).split(), first + place):
                 tokens[place] = self.hub.binarize(" ".join(subwords))
-        translations = [""] * len(sentences)
+        hypotheses = [[("", 0.0)] * beam for _ in sentences]
         if tokens:
-            batched = self.hub.generate(list(tokens.values()), **settings)
-            for place, hypotheses in zip(tokens, batched, strict=True):
-                translations[place] = self._text_of(hypotheses[0]["tokens"])
-        return translations
+            for place, beams in zip(tokens, self.hub.generate(list(tokens.values()), **settings), strict=True):
+                hypotheses[place] = [(self._text_of(one["tokens"]), float(one["score"]) / math.log(2)) for one in beams]
+        return hypotheses
 
-    def _that_fit(self, subwords: list[str], place: int) -> list[str]:
+    def _that_fit(self, subwords: list[str], number: int) -> list[str]:
         """As many subwords as the model reads; one position is for the end of the sentence."""
         longest = self.hub.max_positions[0] - 1
         if len(subwords) > longest:
             logger.warning(
                 "Sentence %d has %d subwords, and the model takes %d: the rest of it is left out.",
-                *(place + 1, len(subwords), longest),
+                *(number, len(subwords), longest),
             )
         return subwords[:longest]
 
@@ -116,8 +128,6 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
         FileNotFoundError: the checkpoint, or the preparation, is not there; the message names the file.
         TypeError, ValueError: `checkpoint` is no name, or the model does not translate.
     """
-    from ea_runtime.text import Text  # here, for training needs none of the packages that split text
-
     run = Path(run)
     paths = [_model_of(run)] if checkpoint is None else _named(run, checkpoint)
     trained_on = [_data_of_translation(path) for path in paths]
@@ -125,13 +135,20 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
     if not (folder / "DIGEST").is_file():
         folder = Path(data or trained_on[0])
     _require(folder / "PREP.json")
+    return translator(paths, folder)
+
+
+def translator(checkpoints: Sequence[Path], folder: Path) -> Translator:
+    """Models, an ensemble where there are several, with the preparation in `folder`."""
+    from ea_runtime.text import Text  # here, for training needs none of the packages that split text
+
     text = Text(folder)
     overrides = {"data": str(folder), "source_lang": text.prep["source_lang"], "target_lang": text.prep["target_lang"]}
-    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path) for path in paths], overrides)
-    # Sentences are batched by their tokens, as in scripts/translate.sh, however the model was trained.
+    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path) for path in checkpoints], overrides)
+    # Sentences are batched by their tokens, as fairseq-interactive does, however the model was trained.
     hub = GeneratorHubInterface(cfg, task, models)
     cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, hub.max_positions[0]), None
-    return Translator(hub, text, paths)
+    return Translator(hub, text, checkpoints)
 
 
 def _lines(sentences: Iterable[str]) -> list[str]:

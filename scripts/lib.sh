@@ -5,7 +5,7 @@
 repo=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
 
-# Where Python finds ea_fairseq, ea_tools and data-prep's prep: none of them is installed.
+# Where Python finds ea_fairseq, ea_tools and ea_data: none of them is installed.
 export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
 
 die() {

@@ -113,6 +113,11 @@ def settings(state: dict) -> dict[str, Any]:
     return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
 
 
+def longest(state: dict, side: str = "source") -> int:
+    """How many subwords a model reads (or writes: side "target"): one position is for the end of the sentence."""
+    return (settings(state).get(f"max_{side}_positions") or 1024) - 1
+
+
 def section(state: dict, name: str) -> dict[str, Any]:
     """One section of a checkpoint's configuration ("common", "task", ...); {} where there is none."""
     stored = (state.get("cfg") or {}).get(name) or {}

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prep.system import explained
+from ea_data.system import explained
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]
+#: of a line of JSON, except where the line is one measurement
+MOST_LETTERS = 120
 
 
 class UserError(Exception):
@@ -131,9 +133,37 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file, which appears under its name only when it is whole. A path becomes its text."""
-    text = json.dumps(content, indent=1, ensure_ascii=False, default=os.fspath) + "\n"
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of a file's name that is not UTF-8
+        # Names of files need not be UTF-8.
+        temporary.write_text(json_text(content), encoding="utf-8", errors="backslashreplace")
+
+
+def json_text(content: Any) -> str:
+    """JSON with one line for what fits on a line, and for each item of a list, however long: one measurement."""
+    return "\n".join(_json_lines(content, "", "")) + "\n"
+
+
+def _json_lines(value: Any, indent: str, name: str) -> Iterator[str]:
+    """The lines of a value; `name` is what precedes it on its first line."""
+    line = indent + name + _json_line(value)
+    if not isinstance(value, (dict, list, tuple)) or not value or (indent and len(line) < MOST_LETTERS):
+        yield line
+        return
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    yield indent + name + opening
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [list(_json_lines(each, inner, f"{_json_line(str(key))}: ")) for key, each in value.items()]
+    else:
+        items = [[inner + _json_line(each)] for each in value]
+    for number, lines in enumerate(items, 1):
+        yield from lines[:-1]
+        yield lines[-1] + ("," if number < len(items) else "")
+    yield indent + closing
+
+
+def _json_line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=os.fspath)
 
 
 def portable(command: Iterable[str]) -> str:

@@ -21,14 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ea_data.command_line import Parser
+from ea_data.digest import digest_of, sha256
 from ea_tools import checkpoints
 from ea_tools.common import REPO, UserError, positive, read_json, replacing, reporting, write_json
 from ea_tools.glue_report import markdown, read_results
 from ea_tools.glue_scores import METRICS, predict
 from ea_tools.training import flag_faults, recipes, run_folder
 from ea_tools.training.provenance import provenance
-from prep.command_line import Parser
-from prep.digest import digest_of, sha256
 
 TABLE = recipes.FOLDER / "tables" / "glue.toml"
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ea_data.languages import known, script
 from ea_tools.common import UserError, say
-from prep.languages import known, script
 
 if TYPE_CHECKING:  # imported where it is used: plans and tables only need the labels
     from sacrebleu.metrics import BLEU

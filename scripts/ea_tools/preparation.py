@@ -10,12 +10,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ea_data.corpus import CODES
+from ea_data.digest import digest_of
+from ea_data.languages import language_in
 from ea_tools.checkpoints import check_dictionaries, section
 from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines, read_prep
-from prep.corpus import CODES
-from prep.digest import digest_of
-from prep.languages import language_in
 
 FOLDER = "prepared"  # in a run's folder
 DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete

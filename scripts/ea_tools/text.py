@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ea_data.languages import language_in
+from ea_data.system import explained
+from ea_data.text import wide_encoding
 from ea_tools.common import REPO, UserError, read_json
-from prep.languages import language_in
-from prep.system import explained
-from prep.text import wide_encoding
 
 # The libraries that split text are imported where they are used: most commands read PREP.json and need none of them.
 
@@ -85,7 +85,7 @@ class Words:
     """
 
     def __init__(self, prep: dict[str, Any], language: str) -> None:
-        from prep.words import words
+        from ea_data.words import words
 
         self._rules = prep.get("rules", {})
         escape = prep.get("escape", True)
@@ -109,7 +109,7 @@ def as_written(path: Path, prep: dict[str, Any], language: str) -> list[str]:
     Text that came in tokens is in tokens there, too; what people would have written is then got by detokenising. Where
     the corpus was brought to Unicode's form NFC, so is this text: a model cannot write any other.
     """
-    from prep.words import composed
+    from ea_data.words import composed
 
     lines = read_lines(path)
     if prep["tokenizer"] == "given":
@@ -125,7 +125,7 @@ def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
         return written, read_lines(path)
     words, rules, made = Words(prep, prep["target_lang"]), prep.get("rules", {}), written
     if rules.get("normalise") and rules.get("valid_every") and path.name.startswith("valid."):
-        from prep.moses import Normalizer  # this split was training text, which was normalised
+        from ea_data.moses import Normalizer  # this split was training text, which was normalised
 
         normalizer = Normalizer(language_in(prep, prep["target_lang"]))
         made = [normalizer.clean(line) for line in written]
@@ -136,7 +136,7 @@ class Source:
     """Raw source text to the subwords that a model reads."""
 
     def __init__(self, data: Path, prep: dict[str, Any]) -> None:
-        from prep.words import composed
+        from ea_data.words import composed
 
         language = prep["source_lang"]
         self._words, self._lowercase = Words(prep, language), prep["lowercase"]
@@ -145,7 +145,7 @@ class Source:
         # Training text had its punctuation normalised: text that people type needs it as much.
         self._normalizer = None
         if prep.get("rules", {}).get("normalise"):
-            from prep.moses import Normalizer
+            from ea_data.moses import Normalizer
 
             self._normalizer = Normalizer(language_in(prep, language))
         self.subwords = subwords(Path(data), prep["bpe"], language)
@@ -237,7 +237,7 @@ def subwords(data: Path, kind: str, language: str) -> Subwords:
 
         model = SentencePieceProcessor(model_file=str(path))
         return Pieces(lambda line: " ".join(model.encode(line, out_type=str)))
-    from prep.subwords import segmenter
+    from ea_data.subwords import segmenter
 
     vocabulary = data / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = read_lines(vocabulary) if vocabulary.is_file() else None

@@ -9,7 +9,7 @@ from fairseq.data import Dictionary, data_utils
 from helpers import warm
 from helpers.data_toy import Pipeline, corpus, read, recipe, text_only, write
 
-from prep import binary
+from ea_data import binary
 
 
 def fairseq_preprocess(pipeline, folder):

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from helpers.data_toy import PREP  # noqa: F401  (makes prep importable)
 
-from prep import download
-from prep.text import PrepError
+from ea_data import download
+from ea_data.text import PrepError
 
 DATA = bytes(range(256)) * 4000
 

@@ -8,10 +8,9 @@ import sys
 import pytest
 from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, recipe, script, text_only, write
 
-import measure
-import prepare
-from prep import parallel as in_parallel
-from prep.text import PrepError
+from ea_data import parallel as in_parallel
+from ea_data import prepare
+from ea_data.text import PrepError
 
 
 def refused(raw, out, pattern, rules=None):
@@ -135,14 +134,6 @@ def test_one_side_with_a_slash_after_its_folder(tmp_path):
         assert ("is there already; delete it, or name another" in done.stderr) == refused
         assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
     assert {path.name for path in out.iterdir()} == {"PREP.json", "dict.txt", "train.bin", "train.idx"}
-
-
-def test_a_measured_run_that_fails_says_why(tmp_path, capfd):
-    for side in ("de", "en"):
-        write(tmp_path / f"text.{side}", ["ein Haus"])
-    with pytest.raises(SystemExit, match="a measured step failed"):
-        measure.scale(tmp_path / "text.de", tmp_path / "text.en", [5], [1], tmp_path)
-    assert "valid: no pair is left: --valid-every 1000 of 5 training pairs" in capfd.readouterr().err
 
 
 def test_a_missing_file(tmp_path):

@@ -7,9 +7,9 @@ from xml.sax.saxutils import escape
 import pytest
 from helpers.data_toy import Rules, pairs, read, script, write
 
+from ea_data import rules, subwords
 from ea_runtime.text import Text
 from ea_tools import text
-from prep import rules, subwords
 
 ESCAPES = {"'": "&apos;", '"': "&quot;"}
 SPLITS = {"train": 200, "valid": 20, "news.2016": 15}

@@ -11,8 +11,8 @@ import pytest
 from fairseq.data import Dictionary, data_utils
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
-from prep import glue
-from prep.text import PrepError
+from ea_data import glue
+from ea_data.text import PrepError
 
 SENTENCES = ["the dog sees a cat", "a bird sings", 'he said "no', "trees grow"]
 ROWS = {

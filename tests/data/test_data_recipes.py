@@ -15,7 +15,7 @@ import regex
 from helpers.data_toy import corpora, pairs, read, text_only, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
-from prep.text import PrepError
+from ea_data.text import PrepError
 
 SUBWORD_NMT = Path(sys.executable).with_name("subword-nmt")
 

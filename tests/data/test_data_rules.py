@@ -10,7 +10,7 @@ import pytest
 from helpers.data_toy import Rules, pairs, sample, sentences, write
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 
-from prep import moses, rules, subwords
+from ea_data import moses, rules, subwords
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)

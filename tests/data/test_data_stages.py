@@ -12,8 +12,8 @@ import pytest
 from helpers import warm
 from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
 
-from prep import binary
-from prep.text import PrepError
+from ea_data import binary
+from ea_data.text import PrepError
 
 # Kills its own process with SIGKILL in the middle of a stage, or at its end, just before the folder gets its name.
 KILLED = """
@@ -24,7 +24,7 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 stage = {stage!r}
 if {middle}:
-    from prep import pipeline as module
+    from ea_data import pipeline as module
     original = getattr(Pipeline, stage)
     def dying(self, folder):
         (folder / "train.de").write_text("half\\n")
@@ -287,7 +287,7 @@ def test_workers_change_nothing(undisturbed, tmp_path):
 
 @pytest.mark.parametrize("lines", [1, 7, 1000])
 def test_chunk_sizes_change_nothing(tmp_path, monkeypatch, lines):
-    from prep import parallel
+    from ea_data import parallel
 
     raw = corpus(tmp_path / "raw", train=60)
     rules = dataclasses.replace(recipe(valid_every=7, max_ratio=1.5), valid=())

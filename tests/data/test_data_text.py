@@ -5,7 +5,7 @@ import gzip
 import pytest
 from helpers.data_toy import corpus, read, recipe, text_only, write
 
-from prep.text import PrepError, checked_lines
+from ea_data.text import PrepError, checked_lines
 
 ODD = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]  # where str.splitlines breaks lines
 

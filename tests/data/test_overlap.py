@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
 
-from prep import report
-from prep.text import PrepError
+from ea_data import report
+from ea_data.text import PrepError
 
 SOURCES = [f"der {noun} ist {look}." for noun in ("Hund", "Baum", "Tisch", "Berg") for look in ("alt", "neu", "rot")]
 TARGETS = [f"the {noun} is {look}." for noun in ("dog", "tree", "table", "hill") for look in ("old", "new", "red")]

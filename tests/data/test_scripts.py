@@ -8,11 +8,11 @@ import pytest
 from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
 from helpers.scripts import SENTENCES
 
+from ea_data import report, subwords
+from ea_data.earlier import Earlier
+from ea_data.languages import default_tokenizer
+from ea_data.words import words
 from ea_tools import preparation, text
-from prep import report, subwords
-from prep.earlier import Earlier
-from prep.languages import default_tokenizer
-from prep.words import words
 
 
 def prepared(folder, source, target, lines, **changed):
@@ -168,7 +168,7 @@ def test_published_text_keeps_its_bytes(tmp_path):
 
 
 def test_public_corpora_do_not_compose():
-    import corpora
+    from ea_data import corpora
 
     public = [corpora.multi30k("de", "en"), corpora.iwslt14_de_en(), corpora.wmt14_en_de(), corpora.wmt14_en_fr()]
     assert not any(corpus.rules.nfc for corpus in public)

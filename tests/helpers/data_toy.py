@@ -2,15 +2,13 @@
 
 import random
 import subprocess
-from pathlib import Path
 
-PREP = Path(__file__).resolve().parents[2] / "data-prep"
+from ea_data import corpora, sample, stages  # noqa: F401  (the tests take them from here)
+from ea_data.corpus import Corpus, Part, Rules
+from ea_data.pipeline import Pipeline
+from helpers import REPO
 
-import corpora  # noqa: E402, F401
-import sample  # noqa: E402, F401
-from prep import stages  # noqa: E402
-from prep.corpus import Corpus, Part, Rules  # noqa: E402
-from prep.pipeline import Pipeline  # noqa: E402
+PREP = REPO / "data-prep"
 
 # Words that meet the tokenizer's special cases: abbreviations, numbers, quotes, entities, other scripts, odd spaces.
 WORDS = """the Haus „Ja“ "no" it's l'été U.S. Mr. z.B. 3,000 3.14 1,5 foo-bar A-B e-mail ... a...b wait.. a/b 50% $5
@@ -92,7 +90,7 @@ def script(name, *arguments, check=True, **options):
 
 def prepare_command(*options):
     """The corpus that custom.sh makes of these options, in this process; text is named where none is."""
-    import prepare
+    from ea_data import prepare
 
     arguments = ["--train", "train", *([] if "--valid-every" in options else ["--valid", "valid"])]
     return prepare.parse(["custom", *arguments, *map(str, options)])[1]

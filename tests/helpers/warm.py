@@ -38,7 +38,7 @@ from helpers import REPO
 LIBRARIES = (
     "matplotlib.figure torch torch._dynamo fairseq sacrebleu sacremoses subword_nmt.apply_bpe sentencepiece tqdm"
 ).split()
-OURS = {"ea_tools", "ea_fairseq", "prep", "prepare", "corpora", "fairseq_cli", "helpers", "__main__"}
+OURS = {"ea_tools", "ea_fairseq", "ea_data", "fairseq_cli", "helpers", "__main__"}
 #: Environment variables that Python, or PyTorch when it is imported, reads: where they differ, the start is a cold one.
 READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "TRITON_INTERPRET")
 ALLOWED = {"PYTHONUNBUFFERED", "PYTHONIOENCODING"}  # which a process that is forked obeys too

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
+from ea_data.system import explained
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
-from prep.system import explained
 
 
 def write(path, text):
@@ -115,6 +115,23 @@ def test_json_is_whole_or_not_there(tmp_path):
         write_json(tmp_path / "a.json", {"word": {1, 2}})
     assert (tmp_path / "a.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_measurement_is_one_line_of_json(tmp_path):
+    measured = [{"name": name, "seconds": [[0.5] * 100] * 2} for name in "abc"]
+    content = {
+        "benchmark": "x",
+        "options": {"few": 1},
+        "flags": {str(n): "y" * 30 for n in range(9)},
+        "results": measured,
+    }
+    write_json(tmp_path / "a.json", content)
+    assert read_json(tmp_path / "a.json") == content
+    lines = (tmp_path / "a.json").read_text().splitlines()
+    assert len(lines) == 1 + 2 + (2 + 9) + (2 + 3) + 1
+    assert ' "options": {"few": 1},' in lines
+    write_json(tmp_path / "a.json", [])
+    assert read_json(tmp_path / "a.json") == []
 
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing():

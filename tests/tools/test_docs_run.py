@@ -19,7 +19,7 @@ from fairseq import options
 from helpers import REPO, pages, warm
 from helpers.data_toy import sample
 
-import prepare
+from ea_data import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,10 @@ SMALL = "\n".join(f"{side}-{size}embed-dim = 16" for side in ("encoder", "decode
 #: file of the clone -> (text, its replacement)
 SMALLER = {
     "recipes/base.toml": ("[flags]\n", f"[flags]\nmax-update = 10\nmax-target-positions = 60\n{SMALL}\n"),
-    "data-prep/prepare.py": ("sample.corpus(args.train, 500, 500, args.seed)", "sample.corpus(60, 20, 20, args.seed)"),
+    "data-prep/ea_data/prepare.py": (
+        "sample.corpus(args.train, 500, 500, args.seed)",
+        "sample.corpus(60, 20, 20, args.seed)",
+    ),
 }
 #: folders that pages name -> what stands for them
 STAND_INS = {
@@ -50,7 +53,7 @@ TRAINING = {
 }
 SKIPPED = r"scripts/test\.sh|pip install"  # this very suite; test_packaging.py
 # The network; hours of measuring; a model or files that only such commands make, or that stand for the reader's own.
-PARSED = r"multi30k\.sh|glue\.sh|benchmark_|measure\.py|gpu_report|/glue/|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
+PARSED = r"multi30k\.sh|glue\.sh|benchmark_|gpu_report|/glue/|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
 DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
 
 

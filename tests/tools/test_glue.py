@@ -14,12 +14,12 @@ import torch
 from helpers.models import dictionary
 from helpers.other_models import ROBERTA, build, script_output
 
+from ea_data import glue as prep
 from ea_tools import glue
 from ea_tools.common import UserError
 from ea_tools.glue_report import markdown
 from ea_tools.glue_scores import METRICS
 from ea_tools.tables import table as tables
-from prep import glue as prep
 
 EXPECTED, PREDICTED = [1, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 0, 1, 1, 0, 0]
 

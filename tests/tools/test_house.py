@@ -156,16 +156,16 @@ def test_no_module_imports_itself_by_way_of_others(folder):
 
 
 def test_dependencies_run_one_way():
-    """Commands, ea_tools, then ea_fairseq and data-prep's prep, which know neither ea_tools nor each other."""
+    """Commands, ea_tools, then ea_fairseq and ea_data, which know neither ea_tools nor each other."""
     tops = {
         folder: {
             name.split(".")[0] for module, tree in modules(folder).items() for name in imported(module, tree, False)
         }
-        for folder in ("ea_fairseq", "data-prep/prep")
+        for folder in ("ea_fairseq", "data-prep/ea_data")
     }
-    assert "torch" in tops["ea_fairseq"] and "numpy" in tops["data-prep/prep"]
-    assert not tops["ea_fairseq"] & {"ea_tools", "prep", "corpora"}
-    assert not tops["data-prep/prep"] & {"ea_tools", "ea_fairseq", "torch"}  # fairseq itself has GPT-2's subwords
+    assert "torch" in tops["ea_fairseq"] and "numpy" in tops["data-prep/ea_data"]
+    assert not tops["ea_fairseq"] & {"ea_tools", "ea_data"}
+    assert not tops["data-prep/ea_data"] & {"ea_tools", "ea_fairseq", "torch"}  # fairseq itself has GPT-2's subwords
 
 
 def test_no_code_changes_where_modules_are_found():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import prepare
+from ea_data import prepare
 from ea_tools.training import train
 from ea_tools.translating import evaluate
 

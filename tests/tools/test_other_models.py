@@ -16,13 +16,13 @@ from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close
 
+from ea_data import glue
 from ea_tools.bench import decoding, profile_model
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError
 from ea_tools.maps import draw, statistics
 from ea_tools.maps.collect import collect
 from ea_tools.maps.models import load_model
-from prep import glue
 
 INPUTS = {
     "ea_transformer_lm": lambda source, target: (target,),

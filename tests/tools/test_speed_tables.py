@@ -1,4 +1,4 @@
-"""The tables of speed in README.md and docs/performance.md are what the records in results/ say."""
+"""The tables of speed in docs/performance.md and docs/kernels.md are what the records in results/ say."""
 
 import json
 
@@ -37,24 +37,18 @@ def mebibytes(result):
     return f"{ours:,} / {stock:,}"
 
 
-#: the processor that most was measured on, and one without AVX-512
-FOLDERS = ("speed", "epyc")
-
-
-def training(threads, precision="fp32", folder="speed"):
+def training(threads, precision="fp32"):
     """Results of training of lite and of base."""
     for size in ("lite", "base"):
-        kept = results(f"{folder}/training-{size}-{threads}.json")
+        kept = results(f"speed/training-{size}-{threads}.json")
         yield next(each for each in kept if each["precision"] == precision)
 
 
-def decoding(beam, batch, precision="fp32", folder="speed"):
+def decoding(beam, batch, precision="fp32"):
     """Results of decoding by lite and by base."""
     wanted = (beam, str(batch), precision)
     kept = [
-        each
-        for each in results(f"{folder}/decoding.json")
-        if (each["beam"], each["batch"], each["precision"]) == wanted
+        each for each in results("speed/decoding.json") if (each["beam"], each["batch"], each["precision"]) == wanted
     ]
     return [next(each for each in kept if each["size"] == size) for size in ("lite", "base")]
 
@@ -74,22 +68,24 @@ def translated_in_bf16(run):
 
 def rows_of_performance():
     for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
-        kept = [each for folder in FOLDERS for each in training(threads, folder=folder)]
+        kept = list(training(threads))
         yield row(f"training, {label}", *map(ratio, kept))
         yield row("its peak memory, MiB, ours / stock", *map(mebibytes, kept))
-        yield row(IN_BF16, *in_bf16(training, threads), "no units", "no units")
+        yield row(IN_BF16, *in_bf16(training, threads))
     for beam, search in ((1, "greedy"), (5, "beam 5")):
         for batch in (1, 8, 32):
             sentences = "one sentence at a time" if batch == 1 else f"{batch} sentences"
-            kept = [each for folder in FOLDERS for each in decoding(beam, batch, folder=folder)]
-            yield row(f"decoding, {search}, {sentences}", *map(ratio, kept))
-            yield row(IN_BF16, *in_bf16(decoding, beam, batch), "no units", "no units")
+            yield row(f"decoding, {search}, {sentences}", *map(ratio, decoding(beam, batch)))
+            yield row(IN_BF16, *in_bf16(decoding, beam, batch))
     for direction, arch, seed in TRANSLATED:
         pair = direction.title()
         yield row(f"{pair}, `{arch}`, seed {seed}", *translated_in_bf16(f"{direction}-{arch}-seed{seed}"))
     growth = results("growth.json")
     yield row("speed, ours / stock", *(f"{each['ratio']['median']:.2f}" for each in growth))
     yield row("peak memory, ours / stock, MiB", *map(mebibytes, growth))
+
+
+def rows_of_kernels():
     alone = results("speed/attention.json")  # in the order of their lengths
     for heads in (4, 8):
         for kind, name in NAMES.items():
@@ -103,22 +99,8 @@ def rows_of_performance():
             yield row(f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares))
 
 
-def rows_of_readme():
-    for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
-        yield row(f"training, IWSLT'14 lengths, {label}", *map(ratio, training(threads)))
-        peaks = [each["memory"]["ours"]["peak"] / each["memory"]["stock"]["peak"] for each in training(threads)]
-        yield row("its peak memory", *(f"{peak:.2f}" for peak in peaks))
-        yield row(f"{label}, ours by products in bfloat16, stock in float32", *in_bf16(training, threads))
-    for beam, search in ((5, "beam 5"), (1, "greedy")):
-        for batch in (1, 32):
-            sentences = "one sentence" if batch == 1 else f"{batch} sentences"
-            yield row(f"decoding, {search}, {sentences} at a time", *map(ratio, decoding(beam, batch)))
-    label = "beam 5, 32 sentences, ours by products in bfloat16, stock in float32"
-    yield row(label, *in_bf16(decoding, 5, 32))
-
-
 @pytest.mark.parametrize(
-    ("page", "rows"), [("docs/performance.md", rows_of_performance), ("README.md", rows_of_readme)]
+    ("page", "rows"), [("docs/performance.md", rows_of_performance), ("docs/kernels.md", rows_of_kernels)]
 )
 def test_a_pages_rows_are_those_of_the_records(page, rows):
     lines = (REPO / page).read_text().splitlines()
@@ -127,8 +109,8 @@ def test_a_pages_rows_are_those_of_the_records(page, rows):
 
 
 RECORDS = {
-    "docs/performance.md": ["speed/*", "epyc/*", "growth", "bf16-translation/*"],
-    "README.md": ["speed/training*", "speed/decoding", "growth"],
+    "docs/performance.md": ["speed/training*", "speed/decoding", "growth", "bf16-translation/*"],
+    "docs/kernels.md": ["speed/attention"],
 }
 
 

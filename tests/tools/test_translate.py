@@ -1,13 +1,11 @@
 """scripts/translate.sh: raw text in, raw text out, line for line."""
 
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
@@ -175,61 +173,40 @@ def test_an_output_need_not_be_a_plain_file(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "pipe", "text"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "buffer", "positions", "expected"),
-    [
-        ([], 1000, (1024, 1024), "--max-tokens 4096"),
-        ([], 1000, (8192, 1024), "--max-tokens 8192"),
-        (["--batch-size", "64"], 1000, (1024, 1024), "--batch-size 64"),
-        (["--batch-size", "64"], 1, (1024, 1024), "--batch-size 1"),
-    ],
-)
-def test_fairseq_gets_batches_that_it_takes(data, flags, buffer, positions, expected):
-    """It refuses a batch that is larger than its buffer, and a sentence that no batch holds."""
-    args = translate.parse(["--run", "r", *flags])
-    words = translate.interactive(args, read_prep(data), data, Path("c.pt"), buffer, positions)
-    command = " ".join(words)
-    assert expected in command
-    assert f"--max-source-positions {positions[0]} --max-target-positions {positions[1]}" in command
-
-
 def test_n_best_with_scores():
-    lines = [b"S-0\tx", b"H-0\t-0.5\ta b", b"H-0\t-0.7\ta", b"H-1\t-1\tc", b"H-1\t-2\t"]
-    both = list(translate.hypotheses(lines, 2))
-    assert both == [[("-0.5", "a b"), ("-0.7", "a")], [("-1", "c"), ("-2", "")]]
-    assert translate._written(7, both[0], str.upper, 2) == ["7 ||| A B ||| -0.5", "7 ||| A ||| -0.7"]
-    assert translate._written(8, [], str.upper, 2) == ["8 |||  ||| 0", "8 |||  ||| 0"]
-    assert translate._written(8, [], str.upper, None) == [""]
+    hypotheses = [("A B", -0.5), ("A", -0.7), ("C", -0.9)]
+    assert translate._written(7, hypotheses, 2) == ["7 ||| A B ||| -0.5", "7 ||| A ||| -0.7"]
+    assert translate._written(8, hypotheses, None) == ["A B"]
     with pytest.raises(SystemExit):
         translate.parse(["--run", "x", "--nbest", "6"])
 
 
-def test_an_interruption_ends_fairseq_too(data, checkpoints, monkeypatch):
-    """It has read what it was sent, and would go on to translate it."""
-    started, popen = [], subprocess.Popen
-
-    def start(*words, **options):
-        started.append(popen(*words, **options))
-        return started[-1]
-
-    def interrupted(line):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(translate.subprocess, "Popen", start)
-    answer = ["sh", "-c", r"printf 'H-0\t-1\tdog\n'; exec sleep 5"]
-    monkeypatch.setattr(translate, "interactive", lambda *_: answer)
-    args = translate.parse(["--checkpoint", str(checkpoints.evolving), "--data", str(data)])
-    with pytest.raises(KeyboardInterrupt):
-        translate.translate(args, args.checkpoint, [b"Hund.\n", b"Haus.\n"], interrupted)
-    assert started[0].returncode == -signal.SIGKILL
+def test_lines_come_in_batches_and_those_before_a_fault_are_kept():
+    lines = [b"a\n", b"b\n", b"c\n", b"\xff\n", b"d\n"]
+    assert list(translate.batches(lines[:3], "x", 2)) == [(1, ["a", "b"]), (3, ["c"])]
+    assert list(translate.batches(lines[:3], "x", 2, done=2)) == [(3, ["c"])]
+    batches = translate.batches(lines, "x", 2)
+    assert [next(batches), next(batches)] == [(1, ["a", "b"]), (3, ["c"])]
+    with pytest.raises(UserError, match=r"x:4: not UTF-8"):
+        next(batches)
 
 
-def test_lines_translated_before_are_not_sent(data):
-    sent = io.BytesIO()
-    sent.close = lambda: None
-    feeder = translate.Feeder([b"Hund.\n", b"\n", b"Haus.\n"], "x", str.upper, 9, sent, done=1)
-    assert list(feeder.sent()) == [False, True]
-    assert sent.getvalue() == b"HAUS.\n"
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {}),
+        (["--sampling", "--sampling-topk", "10", "--seed", "3", "--cpu"], {"sampling": True, "sampling_topk": 10}),
+        (["--max-len-b=50", "--unnormalized"], {"max_len_b": 50, "unnormalized": True}),
+    ],
+)
+def test_flags_of_fairseq_are_settings_of_the_search(flags, expected):
+    args = translate.parse(["--run", "r", "--lenpen", "1.5", "--", *flags])
+    assert translate.search_settings(args) == {"beam": 5, "lenpen": 1.5, **expected}
+
+
+def test_flags_that_the_search_does_not_read_are_refused():
+    with pytest.raises(UserError, match="-- --constraints: has no effect"):
+        translate.search_settings(translate.parse(["--run", "r", "--", "--constraints"]))
 
 
 @pytest.fixture
@@ -268,8 +245,6 @@ def test_lines_stay_in_step(data, run, tmp_path):
     flags_after = ["--", "--max-len-b", 20]
     piped = script("translate.sh", *flags, *flags_after, input=text)
     assert piped.returncode == 0, piped.stderr
-    assert "+ " in piped.stderr
-    assert "fairseq-interactive" in piped.stderr
     out = piped.stdout.split("\n")[:-1]
     assert [bool(line) for line in out] == [bool(line.strip()) for line in lines]
     assert out[2] == out[5]
@@ -328,6 +303,6 @@ def test_a_line_longer_than_the_model_takes(data, run, tmp_path):
     flags = ["--run", run, "--data", copy, "--beam", 1, "--", "--max-len-b", 5]
     result = script("translate.sh", *flags, input=text)
     assert result.returncode == 0, result.stderr
-    assert "standard input:1: " in result.stderr
-    assert "the model takes 1,023" in result.stderr
+    assert "Sentence 1 has" in result.stderr
+    assert "1023" in result.stderr
     assert result.stdout.count("\n") == 2

@@ -165,9 +165,13 @@ def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(
     ctx: Any, d_context: Tensor | None, d_a_logit: Tensor | None, d_weights: Tensor | None, d_kept: Any
 ) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:8])
-    gradients = _backward_operation(*ctx.saved_tensors, *ctx.rest, d_context, d_a_logit, d_weights, wanted)
-    return *(x if x.numel() else None for x in gradients), *(None,) * 13
+    saved = ctx.saved_tensors  # once: checkpointing computes them anew
+    wanted, given = list(ctx.needs_input_grad[:8]), saved[3]
+    wanted[0] &= given is None
+    wanted[1] &= given is None
+    wanted[2] &= d_context is not None
+    gradients = _backward_operation(*saved, *ctx.rest, d_context, d_a_logit, d_weights, wanted)
+    return *(x if want else None for x, want in zip(gradients, wanted, strict=True)), *(None,) * 13
 
 
 def _refuse(ctx: Any, *gradients: Any) -> None:
@@ -221,7 +225,7 @@ def _backward_operation(
     problem = Problem.of(call, int(seed), same)
     problem.read(d_a_logit=d_a_logit, d_weights=d_weights, d_context=d_context)
     gradients = {"v": problem.vectors_result("d_v", v.shape)}
-    if given is None and (wanted[0] or wanted[1]):
+    if wanted[0] or wanted[1]:
         gradients["q"] = problem.vectors_result("d_q", q.shape)
         gradients["k"] = problem.vectors_result("d_key", k.shape)
     for name, is_wanted in (("given", wanted[3]), ("previous", wanted[4])):
@@ -238,10 +242,14 @@ def _backward_operation(
     gradients |= {name: part.sum(0) for name, part in parts.items()}
     if wanted[7]:
         gradients["shares"] = gradients["shares"].float() * _that_count(call, same)
-    if d_context is None:
-        del gradients["v"]
     names = zip((*_DIFFERENTIABLE, "shares"), wanted, strict=True)
-    return [gradients.get(name, q.new_empty(0)) if want else q.new_empty(0) for name, want in names]
+    return [gradients[name] if want else q.new_empty(0) for name, want in names]
+
+
+@register_flop_formula(torch.ops.evolving_attention.cpu_backward)
+def _backward_flops(*shapes: Any, **_: Any) -> int:
+    """Each product of the way forward has two on the way back."""
+    return 2 * _flops(*shapes)
 
 
 def _that_count(call: Call, same: bool) -> Tensor:

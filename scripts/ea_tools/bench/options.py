@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
+from ea_data.command_line import Parser
 from ea_tools.common import REPO, positive
 from ea_tools.maps import KINDS
-from prep.command_line import Parser
 
 #: Ours and what it is compared with, each as words after --arch: the papers' two sizes, fairseq's other Transformers,
 #: and the papers' other translation systems.

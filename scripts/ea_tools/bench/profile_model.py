@@ -18,10 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ea_data.command_line import Parser
 from ea_tools.common import REPO, UserError, quiet, reporting, write_json
 from ea_tools.maps.sides import TASKS, arguments, sides_of
 from ea_tools.training import flag_faults
-from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is built: sizes that are known already need neither
     from torch import nn

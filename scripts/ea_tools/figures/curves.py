@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ea_data.command_line import Parser
 from ea_tools.common import REPO, UserError, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read
-from prep.command_line import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

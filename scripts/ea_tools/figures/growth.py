@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ea_data.command_line import Parser
 from ea_tools.common import UserError, replacing, reporting
 from ea_tools.figures import style
-from prep.command_line import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

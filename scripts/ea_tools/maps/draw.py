@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ea_data.command_line import Parser
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, positive, replacing, reporting
 from ea_tools.figures import style
@@ -31,7 +32,6 @@ from ea_tools.maps.look import PARTS, Look, Maps, Row, columns_of
 from ea_tools.maps.picture import picture
 from ea_tools.maps.sides import NAMES
 from ea_tools.maps.words import Words
-from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is loaded
     from ea_tools.maps.models import Loaded, Sentence

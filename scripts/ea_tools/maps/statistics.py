@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from ea_data.command_line import Parser
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
@@ -30,7 +31,6 @@ from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
 from ea_tools.maps.sides import BOTH, NAMES
 from ea_tools.maps.statistics_report import Report, render
 from ea_tools.training.provenance import provenance
-from prep.command_line import Parser
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from fairseq.data import FairseqDataset

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ea_tools.common import json_text
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.measures import PARTS, Estimate, Place
@@ -46,7 +46,7 @@ class Report:
 def render(report: Report, suffix: str) -> bytes:
     """The contents of a file of this kind."""
     if suffix == ".json":
-        return (json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n").encode()
+        return json_text(as_json(report)).encode()
     return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
 
 

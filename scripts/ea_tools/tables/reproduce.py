@@ -15,13 +15,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ea_data.command_line import Parser
 from ea_tools.common import UserError, reporting
 from ea_tools.tables import records
 from ea_tools.tables import table as tables
 from ea_tools.tables.report import gather, write
 from ea_tools.tables.table import Cell, Table
 from ea_tools.training import cells, flag_faults, recipes
-from prep.command_line import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from ea_data.command_line import Parser
 from ea_tools.common import UserError, listed, portable, positive, reporting
 from ea_tools.metrics import LABELS
 from ea_tools.tables.sweep_grid import Sweep, candidates, gather, scores_of
@@ -20,7 +21,6 @@ from ea_tools.tables.sweep_report import write
 from ea_tools.tables.table import check_flags, check_seeds
 from ea_tools.text import read_prep
 from ea_tools.training import cells, recipes
-from prep.command_line import Parser
 
 GRID = "the flag's name without dashes is wanted, then its values"
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ea_data.languages import base_language
 from ea_tools.common import UserError
 from ea_tools.metrics import LABELS
 from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, recipes
-from prep.languages import base_language
 
 FOLDER = recipes.FOLDER / "tables"
 KEYS = ("title", "seeds", "column", "row")  # of a table's file

@@ -96,14 +96,21 @@ def _parse_known(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argpa
     from fairseq import options
 
     parser = options.get_training_parser()
+    with in_one_line(USAGE):
+        return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
+
+
+@contextlib.contextmanager
+def in_one_line(usage: str) -> Iterator[None]:
+    """Inside, a parser of fairseq's that refuses its words raises a UserError instead of printing all its flags."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
+            yield
     except SystemExit:
         reason = said.getvalue().rpartition("error: ")[2].strip()
-    reason = reason.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
-    raise UserError(f"{reason} ({USAGE})")
+        reason = reason.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
+        raise UserError(f"{reason} ({usage})") from None
 
 
 def of_any_part() -> set[str]:

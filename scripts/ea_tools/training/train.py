@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from ea_data.command_line import Parser
 from ea_tools.checkpoints import has_model_recorded, load
 from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.metrics import validation_flags
@@ -38,7 +39,6 @@ from ea_tools.training.run_folder import (
     take,
     updates,
 )
-from prep.command_line import Parser
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
 ELSEWHERE = {

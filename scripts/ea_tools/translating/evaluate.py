@@ -29,8 +29,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ea_data.command_line import Parser
+from ea_data.languages import base_language
 from ea_tools import metrics as scores
-from ea_tools.checkpoints import EPOCH, UPDATE, load, numbered, section, settings
+from ea_tools.checkpoints import EPOCH, UPDATE, load, longest, numbered, section, settings
 from ea_tools.common import REPO, UserError, finite, portable, positive, read_json, replacing, reporting, write_json
 from ea_tools.preparation import FOLDER, of_model
 from ea_tools.preparation import digest as preparation_digest
@@ -40,10 +42,7 @@ from ea_tools.training import average
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
 from ea_tools.training.run_folder import LAST, finished, updates
-from ea_tools.translating.translate import longest as longest_read
 from ea_tools.translating.translators import add_precision, parse_both, program
-from prep.command_line import Parser
-from prep.languages import base_language
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     results = args.run / "eval"
     search = Search(args.beam, args.lenpen, args.generate_flags, args.precision)
-    longest = (longest_read(state, "source"), longest_read(state, "target"))
-    too_long = count_longer(args.data, prep, args.subset, longest)
-    command = generate_command(args.data, prep, checkpoint, args.subset, search, longest)
+    lengths = (longest(state, "source"), longest(state, "target"))
+    too_long = count_longer(args.data, prep, args.subset, lengths)
+    command = generate_command(args.data, prep, checkpoint, args.subset, search, lengths)
     output = generate(command, results, split, len(references))
     hypotheses = in_order(output, len(references), left_out=too_long[1])
     prep = preparation.prep
@@ -345,21 +344,21 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     return str(output), [str(path) for path in paths]
 
 
-def count_longer(data: Path, prep: dict, subset: str, longest: tuple[int, int]) -> tuple[int, int]:
-    """How many sentences of a split have a source, and a target, of more subwords than `longest`."""
-    from prep.binary import count_lengths
+def count_longer(data: Path, prep: dict, subset: str, lengths: tuple[int, int]) -> tuple[int, int]:
+    """How many sentences of a split have a source, and a target, of more subwords than `lengths`."""
+    from ea_data.binary import count_lengths
 
     source, target = prep["source_lang"], prep["target_lang"]
     indices = (data / f"{subset}.{source}-{target}.{language}.idx" for language in (source, target))
     counts = [count_lengths(path) if path.is_file() else () for path in indices]
-    of_source, of_target = (int(sum(side[most + 1 :])) for side, most in zip(counts, longest, strict=True))
+    of_source, of_target = (int(sum(side[most + 1 :])) for side, most in zip(counts, lengths, strict=True))
     return of_source, of_target
 
 
 def generate_command(
-    data: Path, prep: dict, checkpoint: str, subset: str, search: Search, longest: tuple[int, int]
+    data: Path, prep: dict, checkpoint: str, subset: str, search: Search, lengths: tuple[int, int]
 ) -> list[str]:
-    """The words of fairseq-generate. `longest` is how many subwords the model reads and writes."""
+    """The words of fairseq-generate. `lengths` are how many subwords the model reads and writes."""
     return [
         *program("fairseq-generate", search.precision, search.flags),
         *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
@@ -370,7 +369,7 @@ def generate_command(
         *("--required-batch-size-multiple", "1"),
         # Source text is cut to what the model reads, as translate.sh does. By default fairseq stops at a longer one.
         *("--truncate-source", "--skip-invalid-size-inputs-valid-test"),
-        *("--max-source-positions", str(longest[0] + 1), "--max-target-positions", str(longest[1] + 1)),
+        *("--max-source-positions", str(lengths[0] + 1), "--max-target-positions", str(lengths[1] + 1)),
         *search.flags,
     ]
 

@@ -14,25 +14,28 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
-import re
-import shlex
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ea_tools.checkpoints import choose, load, settings
-from ea_tools.common import REPO, UserError, finite, positive, replaceable, replacing, reporting
+from ea_data.command_line import Parser
+from ea_tools.checkpoints import choose, load
+from ea_tools.common import UserError, finite, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
-from ea_tools.text import Source, Words, decode
-from ea_tools.translating.translators import add_precision, parse_both, program
-from prep.command_line import Parser
+from ea_tools.text import decode
+from ea_tools.training.flag_faults import in_one_line
+from ea_tools.training.products import use_bf16_products
+from ea_tools.training.recipes import parse_flags
+from ea_tools.translating.translators import add_precision, choose_device, parse_both
+
+if TYPE_CHECKING:
+    from ea_fairseq.hub import Translator
+
+#: Flags of fairseq-interactive that translate.sh takes besides those of the search.
+BESIDES_THE_SEARCH = ("cpu", "seed")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     again = "run it again with --resume to go on" if args.output else "nothing is lost of what is above"
     with reporting("translate", again):
+        quiet()
         checkpoint = args.checkpoint or choose(args.run)
         with _input(args.input) as file:
             _refuse_to_replace(file, args.output)
@@ -48,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; what stands after -- goes to fairseq-interactive as it is."""
+    """The flags; those after -- are fairseq-interactive's for the search."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
         prog="translate.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags after -- go to fairseq-interactive, for example: -- --cpu",
+        epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
     )
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
@@ -201,161 +205,88 @@ def translate(
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
     state = load(checkpoint)
     preparation = of_model(checkpoint, state, args.run, args.data)
-    data, prep = preparation.folder, preparation.prep
-    words = Words(prep, prep["target_lang"])
+    settings = search_settings(args)
+    translator = load_translator(checkpoint, preparation.folder, args)
     at_terminal = args.input is None and sys.stdin.isatty()
-    buffer = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
-    positions = tuple(longest(state, side) + 1 for side in ("source", "target"))
-    command = interactive(args, prep, data, checkpoint, buffer, positions)
-    print("+", shlex.join(command), file=sys.stderr)
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as messages,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=messages,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
-        ) as process,
-    ):
-        name = args.input or "standard input"
-        feeder = Feeder(lines, name, Source(data, prep), longest(state), process.stdin, done)
-        answers = hypotheses(process.stdout, args.nbest or 1)
-        progress = tqdm(
-            feeder.sent(), unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1
-        )
-        prompt = _prompt if at_terminal else lambda text="": None
-        prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
-        try:
-            for number, sent in enumerate(progress, done):
-                for line in _written(number, next(answers) if sent else [], words.detokenize, args.nbest):
+    size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
+    prompt = _prompt if at_terminal else lambda text="": None
+    prompt(f"Type a sentence in {preparation.prep['source_lang']} and press Return; Ctrl-D ends.\n")
+    with tqdm(unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1) as progress:
+        for first, sentences in batches(lines, args.input or "standard input", size, done):
+            for number, hypotheses in enumerate(translator.hypotheses(sentences, first=first, **settings), first - 1):
+                for line in _written(number, hypotheses, args.nbest):
                     write(line)
-                prompt()
-        except StopIteration:
-            process.wait()
-            messages.seek(0)
-            said = [line for line in messages if line.strip()] or ["it said nothing"]
-            raise UserError(f"fairseq-interactive ended, status {process.returncode}: {said[-1].strip()}") from None
-        except BaseException:
-            process.kill()
-            raise
+            progress.update(len(sentences))
+            prompt()
+
+
+def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) -> Translator:
+    """The model with its text, where and in the precision that the command line says."""
+    from ea_fairseq import hub
+
+    device = choose_device(args.precision, args.interactive_flags)
+    translator = hub.translator([checkpoint], folder)
+    if args.precision == "fp16":
+        translator.hub.half()
+    elif args.precision == "bf16":
+        use_bf16_products()
+    batches = translator.hub.cfg.dataset
+    if args.batch_size:
+        batches.batch_size, batches.max_tokens = args.batch_size, None
+    return translator.to(device)
+
+
+def search_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the search, flags of fairseq-interactive among it, as the translator takes it."""
+    import torch
+    from fairseq import options
+
+    from ea_fairseq.hub import SEARCH_SETTINGS
+
+    flags = args.interactive_flags
+    with in_one_line("the flags after -- are fairseq-interactive's"):
+        given = options.get_interactive_generation_parser().parse_args(["--path", "model", *flags])
+    settings = {name.replace("-", "_"): None for name in parse_flags(flags)}
+    if unknown := settings.keys() - {*SEARCH_SETTINGS, *BESIDES_THE_SEARCH}:
+        name = sorted(unknown)[0].replace("_", "-")
+        raise UserError(f"-- --{name}: has no effect on translations here; leave it out")
+    if "seed" in settings:
+        torch.manual_seed(given.seed)
+    chosen = {name: getattr(given, name) for name in settings if name in SEARCH_SETTINGS}
+    return {"beam": args.beam, "lenpen": args.lenpen, **chosen}
+
+
+def batches(lines: Iterable[bytes], name: Path | str, size: int, done: int = 0) -> Iterator[tuple[int, list[str]]]:
+    """The lines after the first `done`, `size` at a time, with the number of the first of each batch, from 1.
+
+    Where a line is no text, those before it come first.
+    """
+    first, batch = done + 1, []
+    try:
+        for number, line in enumerate(lines, 1):
+            if number <= done:
+                continue
+            batch.append(decode(line, name, number))
+            if len(batch) == size:
+                yield first, batch
+                first, batch = number + 1, []
+    except UserError:
+        if batch:
+            yield first, batch
+        raise
+    if batch:
+        yield first, batch
 
 
 def _prompt(text: str = "") -> None:
     print(text + "> ", end="", file=sys.stderr, flush=True)
 
 
-def _written(
-    number: int, answers: Sequence[tuple[str, str]], detokenize: Callable[[str], str], nbest: int | None
-) -> list[str]:
-    """The output lines of input line `number`, whose (score, tokens) are `answers`, none where it is empty."""
+def _written(number: int, hypotheses: Sequence[tuple[str, float]], nbest: int | None) -> list[str]:
+    """The output lines of input line `number`, whose translations and scores are `hypotheses`."""
     if not nbest:
-        return [detokenize(answers[0][1]) if answers else ""]
-    rows = answers or [("0", "")] * nbest
-    return [f"{number} ||| {detokenize(tokens)} ||| {score}" for score, tokens in rows]
-
-
-class Feeder(threading.Thread):
-    """Sends the lines that hold something to fairseq-interactive, while the main thread reads its answers."""
-
-    def __init__(
-        self,
-        lines: Iterable[bytes],
-        name: Path | str,
-        source: Source,
-        longest: int,
-        stream: IO[bytes],
-        done: int = 0,
-    ) -> None:
-        super().__init__(daemon=True)
-        self._done = done  # so many lines have been translated before
-        self._lines, self._name, self._source, self._longest, self._stream = lines, name, source, longest, stream
-        self._queue = queue.SimpleQueue()
-        self.start()
-
-    def sent(self) -> Iterator[bool]:
-        """For each line whether it was sent (or is empty), as they come; raises what went wrong with a line."""
-        for item in iter(self._queue.get, None):
-            if isinstance(item, Exception):
-                raise item
-            yield item
-
-    def run(self) -> None:
-        """What the thread does: prepare and send line after line, and report each of them to `sent`."""
-        try:
-            for number, line in enumerate(self._lines, 1):
-                if number <= self._done:
-                    continue
-                subwords = self._subwords(line, number)
-                self._queue.put(bool(subwords))
-                if subwords:
-                    self._stream.write((" ".join(subwords) + "\n").encode())
-                    self._stream.flush()
-        except BrokenPipeError:
-            pass  # fairseq-interactive has ended; the main thread finds that out too
-        except Exception as error:
-            self._queue.put(error)
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.close()
-        self._queue.put(None)
-
-    def _subwords(self, line: bytes, number: int) -> list[str]:
-        subwords = self._source(decode(line, self._name, number)).split()
-        if len(subwords) > self._longest:
-            print(
-                f"translate: warning: {self._name}:{number}: {len(subwords):,} subwords, the model takes "
-                f"{self._longest:,}; the rest of the line is left out",
-                file=sys.stderr,
-            )
-        return subwords[: self._longest]
-
-
-def longest(state: dict, side: str = "source") -> int:
-    """How many subwords a model reads (or writes: side "target"): one position is for the end of the sentence."""
-    return (settings(state).get(f"max_{side}_positions") or 1024) - 1
-
-
-def interactive(
-    args: argparse.Namespace,
-    prep: dict[str, Any],
-    data: Path,
-    checkpoint: Path,
-    buffer: int,
-    positions: tuple[int, int],
-) -> list[str]:
-    """The command of fairseq-interactive, which reads subwords from its standard input.
-
-    Args:
-        buffer: how many lines it reads before it translates them; a batch cannot be larger.
-        positions: how many the model has on the source's side and on the target's; fairseq assumes 1,024.
-    """
-    if args.batch_size:
-        batch = ["--batch-size", str(min(args.batch_size, buffer))]
-    else:
-        batch = ["--max-tokens", str(max(4096, positions[0]))]
-    return [
-        *program("fairseq-interactive", args.precision, args.interactive_flags),
-        *(str(data), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
-        *("--source-lang", prep["source_lang"], "--target-lang", prep["target_lang"], "--path", str(checkpoint)),
-        *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", prep["bpe"]),
-        *("--buffer-size", str(buffer), "--nbest", str(args.nbest or 1)),
-        *("--max-source-positions", str(positions[0]), "--max-target-positions", str(positions[1])),
-        *batch,
-        *args.interactive_flags,
-    ]
-
-
-def hypotheses(output: Iterable[bytes], nbest: int = 1) -> Iterator[list[tuple[str, str]]]:
-    """For each sentence, in the order of fairseq-interactive's input, its (score, tokens), the best one first."""
-    expected, answers = 0, []
-    for line in output:
-        if match := re.match(rb"H-(\d+)\t([^\t]*)\t?(.*)", line):
-            if int(match[1]) != expected:
-                raise UserError(f"sentence {int(match[1])} was answered where {expected} was expected")
-            answers.append((match[2].decode(), match[3].decode("utf-8")))
-            if len(answers) == nbest:
-                yield answers
-                expected, answers = expected + 1, []
+        return [hypotheses[0][0]]
+    return [f"{number} ||| {text} ||| {score}" for text, score in hypotheses[:nbest]]
 
 
 if __name__ == "__main__":

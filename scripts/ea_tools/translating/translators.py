@@ -46,19 +46,25 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
+    """Where a model runs, "cuda" or "cpu", by the flags of fairseq's program; a precision that it lacks is refused."""
+    launch = Launch(gpus=0 if "--cpu" in flags else gpus()[0])
+    choose_precision(precision, launch)
+    if precision == "bf16" and launch.gpus:
+        raise UserError("--precision bf16: a GPU translates in fp32 and fp16; take fp16, or add -- --cpu")
+    return "cuda" if launch.gpus else "cpu"
+
+
 def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
     """The words that start fairseq-generate or fairseq-interactive (`name`); `flags` go to it, and may hold --cpu."""
     script = Path(sys.executable).with_name(name)
     # Packages that were installed into another folder (pip's --target) have their programs there.
     module = name.replace("fairseq-", "fairseq_cli.")
     itself = [str(script)] if script.exists() else [sys.executable, "-P", "-m", module]
+    choose_device(precision, flags)
     if precision == "fp32":
         return itself
-    launch = Launch(gpus=0 if "--cpu" in flags else gpus()[0])
-    choose_precision(precision, launch)  # refuses what there is no device for
     if precision == "fp16":
         return [*itself, "--fp16"]
-    if launch.gpus:
-        raise UserError(f"--precision bf16: on a GPU {name} has fp32 and fp16; take fp16, or add -- --cpu")
     # -P: what lies beside the script has no say in what it imports.
     return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "translating" / "fairseq_bf16.py"), name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from prep.corpus import Corpus, Part, Rules
+from .corpus import Corpus, Part, Rules
 
 
 def sample() -> Corpus:

@@ -11,17 +11,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import corpora
-import sample
-from prep import stages
-from prep.command_line import Parser
-from prep.corpus import Corpus, Rules
-from prep.earlier import Earlier
-from prep.languages import default_tokenizer, known
-from prep.system import explained
-from prep.text import PrepError
+from . import corpora, sample, stages
+from .command_line import Parser
+from .corpus import Corpus, Rules
+from .earlier import Earlier
+from .languages import default_tokenizer, known
+from .system import explained
+from .text import PrepError
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 
 
 def positive(text: str) -> int:
@@ -221,7 +219,7 @@ def prefix_error(args: argparse.Namespace) -> str | None:
 
 
 def tokenizer(args: argparse.Namespace) -> str:
-    """The tokenizer of your own text, as prep.corpus.Rules names it."""
+    """The tokenizer of your own text, as ea_data.corpus.Rules names it."""
     if args.tokenised:
         return "given"
     return args.tokenizer or default_tokenizer(args.source_lang, args.target_lang)
@@ -281,7 +279,7 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
         return work / "raw"
     if args.raw:
         return args.raw.resolve()
-    from prep import download
+    from . import download
 
     folder = DATA / "downloads" / corpus.downloads
     for url, part in corpus.files().items():
@@ -295,8 +293,8 @@ def main() -> None:
     args, corpus = parse()
     out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
-    from prep.pipeline import Pipeline
-    from prep.text import refuse_undecodable_names
+    from .pipeline import Pipeline
+    from .text import refuse_undecodable_names
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     try:
