@@ -42,7 +42,7 @@ def steps(plain):
     return module, run
 
 
-@pytest.mark.parametrize("rule", ["evolving", "predictive", "residual", "realformer"])
+@pytest.mark.parametrize("rule", ["evolving", "predictive"])
 def test_a_layer_may_be_computed_again_without_it(rule):
     """As by fairseq's --amp --checkpoint-activations, whose backward pass is outside of autocast."""
     source, target = batch([3, 5]), batch([4, 2], eos_first=True)
