@@ -170,15 +170,3 @@ def test_wrong_codes_are_refused(published, tmp_path, code, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_other_codes_make_other_data(published, tmp_path):
-    """A changed CODE is a changed option, by which a finished folder is made again."""
-    out = tmp_path / "out"
-    prepare(published / "subwords", out, "--bpe-given", published / "code")
-    merges = (published / "code").read_text().split("\n")
-    (tmp_path / "code").write_text("\n".join([*merges[:-1], "q q", ""]))
-    assert "nothing to do" in prepare(published / "subwords", out, "--bpe-given", published / "code").stderr
-    prepare(published / "subwords", out, "--bpe-given", tmp_path / "code")
-    assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 81

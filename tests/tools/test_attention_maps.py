@@ -3,10 +3,11 @@
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import amplify_, batch, build
+from helpers.maps import inputs, maps_of
+from helpers.models import amplify_, build
 
 from ea_tools.common import UserError
-from ea_tools.maps.collect import Collected, collect, joined
+from ea_tools.maps.collect import collect
 from ea_tools.maps.models import load_model
 
 #: evolving or not, every combination that the flags allow in one attention
@@ -25,17 +26,6 @@ EVERY_MODEL = pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys(
 EITHER_SIDE = pytest.mark.parametrize(
     ("name", "left_pad"), [("evolving", True), ("learnt, relative", False), ("predictive", True), ("stock", False)]
 )
-
-
-def inputs(source, target, **sides):
-    """Source tokens, their lengths, and what the decoder reads, for sentences of these lengths."""
-    return batch(source, **sides), torch.tensor(source), batch(target, eos_first=True, **sides)
-
-
-def maps_of(model, *arguments, **options):
-    with collect(model) as collected, torch.no_grad():
-        model(*arguments, **options)
-    return collected.layers
 
 
 def mixed(maps):
@@ -243,14 +233,6 @@ def test_nothing_is_left_behind(name):
         model(*inputs([3], [2]))
     assert outer.layers
     assert not inner.layers
-
-
-def test_maps_of_several_batches_are_not_joined():
-    model = build()
-    arguments = inputs([3], [2])
-    with pytest.raises(ValueError, match="several batches"):
-        joined(maps_of(model, *arguments) + maps_of(model, *arguments))
-    assert Collected().joined() == []
 
 
 def test_low_precision_is_collected_in_float32():

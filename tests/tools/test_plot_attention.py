@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy
 import pytest
 from helpers import browser
+from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
 from helpers.toy import script
-from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import visual

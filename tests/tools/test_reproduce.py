@@ -420,21 +420,6 @@ def test_the_batch_is_that_of_all_processes():
         assert records.learning_flags(flags) == {records.BATCH: "2048"}
 
 
-def test_pages_that_show_the_table(toy):
-    page = toy / "results" / "README.md"
-    page.parent.mkdir()
-    page.write_text("Before.\n<!-- tiny -->\nold\n<!-- end of tiny -->\nAfter.\n<!-- other -->\n")
-    pretend(toy, "Plain", 1, 10.0)
-    collect(toy)
-    shown = page.read_text()
-    assert shown.startswith("Before.\n<!-- tiny -->\n\n| Model | Toy |")
-    assert "| Plain | 10.00 [12.30] |" in shown
-    assert shown.endswith("<!-- end of tiny -->\nAfter.\n<!-- other -->\n")
-    assert "old" not in shown
-    collect(toy)
-    assert page.read_text() == shown
-
-
 @pytest.mark.parametrize(
     ("differences", "p", "verdict"),
     [
