@@ -4,7 +4,7 @@ Data sets: ``karate`` is Zachary's karate club, 34 nodes, 4 communities, one lab
 scikit-learn's handwritten digits, each joined to its nearest neighbours; 10 labels of each class are given. A tenth
 of the other nodes chooses the epoch (digits) and the rest are the test. Each seed has its own split.
 
-    python examples/graphs/classify.py digits --seeds 1 2 3 4 5
+    python -m examples.graphs.classify digits --seeds 1 2 3 4 5
 """
 
 import argparse
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from model import EvolvingGAT, accuracy, evaluate
 from sklearn.datasets import load_digits
 from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 from torch_geometric.datasets import KarateClub
 from torch_geometric.utils import to_undirected
 from tqdm import tqdm
+
+from examples.graphs.model import EvolvingGAT, accuracy, evaluate
 
 SYSTEMS = {"GAT": (0.0, 0.0), "Evolving GAT": (0.1, 0.1), "Evolving GAT, alpha 0.5": (0.5, 0.1)}
 

@@ -1,35 +1,15 @@
 """Graph attention with evolving maps: against a loop in float64, against GATConv, and under permutation."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import REPO
 
 pytest.importorskip("torch_geometric")
-from torch_geometric.nn import GATConv  # noqa: E402
-from torch_geometric.utils import add_remaining_self_loops  # noqa: E402
+from torch_geometric.nn import GATConv
+from torch_geometric.utils import add_remaining_self_loops
 
-
-@pytest.fixture(scope="module")
-def graphs():
-    """The modules of the example, loaded as its command does it."""
-    folder = REPO / "examples" / "graphs"
-    before = dict(sys.modules)
-    sys.path.insert(0, str(folder))
-    try:
-        for name in ("model", "classify"):
-            spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        yield sys.modules["model"], sys.modules["classify"]
-    finally:
-        sys.path.remove(str(folder))
-        for name in ("model", "classify"):
-            sys.modules.pop(name)
-        sys.modules.update(before)
+from examples.graphs import classify
+from examples.graphs.model import EvolvingGAT, EvolvingGATConv
 
 
 @pytest.fixture
@@ -61,11 +41,10 @@ def by_loop(layer, x, edges, previous):
     return out.flatten(1) + layer.bias, maps
 
 
-def test_two_layers_equal_a_loop(graphs, graph):
-    model, _ = graphs
+def test_two_layers_equal_a_loop(graph):
     x, edges = graph
-    first = model.EvolvingGATConv(5, 3, 4, alpha=0.3, beta=0.4, first=True).double()
-    second = model.EvolvingGATConv(12, 3, 4, alpha=0.3, beta=0.4).double()
+    first = EvolvingGATConv(5, 3, 4, alpha=0.3, beta=0.4, first=True).double()
+    second = EvolvingGATConv(12, 3, 4, alpha=0.3, beta=0.4).double()
     out, a_logit = first(x, edges)
     expected, maps = by_loop(first, x, edges, None)
     torch.testing.assert_close(out, expected)
@@ -76,33 +55,30 @@ def test_two_layers_equal_a_loop(graphs, graph):
     torch.testing.assert_close(a_logit[0, :, 0].T, maps)
 
 
-def test_without_evolution_it_is_GATConv(graphs, graph):
-    model, _ = graphs
+def test_without_evolution_it_is_GATConv(graph):
     x, edges = graph
-    ours = model.EvolvingGATConv(5, 3, 4, alpha=0, beta=0, first=True).double()
+    ours = EvolvingGATConv(5, 3, 4, alpha=0, beta=0, first=True).double()
     plain = GATConv(5, 3, 4).double()
     plain.load_state_dict(ours.state_dict())
     torch.testing.assert_close(ours(x, edges)[0], plain(x, edges), rtol=0, atol=1e-14)
 
 
-def test_permuting_nodes_permutes_the_output(graphs, graph):
-    model, _ = graphs
+def test_permuting_nodes_permutes_the_output(graph):
     x, edges = graph
-    network = model.EvolvingGAT(5, 3, 2, layers=3, heads=4, alpha=0.5, beta=0.5).double().eval()
+    network = EvolvingGAT(5, 3, 2, layers=3, heads=4, alpha=0.5, beta=0.5).double().eval()
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
     permuted = network(x[order], order.argsort()[edges])
     torch.testing.assert_close(permuted, network(x, edges)[order])
 
 
-def test_larger_windows_are_refused(graphs):
-    with pytest.raises(ValueError, match="kernel_size 3: .* no order"):
-        graphs[0].EvolvingGATConv(5, 3, 4, kernel_size=3)
+def test_larger_windows_are_refused():
+    with pytest.raises(ValueError, match=r"kernel_size 3: .* no order"):
+        EvolvingGATConv(5, 3, 4, kernel_size=3)
 
 
 @pytest.mark.slow
-def test_the_command_classifies_the_karate_club(graphs, capsys, tmp_path):
-    torch.set_num_threads(1)
-    graphs[1].main(["karate", "--seeds", "1", "--epochs", "60", "--out", str(tmp_path / "table.md")])
+def test_the_command_classifies_the_karate_club(capsys, tmp_path):
+    classify.main(["karate", "--seeds", "1", "--epochs", "60", "--out", str(tmp_path / "table.md")])
     table = capsys.readouterr().out
     assert table == (tmp_path / "table.md").read_text()
     scores = [float(line.split("|")[2]) for line in table.splitlines()[2:]]
