@@ -10,7 +10,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 
 from evolving_attention.evolution import RULES
 
-from .options import Settings, add_options
+from .options import Settings, add_options, as_namespace
 from .transformer import EATransformerDecoder, EvolvingModel
 
 
@@ -32,6 +32,7 @@ class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
         Raises:
             ValueError: as ``check_options``, and for a rule by which nothing evolves in a decoder.
         """
+        args = as_namespace(args)
         model = super().build_model(args, task)
         rule = Settings.of(args).rule
         if RULES[rule].decoder is None:

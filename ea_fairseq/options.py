@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairseq import options as fairseq_options
+from omegaconf import OmegaConf
 
 from evolving_attention.evolution import RULES, Geometry
 from evolving_attention.scores import SCORES
@@ -179,13 +180,18 @@ def show_options_in_help() -> None:
     fairseq_options.add_model_args = add_model_args_and_ours
 
 
+def as_namespace(args: Any) -> argparse.Namespace:
+    """Hydra's configuration as a namespace: fairseq's ``TransformerConfig.from_namespace`` loses our settings of it."""
+    return argparse.Namespace(**dict(args)) if OmegaConf.is_config(args) else args
+
+
 def _read(args: Any) -> Settings:
-    """The settings of a command line, a checkpoint or Hydra, with values brought to their types in ``args``, too.
+    """The settings of a command line or a checkpoint, with values brought to their types in ``args``, too.
 
     Raises:
         ValueError: an unknown setting that begins with ea_, or a value of another kind.
     """
-    for name in vars(args) if isinstance(args, argparse.Namespace) else args:  # else of Hydra
+    for name in vars(args):
         if name.startswith("ea_") and name not in DEFAULTS:
             near = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"

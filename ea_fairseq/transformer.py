@@ -19,14 +19,14 @@ from fairseq.models.transformer import (
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
-from evolving_attention.evolution import Geometry
+from evolving_attention.evolution import Geometry, refuse_script
 
 from .attention import IncrementalState
 from .dropout import adopt_dropout
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
 from .mixes import log_mixes
-from .options import Settings, add_options, check_options
+from .options import Settings, add_options, as_namespace, check_options
 from .recording import RecordablePositions, is_recorded
 
 logger = logging.getLogger(__name__)
@@ -199,6 +199,7 @@ class EvolvingModel:
     SIDES: tuple[str, ...] = ("encoder", "decoder")
     #: whether alpha and beta are parameters
     learns_mix = False
+    __prepare_scriptable__ = refuse_script
 
     @classmethod
     def hub_models(cls) -> dict[str, Any]:
@@ -211,6 +212,7 @@ class EvolvingModel:
 
     @classmethod
     def build_model(cls, args: argparse.Namespace, task: Any) -> "EvolvingModel":
+        args = as_namespace(args)
         check_options(args, cls.SIDES)
         model = super().build_model(args, task)
         model.learns_mix = Settings.of(args).learn_mix

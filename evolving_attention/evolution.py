@@ -17,7 +17,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -223,6 +223,17 @@ def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previ
     return _hide(_weighted(coefficients.a, previous, coefficients.b, logits), hidden)
 
 
+def refuse_script(module: nn.Module) -> NoReturn:
+    """What ``torch.jit.script`` calls before it reads a module.
+
+    Raises:
+        NotImplementedError: always; scripting cannot read rules and optional maps.
+    """
+    raise NotImplementedError(
+        f"torch.jit.script cannot read {type(module).__name__}: use torch.export, torch.compile or torch.jit.trace"
+    )
+
+
 class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
@@ -238,6 +249,8 @@ class Evolution(nn.Module):
         conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
         learn_mix: whether alpha and beta are parameters, started at the values given, where the rule uses them.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

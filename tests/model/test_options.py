@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ import ea_fairseq
 from ea_fairseq import transformer
 from ea_fairseq.attention import DecoderAttention, EvolvingMultiheadAttention
 from ea_fairseq.options import DEFAULTS
-from evolving_attention.evolution import Geometry
+from evolving_attention.evolution import Evolution, Geometry
 
 CONVOLUTIONS = {
     "encoder": "encoder.layers.{}.self_attn.evolution.conv.{}",
@@ -236,6 +237,33 @@ def test_unknown_settings_from_elsewhere_are_refused(made):
     args.ea_alfa = 0.9
     with pytest.raises(ValueError, match=r"ea_alfa 0\.9: .* is ea_alpha meant"):
         ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+
+
+def test_hydras_settings_reach_every_layer():
+    args = OmegaConf.create(vars(model_args("ea_transformer_base", *TINY, "--ea-kernel-size", 5, "--ea-alpha", 0.7)))
+    task = SimpleNamespace(source_dictionary=dictionary(), target_dictionary=dictionary())
+    model = ea_fairseq.EATransformerModel.build_model(args, task)
+    evolutions = [module for module in model.modules() if isinstance(module, Evolution)]
+    assert {evolution.conv.kernel_size for evolution in evolutions} == {(5, 5)}
+    assert {layer.self_attn.evolution.alpha for layer in model.encoder.layers} == {0.7}
+
+
+@pytest.mark.slow
+def test_hydra_trains_a_language_model(tmp_path):
+    data = other_models.monolingual(tmp_path)
+    config = ["--config-dir", REPO / "ea_fairseq" / "config", f"common.user_dir={REPO / 'ea_fairseq'}"]
+    config += ["model=ea_transformer_lm", "+model.ea_kernel_size=5"]
+    sizes = [f"+model.decoder_{name}=16" for name in ("embed_dim", "ffn_embed_dim", "input_dim", "output_dim")]
+    task = ["task=language_modeling", f"task.data={data}", "task.tokens_per_sample=20"]
+    rest = ["common.cpu=true", "criterion=cross_entropy", "dataset.batch_size=4", "optimizer=adam"]
+    rest += ["lr_scheduler=fixed", "optimization.lr=[0.001]", "optimization.max_update=2"]
+    rest += ["distributed_training.distributed_world_size=1", f"checkpoint.save_dir={tmp_path / 'run'}"]
+    words = [str(word) for word in [*config, *sizes, *task, *rest]]
+    command = [Path(sys.executable).with_name("fairseq-hydra-train"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    state = torch.load(tmp_path / "run" / "checkpoint_last.pt", weights_only=False)["model"]
+    assert state["decoder.layers.1.self_attn.evolution.conv.weight"].shape[2:] == (5, 5)
 
 
 @pytest.mark.slow

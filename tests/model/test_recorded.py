@@ -92,6 +92,12 @@ def test_jit_trace_of_a_whole_model_that_learns_its_mixes():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
+def test_jit_script_is_refused_in_one_line(flags):
+    with pytest.raises(NotImplementedError, match=r"^torch\.jit\.script cannot read .*: use torch\.export.*$"):
+        torch.jit.script(build("ea_transformer_base", *flags))
+
+
 def test_export_of_the_encoder_and_of_one_step():
     model = small_model()
     encoder = EncoderOutput(model.encoder)
