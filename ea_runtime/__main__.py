@@ -21,8 +21,11 @@ def main() -> None:
         "--buffer", type=int, default=1000, metavar="N", help="lines read before the first is translated"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
     args = parser.parse_args()
     try:
+        if args.serve:
+            return _serve(args)
         translator = Translator(args.folder, args.threads)
         lines = _lines()
         while part := list(itertools.islice(lines, args.buffer)):
@@ -32,6 +35,16 @@ def main() -> None:
             sys.stdout.flush()
     except (ExportError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    if (args.beam, args.lenpen, args.n_best) != (None, None, 1):
+        raise ValueError("--serve takes no --beam, --lenpen and --n-best: each request sets its own")
+    try:
+        from ea_runtime.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--serve needs {error.name}: pip install '.[serve]'") from None
+    serve(Translator(args.folder, args.threads), args.serve, batch=args.batch)
 
 
 def _lines() -> itertools.chain[str]:

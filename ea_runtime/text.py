@@ -12,6 +12,9 @@ from pathlib import Path
 
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 
+#: The most words whose subwords are remembered.
+REMEMBERED = 50_000
+
 
 class _Moses(MosesTokenizer):
     """Moses splits the full stop off the last word of a line, whatever that is; sacremoses does not."""
@@ -85,4 +88,12 @@ def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
     codes = (folder / "code").read_text(encoding="utf-8")
     # A file of its first line alone has no merges; subword-nmt takes it for a damaged one.
     no_merges = codes.startswith("#version:") and "\n" not in codes.strip()
-    return BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=allowed).process_line
+    bpe = BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=allowed)
+
+    def split(line: str) -> str:
+        # It remembers all words, which a server cannot afford. Another thread may still use the old dictionary.
+        if len(bpe.cache) > REMEMBERED:
+            bpe.cache = {}
+        return bpe.process_line(line)
+
+    return split

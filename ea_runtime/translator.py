@@ -83,6 +83,20 @@ class Translator:
         """
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
+        found = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
+        return found if n_best > 1 else [best[0][0] if best else "" for best in found]
+
+    def scored(
+        self,
+        lines: Iterable[str],
+        beam: int | None = None,
+        lenpen: float | None = None,
+        n_best: int = 1,
+        batch: int = 32,
+        prefixes: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> list[list[tuple[str, float]]]:
+        """``translate`` with a list of (text, score) for each line, whatever n_best is; empty for an empty line."""
         lines = list(lines)
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
@@ -97,8 +111,6 @@ class Translator:
             found = self.search_ids([sources[n] for n in numbers], search_settings, of)
             for n, hypotheses in zip(numbers, found, strict=True):
                 results[n] = hypotheses
-        if n_best == 1:
-            return [self._words(found[0]) if found else "" for found in results]
         return [[(self._words(one), one.score) for one in found[:n_best]] for found in results]
 
     def settings(self, given: dict[str, Any]) -> Settings:

@@ -41,7 +41,10 @@ class Browser:
         return self._ask("POST", f"/session/{self._session}{path}", body)
 
     def open(self, path):
-        self._post("/url", url=path.resolve().as_uri())
+        self.visit(path.resolve().as_uri())
+
+    def visit(self, address):
+        self._post("/url", url=address)
 
     def run(self, script, *arguments):
         """What a piece of JavaScript returns."""
@@ -52,6 +55,10 @@ class Browser:
 
     def click(self, selector):
         self._post(f"/element/{self._find(selector)}/click")
+
+    def type(self, selector, text):
+        """Press the keys of a text, in an element that keeps what it holds."""
+        self._post(f"/element/{self._find(selector)}/value", text=text)
 
     def hover(self, selector, x, y):
         """Move the pointer to (x, y) from the upper left corner of an element that is scrolled into view."""

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 from fairseq import options
@@ -111,6 +112,8 @@ def all_flags():
     """Of every script here and of fairseq's commands, whatever their architecture, task and so on."""
     scripts = [path for folder in ("scripts", "data-prep") for path in sorted((REPO / folder).glob("*.sh"))]
     known = {flag for path in scripts if os.access(path, os.X_OK) and path.name != "lib.sh" for flag in helped(path)}
+    runtime = [sys.executable, "-m", "ea_runtime", "--help"]
+    known |= {*FLAG.findall(subprocess.run(runtime, cwd=REPO, capture_output=True, text=True, check=True).stdout)}
     for arch in ("ea_transformer_base", "ea_roberta", "ea_transformer_lm", "ea_bart"):
         known |= known_to_fairseq("fairseq-train", ["fairseq-train", "--arch", arch])
     rdrop = ["--criterion", "label_smoothed_cross_entropy_with_rdrop"]

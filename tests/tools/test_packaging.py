@@ -22,13 +22,14 @@ EXTRAS = PROJECT["optional-dependencies"]
 DEPENDENCIES = {
     "evolving_attention": CORE,
     "ea_fairseq": CORE + EXTRAS["fairseq"],
-    "ea_runtime": EXTRAS["runtime"],
+    "ea_runtime": EXTRAS["runtime"] + [name for name in EXTRAS["serve"] if not name.startswith("ea-fairseq[")],
 }
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirements(package):
-    pinned = {line.split("#")[0].strip() for line in (REPO / "requirements.txt").read_text().splitlines()}
+    files = [REPO / "requirements.txt", REPO / "examples" / "requirements.txt"]
+    pinned = {line.split("#")[0].strip() for path in files for line in path.read_text().splitlines()}
     assert set(DEPENDENCIES[package]) <= pinned
     used = set()
     for path in (REPO / package).rglob("*.py"):
@@ -61,7 +62,7 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == PACKAGES
-    kinds = ("*.py", "*.c", "*.h")
+    kinds = ("*.py", "*.c", "*.h", "*.html")
     source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (

@@ -1,0 +1,86 @@
+"""Graph attention with evolving maps: against a loop in float64, against GATConv, and under permutation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("torch_geometric")
+from torch_geometric.nn import GATConv
+from torch_geometric.utils import add_remaining_self_loops
+
+from examples.graphs import classify
+from examples.graphs.model import EvolvingGAT, EvolvingGATConv
+
+
+@pytest.fixture
+def graph():
+    """Values 7 x 5 and edges of a graph with loops at every node."""
+    torch.manual_seed(1)
+    edges = torch.randint(7, (2, 20)).unique(dim=1)
+    return torch.randn(7, 5, dtype=torch.float64), add_remaining_self_loops(edges, num_nodes=7)[0]
+
+
+def by_loop(layer, x, edges, previous):
+    """Equation 4 edge by edge. previous: E x K or None."""
+    heads, size = layer.heads, layer.out_channels
+    values = (x @ layer.lin.weight.T).view(-1, heads, size)
+    alpha, beta = layer.evolution.alpha if previous is not None else 0, layer.evolution.beta
+    weight, bias = layer.evolution.conv.weight[:, :, 0, 0], layer.evolution.conv.bias
+    maps = torch.empty(edges.size(1), heads, dtype=x.dtype)
+    for number, (source, target) in enumerate(edges.T.tolist()):
+        score = (values[source] * layer.att_src[0]).sum(-1) + (values[target] * layer.att_dst[0]).sum(-1)
+        logits = F.leaky_relu(score, 0.2)
+        mixed = logits if previous is None else alpha * previous[number] + (1 - alpha) * logits
+        maps[number] = beta * F.relu(weight @ mixed + bias) + (1 - beta) * mixed
+    out = torch.zeros_like(values)
+    for node in range(len(x)):
+        into = (edges[1] == node).nonzero()[:, 0]
+        shares = maps[into].softmax(0)
+        for share, edge in zip(shares, into, strict=True):
+            out[node] += share[:, None] * values[edges[0, edge]]
+    return out.flatten(1) + layer.bias, maps
+
+
+def test_two_layers_equal_a_loop(graph):
+    x, edges = graph
+    first = EvolvingGATConv(5, 3, 4, alpha=0.3, beta=0.4, first=True).double()
+    second = EvolvingGATConv(12, 3, 4, alpha=0.3, beta=0.4).double()
+    out, a_logit = first(x, edges)
+    expected, maps = by_loop(first, x, edges, None)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(a_logit[0, :, 0].T, maps)
+    expected, maps = by_loop(second, out, edges, maps)
+    out, a_logit = second(out, edges, a_logit)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(a_logit[0, :, 0].T, maps)
+
+
+def test_without_evolution_it_is_GATConv(graph):
+    x, edges = graph
+    ours = EvolvingGATConv(5, 3, 4, alpha=0, beta=0, first=True).double()
+    plain = GATConv(5, 3, 4).double()
+    plain.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(x, edges)[0], plain(x, edges), rtol=0, atol=1e-14)
+
+
+def test_permuting_nodes_permutes_the_output(graph):
+    x, edges = graph
+    network = EvolvingGAT(5, 3, 2, layers=3, heads=4, alpha=0.5, beta=0.5).double().eval()
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    permuted = network(x[order], order.argsort()[edges])
+    torch.testing.assert_close(permuted, network(x, edges)[order])
+
+
+def test_larger_windows_are_refused():
+    with pytest.raises(ValueError, match=r"kernel_size 3: .* no order"):
+        EvolvingGATConv(5, 3, 4, kernel_size=3)
+
+
+@pytest.mark.slow
+def test_the_command_classifies_the_karate_club(capsys, tmp_path):
+    classify.main(["karate", "--seeds", "1", "--epochs", "60", "--out", str(tmp_path / "table.md")])
+    table = capsys.readouterr().out
+    assert table == (tmp_path / "table.md").read_text()
+    scores = [float(line.split("|")[2]) for line in table.splitlines()[2:]]
+    assert len(scores) == 3
+    assert min(scores) > 50

@@ -1,0 +1,467 @@
+"""The server gives the translator's answers, batches, refuses by limits, ends in order and loses nothing under load."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import REPO, browser
+from helpers.toy import ENVIRONMENT, save_model, sentences
+from subword_nmt import apply_bpe
+
+from ea_runtime import Translator, text
+from ea_tools import preparation
+from ea_tools.translating import export
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
+import uvicorn  # noqa: E402
+from fastapi import HTTPException  # noqa: E402
+from helpers.load import load  # noqa: E402
+
+from ea_runtime.serve import Limits, _body, application  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
+
+
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory):
+    """An export of random weights that translates quickly: at most 9 words."""
+    run, out = (tmp_path_factory.mktemp("serve") / name for name in ("run", "out"))
+    run.mkdir()
+    save_model(data, run / "checkpoint_last.pt", "ea_transformer_base", "--max-source-positions", "30")
+    preparation.keep(run, data)
+    export.main(["--run", str(run), "--out", str(out)])
+    description = json.loads((out / "model.json").read_text())
+    description["search"] = {"beam": 3, "lenpen": 1.0, "max_len_b": 9}
+    (out / "model.json").write_text(json.dumps(description))
+    return out
+
+
+class Gated(Translator):
+    """Notes its calls. Each waits until the gate is open."""
+
+    def __init__(self, folder):
+        super().__init__(folder, threads=1)
+        self.calls, self.gate = [], threading.Event()
+        self.gate.set()
+
+    def scored(self, lines, *settings, **more):
+        if lines:  # the server's checks are calls without lines
+            self.calls.append(list(lines))
+            self.gate.wait(20)
+            if "fail" in lines:
+                raise RuntimeError("a fault of the model")
+        return super().scored(lines, *settings, **more)
+
+
+@pytest.fixture(scope="module")
+def translator(folder):
+    return Gated(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_calls(translator):
+    yield
+    translator.gate.set()
+    translator.calls.clear()
+
+
+@contextlib.contextmanager
+def serving(translator, limits=None):
+    """A client of a server in another thread of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(application(translator, limits), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=30) as client:
+                yield client
+        finally:
+            translator.gate.set()
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(translator):
+    with serving(translator) as client:
+        yield client
+
+
+def ask(client, *lines, **settings):
+    return client.post("/translate", json={"lines": lines, **settings})
+
+
+def until(condition):
+    """Wait until a condition holds, 10 seconds at most."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held(translator, client, *requests, **first):
+    """The futures of a request that the gate holds and of those that wait behind it, in their order."""
+    translator.gate.clear()
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(ask, client, "Haus.", **first)]
+        until(lambda: translator.calls)
+        for number, (line, settings) in enumerate(requests, 1):
+            futures.append(pool.submit(ask, client, line, **settings))
+            until(lambda number=number: client.get("/health").json()["waiting"] == number)
+        try:
+            yield futures
+        finally:
+            translator.gate.set()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"beam": 1}, {"beam": 2, "lenpen": 0.5, "n_best": 2}],
+    ids=["the export's", "greedy", "n-best"],
+)
+def test_answers_are_the_translators(translator, client, settings):
+    answer = ask(client, *LINES, **settings)
+    expected = translator.scored(LINES, **settings)
+    assert answer.status_code == 200
+    for found, pairs in zip(answer.json()["translations"], expected, strict=True):
+        assert [one["text"] for one in found] == [words for words, _ in pairs]
+        assert [one["score"] for one in found] == pytest.approx([score for _, score in pairs], abs=1e-5)
+    best = [found[0]["text"] if found else "" for found in answer.json()["translations"]]
+    assert best == translator.translate(LINES, **{**settings, "n_best": 1})
+    assert min(answer.json()["seconds"].values()) > 0
+    assert ask(client).json()["translations"] == []
+
+
+def test_requests_that_arrive_together_are_one_call(translator, client):
+    """Those of other settings are another call, and each gets as many translations as it asked for."""
+    with held(
+        translator, client, ("Hund.", {}), ("Katze.", {"beam": 2}), ("Vogel.", {"beam": 3, "n_best": 2}), ("Baum.", {})
+    ) as futures:
+        translator.gate.set()
+        answers = [future.result().json()["translations"][0] for future in futures]
+    assert translator.calls == [["Haus."], ["Hund.", "Vogel.", "Baum."], ["Katze."]]
+    assert [len(answer) for answer in answers] == [1, 1, 1, 2, 1]
+    alone = [ask(client, line).json()["translations"][0][0]["text"] for line in ("Hund.", "Vogel.", "Baum.")]
+    assert [answers[place][0]["text"] for place in (1, 3, 4)] == alone
+
+
+def test_a_batch_is_not_larger_than_it_may_be(translator, client):
+    assert len(ask(client, *["Haus."] * 70).json()["translations"]) == 70
+    assert [len(lines) for lines in translator.calls] == [32, 32, 6]
+
+
+def test_a_fault_of_one_line_costs_no_other_its_answer(translator, client):
+    with held(translator, client, ("Hund.", {}), ("fail", {}), ("Baum.", {})) as futures:
+        translator.gate.set()
+        answers = [future.result() for future in futures]
+    assert [answer.status_code for answer in answers] == [200, 200, 500, 200]
+    assert "failed" in answers[2].json()["detail"]
+
+
+def test_a_client_that_has_gone_costs_no_work(translator, client):
+    with held(translator, client) as (first,):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/translate", json={"lines": ["Hund."]}, timeout=0.3)
+        until(lambda: client.get("/health").json()["waiting"] == 0)
+        translator.gate.set()
+        assert first.result().status_code == 200
+    assert translator.calls == [["Haus."]]
+
+
+JSON = {"content-type": "application/json"}
+REFUSED = {
+    "lines": ({"lines": ["a"] * 101}, 413, "101 lines, but at most 100"),
+    "words": ({"lines": ["a", "a " * 251]}, 413, "line 2: 251 words, but a line may have at most 250"),
+    "letters": ({"lines": ["a" * 2501]}, 413, "line 1: 2501 letters, but a line may have at most 2500"),
+    "subwords": ({"lines": ["a " * 40]}, 413, "line 1: 40 subwords, but the model reads at most 29"),
+    "beam": ({"lines": ["a"], "beam": 21}, 422, "beam: at most 20, not 21"),
+    "no beam": ({"lines": ["a"], "beam": 0}, 422, "beam: must be a whole number from 1 on, not 0"),
+    "true beam": ({"lines": ["a"], "beam": True}, 422, "beam: Input should be a valid integer"),
+    "n-best": ({"lines": ["a"], "n_best": 4}, 422, "n_best: must be from 1 to the beam, 3, not 4"),
+    "lenpen": ({"lines": ["a"], "lenpen": 1e300}, 422, "lenpen: must be from -10 to 10"),
+    "line break": ({"lines": ["a", "a\nb"]}, 422, "line 2: it has a line break inside"),
+    "no text": ({"lines": [3]}, 422, "lines.0: Input should be a valid string"),
+    "no lines": ({}, 422, "lines: Field required"),
+    "unknown": ({"lines": ["a"], "bean": 5}, 422, "bean: Extra inputs are not permitted"),
+    "no number": (b'{"lines": ["a"], "lenpen": NaN}', 422, "lenpen: must be from -10 to 10, not nan"),
+    "half a letter": (rb'{"lines": ["\ud800"]}', 400, "Invalid JSON"),
+    "no UTF-8": (b'{"lines": ["\xff"]}', 400, "Invalid JSON"),
+    "no JSON": (b"Haus.", 400, "Invalid JSON"),
+    "deep": (b"[" * 100_000, 400, "Invalid JSON"),
+    "large": (b" " * 5_000_000, 413, "the body has 5000000 bytes, but at most 1000000"),
+}
+
+
+@pytest.mark.parametrize("body, status, says", REFUSED.values(), ids=list(REFUSED))
+def test_requests_above_a_limit_are_refused(translator, client, body, status, says):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post("/translate", content=content, headers=JSON)
+    assert answer.status_code == status, answer.text
+    assert says in answer.json()["detail"] and "\n" not in answer.json()["detail"]
+    assert translator.calls == []
+    assert ask(client, "Haus.").status_code == 200
+
+
+def test_a_body_of_unknown_length_is_limited_too(client):
+    answer = client.post("/translate", content=(b" " * 10_000 for _ in range(200)), headers=JSON)
+    assert answer.status_code == 413
+
+
+def test_an_endless_body_takes_no_memory():
+    class Endless:
+        headers = JSON
+
+        async def stream(self):
+            part = bytes(1_000_000)
+            for _ in range(100):
+                yield part
+
+    tracemalloc.start()
+    with pytest.raises(HTTPException, match="100000000 bytes"):
+        asyncio.run(_body(Endless(), 1_000_000))
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+
+
+def test_other_sites_pages_cannot_use_the_server(client):
+    answer = client.post("/translate", content=b'{"lines": []}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 415 and "application/json" in answer.json()["detail"]
+
+
+def test_a_full_queue_refuses(translator):
+    waiting = ("Hund.", {}), ("Katze.", {})
+    with serving(translator, Limits(waiting=2)) as client, held(translator, client, *waiting) as futures:
+        answer = ask(client, "Vogel.")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "2 lines wait already" in answer.json()["detail"]
+        translator.gate.set()
+        assert [future.result().status_code for future in futures] == [200] * 3
+
+
+def test_a_request_that_takes_too_long_is_refused_and_its_lines_are_dropped(translator):
+    with serving(translator, Limits(seconds=0.5)) as client, held(translator, client) as (first,):
+        second = ask(client, "Hund.")
+        for answer in (first.result(), second):
+            assert answer.status_code == 503 and "no answer within 0.5 seconds" in answer.json()["detail"]
+        translator.gate.set()
+        assert ask(client, "Katze.").status_code == 200
+    assert translator.calls == [["Haus."], ["Katze."]]
+
+
+def test_a_body_that_takes_too_long_is_refused(translator):
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    with serving(translator, Limits(seconds=0.5)) as client:
+        slow = socket.create_connection((client.base_url.host, client.base_url.port), timeout=30)
+        with slow:
+            slow.sendall(head)
+            assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+
+
+# ---- the command
+
+
+def command(folder, *arguments, code=None):
+    """The words that start the server."""
+    start = ["-m", "ea_runtime"] if code is None else ["-c", code]
+    return [sys.executable, *start, str(folder), *arguments]
+
+
+@contextlib.contextmanager
+def process(*words, **more):
+    """A server's process and its address."""
+    options = {"cwd": REPO, "env": ENVIRONMENT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(*words, **more), **options) as server:
+        try:
+            yield server, server.stdout.readline().split()[0]
+        finally:
+            server.kill()
+
+
+SLOW = """
+import sys, time
+from ea_runtime import Translator
+from ea_runtime.serve import serve
+class Slow(Translator):
+    def scored(self, lines, *settings, **more):
+        time.sleep(1 if lines else 0)
+        return super().scored(lines, *settings, **more)
+serve(Slow(sys.argv[1], threads=1), "0")
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_running_requests_end(folder, sent):
+    """Also one that still waits for the translator."""
+    with process(folder, code=SLOW) as (server, address), ThreadPoolExecutor(2) as pool:
+        with httpx.Client(base_url=address, timeout=30) as client:
+            first = pool.submit(ask, client, "Haus.")
+            until(lambda: not first.done() and not (time.sleep(0.2) or client.get("/health").json()["waiting"]))
+            second = pool.submit(ask, client, "Hund.")
+            until(lambda: client.get("/health").json()["waiting"] == 1)
+            server.send_signal(sent)
+            assert [future.result().status_code for future in (first, second)] == [200, 200]
+        assert server.wait(10) == 0
+        assert server.stderr.read() == ""
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health")
+
+
+def test_a_client_that_goes_leaves_nothing_in_the_log(folder):
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with process(folder, "--serve", "0") as (server, address):
+        url = httpx.URL(address)
+        with socket.create_connection((url.host, url.port)) as client:
+            client.sendall(head)
+        assert httpx.get(f"{address}/health").status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert (server.wait(10), server.stderr.read()) == (0, "")
+
+
+def test_the_words_of_a_long_life_are_not_all_remembered(folder, monkeypatch):
+    made = []
+
+    class Seen(apply_bpe.BPE):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    expected = text.Text(folder)
+    monkeypatch.setattr(apply_bpe, "BPE", Seen)
+    monkeypatch.setattr(text, "REMEMBERED", 5)
+    small = text.Text(folder)
+    for word in [f"{noun}{number}" for number in range(20) for noun in ("Hund", "Katze")]:
+        assert small.subwords(word) == expected.subwords(word)
+        assert 0 < len(made[0].cache) <= 6
+
+
+WITHOUT = "import sys, runpy\nsys.modules['fastapi'] = None\nrunpy.run_module('ea_runtime', run_name='__main__')"
+
+
+def test_faults_of_the_command_are_one_line(folder, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        cases = [
+            (command(folder, "--serve", port), f"--serve {port}: Address already in use"),
+            (command(folder, "--serve", "80000"), "expected [HOST:]PORT"),
+            (command(folder, "--serve", "0", "--beam", "1"), "each request sets its own"),
+            (command(folder, "--serve", "0", "--batch", "0"), "batch: must be a whole number from 1 on"),
+            (command(tmp_path, "--serve", "0"), "is no exported model"),
+            (command(folder, "--serve", "0", code=WITHOUT), "--serve needs fastapi: pip install '.[serve]'"),
+        ]
+        options = {"cwd": REPO, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 60}
+        for words, says in cases:
+            done = subprocess.run(words, **options)
+            assert done.returncode == 1 and done.stdout == ""
+            assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_2000_requests_by_32_clients(folder, capsys):
+    """None is lost, none is wrong."""
+    lines = [line for line, _ in sentences(200, seed=3)] * 10
+    expected = Translator(folder, threads=1).scored(lines, n_best=2)
+    with process(folder, "--serve", "127.0.0.1:0", "--threads", "1") as (_, address):
+        answers, measured = load(address, lines, clients=32)
+    assert len(answers) == 2000
+    same = 0
+    for number, ((words, score), (_, second)) in enumerate(expected):
+        (answer,) = answers[number]
+        assert answer["score"] == pytest.approx(score, abs=1e-4)
+        # The order of two translations is open where their scores differ by rounding.
+        assert answer["text"] == words or score - second < 1e-5
+        same += answer["text"] == words
+    assert same > 1900
+    assert len({best[0] for best in expected}) > 100  # else a mistaken answer might look right
+    with capsys.disabled():
+        print(f"\n{measured}")
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A browser that knows no host but this one."""
+    if lacking := browser.missing():
+        pytest.skip(f"{lacking} not installed")
+    alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    with browser.browser(tmp_path_factory.mktemp("profile"), alone) as page:
+        yield page
+
+
+def shown(page):
+    """The page's translation, once it is that of the text above it."""
+    until(lambda: page.run("return !document.querySelector('#target').classList.contains('old')"))
+    return page.text("#target")
+
+
+def test_the_page_translates_as_one_types(translator, client, page):
+    page.visit(str(client.base_url))
+    until(lambda: page.text("label[for=source]") == "German, a sentence a line")
+    assert page.text("label[for=target]") == "English"
+    page.type("#source", "Hund, Kat")
+    assert shown(page) == translator.translate("Hund, Kat") != ""
+    page.type("#source", "ze.\n\nHaus.")
+    translation = shown(page)
+    assert translation == "\n".join(translator.translate(["Hund, Katze.", "", "Haus."]))
+    assert page.text("#time").endswith(" ms") and page.text("#fault") == ""
+    typed = [line for call in translator.calls for line in call]
+    assert "Hund, Kat" in typed and "Hu" not in typed  # the page waits for a pause
+    page.type("#source", " und" * 300)
+    shown(page)
+    assert "words, but a line may have at most 250" in page.text("#fault")
+    assert page.text("#target") == translation  # the last one stays
+    page.run("source.value = ''; source.dispatchEvent(new Event('input'))")
+    assert shown(page) == page.text("#fault") == ""
+    assert [one for one in page.complaints() if "413" not in one["message"]] == []  # Chromium reports each refusal
+
+
+def test_an_answer_that_is_late_does_not_replace_a_newer_one(client, page):
+    page.visit(str(client.base_url))
+    page.run("""
+        window.answers = [];  // of a server that answers when the test wants it, whether or not the page still waits
+        window.fetch = () => new Promise(give => answers.push(text => give(
+            {ok: true, json: async () => ({translations: [[{text}]]})})));
+    """)
+    for number, typed in enumerate(("Hund", ", Katze"), 1):
+        page.type("#source", typed)
+        until(lambda number=number: page.run("return answers.length") == number)
+    page.run("answers[1]('newer')")
+    assert shown(page) == "newer"
+    page.run("answers[0]('older')")
+    page.run("return new Promise(done => setTimeout(done, 50))")
+    assert page.text("#target") == "newer"
+
+
+def test_the_page_says_that_the_server_is_gone(translator, page):
+    with serving(translator) as client:
+        page.visit(str(client.base_url))
+    page.type("#source", "Hund")
+    shown(page)
+    assert page.text("#fault") == "The server does not answer."
+
+
+def test_the_page_can_be_used_without_seeing_it(client, page):
+    """Each field has its label, messages are announced, and the policy forbids other servers."""
+    page.visit(str(client.base_url))
+    until(lambda: page.run("return source.lang"))
+    assert page.run("return [...document.querySelectorAll('textarea, output')].map(e => e.labels.length)") == [1, 1]
+    assert page.run("return [source.lang, target.lang, document.documentElement.lang]") == ["de", "en", "en"]
+    assert page.run("return [target.ariaLive, fault.getAttribute('role')]") == ["polite", "alert"]
+    assert page.run("return document.activeElement.id") == "source"
+    outside = "return fetch('http://127.0.0.1:9/').then(() => 'sent', error => error.message)"
+    page.complaints()
+    page.run(outside)
+    assert "Content Security Policy" in json.dumps(page.complaints())
