@@ -187,6 +187,8 @@ def compare(given, kernel, plain=plain):
         elif mine.dim() > 0:  # by chance, a single number may be as near as you like
             error, allowed = (mine - true).norm(), 1.5 * (other - true).norm()
             assert error <= max(allowed, 0.5 * torch.finfo(mine.dtype).eps * true.norm()), name
+        else:
+            assert (mine - true).abs() <= 8 * torch.finfo(mine.dtype).eps * max(true.abs(), 1), name
 
 
 def close(ours, theirs):

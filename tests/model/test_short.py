@@ -10,6 +10,7 @@ import torch
 from helpers.models import amplify_, batch, build
 
 from ea_fairseq.attention import EncoderSelfAttention
+from evolving_attention.evolution import Evolution, Geometry
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -69,3 +70,18 @@ def test_half_precision_gives_float32s_numbers(dtype, k):
 def test_weights_are_float32_at_least(dtype):
     module, x = EncoderSelfAttention(8, 2, beta=0.5).to(dtype).eval(), torch.randn(5, 2, 8).to(dtype)
     assert module(x, need_weights=True)[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("conv_layers", [1, 2])
+@torch.no_grad()
+def test_sums_beyond_float16_stay_finite(conv_layers):
+    """Every sum is kept within half of the range: infinities less infinities would be NaN in the next layer."""
+    options = {"rule": "predictive", "conv_layers": conv_layers, "alpha": 0.5}
+    evolution = Evolution(Geometry.ENCODER_SELF, 2, 3, **options).half()
+    for parameter in evolution.parameters():
+        parameter.fill_(10)
+    logits, previous = (torch.full((1, 2, 4, 4), number).half() for number in (-60_000, 60_000))
+    a_logit = evolution(logits, None, previous)
+    assert a_logit.isfinite().all() and a_logit.abs().max() <= torch.finfo(torch.float16).max / 2
+    a_logit = Evolution(Geometry.ENCODER_SELF, 2, rule="realformer").half()(-logits, None, previous)
+    assert a_logit.isfinite().all()
