@@ -192,22 +192,15 @@ def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_p
     assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 50
 
 
-def test_somebody_elses_folder_is_left_alone(tmp_path):
-    raw = corpus(tmp_path / "raw")
-    write(tmp_path / "out/thesis.tex", ["years of work"])
-    with pytest.raises(PrepError, match="out: exists and was not made here"):
-        Pipeline(recipe(), raw, tmp_path / "out").run()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
-def test_somebody_elses_work_folder_is_left_alone(tmp_path):
+@pytest.mark.parametrize("folder", ["out", "out.work"])
+def test_a_folder_of_other_files_is_left_alone(tmp_path, folder):
     """Before a run that would be refused for its data, too."""
     raw = corpus(tmp_path / "raw")
     write(raw / "valid.en", ["one line"])
-    write(tmp_path / "out.work/notes.txt", ["years of work"])
-    with pytest.raises(PrepError, match=r"out\.work: exists and was not made here"):
+    write(tmp_path / folder / "thesis.tex", ["years of work"])
+    with pytest.raises(PrepError, match=f"{folder}: exists and was not made here"):
         Pipeline(recipe(), raw, tmp_path / "out").run()
-    assert [path.name for path in (tmp_path / "out.work").iterdir()] == ["notes.txt"]
+    assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("stamp", ["", "{}"])

@@ -4,6 +4,7 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D width 
 """
 
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -196,3 +197,22 @@ def close(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, true in theirs.items():
         assert (ours[name] - true).abs().max() <= 1e-5 * true.abs().max(), name
+
+
+def check_dropout(given, kernel, share):
+    """The backward pass drops and scales the weights as the forward pass did.
+
+    Values that are the unit matrix show which ones: D = S.
+    """
+
+    def seeded(*arguments):
+        torch.manual_seed(5)
+        return kernel(*arguments, dropout=share)
+
+    v = given.tensors["v"]
+    eye = torch.eye(v.size(2), device=v.device).expand_as(v)
+    context, _, weights = seeded(given.evolution, {**given.tensors, "v": eye}, given.masks)
+    keep = torch.where(weights > 0, context / weights, 1).detach()
+    kept = keep[(keep > 0) & (weights > 0)]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - share)), rtol=1e-3, atol=0)
+    close(results(seeded, *given), results(partial(plain, keep=keep), *given))

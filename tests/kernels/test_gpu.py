@@ -22,6 +22,7 @@ from helpers import attentions, warm
 from helpers.attentions import (
     call_of,
     case_id,
+    check_dropout,
     close,
     compare,
     evolution_of,
@@ -256,16 +257,8 @@ def test_dropout_of_everything_gives_zeros():
 
 
 @pytest.mark.parametrize("beta", [0, 0.3])
-def test_gradients_are_of_the_mask_that_the_forward_pass_drew(beta):
-    case = Case(masks="padding", columns=6, width=6, beta=beta)
-    evolution, tensors, masks = problem(case)
-    eye = torch.eye(6, device=DEVICE).expand(2, 3, 6, 6)
-    torch.manual_seed(5)
-    after, _, without = kernel(evolution, {**tensors, "v": eye}, masks, dropout=0.4)
-    keep = torch.where(without > 0, after / without, 1).detach()
-    torch.manual_seed(5)
-    ours = results(kernel, evolution, tensors, masks, dropout=0.4)
-    close(ours, results(plain, evolution, tensors, masks, keep=keep))
+def test_dropout_drops_the_same_forward_and_backward(beta):
+    check_dropout(problem(Case(masks="padding", columns=6, width=6, beta=beta)), kernel, 0.4)
 
 
 # ---- promises about runs

@@ -87,16 +87,6 @@ def test_the_map_of_the_layer_before_counts():
     assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("build", [decoder, steps])
-@torch.no_grad()
-def test_without_gradients_and_step_by_step(build):
-    _, run = build(False)
-    x = torch.randn(LENGTH, BATCH, SIZE)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = run(x)
-    assert_close(output.float(), run(x), rtol=0.05, atol=0.02)
-
-
 @pytest.mark.parametrize("mixed_first", [True, False])
 @torch.no_grad()
 def test_precision_that_changes_in_the_middle_of_a_search(mixed_first):

@@ -8,7 +8,6 @@ from helpers.models import EncoderOutput, amplify_, batch, build
 from torch import nn
 from torch.autograd import forward_ad
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
 from evolving_attention import kernels
@@ -121,17 +120,6 @@ def test_forward_mode_differentiates_the_plain_composition(gradients):
     with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
         slope = forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))[0]).tangent
     assert_close(slope, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("convolutions", "plain"), [(1, False), (3, False), (1, True)])
-def test_counters_count_what_the_plain_composition_does(convolutions, plain, asked):
-    module = EncoderSelfAttention(8, 2, alpha=0.5, rule="predictive", conv_layers=convolutions, plain=plain).eval()
-    x, previous = torch.randn(5, 1, 8), torch.randn(1, 2, 5, 5)
-    with FlopCounterMode(display=False) as counter:
-        module(x, previous=previous)
-    # projections; q k^T and the product with v; the convolutions
-    assert counter.get_total_flops() == 2 * (4 * 5 * 8 * 8 + 2 * 2 * 5 * 5 * 4 + convolutions * 2 * 2 * 9 * 5 * 5)
-    assert asked == ([] if plain else [True])
 
 
 def hundredfold(evolution):

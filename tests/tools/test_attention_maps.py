@@ -279,25 +279,6 @@ def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):
     assert load_model(tmp_path, data).checkpoint == tmp_path / "average3.pt"
 
 
-def test_what_cannot_be_used_is_named(checkpoints, tmp_path):
-    with pytest.raises(UserError, match="has no checkpoint"):
-        load_model(tmp_path)
-    with pytest.raises(UserError, match="no such checkpoint"):
-        load_model(tmp_path / "none.pt")
-    with pytest.raises(UserError, match=r"PREP\.json: no such file"):
-        load_model(checkpoints.evolving, tmp_path)
-    loaded = load_model(checkpoints.evolving)
-    for empty in ("", "  \t "):
-        with pytest.raises(UserError, match="the source sentence is empty"):
-            loaded.source(empty)
-    with pytest.raises(UserError, match="the target sentence is empty"):
-        loaded.target("")
-    with pytest.raises(UserError, match=r"source sentence is too long: it has \d+ subwords, and .*pt takes 11"):
-        loaded.source("Hund. " * 8)
-    with pytest.raises(UserError, match="target sentence is too long"):
-        loaded.target("dog. " * 8)
-
-
 def test_another_corpus_is_refused(checkpoints, data, tmp_path):
     import shutil
 

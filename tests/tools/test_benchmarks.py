@@ -208,24 +208,6 @@ def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_mod
     assert (batch["sentences"], batch["source"]) == (3, 17 if size == "roberta_base" else 16)
 
 
-def test_one_side_trains_as_its_task_does(small_models):
-    args = options.training(["--max-tokens", "60", "--size", "roberta_base"])
-    trainer = benchmark_training.trainer(args, "ea_roberta_base", "cpu", "fp32")
-    (batch,) = benchmark_training.choose(args, trainer.task, 1024, 1)
-    assert batch["net_input"]["src_tokens"].size(1) == 1025 == trainer.model.max_positions()
-    benchmark_training.training_step(trainer)(batch)
-    assert type(trainer.criterion).__name__ == "MaskedLmLoss"
-    assert (batch["net_input"]["src_tokens"] == trainer.task.mask_idx).any()
-    args = options.training(["--max-tokens", "60", "--size", "lm"])
-    trainer = benchmark_training.trainer(args, "ea_transformer_lm", "cpu", "fp32")
-    (batch,) = benchmark_training.choose(args, trainer.task, 16, 1)
-    assert type(trainer.criterion).__name__ == "CrossEntropyCriterion"
-    assert torch.equal(batch["net_input"]["src_tokens"][:, 1:], batch["target"][:, :-1])
-    benchmark_training.training_step(trainer)(batch)
-    benchmark_training.training_step(trainer)(batch)
-    assert trainer.get_num_updates() == 2
-
-
 @pytest.mark.slow
 def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
     flags = ["--max-tokens", 40, "--beam", 2, "--batch", "full", "--size"]

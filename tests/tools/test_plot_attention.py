@@ -12,7 +12,6 @@ import pytest
 from helpers import browser
 from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
-from helpers.toy import script
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import visual
@@ -348,16 +347,6 @@ def test_a_language_without_spaces_keeps_its_subwords(checkpoints, capsys):
     assert capsys.readouterr().err.count("th is written without spaces") == 1
     loaded.prep = {**loaded.prep, "tokenizer": "given", "source_lang": "zh"}
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
-
-
-@pytest.mark.slow
-def test_from_any_folder(checkpoints, tmp_path):
-    result = script(
-        "plot_attention.sh", "--checkpoint", checkpoints.evolving, "--source", "Hund.", "--layer", 1, cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["attention.png"]
-    assert "DEBUG" not in result.stderr
 
 
 # ---- the page

@@ -525,16 +525,6 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_bleu_decides_which_is_best(data, tmp_path):
-    result = script("training.train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
-    assert result.returncode == 0, result.stderr[-2000:]
-    state = load(tmp_path / "checkpoint_best.pt")
-    assert state["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
-    assert any("bleu" in json.loads(line) for line in (tmp_path / "log.jsonl").open())
-    torch.load(tmp_path / "checkpoint_best.pt", weights_only=True)  # as fairseq does it, with what ea_fairseq allows
-
-
-@pytest.mark.slow
 def test_a_full_disk(data, tmp_path):
     """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
