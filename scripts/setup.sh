@@ -61,6 +61,6 @@ echo "  2/2 fairseq and the rest (on Python 3.11 fairseq is compiled now)"
 # Without dependencies: requirements.txt has all of them but torchaudio.
 "${pip[@]}" --no-build-isolation --no-deps --requirement "$repo/requirements.txt"
 
-"$venv/bin/python" -W ignore -c 'import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
+"$venv/bin/python" -W ignore -c 'import logging; logging.disable(); import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
 cp "$repo/requirements.txt" "$stamp"
 echo "set-up done"
