@@ -58,8 +58,9 @@ if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 fi
 "${pip[@]}" torch "${build[@]}"
 echo "  2/2 fairseq and the rest (on Python 3.11 fairseq is compiled now)"
-"${pip[@]}" --no-build-isolation --requirement "$repo/requirements.txt"
+# Without dependencies: requirements.txt has all of them but torchaudio.
+"${pip[@]}" --no-build-isolation --no-deps --requirement "$repo/requirements.txt"
 
-"$venv/bin/python" -W ignore -c 'import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
+"$venv/bin/python" -W ignore -c 'import logging; logging.disable(); import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
 cp "$repo/requirements.txt" "$stamp"
 echo "set-up done"

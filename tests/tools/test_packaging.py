@@ -20,7 +20,7 @@ PACKAGES = {"evolving_attention", "ea_fairseq", "ea_runtime"}
 CORE = PROJECT["dependencies"]
 EXTRAS = PROJECT["optional-dependencies"]
 DEPENDENCIES = {
-    "evolving_attention": CORE,
+    "evolving_attention": CORE + EXTRAS["huggingface"],
     "ea_fairseq": CORE + EXTRAS["fairseq"],
     "ea_runtime": EXTRAS["runtime"] + [name for name in EXTRAS["serve"] if not name.startswith("ea-fairseq[")],
 }
@@ -62,7 +62,7 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == PACKAGES
-    kinds = ("*.py", "*.c", "*.h", "*.html")
+    kinds = ("*.py", "*.c", "*.h", "*.html", "*.yaml")
     source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (

@@ -1,0 +1,315 @@
+"""Evolving attention in models of Hugging Face's ``transformers``: BERT, RoBERTa, T5, ViT, GPT-2 and their like.
+
+    model = evolve(BertModel.from_pretrained("bert-base-uncased"), alpha=0.1, beta=0.1)
+    model.save_pretrained("evolved")
+    model = from_pretrained(BertModel, "evolved")
+
+Each attention layer gets an ``Evolution``, named ``evolution``. The maps of a call travel with the call, in a keyword
+argument that ``transformers`` hands down to its attention function. Encoders hand maps from layer to layer. Decoders
+keep the last rows of their maps in the cache, beside keys and values.
+
+Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
+"""
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from .evolution import RULES, Evolution, Geometry
+from .functional import attend
+from .kernels import Call
+from .masks import hide_rows
+
+#: the name of the attention implementation
+NAME = "evolving"
+#: the entry of config.json with the arguments of ``evolve``
+SETTINGS = "evolving_attention"
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def evolve(
+    model: Model,
+    alpha: float = 0.1,
+    beta: float = 0.1,
+    rule: str = "evolving",
+    kernel_size: int = 3,
+    learn_mix: bool = False,
+) -> Model:
+    """Put an ``Evolution`` into every attention layer of a model, in place.
+
+    New parameters are fresh; all others stay. With ``learn_mix`` and alpha = beta = 0 the model's function stays too.
+
+    Args:
+        model: one whose attention goes through ``transformers``' attention interface.
+        alpha, beta, rule, kernel_size, learn_mix: see ``Evolution``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a setting that ``Evolution`` does not have, a model that evolves already, or one without attention
+            layers that go through the interface.
+    """
+    settings = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "learn_mix": learn_mix}
+    _check(model, settings)
+    before: dict[str, nn.Module] = {}  # prefix of a stack -> its last encoder layer so far
+    for name, module in model.named_modules():
+        if not _is_attention(module):
+            continue
+        geometry, stack = _geometry(name, module), _stack(model, name)
+        previous = before.get(stack) if geometry == Geometry.ENCODER_SELF else None
+        options = {"rule": rule, "first": previous is None, "learn_mix": learn_mix}
+        evolution = Evolution(geometry, _heads(module), kernel_size, alpha, beta, **options)
+        module.evolution = evolution.to(next(module.parameters()))
+        module.hands_on_map = False
+        # In a tuple, since a module would be registered a second time.
+        module.layer_before = (previous,) if evolution.uses_previous else ()
+        if evolution.uses_previous:
+            previous.hands_on_map = True
+        if geometry == Geometry.ENCODER_SELF:
+            before[stack] = module
+        module.register_forward_pre_hook(_hand_down_cache, with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(_begin_call, with_kwargs=True)
+    model.set_attn_implementation(NAME)
+    setattr(model.config, SETTINGS, settings)
+    return model
+
+
+def from_pretrained(model_class: type[Model], folder: str, **options: Any) -> Model:
+    """Load what ``save_pretrained`` of an evolved model wrote: settings and weights.
+
+    Args:
+        model_class: the model's class, for example ``BertModel``.
+        folder: the folder, or a name on the hub.
+        options: of ``model_class.from_pretrained``.
+
+    Raises:
+        ValueError: a checkpoint of a model that does not evolve.
+    """
+
+    def build(self: Model, config: Any, *arguments: Any, **keywords: Any) -> None:
+        model_class.__init__(self, config, *arguments, **keywords)
+        if not getattr(config, SETTINGS, None):
+            raise ValueError(
+                f"{folder}: its config.json has no {SETTINGS!r}; load it with {model_class.__name__}.from_pretrained "
+                "and pass it to evolve"
+            )
+        evolve(self, **getattr(config, SETTINGS))
+
+    evolved = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+    model = evolved.from_pretrained(folder, **options)
+    model.__class__ = model_class
+    return model
+
+
+class EvolvingLayer(DynamicLayer):
+    """The cache of one layer: keys, values, and the last rows that the convolution read, B x K x (k - 1) x S."""
+
+    is_croppable = False
+
+    def __init__(self, keys_and_values: DynamicLayer) -> None:
+        self.__dict__.update(keys_and_values.__dict__)
+        self.above: Tensor | None = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.above = self.above.index_select(0, beam_idx.to(self.above.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.above = self.above.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.above = self.above[indices]
+
+    def reset(self) -> None:
+        super().reset()
+        self.above = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """What assisted decoding needs.
+
+        Raises:
+            NotImplementedError: always; the rows before the last ones are not kept.
+        """
+        raise NotImplementedError("an evolving model keeps the last rows of its maps only: assisted decoding, which "
+                                  "takes back tokens, does not work")  # fmt: skip
+
+
+class _Maps:
+    """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then."""
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, tuple[Tensor, bool]] = {}
+
+    def before(self, module: nn.Module) -> Tensor | None:
+        """A_logit of the layer before, B x K x T x S; None in the first layer and in decoders."""
+        if not module.layer_before:
+            return None
+        a_logit, recorded = self.of[module.layer_before[0]]
+        if torch.is_grad_enabled() and not recorded:
+            raise RuntimeError(
+                "gradient checkpointing with use_reentrant=True cuts the gradients of attention maps: call "
+                'gradient_checkpointing_enable({"use_reentrant": False})'
+            )
+        return a_logit
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    *,
+    evolving_maps: _Maps,
+    evolving_cache: Cache | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function: query B x K x T x D, key and value B x K x S x D -> B x T x K x D, and the weights.
+
+    attention_mask broadcasts to B x K x T x S; the lowest number of its type masks, others are added to the logits.
+    """
+    evolution = module.evolution
+    scaling = query.size(-1) ** -0.5 if scaling is None else scaling
+    if evolution.conv is None and not evolution.uses_previous and not module.hands_on_map:
+        # Nothing evolves: the model's own eager attention, to the last bit.
+        bias = {} if position_bias is None else {"position_bias": position_bias}
+        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **bias)
+    masked, summand = _read_mask(attention_mask)
+    given = None
+    if position_bias is not None or summand is not None:
+        given = torch.matmul(query, key.transpose(2, 3)) * scaling
+        given = sum((more for more in (position_bias, summand) if more is not None), start=given)
+    hidden = masked
+    if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
+        hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
+    previous = evolving_maps.before(module)
+    layer = _cached_layer(evolving_cache, module)
+    call = Call(
+        *(query, key, value, scaling, evolution.geometry, evolution.kernel_size),
+        evolution.coefficients(previous is not None),
+        *(None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias),
+        given,
+        hidden=hidden,
+        masked=masked,
+        previous=previous,
+        above=None if layer is None else _rows_above(layer, query, evolution.rows_above),
+        step=layer is not None,
+        dropout=dropout,
+        keep_map=module.hands_on_map,
+        need_weights=bool(getattr(module.config, "output_attentions", False) or others.get("output_attentions")),
+    )
+    result = attend(call, evolution)
+    if result.a_logit is not None:
+        evolving_maps.of[module] = result.a_logit, torch.is_grad_enabled()
+    if layer is not None:
+        layer.above = result.kept
+    weights = None if result.weights is None else result.weights.type_as(value)
+    return result.context.transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def _read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What a mask hides, bool, and what it adds to the logits; both broadcast to B x K x T x S."""
+    if mask is None or mask.dtype == torch.bool:
+        return (None if mask is None else ~mask), None
+    masked = mask <= torch.finfo(mask.dtype).min / 2
+    rest = mask.masked_fill(masked, 0)
+    return masked, rest if bool(rest.any()) else None
+
+
+def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | None:
+    """The cache of this layer, which gets a place for rows of maps; None without a cache, or without a convolution."""
+    geometry = module.evolution.geometry
+    if cache is None or geometry == Geometry.ENCODER_SELF or module.evolution.rows_above == 0:
+        return None
+    if isinstance(cache, EncoderDecoderCache):
+        cross = geometry == Geometry.ENCODER_DECODER
+        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+    layer = cache.layers[module.layer_idx]
+    if type(layer) is DynamicLayer:
+        layer = cache.layers[module.layer_idx] = EvolvingLayer(layer)
+    if not isinstance(layer, EvolvingLayer):
+        raise NotImplementedError(f"{type(layer).__name__}: an evolving model needs a DynamicCache; leave out "
+                                  "cache_implementation")  # fmt: skip
+    return layer
+
+
+def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
+    """The rows above a step's, B x K x (k - 1) x (at most S): zeros before the first step."""
+    return query.new_zeros(*query.shape[:2], rows, 0) if layer.above is None else layer.above
+
+
+def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before a model's forward: maps of its own for this call."""
+    return arguments, {**keywords, "evolving_maps": _Maps()}
+
+
+def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before an attention layer's forward: the cache reaches the attention function too."""
+    if module.config._attn_implementation != NAME:
+        raise ValueError(
+            f"attention implementation {module.config._attn_implementation!r} hides the attention map; expected "
+            f"{NAME!r}: call model.set_attn_implementation({NAME!r})"
+        )
+    return arguments, {**keywords, "evolving_cache": keywords.get("past_key_values")}
+
+
+def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Refuse what ``evolve`` cannot do, before anything changes."""
+    if settings["rule"] not in RULES:
+        raise ValueError(f"rule {settings['rule']!r}: must be one of {', '.join(RULES)}")
+    for name in ("alpha", "beta"):
+        if not 0 <= settings[name] <= 1:
+            raise ValueError(f"{name} {settings[name]}: must be a number from 0 to 1")
+    if settings["kernel_size"] < 1 or settings["kernel_size"] % 2 == 0:
+        raise ValueError(f"kernel_size {settings['kernel_size']}: must be a positive odd number")
+    if any(isinstance(module, Evolution) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__}: it evolves already")
+    if not any(map(_is_attention, model.modules())):
+        raise ValueError(f"{type(model).__name__}: no layer of it uses transformers' attention interface")
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module calls the attention function: such modules have a factor ``scaling`` of their own."""
+    return hasattr(module, "scaling") and hasattr(module, "config") and "Attention" in type(module).__name__
+
+
+def _geometry(name: str, module: nn.Module) -> Geometry:
+    """The kind of attention of a module of this name."""
+    if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False):
+        return Geometry.ENCODER_DECODER
+    if name.endswith("EncDecAttention"):  # of T5
+        return Geometry.ENCODER_DECODER
+    causal = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
+    return Geometry.DECODER_SELF if causal else Geometry.ENCODER_SELF
+
+
+def _stack(model: PreTrainedModel, name: str) -> str:
+    """The name of the innermost model around a layer: T5 has one for its encoder and one for its decoder."""
+    prefixes = [prefix for prefix, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return max((prefix for prefix in prefixes if not prefix or name.startswith(f"{prefix}.")), key=len)
+
+
+def _heads(module: nn.Module) -> int:
+    """K of an attention layer."""
+    return next(
+        getattr(module, name) for name in ("num_attention_heads", "num_heads", "n_heads") if hasattr(module, name)
+    )

@@ -1,0 +1,291 @@
+"""Models of Hugging Face: their own numbers where nothing evolves, else those of the paper's loops."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from helpers import reference
+from torch.testing import assert_close
+
+pytest.importorskip("transformers")
+import transformers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from evolving_attention import Geometry, huggingface
+from evolving_attention.huggingface import evolve, from_pretrained
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
+WORDS = {"vocab_size": 30, "max_position_embeddings": 40}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT_IN_GPT2 = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+T5_SIZES = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
+MODELS = {
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, **WORDS, **NO_DROPOUT)),
+    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, **WORDS, **NO_DROPOUT)),
+    "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, **NO_DROPOUT, image_size=8, patch_size=4)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=8, n_layer=2, n_head=2, vocab_size=30, n_positions=40, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+        )
+    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES, dropout_rate=0, decoder_start_token_id=0)),
+}
+#: padding on the left, none, and on the right
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+def build(name, **settings):
+    """A model in float64 with random weights, whose attention is far from uniform."""
+    torch.manual_seed(1)
+    model = MODELS[name]().double()
+    for parameter_name, parameter in model.named_parameters():
+        if any(part in parameter_name for part in ("query", "key", "q_proj", "k_proj", "c_attn", ".q.", ".k.")):
+            parameter.data *= 20
+    return evolve(model, **settings) if settings else model
+
+
+def inputs(name):
+    """A batch of three, with padding where the model has any."""
+    torch.manual_seed(2)
+    if name == "vit":
+        return {"pixel_values": torch.randn(3, 3, 8, 8, dtype=torch.float64)}
+    words = torch.randint(3, 30, (3, 6))
+    decoder = {"decoder_input_ids": words[:, :5], "decoder_attention_mask": MASK[:, :5]} if name == "t5" else {}
+    return {"input_ids": words, "attention_mask": MASK, **decoder}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_without_evolution_the_numbers_are_those_of_transformers(name, training):
+    model = build(name).train(training)
+    model.set_attn_implementation("eager")
+    expected = model(**inputs(name)).logits
+    assert torch.equal(evolve(model, alpha=0, beta=0)(**inputs(name)).logits, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mixes_learnt_from_zero_leave_the_function(name):
+    model = build(name).eval()
+    expected = model(**inputs(name)).logits
+    evolved = evolve(model, alpha=0, beta=0, learn_mix=True)
+    real = MASK.bool() if name in ("bert", "roberta", "gpt2") else slice(None)
+    assert_close(evolved(**inputs(name)).logits[real], expected[real])
+    assert any(parameter_name.endswith("evolution.beta") for parameter_name, _ in evolved.named_parameters())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every call of the attention function: its arguments and its result."""
+    seen = []
+
+    def watched(module, query, key, value, mask, **options):
+        output, weights = attention(module, query, key, value, mask, **options)
+        seen.append((module, query, key, value, mask, options, output))
+        return output, weights
+
+    attention = huggingface._attention
+    transformers.AttentionInterface.register(huggingface.NAME, watched)
+    yield seen
+    transformers.AttentionInterface.register(huggingface.NAME, attention)
+
+
+KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
+
+
+def by_loop(module, query, key, value, mask, options, previous):
+    """One call, sentence by sentence: B x T x K x D, and the maps, nested lists B x K x T x S."""
+    evolution, outputs, maps = module.evolution, [], []
+    for number, (q, k, v) in enumerate(zip(query, key, value, strict=True)):
+        hidden = torch.zeros(q.size(1), k.size(1), dtype=torch.bool)
+        if mask is not None:
+            hidden = (mask < -1e9)[number if len(mask) > 1 else 0, 0].expand(q.size(1), -1)
+        logits = q @ k.transpose(1, 2) * options["scaling"]  # K x T x S
+        if options.get("position_bias") is not None:
+            logits = logits + options["position_bias"][0]
+        unseen = hidden
+        if evolution.geometry == Geometry.ENCODER_SELF:
+            unseen = hidden | hidden.all(0)[:, None]
+        before = None if previous is None else previous[number]
+        numbers = reference.COEFFICIENTS[evolution.rule, before is not None](evolution.alpha, evolution.beta)
+        convolutions = [] if evolution.conv is None else [(evolution.conv.weight, evolution.conv.bias)]
+        picture = [[[logits[h, i, j] for j in range(k.size(1))] for i in range(q.size(1))] for h in range(q.size(0))]
+        evolved = reference.evolve(
+            picture, KINDS[evolution.geometry], convolutions, numbers, lambda i, j, u=unseen: bool(u[i, j]), before
+        )
+        weights = torch.stack([torch.stack([torch.stack(row) for row in head]) for head in evolved])
+        weights = weights.masked_fill(hidden, torch.finfo(torch.float64).min).softmax(-1)
+        outputs.append((weights @ v).transpose(0, 1))
+        maps.append(evolved)
+    return torch.stack(outputs), maps
+
+
+@pytest.mark.parametrize(
+    "name, rule",
+    [("bert", "evolving"), ("roberta", "predictive"), ("vit", "evolving"), ("gpt2", "evolving"), ("t5", "evolving"),
+     ("bert", "evolving-from-second"), ("t5", "residual"), ("vit", "realformer")],
+)  # fmt: skip
+def test_values_and_gradients_equal_the_papers_loops(name, rule, calls):
+    """Every attention of a model, its maps handed on from layer to layer."""
+    model = build(name, alpha=0.4, beta=0.3, rule=rule)
+    model(**inputs(name), **{"use_cache": False} if name in ("gpt2", "t5") else {})
+    previous = {}
+    for module, query, key, value, mask, options, _ in list(calls):
+        stack = id(options["evolving_maps"])
+        in_encoder = module.evolution.geometry == Geometry.ENCODER_SELF
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        expected, maps = by_loop(module, *leaves, mask, options, previous.get(stack) if in_encoder else None)
+        if in_encoder:
+            previous[stack] = maps
+        # The same call again, from leaves; the layer before has left its map in `evolving_maps`.
+        again = [x.detach().requires_grad_() for x in (query, key, value)]
+        actual, _ = huggingface._attention(module, *again, mask, **options)
+        real = slice(None)
+        if mask is not None:
+            # In encoders the rows of words, in decoders the rows that see anything.
+            real = ~(mask < -1e9).all(-2 if in_encoder else -1).any(1).expand(len(query), -1)
+        assert_close(actual[real], expected[real])
+        by = torch.randn_like(expected)[real]
+        parameters = list(module.evolution.parameters())
+        wanted = torch.autograd.grad((expected[real] * by).sum(), [*leaves, *parameters], retain_graph=True)
+        given = torch.autograd.grad((actual[real] * by).sum(), [*again, *parameters], retain_graph=True)
+        assert_close(given, wanted)
+
+
+def test_position_biases_of_T5_are_learnt_through_evolving_maps():
+    model = build("t5", alpha=0.4, beta=0.3)
+    model(**inputs("t5")).logits.square().sum().backward()
+    bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    assert bias.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_cached_generation_equals_uncached(name, beams):
+    model = build(name, alpha=0.4, beta=0.5).eval()
+    torch.manual_seed(3)
+    prompts = torch.randint(3, 30, (200, 5))
+    mask = (torch.arange(5) >= torch.randint(0, 4, (200, 1))).long()  # GPT-2 is padded on the left
+    mask = mask.flip(1) if name == "t5" else mask
+    options = {"attention_mask": mask, "num_beams": beams, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached, uncached = (model.generate(prompts, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_steps_with_a_cache_equal_one_pass():
+    model = build("gpt2", alpha=0.4, beta=0.5).eval()
+    words, cache = inputs("gpt2")["input_ids"], transformers.DynamicCache()
+    whole = model(words).logits
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in words.split([3, 1, 2], dim=1)]
+    assert_close(torch.cat(parts, dim=1), whole)
+
+
+def test_what_cannot_work_is_refused_by_name():
+    model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
+    with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
+        model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises((NotImplementedError, ValueError), match=r"assisted|crop"):
+        model.generate(words[:1], max_new_tokens=4, assistant_model=build("gpt2"), pad_token_id=0)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="'sdpa' hides the attention map; expected 'evolving'"):
+        model(words)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [({"rule": "evolve"}, "rule 'evolve'"), ({"alpha": 2}, "alpha 2"), ({"kernel_size": 4}, "kernel_size 4")],
+)
+def test_bad_settings_change_nothing(settings, message):
+    model = build("bert")
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        evolve(model, **settings)
+    assert list(model.state_dict()) == before
+    with pytest.raises(ValueError, match="it evolves already"):
+        evolve(evolve(model))
+
+
+def test_eight_threads_share_a_model():
+    model, batch = build("t5", alpha=0.4, beta=0.3).eval(), inputs("t5")
+    sizes = [6, 4, 5, 3] * 2
+    expected, results = [model(**_cut(batch, size)).logits for size in sizes], [None] * 8
+
+    def work(number):
+        for _ in range(3):
+            results[number] = model(**_cut(batch, sizes[number])).logits
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+def _cut(batch, size):
+    return {name: values[:, :size] for name, values in batch.items()}
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    model = build(name, alpha=0.4, beta=0.3).train()
+    expected = _gradients(model, name)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(_gradients(model, name), expected)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="use_reentrant=True cuts the gradients"):
+        _gradients(model, name)
+
+
+def _gradients(model, name):
+    model.zero_grad()
+    model(**inputs(name)).logits.square().sum().backward()
+    return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+def test_round_trip(tmp_path):
+    model = build("bert", alpha=0.4, beta=0.3, rule="predictive").float().eval()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded = from_pretrained(BertForMaskedLM, tmp_path).eval()
+    assert type(loaded) is BertForMaskedLM
+    words = inputs("bert")
+    assert torch.equal(loaded(**words).logits, model(**words).logits)
+    with pytest.raises(ValueError, match="no 'evolving_attention'"):
+        BertModel(model.bert.config.__class__(**SIZES, **WORDS)).save_pretrained(tmp_path / "plain")
+        from_pretrained(BertModel, tmp_path / "plain")
+
+
+def test_a_plain_checkpoint_keeps_every_weight_there_and_back(tmp_path):
+    plain = build("bert").float()
+    plain.save_pretrained(tmp_path / "plain")
+    evolved = evolve(BertForMaskedLM.from_pretrained(tmp_path / "plain"))
+    state = evolved.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    evolved.save_pretrained(tmp_path / "evolved")
+    back = BertForMaskedLM.from_pretrained(tmp_path / "evolved").state_dict()
+    assert all(torch.equal(back[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "heads, layers, expected", [(12, 12, 12 * (144 * 9 + 12)), (16, 24, 24 * (256 * 9 + 16))], ids=["base", "large"]
+)
+def test_number_of_new_parameters(heads, layers, expected):
+    """The papers print +0.9 M and +1.7 M for BERT-Base and -Large, which equation 4 cannot give."""
+    sizes = {"hidden_size": 64 * heads, "intermediate_size": 8, "vocab_size": 10}
+    with torch.device("meta"):
+        model = BertModel(BertConfig(num_attention_heads=heads, num_hidden_layers=layers, **sizes))
+        before = sum(parameter.numel() for parameter in copy.deepcopy(model).parameters())
+        assert sum(parameter.numel() for parameter in evolve(model).parameters()) - before == expected
