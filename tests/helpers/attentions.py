@@ -1,4 +1,4 @@
-"""Calls of attention to test a kernel with, and what the plain composition gives for them.
+"""Calls of attention to test a kernel with, and the plain composition's results for them.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D width of a head.
 """
@@ -135,7 +135,7 @@ def call_of(evolution, tensors, masks, **options):
 
 
 def plain(evolution, tensors, masks, keep=None):
-    """What a kernel has to give, by PyTorch's operations; ``keep``: what dropout multiplies by."""
+    """The plain composition's context, A_logit and weights; ``keep``: what dropout multiplies by."""
     q, k, v = (tensors[name] for name in "qkv")
     logits = tensors["given"] if "given" in tensors else 0.6 * (q @ k.transpose(2, 3))
     a_logit = evolution(logits, masks["hidden"], tensors.get("previous"))

@@ -7,7 +7,7 @@ from helpers.models import batch
 
 
 def inputs(source, target, **sides):
-    """Source tokens, their lengths, and what the decoder reads, for sentences of these lengths."""
+    """Source tokens, their lengths, and the decoder's tokens, for sentences of these lengths."""
     return batch(source, **sides), torch.tensor(source), batch(target, eos_first=True, **sides)
 
 

@@ -87,7 +87,7 @@ class EncoderOutput(torch.nn.Module):
 
 
 def in_threads(work, count=8):
-    """Run work(number) in so many threads at once; what any of them raised is raised here."""
+    """Run work(number) in several threads; the first error of any of them is raised here."""
     faults = []
 
     def run(number):

@@ -37,7 +37,7 @@ def kernel(evolution, tensors, masks, **options):
 
 
 def context_alone(evolution, tensors, masks, **options):
-    """Where no map is asked for, the kernel leaves out what nothing sees."""
+    """The kernel leaves out hidden pixels if the call asks for no map."""
     return kernel(evolution, tensors, masks, keep_map=False, need_weights=False, **options)[:1]
 
 
@@ -96,7 +96,7 @@ LONG = {
 
 @pytest.mark.parametrize("size", LONG.values(), ids=LONG)
 def test_long_sentences_are_worked_on_in_parts(size):
-    """Where parts meet, the convolution reads rows of both."""
+    """The convolution reads rows of both parts at their border."""
     compare(problem(Case(size[0], 3, *size[1:], "scattered", rule=ANY, learn=True, width=24)), kernel)
 
 
@@ -217,7 +217,7 @@ def test_dropout_drops_the_same_forward_and_backward(geometry):
 
 
 def test_dropout_keeps_the_right_share_everywhere():
-    """Of each row, each column, each head and each sentence, and no two of them the same places."""
+    """Each row, column, head and sentence keeps its share, and no two keep the same places."""
     heads, size, share = 8, 256, 0.4
     whole = problem(Case(ENCODER, heads, 3, size, size, previous=False, alpha=0.0, width=size))
     whole.tensors["v"] = torch.eye(size).expand(BATCH, heads, size, size)
@@ -393,7 +393,7 @@ def test_hypotheses_that_share_keys(rows):
         assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def half(x):
@@ -551,18 +551,18 @@ def test_a_library_that_does_not_load_is_compiled_again(quick_compiler, fresh, s
     (built,) = fresh.glob("evolving_attention/*")
     cpu_library._load.cache_clear()
     size = built.stat().st_size
-    built.unlink()  # what is loaded must not be changed
+    built.unlink()  # a loaded file must not change
     built.write_bytes(b"made for another machine".ljust(size))
     assert cpu.knows(simple) and not caplog.messages
     ctypes.CDLL(str(built))
 
 
 def test_a_library_of_which_a_part_is_there_is_compiled_again(quick_compiler, fresh):
-    """To call what is missing of it would end the process, and every one after it."""
+    """A call of a missing function would end this process and every later one."""
     assert cpu_library.library() is not None
     (built,) = fresh.glob("evolving_attention/*")
     part = built.read_bytes()[:20_000]
-    built.unlink()  # what is loaded must not be changed
+    built.unlink()  # a loaded file must not change
     built.write_bytes(part)
     code = "from evolving_attention.kernels.cpu.library import library; print(library()._name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -125,7 +125,7 @@ def test_without_the_library_it_is_pytorchs(monkeypatch):
 
 
 def dropouts(model):
-    """What stands for dropout: in attentions, and elsewhere."""
+    """The modules of dropout: in attentions, and elsewhere."""
     attentions = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
     inside = {one.dropout_module for one in attentions}
     return inside, {one for one in model.modules() if isinstance(one, FairseqDropout)} - inside

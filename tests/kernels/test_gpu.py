@@ -173,7 +173,7 @@ def test_what_has_no_share_is_not_read():
 
 
 def test_what_is_not_finite_shows():
-    """Mixed precision finds a loss scale that is too high by it."""
+    """Mixed precision needs infinities to find a loss scale that is too high."""
     case = Case(previous=False)
     evolution, tensors = evolution_of(case), tensors_of(case)
     with torch.no_grad():
@@ -384,7 +384,7 @@ def test_the_operation_is_declared_rightly():
     torch.library.opcheck(torch.ops.evolving_attention.gpu_forward.default, arguments, test_utils=checks)
 
 
-# ---- what it refuses
+# ---- refusals
 
 
 def small_call(**options):
@@ -573,7 +573,7 @@ def test_no_trial_while_a_graph_is_captured(monkeypatch):
 
 
 def test_trial_leaves_the_caller_as_he_was(small_trial):
-    """Random numbers, modes, and hooks on saved tensors, which count what is saved."""
+    """Random numbers, modes, and hooks that count saved tensors stay as they were."""
     saved = []
     torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), torch.inference_mode():
@@ -672,9 +672,9 @@ def resources(triton, cubin):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_compiles_without_spills(capability):
-    """In a process of its own: Triton here was imported for its interpreter.
+    """Run in another process: Triton here was imported for its interpreter.
 
-    What it compiles is kept in Triton's own cache, by its source: a second time it takes a moment.
+    Triton's cache keeps the result: a second run takes a moment.
     """
     if not (Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("this Triton has no compiler for NVIDIA")

@@ -1,6 +1,6 @@
-"""What step-by-step decoding keeps: it is copied, continued twice, moved and shared without giving other numbers.
+"""The state of step-by-step decoding may be copied, continued twice, moved and shared without giving other numbers.
 
-That steps equal teacher forcing while beams move is in test_incremental.py.
+test_incremental.py shows that steps equal teacher forcing while beams move.
 """
 
 import copy
@@ -57,7 +57,7 @@ def test_padding_moves_with_its_hypothesis(each_way):
 @pytest.mark.parametrize("added", [0.0, 1.0])
 @torch.no_grad()
 def test_a_step_may_have_a_mask_of_its_own(added, each_way):
-    """What it masks is masked, what it adds is added, though the steps before had none."""
+    """It masks and adds, although the steps before had no mask."""
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
     mask = torch.full((6, 6), -torch.inf).triu(1)
     mask[3, :4] = torch.tensor([0, -torch.inf, added, 0])
@@ -137,7 +137,7 @@ def prepared(request, monkeypatch):
     return ran
 
 
-# The kernel's products take vectors and fours of numbers, and threes of hypotheses, then what is left.
+# The kernel's products take vectors and fours of numbers, and threes of hypotheses, then the rest.
 @pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
 @torch.no_grad()
 def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared):

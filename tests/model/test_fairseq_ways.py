@@ -1,4 +1,4 @@
-"""What fairseq's own tests ask of its translation models, asked of ours: data, generation and training in many ways.
+"""Our models pass the checks of fairseq's own tests: data, generation and training in many ways.
 
 Everything runs in this process, through fairseq's own entry points.
 """
@@ -24,7 +24,7 @@ def trained(data, folder, *flags, arch=ARCH, updates=4):
 
 
 def generated(data, checkpoint, *flags, program="generate"):
-    """What is printed. Models that are hardly trained do not find an end, which takes long."""
+    """The printed text. Models that are hardly trained do not find an end, which takes long."""
     words = ["--path", checkpoint, "--required-batch-size-multiple", 1, "--batch-size", 8, "--max-len-b", 15, *flags]
     return run(program, data, *words)
 

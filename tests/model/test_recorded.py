@@ -16,7 +16,7 @@ from evolving_attention.evolution import Evolution, Geometry
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the kernels answered: True for each call that one of them computed."""
+    """The kernels' answers: True for each call that one of them computed."""
     answers, kernel_for = [], kernels.kernel_for
 
     def watched(call):
@@ -123,7 +123,7 @@ def test_forward_mode_differentiates_the_plain_composition(gradients):
 
 
 def hundredfold(evolution):
-    """The same module with a class of its own, which computes something else."""
+    """The same module with another class, which computes something else."""
 
     class Hundredfold(Evolution):
         def forward(self, *args, **kwargs):
@@ -174,7 +174,7 @@ def test_convolutions_of_half_precision_among_float32_are_not_misread():
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @torch.no_grad()
 def test_a_mask_of_floats_is_added(kind, each_way):
-    """As to fairseq's own attention: a bias for each pair of positions, and lowest numbers for what is masked."""
+    """As to fairseq's own attention: a bias for each pair of positions, and lowest numbers for masked ones."""
     options = {"alpha": 0.0, "beta": 0.0}
     if kind == "encoder":
         module = EncoderSelfAttention(8, 2, **options).eval()
@@ -194,7 +194,7 @@ def test_a_mask_of_floats_is_added(kind, each_way):
 
 
 def test_a_mask_of_floats_under_autocast(each_way):
-    """What is added has its own type; the logits keep theirs."""
+    """The bias has its own type; the logits keep theirs."""
     module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(5, 2, 8)
     bias = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What must always hold, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
+"""The promises, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
 
 import sys
 

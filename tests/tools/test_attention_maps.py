@@ -6,7 +6,6 @@ from fairseq.sequence_generator import SequenceGenerator
 from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
 
-from ea_tools.common import UserError
 from ea_tools.maps.collect import collect
 from ea_tools.maps.models import load_model
 
@@ -270,20 +269,3 @@ def test_raw_text_is_translated_and_forced(checkpoints, name):
 
 def test_a_word_that_the_model_does_not_know_is_marked(checkpoints):
     assert load_model(checkpoints.evolving).source("Hund 猫").labels[-2:] == ["⟨猫⟩", "</s>"]
-
-
-def test_a_run_stands_for_its_best_checkpoint(checkpoints, data, tmp_path):
-    (tmp_path / "checkpoint_last.pt").write_bytes(checkpoints.evolving.read_bytes())
-    assert load_model(tmp_path).checkpoint == tmp_path / "checkpoint_last.pt"
-    (tmp_path / "average3.pt").write_bytes(checkpoints.stock.read_bytes())
-    assert load_model(tmp_path, data).checkpoint == tmp_path / "average3.pt"
-
-
-def test_another_corpus_is_refused(checkpoints, data, tmp_path):
-    import shutil
-
-    other = shutil.copytree(data, tmp_path / "other")
-    with (other / "dict.de.txt").open("a") as dictionary:
-        dictionary.write("more 1\n")
-    with pytest.raises(UserError, match="was not trained on"):
-        load_model(checkpoints.evolving, other)

@@ -386,20 +386,6 @@ def test_what_cannot_be_used_is_named(there, data, tmp_path, capsys):
     assert "--gold, sentence 5: the link between words 77 and 0, counted from 0, is out of range" in found
 
 
-def test_other_data_are_refused_and_empty_ones_too(there, data, tmp_path, capsys):
-    other = shutil.copytree(data, tmp_path / "other")
-    run = ("--run", there / "toy-ea", "--data", other)
-    (other / "test.de-en.de.bin").write_bytes(b"")
-    assert "test.de-en.de.bin is empty" in refused(capsys, tmp_path, *run)
-    words = (other / "dict.de.txt").read_text().splitlines()
-    for language in ("de", "en"):  # as many words, in another order
-        (other / f"dict.{language}.txt").write_text("\n".join([words[1], words[0], *words[2:]]) + "\n")
-    main([*map(str, run), "--subset", "valid", "--sentences", "2", "--out", str(tmp_path / "a.md")])
-    assert "holds other words than" in capsys.readouterr().err
-    (other / "dict.de.txt").write_text("\n".join([*words, "more 1"]) + "\n")
-    assert "was not trained on" in refused(capsys, tmp_path, *run)
-
-
 def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):
     loaded = load_model(there / "toy-ea")
     loaded.task.load_dataset("test")

@@ -173,14 +173,6 @@ def test_a_part_that_one_kind_has_not():
     assert look(arch="transformer", compare=False).parts == ["map"]
 
 
-def test_a_missing_letter_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(picture, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
-    picture.picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
-    said = capsys.readouterr().err
-    assert said.count("no installed font has 𒀀;") == 1
-    assert "Glyph" not in said
-
-
 # ---- the numbers
 
 

@@ -62,26 +62,6 @@ def test_an_environment_that_a_kill_left_without_pip_is_made_whole(checkout):
     subprocess.run([checkout / ".venv/bin/python", "-m", "pip", "--version"], check=True, capture_output=True)
 
 
-def test_cdpath_leads_nowhere(checkout):
-    """With it cd prints the folder that it goes to, which made the repository's path two lines."""
-    python = checkout / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    interpreter(python, "3.12.0")
-    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
-    environment = os.environ | {"CDPATH": str(checkout), "PYTHON": "/no/such/python"}
-
-    def run(*command):
-        return subprocess.run(["bash", *command], cwd=checkout, env=environment, capture_output=True, text=True)
-
-    result = run("scripts/setup.sh")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    (checkout / "data").mkdir()
-    for name in ("PREP.json", "dict.de.txt"):
-        (checkout / "data" / name).touch()
-    said = run(str(REPO / "data-prep" / "one-side.sh"), "data", "en", "out").stderr
-    assert said.endswith("its languages are dict.de.txt\n")
-
-
 def test_what_set_up_says_is_not_the_commands_output(checkout):
     shutil.copy(REPO / "scripts" / "lib.sh", checkout / "scripts")
     (checkout / "scripts" / "setup.sh").write_text("echo set-up done\n")

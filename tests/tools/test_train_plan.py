@@ -178,7 +178,7 @@ def test_launch_ignores_WORLD_SIZE_and_SLURM(monkeypatch):
 
 @pytest.mark.parametrize(("mine", "given"), [(None, "0,1"), ("3,5,7", "3,5"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")])
 def test_fewer_gpus_are_the_first_of_those_that_are_ours(monkeypatch, mine, given):
-    """fairseq starts a process for each that it sees; the others may be somebody else's."""
+    """fairseq starts a process for each that it sees; another user may have the others."""
     monkeypatch.setattr(launch, "gpus", lambda: (3, (9, 0)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mine is not None:
@@ -429,7 +429,7 @@ def test_what_the_user_gave_is_not_left_out(capsys):
 
 @pytest.mark.parametrize("recipe", ["sample", "multi30k-de-en", "multi30k-laptop-de-en", "iwslt14-de-en"])
 def test_small_recipes_score_and_show_translations_at_validation(capsys, data, recipe):
-    """Which are not the protocols of the published tables; and there the loss still decides which is the best."""
+    """The published tables have other protocols: there the loss decides which checkpoint is the best."""
     found = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data)[0])
     small = recipe in ("sample", "multi30k-de-en")
     assert ("eval-bleu" in found) == ("eval-bleu-print-samples" in found) == small

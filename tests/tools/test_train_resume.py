@@ -160,7 +160,7 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     ids=["epochs", "updates", "best", "last"],
 )
 def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
-    """What the next command scores: the average of the last checkpoints, else the best, else the last."""
+    """The next command scores the average of the last checkpoints, else the best, else the last."""
     for number, name in enumerate(names, 1):
         checkpoint(tmp_path / name, number)
     assert run_folder.settle_model(tmp_path) == choose(tmp_path) == tmp_path / model
@@ -215,7 +215,7 @@ def test_a_run_without_states_of_the_optimizer_is_left_as_it_is(tmp_path):
 
 
 def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_path, monkeypatch):
-    """fairseq would begin with a new one; what was done so far is left for evaluate.sh."""
+    """fairseq would begin with a new one; the checkpoints so far are left for evaluate.sh."""
 
     class Begun(Exception):
         pass
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
 
 @pytest.mark.parametrize("size", [5_000, 150_000])
 def test_a_checkpoint_of_which_a_part_is_there_is_torn(tmp_path, size):
-    """PyTorch has other words for it where the part is shorter than what it looks through for an archive's end."""
+    """PyTorch words its error otherwise for a part that is shorter than an archive's end."""
     checkpoint(tmp_path / "checkpoint1.pt", 10)
     torn = tmp_path / "checkpoint2.pt"
     torch.save({"model": {"weight": torch.zeros(50_000)}}, torn)
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_which_a_part_is_there_is_torn(tmp_path, size):
     ids=["disk", "memory"],
 )
 def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch, error):
-    """The next start may read it. A torn one beside it is set aside as ever."""
+    """The next start may read it. A torn one beside it is set aside."""
     for number in (1, 2):
         checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
     os.truncate(checkpoint(tmp_path / "checkpoint3.pt", 30), 100)
@@ -351,17 +351,6 @@ def test_every_start_is_recorded(tmp_path):
     assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(0, "CPU, "), (1, "NVIDIA Test")])
-def test_a_start_is_recorded_with_the_device_that_it_takes(tmp_path, monkeypatch, gpus, device):
-    """Which is the CPU where there is a GPU and --gpus 0 was given."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-    run_folder.claim(tmp_path, {"arch": "a"})
-    run_folder.record_start(tmp_path, {}, launch.Launch(gpus), 0)
-    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert start["device"].startswith(device)
-
-
 def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
     on_cpu = launch.Launch(gpus=0)
     for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
@@ -427,7 +416,7 @@ def test_data_of_other_languages_are_refused(data, tmp_path):
 
 
 def contents(path):
-    """What must be the same, bit for bit: weights, optimizer, progress."""
+    """Weights, optimizer and progress, which must be the same bit for bit."""
     state = load(path)
     history = state["optimizer_history"][-1]
     return state["model"], state["last_optimizer_state"]["state"], history["num_updates"], history["lr_scheduler_state"]
@@ -526,7 +515,7 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk(data, tmp_path):
-    """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
+    """On a small tmpfs in a mount namespace: the run stops with a message, and earlier checkpoints are whole."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
