@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from helpers.data_toy import Corpus, Part, Pipeline, Rules, read, write
+from helpers.data_toy import Pipeline, read, recipe, write
 
 from ea_data import report
 
@@ -16,10 +16,7 @@ def prepared(folder, train, test, **rules):
     for split, sides in (("train", train), ("valid", VALID), ("test", test)):
         for language, lines in zip(("de", "en"), sides, strict=True):
             write(folder / "raw" / f"{split}.{language}", lines)
-    corpus = Corpus(
-        name="toy", source_lang="de", target_lang="en", train=(Part("train.{lang}"),), valid=(Part("valid.{lang}"),),
-        tests={"test": (Part("test.{lang}"),)}, rules=Rules(**{"filter_on": "subwords", "merges": 40} | rules),
-    )  # fmt: skip
+    corpus = recipe(**{"filter_on": "subwords", "merges": 40} | rules)
     pipeline = Pipeline(corpus, folder / "raw", folder / "out")
     with mock.patch.object(report, "plot_lengths"):
         prep = pipeline.run()

@@ -5,7 +5,7 @@ import unicodedata
 from unittest import mock
 
 import pytest
-from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
+from helpers.data_toy import Pipeline, prepare_command, read, recipe, write
 from helpers.scripts import SENTENCES
 
 from ea_data import report, subwords
@@ -19,11 +19,7 @@ def prepared(folder, source, target, lines, **changed):
     for split in ("train", "valid", "test"):
         for language in (source, target):
             write(folder / "raw" / f"{split}.{language}", lines)
-    corpus = Corpus(
-        name="toy", source_lang=source, target_lang=target, train=(Part("train.{lang}"),),
-        valid=(Part("valid.{lang}"),), tests={"test": (Part("test.{lang}"),)},
-        rules=Rules(**{"filter_on": "subwords", "nfc": True, "merges": 400} | changed),
-    )  # fmt: skip
+    corpus = recipe(source, target, **{"filter_on": "subwords", "nfc": True, "merges": 400} | changed)
     with mock.patch.object(report, "plot_lengths"):  # a second each, and no part of this
         return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
 

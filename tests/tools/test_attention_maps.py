@@ -16,6 +16,7 @@ MODELS = {
     "skip connection alone": ("ea_transformer_base", "--ea-beta", "0"),
     "encoder alone": ("ea_transformer_base", "--ea-decoder-beta", "0", "--ea-cross-beta", "0"),
     "predictive": ("ea_transformer_base", "--ea-rule", "predictive", "--ea-conv-layers", "2"),
+    "residual": ("ea_transformer_base", "--ea-rule", "residual"),
     "realformer, additive": ("ea_transformer_base", "--ea-rule", "realformer", "--ea-score", "additive"),
     "learnt, relative": ("ea_transformer_base", "--ea-learn-mix", "--ea-alpha", "0.1", "--ea-relative-positions", "2"),
     "stock": ("transformer",),
@@ -63,23 +64,6 @@ def test_what_has_no_part_says_so():
     assert shares["encoder", 2] == {"logits": 0.45, "previous": 0.45, "convolution": 0.1}
     assert shares["cross", 1] == {"logits": 1}
     torch.testing.assert_close(layers["encoder", 2].parts["previous"].map, layers["encoder", 1].a_logit)
-
-
-@pytest.mark.parametrize(
-    "rule, shares",
-    [
-        ("predictive", {"logits": 0.5, "convolution": 0.5}),
-        ("residual", {"logits": 0.5, "previous": 0.5}),
-        ("realformer", {"logits": 1, "previous": 1}),
-    ],
-)
-def test_each_rule_has_its_parts(rule, shares):
-    model = amplify_(build("ea_transformer_base", "--ea-rule", rule))
-    for maps in maps_of(model, *inputs([5, 3], [4, 2])):
-        expected = shares if (maps.kind, maps.layer > 1) == ("encoder", True) else {"logits": 1}
-        assert _shares(maps) == expected
-        rows = ~maps.masked.expand_as(maps.weights).all(dim=3)
-        torch.testing.assert_close(mixed(maps)[1][rows], maps.weights[rows], atol=1e-6, rtol=0)
 
 
 def test_masked_are_padding_and_the_future():

@@ -44,9 +44,7 @@ def translator(kept):
     [
         {},
         {"lowercase": False, "rules": {"split_dashes": True, "plain_apostrophes": True}},
-        {"source_lang": "en", "rules": {"normalise": True}},
         {"source_lang": "eng", "rules": {"normalise": True}, "languages": {"eng": "en"}},
-        {"source_lang": "eng", "rules": {"normalise": True}},
         {"tokenizer": "given", "escape": False},
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import numpy as np
@@ -276,29 +275,6 @@ def test_shares_of_a_model_add_up_to_one(there):
             ]
             assert len(parts) == (3 if kind == "encoder" and number > 1 else 2)
             np.testing.assert_allclose(sum(sums for sums, _ in parts), parts[0][1], rtol=1e-9)
-
-
-def test_naacls_format_gives_the_same_error_rate(there, tmp_path):
-    """Counted from 1, the target word first, and the last two sentences not annotated."""
-    lines = (there / "gold").read_text().splitlines()
-    links = [re.fullmatch(r"(\d+)(.)(\d+)", link).groups() for link in " ".join(lines[:8]).split()]
-    numbers = [number for number, line in enumerate(lines[:8], 1) for _ in line.split()]
-    kinds = {"-": "S", "?": "P"}
-    (tmp_path / "naacl").write_text(
-        "".join(
-            f"{number:04} {int(target) + 1} {int(source) + 1} {kinds[kind]}\n"
-            for number, (source, kind, target) in zip(numbers, links, strict=True)
-        )
-    )
-    found = {}
-    for name, sentences, gold in (("naacl", 10, tmp_path / "naacl"), ("pharaoh", 8, there / "gold")):
-        out = tmp_path / f"{name}.json"
-        more = ["--gold-target-first"] if name == "naacl" else []
-        main([*map(str, ("--run", there / "toy-ea", "--sentences", sentences, "--gold", gold, "--out", out)), *more])
-        found[name] = json.loads(out.read_text())
-        assert found[name]["aligned_sentences"] == 8
-    rates = [[one["run"]["mean"] for one in report["statistics"]["aer"]["cross"].values()] for report in found.values()]
-    assert rates[0] == rates[1]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ea_tools.figures.labels import visual
 from ea_tools.maps import draw, picture
 from ea_tools.maps.draw import chosen, main, parse
 from ea_tools.maps.exports import bertviz, numbers, page
-from ea_tools.maps.look import AXES, PARTS, Look, Row, columns_of, of_words, parts_of
+from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, parts_of
 from ea_tools.maps.models import load_model
 from ea_tools.maps.words import merged, words_of
 from ea_tools.text import Marked
@@ -140,22 +140,6 @@ def test_one_colour_scale_per_row_and_the_right_maps():
             assert numpy.ma.getmaskarray(drawn).tolist() == (~seen).tolist()
         assert len({image.get_clim() for image in shown}) == 1
         assert shown[0].get_clim() == (0, max(image.get_array().max() for image in shown))
-
-
-def test_a_picture_in_words_with_rollout():
-    there = replace(look(9, 9), in_words=True)
-    parts = columns_of(there, ["map", "rollout"])
-    assert parts == ["map", "rollout", "baseline", "baseline_rollout"]
-    assert columns_of(there, ["rollout"]) == ["rollout", "baseline_rollout"]
-    line = picture._Line(there, Row("encoder", 3, 2), parts, picture._sizes(there))
-    assert line._across == [*"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(), "</s>"]
-    numbers = there.words["source"].numbers
-    weights = there.maps["encoder", 3].weights[0].numpy()
-    numpy.testing.assert_allclose(line._maps["map"], merged(weights, numbers, numbers)[1], atol=1e-6)
-    rollout = there.rollouts["rollout"]["encoder", 3][None]
-    numpy.testing.assert_allclose(line._maps["rollout"], merged(rollout, numbers, numbers)[0], atol=1e-6)
-    assert line._row_title == "query: source word"
-    assert picture.picture(there, [Row("encoder", 3, 2)], parts, "svg")
 
 
 def test_pictures_are_the_same_again():
