@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor, nn
 
 from evolving_attention.attention import EvolvingHeads
@@ -144,6 +145,17 @@ def _heads(x: Tensor, attention: nn.Module) -> Tensor:
     return x.unflatten(2, (attention.num_heads, -1)).permute(1, 2, 0, 3)
 
 
+def reason_against(model: nn.Module) -> str | None:
+    """Why a model cannot be exported, or None."""
+    if not isinstance(model, TransformerModelBase):
+        return f"{type(model).__name__} is no Transformer with encoder and decoder"
+    if model.decoder.adaptive_softmax is not None:
+        return "it has an adaptive softmax"
+    if model.cfg.cross_self_attention or model.cfg.no_cross_attention:
+        return "its decoder has no encoder-decoder attention of its own"
+    return None
+
+
 def plain_copy(model: nn.Module) -> nn.Module:
     """A copy of a model in evaluation for export: in float32, without kernels."""
     model = copy.deepcopy(model).float().cpu()
@@ -160,7 +172,7 @@ def export(model: nn.Module, folder: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     model = plain_copy(model)
     dim = torch.export.Dim.DYNAMIC
-    encoder, step = ExportedEncoder(model), ExportedStep(model)
+    encoder, step = ExportedEncoder(model).eval(), ExportedStep(model).eval()
     tokens = torch.full((2, 5), model.decoder.padding_idx + 3)
     torch.onnx.export(
         encoder,

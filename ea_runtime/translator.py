@@ -83,23 +83,46 @@ class Translator:
         """
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
+        found = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
+        return found if n_best > 1 else [best[0][0] if best else "" for best in found]
+
+    def scored(
+        self,
+        lines: Iterable[str],
+        beam: int | None = None,
+        lenpen: float | None = None,
+        n_best: int = 1,
+        batch: int = 32,
+        prefixes: Sequence[str] | None = None,
+        first: int = 1,
+        **settings: Any,
+    ) -> list[list[tuple[str, float]]]:
+        """``translate`` with a list of (text, score) for each line, whatever n_best is; empty for an empty line.
+
+        Messages number the lines from `first` on.
+        """
         lines = list(lines)
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
-        sources = [self._tokens(line, number) for number, line in enumerate(lines, 1)]
+        sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
         forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
-        results: list[list[Hypothesis]] = [[] for _ in lines]
-        by_length = sorted((n for n in range(len(lines)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
+        results = self.search_all(sources, search_settings, batch, forced)
+        return [[(self._text(one), one.score) for one in found[:n_best]] for found in results]
+
+    def search_all(
+        self, sources: Sequence[Sequence[int]], settings: Settings, batch: int, prefixes: list[list[int]] | None = None
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
+        results: list[list[Hypothesis]] = [[] for _ in sources]
+        by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
         for begin in range(0, len(by_length), batch):
             numbers = by_length[begin : begin + batch]
-            of = None if forced is None else [forced[n] for n in numbers]
-            found = self.search_ids([sources[n] for n in numbers], search_settings, of)
+            of = None if prefixes is None else [prefixes[n] for n in numbers]
+            found = self.search_ids([sources[n] for n in numbers], settings, of)
             for n, hypotheses in zip(numbers, found, strict=True):
                 results[n] = hypotheses
-        if n_best == 1:
-            return [self._words(found[0]) if found else "" for found in results]
-        return [[(self._words(one), one.score) for one in found[:n_best]] for found in results]
+        return results
 
     def settings(self, given: dict[str, Any]) -> Settings:
         """The export's settings with these in their place; None stands for the export's."""
@@ -125,8 +148,12 @@ class Translator:
         ids = {word: number for number, word in enumerate(self._target)}
         return [ids.get(word, UNK) for word in prefix.split()]
 
-    def _words(self, hypothesis: Hypothesis) -> str:
-        return self.text.detokenize(self.text.join(" ".join(self._target[token] for token in hypothesis.tokens)))
+    def words(self, tokens: Iterable[int]) -> str:
+        """Target words, their subwords joined, of token ids."""
+        return self.text.join(" ".join(self._target[token] for token in tokens))
+
+    def _text(self, hypothesis: Hypothesis) -> str:
+        return self.text.detokenize(self.words(hypothesis.tokens))
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
