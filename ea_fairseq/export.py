@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from evolving_attention.attention import EvolvingHeads
 
+from .transformer import EATransformerEncoder
+
 #: the operator set of the graphs
 OPSET = 20
 
@@ -157,8 +159,16 @@ def reason_against(model: nn.Module) -> str | None:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model in evaluation for export: in float32, without kernels."""
+    """A copy of a model in evaluation for export: in float32, without kernels.
+
+    fairseq's own encoder asks whether there is padding, which no graph can. Ours without evolution computes the same.
+    """
     model = copy.deepcopy(model).float().cpu()
+    if not isinstance(model.encoder, EATransformerEncoder):
+        model.cfg.ea_alpha = model.cfg.ea_beta = 0.0
+        encoder = EATransformerEncoder(model.cfg, model.encoder.dictionary, model.encoder.embed_tokens)
+        encoder.load_state_dict(model.encoder.state_dict())
+        model.encoder = encoder.eval()
     for module in model.modules():
         if isinstance(module, EvolvingHeads):
             module.plain = True
