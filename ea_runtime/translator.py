@@ -1,6 +1,6 @@
 """Translates text with an exported model: a folder that scripts/export.sh wrote.
 
-Axes: N sentences, S source length, R = N x beams hypotheses, L layers.
+Axes: N sentences, S source length, R = N x beams hypotheses.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Translator:
         self._longest = self.description["max_positions"]  # source, target
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
+        # One level more pads the few channels of maps to 16.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         self._encoder = _session(self.folder / "encoder.onnx", options)
         self._decoder = _session(self.folder / "decoder.onnx", options)
 
@@ -163,7 +165,9 @@ class Translator:
         tokens = np.full((len(sources), length), PAD, np.int64)
         for row, source in zip(tokens, sources, strict=True):
             row[length - len(source) :] = source  # padded on the left, as fairseq does
-        steps = Steps(self._decoder, *self._encoder.run(None, {"tokens": tokens}), tokens == PAD)
+        names = [value.name for value in self._encoder.get_outputs()]
+        source = dict(zip(names, self._encoder.run(names, {"tokens": tokens}), strict=True))
+        steps = Steps(self._decoder, {**source, "padding": tokens == PAD})
         max_len = settings.max_len(length, self._longest[1])
         symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
         return search(steps, len(sources), max_len, settings, **symbols, prefixes=prefixes)
@@ -174,19 +178,13 @@ class Steps:
 
     Args:
         session: of decoder.onnx.
-        source_keys, source_values: of the encoder, L x N x heads x S x head size.
-        padding: N x S, True = masked.
+        source: by the names of the graph, what the encoder gave, N x heads x S x head size each; and padding: N x S,
+            True = masked.
     """
 
-    def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        source_keys: NDArray,
-        source_values: NDArray,
-        padding: NDArray,
-    ) -> None:
+    def __init__(self, session: onnxruntime.InferenceSession, source: dict[str, NDArray]) -> None:
         self._session, self._outputs = session, [value.name for value in session.get_outputs()]
-        self._source = {"source_keys": source_keys, "source_values": source_values, "padding": padding}
+        self._source = source
         self._values: dict[str, onnxruntime.OrtValue] = {}
 
     def __call__(
@@ -204,7 +202,7 @@ class Steps:
         if position == 0:
             self._values = {name: value(x) for name, x in self._empty(tokens.size).items()}
         if kept is not None:
-            self._source = {name: x[kept] if name == "padding" else x[:, kept] for name, x in self._source.items()}
+            self._source = {name: x[kept] for name, x in self._source.items()}
         if kept is not None or position == 0:
             self._values |= {name: value(np.ascontiguousarray(array)) for name, array in self._source.items()}
         given = {"tokens": tokens, "step": np.array([position]), "order": order, "bias": bias}
@@ -220,11 +218,11 @@ class Steps:
         caches = {}
         for value in self._session.get_inputs():
             if f"next_{value.name}" in self._outputs:
-                layers, _, heads, *rest = value.shape
+                _, heads, *rest = value.shape
                 known = [size if isinstance(size, int) else 0 for size in rest]
-                if value.name == "source_rows":
+                if value.name.startswith("source_rows"):
                     known[-1] = self._source["padding"].shape[1]
-                caches[value.name] = np.zeros((layers, hypotheses, heads, *known), np.float32)
+                caches[value.name] = np.zeros((hypotheses, heads, *known), np.float32)
         return caches
 
 

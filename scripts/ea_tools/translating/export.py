@@ -89,7 +89,6 @@ def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, 
 def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
     """The two graphs, the text's files, and model.json with the digests of all of them."""
     from ea_fairseq.export import export
-    from ea_runtime.translator import FORMAT, digest
 
     model, task = loaded.hub.models[0], loaded.hub.task
     say("exporting encoder and decoder; it takes about half a minute")
@@ -103,18 +102,24 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     for name in set(dictionaries.values()):
         shutil.copyfile(Path(task.cfg.data) / name, folder / name)
     description: dict[str, Any] = {
-        "format": FORMAT,
         **describe(state),
         "averaged": state.get("extra_state", {}).get("averaged", []),
         "int8": int8,
         "max_positions": [int(x) for x in loaded.hub.max_positions],
-        "search": {"beam": 5, "lenpen": 1.0},
         "dictionaries": dictionaries,
         "checkpoint": loaded.checkpoints[0].name,
         "commit": provenance.git_commit(),
-        "digests": {path.name: digest(path) for path in sorted(folder.iterdir())},
     }
-    (folder / "model.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    describe_folder(folder, description)
+
+
+def describe_folder(folder: Path, description: dict[str, Any]) -> None:
+    """Write model.json, with the digests of all files that are in the folder."""
+    from ea_runtime.translator import FORMAT, digest
+
+    digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    whole = {"format": FORMAT, **description, "search": {"beam": 5, "lenpen": 1.0}, "digests": digests}
+    (folder / "model.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def quantise(folder: Path) -> None:
