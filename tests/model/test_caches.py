@@ -171,6 +171,19 @@ def test_steps_that_are_not_prepared(what, prepared):
 
 
 @torch.no_grad()
+def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
+    """As where keys are cut from outside: the kernel would write past its memory."""
+    module, x, state = attention(), 3 * torch.randn(12, 2, 12), {}
+    run(module, x, state)
+    kept = buffer(module, state)
+    cut = {name: kept[name][:, :, :3] for name in ("prev_key", "prev_value")}
+    states = {}, {}
+    module._set_input_buffer(states[0], {**kept, **cut})
+    module._set_input_buffer(states[1], {**kept, **cut, "rows": kept["rows"][..., :4], "steps": None})
+    assert_close(run(module, x[:1], states[0]), run(module, x[:1], states[1]), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_what_beams_share_is_kept_once(each_way):
     model, source = amplify_(build()), batch([6, 4, 3], left_pad=True)
     order = torch.tensor([0, 0, 1, 1, 2, 2])

@@ -135,6 +135,11 @@ def test_what_began_with_a_plain_checkpoint_is_not_one(change, is_there, tmp_pat
 TRANSLATION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "relu"}
 
 
+def test_a_model_without_new_parameters_needs_no_plain_checkpoint_later(tmp_path):
+    ours = build("ea_roberta", "--ea-rule", "residual")
+    ours.load_state_dict(ours.state_dict(), model_cfg=command_line(tmp_path / "gone.pt", encoder_attention_heads=2))
+
+
 def test_a_decoders_heads_that_differ_are_refused(tmp_path):
     path = checkpoint(
         tmp_path / "model.pt", translation("transformer"), **{**TRANSLATION, "decoder_attention_heads": 2}

@@ -130,6 +130,11 @@ def test_three_gpus_are_refused(capsys):
     assert "3 GPU" in str(refusal.value)
 
 
+def test_smaller_steps_are_made_up_for(capsys):
+    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_base", "--gpus", 4, "--max-tokens", 2048)[0])
+    assert (found["update-freq"], found["max-tokens-valid"]) == ("64", "4096")
+
+
 def test_accumulation_may_change_with_the_epoch(capsys):
     """fairseq's --update-freq takes a number for each of the first epochs."""
     command, said = dry_run(capsys, "sample", "transformer_lite", "--gpus", 0, "--update-freq", "2,4")
@@ -146,6 +151,14 @@ def test_machines(capsys):
     assert expected in shlex.join(command)
     assert flags(command)["update-freq"] == "8"
     assert flags(command)["distributed-world-size"] == "16"
+
+
+def test_machines_without_gpus(capsys):
+    where = ["--nodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--gpus", 0]
+    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", *where)[0])
+    assert found["distributed-init-method"] == "tcp://10.0.0.1:29500"
+    assert (found["distributed-rank"], found["distributed-world-size"], found["update-freq"]) == ("1", "2", "64")
+    assert {"distributed-no-spawn", "cpu"} <= found.keys()
 
 
 def test_slurm(capsys, monkeypatch, tmp_path):

@@ -368,6 +368,12 @@ def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
     assert "dropout" not in said
 
 
+def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
+    checkpoint(tmp_path / "checkpoint_last.pt", 1)
+    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
+        run_folder.claim(tmp_path, {"recipe": "sample"})
+
+
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
     words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9, "--no-scale-embedding"]
