@@ -2,22 +2,29 @@
 
 Both are made of the model's own modules, so a change of the model is a change of its export.
 
-Axes: N sentences, R = N x beams hypotheses, S source length, t steps before this one, L decoder layers, K heads, D head
-size, r = kernel size - 1, V words.
+Each decoder layer has caches of its own: stacked over layers they would be split, stacked and copied in every step.
+
+Axes: N sentences, R = N x beams hypotheses, S source length, t steps before this one, K heads, D head size,
+r = kernel size - 1, V words.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.models.transformer import TransformerModelBase
+from onnxscript import opset20 as op
 from torch import Tensor, nn
 
 from evolving_attention.attention import EvolvingHeads
+
+from .transformer import EATransformerEncoder
 
 #: the operator set of the graphs
 OPSET = 20
@@ -31,12 +38,12 @@ class ExportedEncoder(nn.Module):
         self.encoder = model.encoder
         self.attentions = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens: N x S, padded on either side -> keys and values, L x N x K x S x D."""
+    def forward(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """tokens: N x S, padded on either side -> keys and values of each layer, N x K x S x D."""
         encoded = self.encoder(tokens)["encoder_out"][0]  # S x N x C
         keys = [_heads(attention.k_proj(encoded), attention) for attention in self.attentions]
         values = [_heads(attention.v_proj(encoded), attention) for attention in self.attentions]
-        return torch.stack(keys), torch.stack(values)
+        return keys, values
 
 
 class ExportedStep(nn.Module):
@@ -65,13 +72,13 @@ class ExportedStep(nn.Module):
         top: Tensor,
         forced: Tensor,
         padding: Tensor,
-        source_keys: Tensor,
-        source_values: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: Tensor | None = None,
-        source_rows: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+        source_keys: list[Tensor],
+        source_values: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+        rows: list[Tensor] | None = None,
+        source_rows: list[Tensor] | None = None,
+    ) -> tuple[Tensor | list[Tensor], ...]:
         """Take a step.
 
         Args:
@@ -82,10 +89,11 @@ class ExportedStep(nn.Module):
             top: of any numbers; its length is how many next tokens each hypothesis gets.
             forced: R, the token that must come next, as in a prefix; -1: any.
             padding: N x S, True = masked.
-            source_keys, source_values: L x N x K x S x D, of the encoder.
-            keys, values: L x R x K x t x D.
-            rows: L x R x K x r x t, the mixed rows above, of decoder self-attention; None where it does not evolve.
-            source_rows: L x R x K x r x S, of encoder-decoder attention; likewise.
+            source_keys, source_values: of each layer N x K x S x D, of the encoder.
+            keys, values: of each layer R x K x t x D.
+            rows: of each layer R x K x r x t, the mixed rows above, of decoder self-attention; None where it does not
+                evolve.
+            source_rows: of each layer R x K x r x S, of encoder-decoder attention; likewise.
 
         Returns:
             log-probabilities of the best next tokens and the tokens, R x top, best first; keys, values, rows and
@@ -101,14 +109,14 @@ class ExportedStep(nn.Module):
             x = decoder.layernorm_embedding(x)
         x = x.transpose(0, 1)
 
-        keys, values = keys.index_select(1, order), values.index_select(1, order)
-        rows = None if rows is None else rows.index_select(1, order)
-        source_rows = None if source_rows is None else source_rows.index_select(1, order)
+        _same_sizes(tokens, order, padding, source_keys, source_values, keys, values, rows or [], source_rows or [])
         caches = []
         for number, layer in enumerate(decoder.layers):
             state: dict[str, Any] = {}
-            own = _state(number, keys, values, rows)
-            source = _state(number, source_keys, source_values, source_rows)
+            own = _state(keys[number].index_select(0, order), values[number].index_select(0, order))
+            source = _state(source_keys[number], source_values[number])
+            own["rows"] = None if rows is None else rows[number].index_select(0, order)
+            source["rows"] = None if source_rows is None else source_rows[number].index_select(0, order)
             # fairseq's own attention takes the padding of each sentence, ours that of each hypothesis
             evolves = isinstance(layer.encoder_attn, EvolvingHeads)
             hidden = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1) if evolves else padding
@@ -129,14 +137,38 @@ class ExportedStep(nn.Module):
         only = torch.cat([scores.gather(1, forced[:, None].clamp(min=0)), others], dim=1)
         best = torch.where(is_forced, only, best)
         words = torch.where(is_forced, forced[:, None], words)
-        stacked = (torch.stack(cache) for cache in zip(*caches, strict=True) if cache[0] is not None)
-        return best, words, *stacked
+        return best, words, *(list(cache) for cache in zip(*caches, strict=True) if cache[0] is not None)
 
 
-def _state(layer: int, keys: Tensor, values: Tensor, rows: Tensor | None) -> dict[str, Any]:
-    """What an attention of this layer keeps in fairseq's incremental state."""
-    state = {"prev_key": keys[layer], "prev_value": values[layer], "prev_key_padding_mask": None, "steps": None}
-    return {**state, "rows": None if rows is None else rows[layer]}
+def _same_sizes(
+    tokens: Tensor,
+    order: Tensor,
+    padding: Tensor,
+    source_keys: list[Tensor],
+    source_values: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    rows: list[Tensor],
+    source_rows: list[Tensor],
+) -> None:
+    """Tell the tracer which sizes are equal, so that the graph computes none of them twice."""
+    steps, (sentences, length) = keys[0].size(2), padding.shape
+    torch._check(tokens.size(0) == sentences)
+    torch._check(order.size(0) == sentences * tokens.size(1))
+    for x in (*source_keys, *source_values):
+        torch._check(x.size(0) == sentences)
+        torch._check(x.size(2) == length)
+    for x, columns in (*((x, steps) for x in rows), *((x, length) for x in source_rows)):
+        torch._check(x.size(0) == order.size(0))
+        torch._check(x.size(3) == columns)
+    for x in (*keys, *values):
+        torch._check(x.size(0) == order.size(0))
+        torch._check(x.size(2) == steps)
+
+
+def _state(keys: Tensor, values: Tensor) -> dict[str, Any]:
+    """What an attention keeps in fairseq's incremental state."""
+    return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": None, "steps": None}
 
 
 def _heads(x: Tensor, attention: nn.Module) -> Tensor:
@@ -144,9 +176,28 @@ def _heads(x: Tensor, attention: nn.Module) -> Tensor:
     return x.unflatten(2, (attention.num_heads, -1)).permute(1, 2, 0, 3)
 
 
+def reason_against(model: nn.Module) -> str | None:
+    """Why a model cannot be exported, or None."""
+    if not isinstance(model, TransformerModelBase):
+        return f"{type(model).__name__} is no Transformer with encoder and decoder"
+    if model.decoder.adaptive_softmax is not None:
+        return "it has an adaptive softmax"
+    if model.cfg.cross_self_attention or model.cfg.no_cross_attention:
+        return "its decoder has no encoder-decoder attention of its own"
+    return None
+
+
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model in evaluation for export: in float32, without kernels."""
+    """A copy of a model in evaluation for export: in float32, without kernels.
+
+    fairseq's own encoder asks whether there is padding, which no graph can. Ours without evolution computes the same.
+    """
     model = copy.deepcopy(model).float().cpu()
+    if not isinstance(model.encoder, EATransformerEncoder):
+        model.cfg.ea_alpha = model.cfg.ea_beta = 0.0
+        encoder = EATransformerEncoder(model.cfg, model.encoder.dictionary, model.encoder.embed_tokens)
+        encoder.load_state_dict(model.encoder.state_dict())
+        model.encoder = encoder.eval()
     for module in model.modules():
         if isinstance(module, EvolvingHeads):
             module.plain = True
@@ -159,47 +210,56 @@ def export(model: nn.Module, folder: Path) -> None:
     for name in ("onnx_ir", "onnxscript", "torch.onnx"):  # they tell each of their steps
         logging.getLogger(name).setLevel(logging.ERROR)
     model = plain_copy(model)
-    dim = torch.export.Dim.DYNAMIC
-    encoder, step = ExportedEncoder(model), ExportedStep(model)
+    layers = len(model.decoder.layers)
+    encoder, step = ExportedEncoder(model).eval(), ExportedStep(model).eval()
     tokens = torch.full((2, 5), model.decoder.padding_idx + 3)
-    torch.onnx.export(
-        encoder,
-        (tokens,),
-        folder / "encoder.onnx",
-        dynamo=True,
-        opset_version=OPSET,
-        dynamic_shapes={"tokens": {0: dim, 1: dim}},
-        input_names=["tokens"],
-        output_names=["source_keys", "source_values"],
-        external_data=False,
-        verbose=False,
-    )
-    inputs, shapes = example(model, encoder(tokens))
+    dynamic = {"tokens": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
+    outputs = _of_layers(("source_keys", "source_values"), layers)
+    _write(encoder, folder / "encoder.onnx", {"tokens": tokens}, dynamic, outputs)
+    inputs, dynamic = example(model, encoder(tokens))
     caches = [name for name in ("keys", "values", "rows", "source_rows") if name in inputs]
-    outputs = ["best", "words", *(f"next_{name}" for name in caches)]
+    outputs = ["best", "words", *_of_layers([f"next_{name}" for name in caches], layers)]
+    _write(step, folder / "decoder.onnx", inputs, dynamic, outputs)
+
+
+def _of_layers(names: Iterable[str], layers: int) -> list[str]:
+    return [f"{name}.{layer}" for name in names for layer in range(layers)]
+
+
+def _write(
+    module: nn.Module, path: Path, inputs: dict[str, Any], dynamic: dict[str, Any], outputs: Sequence[str]
+) -> None:
+    """A graph whose inputs are named as the arguments, those of layers with a number behind."""
+    names = [_of_layers([name], len(x)) if isinstance(x, list) else [name] for name, x in inputs.items()]
     torch.onnx.export(
-        step,
+        module,
         (),
-        folder / "decoder.onnx",
+        path,
         kwargs=inputs,
         dynamo=True,
         opset_version=OPSET,
-        dynamic_shapes=shapes,
-        input_names=list(inputs),
-        output_names=outputs,
+        dynamic_shapes=dynamic,
+        input_names=[name for of in names for name in of],
+        output_names=list(outputs),
         external_data=False,
         verbose=False,
+        custom_translation_table={torch.ops.aten.lerp.Scalar: _lerp},
     )
 
 
-def example(model: nn.Module, source: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[int, Any]]]:
+def _lerp(start: Any, end: Any, weight: float) -> Any:
+    """start + weight (end - start). By default the graph holds both of PyTorch's two formulas, and chooses."""
+    return op.Add(start, op.Mul(op.Sub(end, start), op.Constant(value_float=weight)))
+
+
+def example(model: nn.Module, source: tuple[list[Tensor], list[Tensor]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs of a step after three others, and which of their axes are dynamic."""
     source_keys, source_values = source
-    layers, sentences, heads, length, _ = source_keys.shape
+    layers = len(source_keys)
+    sentences, heads, length, _ = source_keys[0].shape
     beams, steps = 3, 4
     hypotheses = sentences * beams
     attention, cross = model.decoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn
-    dim = torch.export.Dim.DYNAMIC
     inputs = {
         "tokens": torch.full((sentences, beams), model.decoder.padding_idx + 3),
         "step": torch.tensor([steps]),
@@ -210,14 +270,16 @@ def example(model: nn.Module, source: tuple[Tensor, Tensor]) -> tuple[dict[str, 
         "padding": torch.zeros(sentences, length, dtype=torch.bool),
         "source_keys": source_keys,
         "source_values": source_values,
-        "keys": torch.randn(layers, hypotheses, attention.num_heads, steps, attention.head_dim),
-        "values": torch.randn(layers, hypotheses, attention.num_heads, steps, attention.head_dim),
     }
-    dynamic = {"tokens": (0, 1), "order": (0,), "top": (0,), "forced": (0,), "padding": (0, 1), "source_keys": (1, 3)}
-    dynamic |= {"source_values": (1, 3), "keys": (1, 3), "values": (1, 3)}
+    dynamic = {"tokens": (0, 1), "order": (0,), "top": (0,), "forced": (0,), "padding": (0, 1), "source_keys": (0, 2)}
+    dynamic |= {"source_values": (0, 2)}
+    for name in ("keys", "values"):
+        shape = (hypotheses, attention.num_heads, steps, attention.head_dim)
+        inputs[name], dynamic[name] = [torch.randn(shape) for _ in range(layers)], (0, 2)
     for name, module, columns in (("rows", attention, steps), ("source_rows", cross, length)):
         above = module.evolution.rows_above if isinstance(module, EvolvingHeads) else 0
         if above:
-            inputs[name] = torch.randn(layers, hypotheses, heads, above, columns)
-            dynamic[name] = (1, 4)
-    return inputs, {name: dict.fromkeys(dynamic.get(name, ()), dim) for name in inputs}
+            inputs[name] = [torch.randn(hypotheses, heads, above, columns) for _ in range(layers)]
+            dynamic[name] = (0, 3)
+    axes = {name: dict.fromkeys(dynamic.get(name, ()), torch.export.Dim.DYNAMIC) for name in inputs}
+    return inputs, {name: [axes[name]] * layers if isinstance(x, list) else axes[name] for name, x in inputs.items()}

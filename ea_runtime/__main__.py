@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from ea_runtime import ExportError, Translator
 
@@ -27,14 +31,20 @@ def main() -> None:
         if args.serve:
             return _serve(args)
         translator = Translator(args.folder, args.threads)
-        lines = _lines()
-        while part := list(itertools.islice(lines, args.buffer)):
-            for translation in translator.translate(part, args.beam, args.lenpen, args.n_best, args.batch):
-                hypotheses = [translation] if args.n_best == 1 else [f"{score:.4f}\t{x}" for x, score in translation]
-                print(*hypotheses, sep="\n")
+        sys.stdout.reconfigure(encoding="utf-8")
+        for first, lines in _parts(args.buffer):
+            found = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
+            for hypotheses in found:
+                for text, score in hypotheses or [("", 0.0)] * args.n_best:
+                    print(text if args.n_best == 1 else f"{score:.4f}\t{text}")
             sys.stdout.flush()
     except (ExportError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
+    except BrokenPipeError:  # who reads the output has enough of it, as head has
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -47,12 +57,21 @@ def _serve(args: argparse.Namespace) -> None:
     serve(Translator(args.folder, args.threads), args.serve, batch=args.batch)
 
 
-def _lines() -> itertools.chain[str]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input, line {number}: no UTF-8 ({error.reason}); convert it first") from None
+def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
+    """Lines of standard input, `size` at a time, each with the number of its first; those before a bad one, too."""
+    for first in itertools.count(1, size):
+        part = []
+        for number, line in enumerate(itertools.islice(sys.stdin.buffer, size), first):
+            try:
+                part.append(line.decode("utf-8").rstrip("\r\n"))
+            except UnicodeDecodeError as error:
+                yield first, part
+                raise ValueError(
+                    f"standard input, line {number}: no UTF-8 ({error.reason}); convert it first"
+                ) from None
+        if not part:
+            return
+        yield first, part
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Translates text with an exported model: a folder that scripts/export.sh wrote.
 
-Axes: N sentences, S source length, R = N x beams hypotheses, L layers.
+Axes: N sentences, S source length, R = N x beams hypotheses.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Translator:
         self._longest = self.description["max_positions"]  # source, target
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
+        # One level more pads the few channels of maps to 16.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         self._encoder = _session(self.folder / "encoder.onnx", options)
         self._decoder = _session(self.folder / "decoder.onnx", options)
 
@@ -94,24 +96,35 @@ class Translator:
         n_best: int = 1,
         batch: int = 32,
         prefixes: Sequence[str] | None = None,
+        first: int = 1,
         **settings: Any,
     ) -> list[list[tuple[str, float]]]:
-        """``translate`` with a list of (text, score) for each line, whatever n_best is; empty for an empty line."""
+        """``translate`` with a list of (text, score) for each line, whatever n_best is; empty for an empty line.
+
+        Messages number the lines from `first` on.
+        """
         lines = list(lines)
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
-        sources = [self._tokens(line, number) for number, line in enumerate(lines, 1)]
+        sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
         forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
-        results: list[list[Hypothesis]] = [[] for _ in lines]
-        by_length = sorted((n for n in range(len(lines)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
+        results = self.search_all(sources, search_settings, batch, forced)
+        return [[(self._text(one), one.score) for one in found[:n_best]] for found in results]
+
+    def search_all(
+        self, sources: Sequence[Sequence[int]], settings: Settings, batch: int, prefixes: list[list[int]] | None = None
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
+        results: list[list[Hypothesis]] = [[] for _ in sources]
+        by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
         for begin in range(0, len(by_length), batch):
             numbers = by_length[begin : begin + batch]
-            of = None if forced is None else [forced[n] for n in numbers]
-            found = self.search_ids([sources[n] for n in numbers], search_settings, of)
+            of = None if prefixes is None else [prefixes[n] for n in numbers]
+            found = self.search_ids([sources[n] for n in numbers], settings, of)
             for n, hypotheses in zip(numbers, found, strict=True):
                 results[n] = hypotheses
-        return [[(self._words(one), one.score) for one in found[:n_best]] for found in results]
+        return results
 
     def settings(self, given: dict[str, Any]) -> Settings:
         """The export's settings with these in their place; None stands for the export's."""
@@ -137,8 +150,12 @@ class Translator:
         ids = {word: number for number, word in enumerate(self._target)}
         return [ids.get(word, UNK) for word in prefix.split()]
 
-    def _words(self, hypothesis: Hypothesis) -> str:
-        return self.text.detokenize(self.text.join(" ".join(self._target[token] for token in hypothesis.tokens)))
+    def words(self, tokens: Iterable[int]) -> str:
+        """Target words, their subwords joined, of token ids."""
+        return self.text.join(" ".join(self._target[token] for token in tokens))
+
+    def _text(self, hypothesis: Hypothesis) -> str:
+        return self.text.detokenize(self.words(hypothesis.tokens))
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -148,7 +165,9 @@ class Translator:
         tokens = np.full((len(sources), length), PAD, np.int64)
         for row, source in zip(tokens, sources, strict=True):
             row[length - len(source) :] = source  # padded on the left, as fairseq does
-        steps = Steps(self._decoder, *self._encoder.run(None, {"tokens": tokens}), tokens == PAD)
+        names = [value.name for value in self._encoder.get_outputs()]
+        source = dict(zip(names, self._encoder.run(names, {"tokens": tokens}), strict=True))
+        steps = Steps(self._decoder, {**source, "padding": tokens == PAD})
         max_len = settings.max_len(length, self._longest[1])
         symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
         return search(steps, len(sources), max_len, settings, **symbols, prefixes=prefixes)
@@ -159,19 +178,13 @@ class Steps:
 
     Args:
         session: of decoder.onnx.
-        source_keys, source_values: of the encoder, L x N x heads x S x head size.
-        padding: N x S, True = masked.
+        source: by the names of the graph, what the encoder gave, N x heads x S x head size each; and padding: N x S,
+            True = masked.
     """
 
-    def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        source_keys: NDArray,
-        source_values: NDArray,
-        padding: NDArray,
-    ) -> None:
+    def __init__(self, session: onnxruntime.InferenceSession, source: dict[str, NDArray]) -> None:
         self._session, self._outputs = session, [value.name for value in session.get_outputs()]
-        self._source = {"source_keys": source_keys, "source_values": source_values, "padding": padding}
+        self._source, self._bias = source, None
         self._values: dict[str, onnxruntime.OrtValue] = {}
 
     def __call__(
@@ -187,14 +200,16 @@ class Steps:
         """See ``search.Step``."""
         value = onnxruntime.OrtValue.ortvalue_from_numpy
         if position == 0:
-            self._values = {name: value(x) for name, x in self._empty(tokens.size).items()}
+            self._values, self._bias = {name: value(x) for name, x in self._empty(tokens.size).items()}, None
         if kept is not None:
-            self._source = {name: x[kept] if name == "padding" else x[:, kept] for name, x in self._source.items()}
+            self._source = {name: x[kept] for name, x in self._source.items()}
         if kept is not None or position == 0:
             self._values |= {name: value(np.ascontiguousarray(array)) for name, array in self._source.items()}
-        given = {"tokens": tokens, "step": np.array([position]), "order": order, "bias": bias}
-        given |= {"top": np.zeros(top, np.float32), "forced": forced}
+        given = {"tokens": tokens, "step": np.array([position]), "order": order, "forced": forced}
         given = {name: value(np.ascontiguousarray(array)) for name, array in given.items()}
+        if bias is not self._bias:  # as long as the vocabulary, and the same in most steps
+            self._bias = bias
+            self._values |= {"bias": value(bias), "top": value(np.zeros(top, np.float32))}
         results = self._session.run_with_ort_values(self._outputs, {**self._values, **given})
         best, words, *caches = results
         self._values |= {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
@@ -205,11 +220,11 @@ class Steps:
         caches = {}
         for value in self._session.get_inputs():
             if f"next_{value.name}" in self._outputs:
-                layers, _, heads, *rest = value.shape
+                _, heads, *rest = value.shape
                 known = [size if isinstance(size, int) else 0 for size in rest]
-                if value.name == "source_rows":
+                if value.name.startswith("source_rows"):
                     known[-1] = self._source["padding"].shape[1]
-                caches[value.name] = np.zeros((layers, hypotheses, heads, *known), np.float32)
+                caches[value.name] = np.zeros((hypotheses, heads, *known), np.float32)
         return caches
 
 
@@ -245,4 +260,7 @@ def _dictionary(path: Path) -> list[str]:
 
 
 def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    # On the CPU, the two operations that this fusion joins are several times as fast apart.
+    return onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
+    )

@@ -3,6 +3,7 @@
 #
 #   scripts/evaluate.sh --data data/NAME --run runs/NAME [--subset test] [--average N | --checkpoint FILE]
 #                       [--beam 5] [--lenpen 1] [-- fairseq-generate flags]
+#   scripts/evaluate.sh --data data/NAME --run EXPORT [--against RUN_OR_EXPORT]
 #
 # For example: scripts/evaluate.sh --data data/multi30k-de-en --run runs/m30k --average 10 -- --batch-size 64
 # Results go to RUN/eval/SUBSET.SETTINGS.json: the scores, their signatures and where they came from; .hyp.txt holds

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Export a trained translation model: a folder that translates without PyTorch and fairseq.
 #
-#   scripts/export.sh --run RUN --out DIR [--checkpoint FILE] [--int8]
+#   scripts/export.sh --run RUN --out DIR [--average N | --checkpoint FILE] [--int8]
 #
 # For example: scripts/export.sh --run runs/quickstart --out exported
 #              echo "Guten Morgen!" | python -m ea_runtime exported

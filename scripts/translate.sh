@@ -3,6 +3,7 @@
 #
 #   scripts/translate.sh --run runs/NAME < input > output
 #   scripts/translate.sh --run runs/NAME --input FILE --output FILE
+#   scripts/translate.sh --run EXPORT < input > output
 #
 # All options: scripts/translate.sh --help
 set -euo pipefail

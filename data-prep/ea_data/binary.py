@@ -77,6 +77,17 @@ def write_index(path: Path, lengths: Path, number_type: type) -> None:
             begin = int(ends[-1])
 
 
+def read_sentences(path: Path) -> list[list[int]]:
+    """The sentences of PATH.bin and PATH.idx as numbers, each with its end mark."""
+    index = path.with_name(path.name + ".idx")
+    header = index.read_bytes()[: HEADER + 8]
+    code, number = struct.unpack("<BQ", header[HEADER - 1 :])
+    number_type = {code: kind for kind, code in TYPE_CODES.items()} | {4: np.int32, 5: np.int64}
+    sizes = np.fromfile(index, np.int32, number, offset=HEADER + 8)
+    numbers = np.fromfile(path.with_name(path.name + ".bin"), number_type[code])
+    return [part.tolist() for part in np.split(numbers, np.cumsum(sizes)[:-1])]
+
+
 def count_lengths(index: Path) -> np.ndarray:
     """How many sentences of an .idx file have 0, 1, 2, ... subwords, end marks not included: int array."""
     number = int(np.fromfile(index, np.int64, 1, offset=HEADER)[0])

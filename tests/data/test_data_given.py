@@ -141,31 +141,6 @@ def test_tokens_without_moses_escapes(tmp_path):
             assert split(raw).replace("@@ ", "").split() == given.split()
 
 
-def test_escapes_that_subwords_cut_are_seen(tmp_path):
-    """&quot; may be &qu@@ ot; in subwords, and no bare &."""
-    words = escape('she " has " & it', ESCAPES).split()
-    for split in SPLITS:
-        for lang in ("de", "en"):
-            lines = [f"{' '.join('@@ '.join(word) for word in words)} {number}" for number in range(10)]
-            write(tmp_path / "raw" / f"{split}.{lang}", lines * 3)
-    (tmp_path / "code").write_text("#version: 0.2\n")
-    prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", tmp_path / "code")
-    assert text.read_prep(tmp_path / "out")["escape"] is True
-
-
-def test_text_like_tokens_without_escapes_has_none(tmp_path):
-    """Where the new text has nothing to escape, too: else it would not be like the first."""
-    for folder, line in (("first", 'she " has " {}'), ("new", "nothing {}")):
-        for split in SPLITS:
-            for lang in ("de", "en"):
-                write(tmp_path / folder / f"{split}.{lang}", [line.format(number) for number in range(40)])
-    prepare(tmp_path / "first", tmp_path / "out", "--merges", "60")
-    files = ("--train", tmp_path / "new/train", "--valid", tmp_path / "new/valid", "--workers", "1")
-    languages = ("--source-lang", "de", "--target-lang", "en")
-    script("custom", *languages, *files, "--out", tmp_path / "like", "--like", tmp_path / "out")
-    assert text.read_prep(tmp_path / "like")["escape"] is False
-
-
 def test_tokens_that_moses_does_not_make_are_told(published, tmp_path):
     for split in SPLITS:
         for lang in ("de", "en"):
@@ -195,15 +170,3 @@ def test_wrong_codes_are_refused(published, tmp_path, code, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_other_codes_make_other_data(published, tmp_path):
-    """A changed CODE is a changed option, by which a finished folder is made again."""
-    out = tmp_path / "out"
-    prepare(published / "subwords", out, "--bpe-given", published / "code")
-    merges = (published / "code").read_text().split("\n")
-    (tmp_path / "code").write_text("\n".join([*merges[:-1], "q q", ""]))
-    assert "nothing to do" in prepare(published / "subwords", out, "--bpe-given", published / "code").stderr
-    prepare(published / "subwords", out, "--bpe-given", tmp_path / "code")
-    assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 81

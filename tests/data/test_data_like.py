@@ -87,12 +87,9 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
     ("options", "message"),
     [
         (["--lowercase"], "--lowercase cannot be had with --like"),
-        (["--merges", "50"], "--merges cannot be had with --like"),
-        (["--tokenised"], "--tokenised cannot be had with --like"),
         (["--source-lang", "fr"], "is de-en, and the text is to be fr-en"),
         (["--like", "{tmp}/nothing"], "nothing: has no PREP.json"),
         (["--like", "{tmp}/differ"], "the dictionaries of the two languages in {tmp}/differ differ"),
-        (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt is not there"),
         (["--like", "{tmp}/other"], "{tmp}/other/PREP.json is not of data for translation"),
         (["--out", "{first}"], "is the folder that the new data would replace"),
     ],

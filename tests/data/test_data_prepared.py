@@ -80,16 +80,6 @@ def test_sentencepiece(multi30k, tmp_path):
     assert "▁" in (tmp_path / "out/dict.en.txt").read_text()
 
 
-def test_unknown_words_are_counted(multi30k, tmp_path):
-    """The report's rate against a count of our own."""
-    _, prep = prepare(multi30k, tmp_path / "out")
-    known = {line.rsplit(" ", 1)[0] for line in read(tmp_path / "out/dict.de.txt")}
-    words = " ".join(read(tmp_path / "out.work/6-filter/test.de")).split()
-    unknown = sum(word not in known for word in words)
-    assert prep["splits"]["test"]["subwords"]["de"] == len(words)
-    assert prep["splits"]["test"]["unknown_percent"]["de"] == pytest.approx(100 * unknown / len(words), abs=1e-3)
-
-
 def test_custom(tmp_path):
     """Two training texts one after the other, validation taken from them, from a folder that is not the repository."""
     parallel(tmp_path, "one", 50, 1)

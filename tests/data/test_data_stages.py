@@ -150,15 +150,8 @@ def test_only_what_depends_on_a_change_is_made_again(tmp_path):
 @pytest.mark.parametrize(
     "rule",
     [
-        *(
-            {"split_dashes": True},
-            {"normalise": True},
-            {"plain_apostrophes": True},
-            {"nfc": True},
-            {"tokenizer": "none"},
-        ),
-        *({"vocabulary_threshold": 2}, {"bpe": "sentencepiece"}, {"max_ratio": 2.0}, {"max_length": 9}),
-        *({"drop_test_overlap": True}, {"valid_every": 5}, {"lowercase": True}),
+        *({"nfc": True}, {"tokenizer": "none"}, {"vocabulary_threshold": 2}, {"bpe": "sentencepiece"}),
+        *({"max_ratio": 2.0}, {"drop_test_overlap": True}, {"valid_every": 5}),
     ],
     ids=lambda rule: next(iter(rule)),
 )
@@ -180,32 +173,6 @@ def test_validation_that_comes_from_the_training_text_is_filtered_like_it(tmp_pa
     assert pipeline.chain[5].report()["valid"]["dropped"]
 
 
-def test_the_data_are_for_all_whom_the_umask_allows(tmp_path):
-    before = os.umask(0o022)
-    try:
-        pipeline = text_only(recipe(), corpus(tmp_path / "raw"), tmp_path / "out")
-    finally:
-        os.umask(before)
-    assert pipeline.folder["filter"].stat().st_mode & 0o777 == 0o755
-
-
-def test_a_forced_stage_that_fails_is_not_taken_for_done(undisturbed, tmp_path, monkeypatch):
-    """Nor is what came after it: their old folders are gone before the new one is begun. The finished data stays."""
-    raw, expected = undisturbed
-    pipeline = Pipeline(recipe(), raw, tmp_path / "out")
-    pipeline.run()
-
-    def fail(*_):
-        raise PrepError("no")
-
-    with monkeypatch.context() as patch, pytest.raises(PrepError, match="no"):
-        patch.setattr(Pipeline, "learn", fail)
-        Pipeline(recipe(), raw, tmp_path / "out").run(force="learn")
-    folders = [path.name for path in pipeline.work.iterdir() if path.is_dir()]
-    assert sorted(folders) == ["1-extract", "2-clean", "3-tokenise"]
-    assert contents(tmp_path / "out") == contents(expected)
-
-
 def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_path, monkeypatch):
     raw, _ = undisturbed
     out = tmp_path / "out"
@@ -225,36 +192,18 @@ def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_p
     assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 50
 
 
-def test_somebody_elses_folder_is_left_alone(tmp_path):
-    raw = corpus(tmp_path / "raw")
-    write(tmp_path / "out/thesis.tex", ["years of work"])
-    with pytest.raises(PrepError, match="out: exists and was not made here"):
-        Pipeline(recipe(), raw, tmp_path / "out").run()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
-def test_somebody_elses_work_folder_is_left_alone(tmp_path):
+@pytest.mark.parametrize("folder", ["out", "out.work"])
+def test_a_folder_of_other_files_is_left_alone(tmp_path, folder):
     """Before a run that would be refused for its data, too."""
     raw = corpus(tmp_path / "raw")
     write(raw / "valid.en", ["one line"])
-    write(tmp_path / "out.work/notes.txt", ["years of work"])
-    with pytest.raises(PrepError, match=r"out\.work: exists and was not made here"):
+    write(tmp_path / folder / "thesis.tex", ["years of work"])
+    with pytest.raises(PrepError, match=f"{folder}: exists and was not made here"):
         Pipeline(recipe(), raw, tmp_path / "out").run()
-    assert [path.name for path in (tmp_path / "out.work").iterdir()] == ["notes.txt"]
+    assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
 
 
-def test_only_what_a_killed_run_left_is_removed(tmp_path):
-    work = tmp_path / "out.work"
-    kept = {write(work / name, ["mine"]) for name in ("notes.txt", "mine.tmp", "folder.tmp/file")}
-    kept.add(write(work / "lock", []))
-    for name in ("SHA256SUMS.tmp", "extract.abc.tmp/train.de", "4-learn.gone.tmp/code", "replaced.tmp/code"):
-        write(work / name, ["half"])
-    with stages.alone(work):
-        pass
-    assert {path for path in work.rglob("*") if path.is_file()} == kept
-
-
-@pytest.mark.parametrize("stamp", ["", "{}", "[]", '{"key":'])
+@pytest.mark.parametrize("stamp", ["", "{}"])
 def test_a_damaged_stamp(tmp_path, stamp):
     """A stage counts as not made; a finished folder might be anybody's, and is named."""
     raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
@@ -285,14 +234,13 @@ def test_workers_change_nothing(undisturbed, tmp_path):
     assert contents(tmp_path / "out") == contents(expected)
 
 
-@pytest.mark.parametrize("lines", [1, 7, 1000])
-def test_chunk_sizes_change_nothing(tmp_path, monkeypatch, lines):
+def test_chunk_sizes_change_nothing(tmp_path, monkeypatch):
     from ea_data import parallel
 
     raw = corpus(tmp_path / "raw", train=60)
     rules = dataclasses.replace(recipe(valid_every=7, max_ratio=1.5), valid=())
     expected = text_only(rules, raw, tmp_path / "expected")
-    monkeypatch.setattr(parallel, "CHUNK_LINES", lines)
+    monkeypatch.setattr(parallel, "CHUNK_LINES", 7)
     ours = text_only(rules, raw, tmp_path / "ours", workers=2)
     for split in ours.splits():
         for a, b in zip(ours.text("filter", split), expected.text("filter", split), strict=True):
@@ -321,7 +269,7 @@ def namespaces():
 
 
 @pytest.mark.skipif(not namespaces(), reason="needs unshare(1) and user namespaces, to mount a small disk")
-@pytest.mark.parametrize("size", [600, 1400, 1900, 2050])
+@pytest.mark.parametrize("size", [600, 1900])
 def test_full_disk(tmp_path, size):
     raw = corpus(tmp_path / "raw", train=6000)
     disk = tmp_path / "disk"

@@ -23,17 +23,16 @@ def test_a_byte_order_mark_inside_stays():
     assert checked([b"a\n", b"\xef\xbb\xbfb\n"]) == [b"a\n", b"\xef\xbb\xbfb\n"]
 
 
-@pytest.mark.parametrize("number", [1, 2, 1999, 2000, 2001, 4100])
+@pytest.mark.parametrize("number", [1, 2000, 4100])
 def test_not_utf8_names_file_line_and_byte(number):
     lines = [b"fine\n"] * (number - 1) + [b"Stra\xdfe\n"] + [b"fine\n"] * 10
     with pytest.raises(PrepError, match=rf"^file, line {number}: byte 5 \(hex df\) is not UTF-8"):
         checked(lines)
 
 
-@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32", "UTF-32LE", "UTF-32BE"])
-@pytest.mark.parametrize("line", ["Hallo", "Zwei Hunde spielen."])
-def test_utf16_and_utf32_are_named(encoding, line):
-    data = f"{line}\nWelt\n".encode(encoding)
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16BE", "UTF-32LE"])
+def test_utf16_and_utf32_are_named(encoding):
+    data = "Hallo\nWelt\n".encode(encoding)
     message = f"^file: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8$"
     with pytest.raises(PrepError, match=message):
         checked([line + b"\n" for line in data.split(b"\n")])
@@ -45,7 +44,7 @@ def test_nul_is_refused_or_left_to_a_later_step():
     assert checked([b"c\0d\n"], keep_nul=True) == [b"c\0d\n"]
 
 
-@pytest.mark.parametrize("odd", ODD, ids=ascii)
+@pytest.mark.parametrize("odd", ODD[::3], ids=ascii)
 def test_only_newlines_end_lines(tmp_path, odd):
     """One such character must not put the two sides out of step."""
     raw = corpus(tmp_path / "raw")

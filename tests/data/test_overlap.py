@@ -2,11 +2,9 @@
 
 from unittest import mock
 
-import pytest
-from helpers.data_toy import Corpus, Part, Pipeline, Rules, prepare_command, read, write
+from helpers.data_toy import Pipeline, read, recipe, write
 
 from ea_data import report
-from ea_data.text import PrepError
 
 SOURCES = [f"der {noun} ist {look}." for noun in ("Hund", "Baum", "Tisch", "Berg") for look in ("alt", "neu", "rot")]
 TARGETS = [f"the {noun} is {look}." for noun in ("dog", "tree", "table", "hill") for look in ("old", "new", "red")]
@@ -18,10 +16,7 @@ def prepared(folder, train, test, **rules):
     for split, sides in (("train", train), ("valid", VALID), ("test", test)):
         for language, lines in zip(("de", "en"), sides, strict=True):
             write(folder / "raw" / f"{split}.{language}", lines)
-    corpus = Corpus(
-        name="toy", source_lang="de", target_lang="en", train=(Part("train.{lang}"),), valid=(Part("valid.{lang}"),),
-        tests={"test": (Part("test.{lang}"),)}, rules=Rules(**{"filter_on": "subwords", "merges": 40} | rules),
-    )  # fmt: skip
+    corpus = recipe(**{"filter_on": "subwords", "merges": 40} | rules)
     pipeline = Pipeline(corpus, folder / "raw", folder / "out")
     with mock.patch.object(report, "plot_lengths"):
         prep = pipeline.run()
@@ -82,14 +77,3 @@ def test_overlap_is_dropped_from_the_training_text(tmp_path):
     }
     assert prep["splits"]["test"]["pairs"] == 2
     assert not any("too" in text for text in warnings)
-
-
-def test_train_that_is_the_test_leaves_nothing(tmp_path):
-    with pytest.raises(PrepError, match=r"train: no pair is left; dropped: {'in a held-out split': 12}"):
-        prepared(tmp_path, (SOURCES, TARGETS), (SOURCES, TARGETS), drop_test_overlap=True)
-
-
-def test_the_command_has_the_option():
-    command = ("--source-lang", "de", "--target-lang", "en")
-    assert prepare_command(*command, "--drop-test-overlap").rules.drop_test_overlap is True
-    assert prepare_command(*command).rules.drop_test_overlap is False

@@ -53,12 +53,12 @@ def parallel(folder, prefix, number=40, seed=0):
         write(folder / f"{prefix}.{lang}", lines)
 
 
-def recipe(**rules):
+def recipe(source="de", target="en", **rules):
     """Training, validation and a test below the raw folder, as plain files."""
     return Corpus(
         name="toy",
-        source_lang="de",
-        target_lang="en",
+        source_lang=source,
+        target_lang=target,
         train=(Part("train.{lang}"),),
         valid=(Part("valid.{lang}"),),
         tests={"easy": (Part("test.{lang}"),)},

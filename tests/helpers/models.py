@@ -1,5 +1,6 @@
 """Tiny vocabularies, batches and models, built through fairseq's own parser."""
 
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -72,3 +73,33 @@ TRAINING = (
     "--log-format json --log-interval 1 --num-workers 0 --dropout 0.1 --share-all-embeddings "
     "--required-batch-size-multiple 1"
 ).split()
+
+
+class EncoderOutput(torch.nn.Module):
+    """An encoder whose result is one tensor, S x B x C."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens):
+        return self.encoder(tokens)["encoder_out"][0]
+
+
+def in_threads(work, count=8):
+    """Run work(number) in several threads; the first error of any of them is raised here."""
+    faults = []
+
+    def run(number):
+        try:
+            work(number)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]

@@ -160,28 +160,6 @@ def parallel(folder, dictionary, sizes=(("train", 64), ("valid", 20))):
     return folder / "bin"
 
 
-def choices(folder, dictionary, sizes=(("train", 32), ("valid", 8))):
-    """A sentence and two that may follow, for ``sentence_ranking``: right is the one that begins with the same word."""
-    chance = random.Random(5)
-    (folder / "raw").mkdir(parents=True)
-    labels = {split: [chance.randrange(2) for _ in range(size)] for split, size in sizes}
-    lines = {name: {split: [] for split, _ in sizes} for name in ("input0", "input1", "input2")}
-    for split, right in labels.items():
-        for label in right:
-            word, other = chance.sample(WORDS, 2)
-            for name, first in zip(lines, (word, *((word, other) if label == 0 else (other, word))), strict=True):
-                lines[name][split].append(f"{first} {chance.choice(WORDS)}")
-    for name, splits in lines.items():
-        for split, texts in splits.items():
-            (folder / f"raw/{split}.{name}").write_text("".join(f"{line}\n" for line in texts))
-        prefixes = [word for split, _ in sizes for word in (f"--{split}pref", folder / f"raw/{split}.{name}")]
-        run("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin" / name, "--srcdict", dictionary)
-    (folder / "bin/label").mkdir()
-    for split, right in labels.items():
-        (folder / f"bin/label/{split}.label").write_text("".join(f"{label}\n" for label in right))
-    return folder / "bin"
-
-
 def script_output(name, *words):
     """Run a script of scripts/; its output and status."""
     command = ["bash", REPO / "scripts" / name, *words]

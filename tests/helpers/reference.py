@@ -3,6 +3,9 @@
 import math
 
 import torch
+from torch.testing import assert_close
+
+from ea_fairseq.attention import Padding
 
 
 def visible_taps(kind, k):
@@ -138,3 +141,58 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
             context[-1] = context[-1] / sum(exponentials) if seen else value[0, :depth] * 0
         output.append(module.out_proj(torch.cat(context)))
     return torch.stack(output), a_logit
+
+
+def randomised(module, std=0.7):
+    """The module in float64 with random weights; alpha and beta keep their values."""
+    module = module.double()
+    for parameter in module.parameters():
+        if parameter.dim() > 0:
+            torch.nn.init.normal_(parameter, std=std)
+    return module
+
+
+def compare(module, fast, slow, inputs):
+    """The same output, and the same gradients of one uneven functional of it, for inputs and all parameters."""
+    assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+    probe = torch.linspace(-1, 2, fast.numel(), dtype=torch.float64).view(fast.shape)
+    leaves = [*inputs, *module.parameters()]
+    gradients = [torch.autograd.grad((probe * output).sum(), leaves, allow_unused=True) for output in (fast, slow)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def compare_layers(layers, padding, attention=attention):
+    """Encoder layers that hand on their maps, against loops. padding: T numbers, 1 = padded."""
+    layers = randomised(torch.nn.ModuleList(layers))
+    padding = torch.tensor(padding, dtype=torch.bool)
+    x = torch.randn(len(padding), layers[0].q_proj.in_features, dtype=torch.float64, requires_grad=True)
+    fast, slow, previous, slow_previous = x.unsqueeze(1), x, None, None
+    for layer in layers:
+        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
+        slow, slow_previous = attention(layer, slow, slow, "encoder", padding, padding, slow_previous)
+    compare(layers, fast[~padding, 0], slow[~padding], [x])
+
+
+def compare_decoder(module, padding):
+    """A decoder's self-attention, against loops. padding: T numbers, 1 = padded."""
+    module, padding = randomised(module), torch.tensor(padding, dtype=torch.bool)
+    rows = len(padding)
+    x = torch.randn(rows, module.embed_dim, dtype=torch.float64, requires_grad=True)
+    future = torch.full((rows, rows), -torch.inf).triu(1)
+    fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
+    slow, _ = attention(module, x, x, "decoder", padding, padding)
+    compare(module, fast[~padding, 0], slow[~padding], [x])
+
+
+def compare_cross(module, source_padding, target_padding):
+    """Encoder-decoder attention, against loops. source_padding: S numbers, target_padding: T numbers, 1 = padded."""
+    module = randomised(module)
+    source, target = (torch.tensor(padding, dtype=torch.bool) for padding in (source_padding, target_padding))
+    x = torch.randn(len(target), module.embed_dim, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(len(source), module.kdim, dtype=torch.float64, requires_grad=True)
+    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=Padding(source[None], target[None]))
+    slow, _ = attention(module, x, y, "cross", target, source)
+    compare(module, fast[~target, 0], slow[~target], [x, y])

@@ -2,9 +2,10 @@
 
 Without a GPU they run in Triton's interpreter, which shows their numbers; ``test_compiles_without_spills`` shows that
 the compiler takes them. As a program, with PYTHONPATH=.:tests, this file compiles them (``test_gpu.py 90``) and
-prints the registers that they need, or compares the host's time with a stock attention's (``test_gpu.py host``).
+prints the registers that they need.
 """
 
+import functools
 import json
 import logging
 import os
@@ -12,22 +13,33 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import warm
+from helpers import attentions, warm
+from helpers.attentions import (
+    call_of,
+    case_id,
+    check_dropout,
+    close,
+    compare,
+    evolution_of,
+    masks_of,
+    plain,
+    probe,
+    problem,
+    results,
+    tensors_of,
+)
 from helpers.interpreter import import_kernels, interpret_quickly
 from helpers.models import batch, build
 from helpers.shares import AnyShares
 from torch.utils.flop_counter import FlopCounterMode
 
-from evolving_attention.evolution import Evolution, Geometry
-from evolving_attention.kernels import Call, cpu, gpu
+from evolving_attention.evolution import Geometry
+from evolving_attention.kernels import cpu, gpu
 
 ENCODER, DECODER, CROSS = Geometry
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -66,158 +78,12 @@ def round_as_gpus_do(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
-class Case(NamedTuple):
-    """One call. ``masks``: "" or words of padding, rows, future, all (see ``masks_of``).
-
-    ``rule``: of evolution.py, or five numbers, or "learnt" and five numbers that are parameters.
-    """
-
-    geometry: Geometry = ENCODER
-    heads: int = 3
-    k: int = 3
-    length: int = 5
-    columns: int = 6
-    masks: str = ""
-    dtype: torch.dtype = SINGLE
-    rule: str | tuple = "evolving"
-    alpha: float = 0.4
-    beta: float = 0.3
-    learn: bool = False
-    previous: bool = True
-    given: bool = False
-    width: int = 4
-    batch: int = 2
-
-
-def masks_of(case):
-    """hidden and masked: padded keys, padded queries (hidden only), the future, one row that is all masked."""
-    masked, hidden = [], []
-    if "padding" in case.masks:
-        padding = torch.zeros(case.batch, 1, 1, case.columns, dtype=torch.bool, device=DEVICE)
-        padding[0, ..., -2:] = True
-        masked.append(padding)
-    if "future" in case.masks:
-        masked.append(torch.ones(case.length, case.columns, dtype=torch.bool, device=DEVICE).triu(1)[None, None])
-    if "all" in case.masks:
-        masked.append(torch.zeros(case.batch, 1, case.length, case.columns, dtype=torch.bool, device=DEVICE))
-        masked[-1][-1, 0, 1] = True
-    if "rows" in case.masks:
-        rows = torch.zeros(case.batch, 1, case.length, 1, dtype=torch.bool, device=DEVICE)
-        rows[0, 0, -1] = True
-        hidden.append(rows)
-    return {"hidden": union([*masked, *hidden]), "masked": union(masked)}
-
-
-def union(masks):
-    return None if not masks else masks[0] if len(masks) == 1 else masks[0] | union(masks[1:])
-
-
-def evolution_of(case):
-    if isinstance(case.rule, str):
-        options = {"rule": case.rule, "first": not case.previous, "learn_mix": case.learn}
-        evolution = Evolution(case.geometry, case.heads, case.k, case.alpha, case.beta, **options)
-    else:
-        evolution = AnyShares(case.geometry, case.heads, case.k, case.rule, case.learn)
-    if evolution.conv is not None:
-        for parameter in evolution.conv.parameters():
-            torch.nn.init.normal_(parameter, std=0.5)
-    return evolution.to(DEVICE, case.dtype)
-
-
-def tensors_of(case):
-    """q, k, v as views of T x B x C, as a model has them; a map of the layer before; logits that are given."""
-
-    def split(length):
-        x = torch.randn(length, case.batch, case.heads * case.width, device=DEVICE).to(case.dtype)
-        return x.view(length, case.batch, case.heads, case.width).permute(1, 2, 0, 3).requires_grad_()
-
-    def maps():
-        x = torch.randn(case.batch, case.heads, case.length, case.columns, device=DEVICE)
-        return x.to(case.dtype).requires_grad_()
-
-    tensors = {"q": split(case.length), "k": split(case.columns), "v": split(case.columns)}
-    return tensors | ({"previous": maps()} if case.previous else {}) | ({"given": maps()} if case.given else {})
-
-
-def call_of(evolution, tensors, masks, **options):
-    """The call of an attention with this module."""
-    conv = evolution.conv
-    return Call(
-        **{"scale": 0.6, "geometry": evolution.geometry, "kernel_size": evolution.kernel_size},
-        coefficients=evolution.coefficients("previous" in tensors),
-        weight=None if conv is None else conv.weight,
-        bias=None if conv is None else conv.bias,
-        **{"keep_map": True, "need_weights": True, **tensors, **masks, **options},
-    )
+Case = functools.partial(attentions.Case, device=DEVICE)
 
 
 def kernel(evolution, tensors, masks, **options):
     """Context, A_logit and weights by the kernels."""
     return gpu.attend(call_of(evolution, tensors, masks, **options))[:3]
-
-
-def plain(evolution, tensors, masks, keep=None):
-    """What the kernels have to give, by PyTorch's operations; ``keep``: what dropout multiplies by."""
-    q, k, v = (tensors[name] for name in "qkv")
-    logits = tensors["given"] if "given" in tensors else 0.6 * (q @ k.transpose(2, 3))
-    a_logit = evolution(logits, masks["hidden"], tensors.get("previous"))
-    masked = masks["masked"]
-    scores = a_logit if masked is None else a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
-    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, SINGLE))
-    dropped = weights if keep is None else weights * keep
-    return dropped.to(v.dtype) @ v, a_logit, weights
-
-
-def results(run, evolution, tensors, masks, **options):
-    """Context, A_logit, weights, and all gradients of an uneven functional of them, by name."""
-    found = dict(zip(("context", "a_logit", "weights"), run(evolution, tensors, masks, **options), strict=True))
-    loss = sum((x * probe(x)).sum() for x in found.values() if x is not None)
-    inputs = {**tensors, **dict(evolution.named_parameters())}
-    gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
-    for (name, value), gradient in zip(inputs.items(), gradients, strict=True):
-        if gradient is not None:
-            assert (gradient.shape, gradient.dtype) == (value.shape, value.dtype), name
-            found[f"gradient of {name}"] = gradient
-    return {name: x.detach() for name, x in found.items() if x is not None}
-
-
-def probe(x):
-    return torch.linspace(-1, 2, x.numel(), device=x.device, dtype=x.dtype).view(x.shape)
-
-
-def exact(case, evolution, tensors):
-    """The same inputs in float64."""
-    twin = evolution_of(case).to(DOUBLE)
-    twin.load_state_dict(evolution.state_dict())
-    return twin, {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-
-
-def check(case):
-    """float32: 1e-5 of the largest number. Less: at most 1.5 times as far from float64 as the plain composition is.
-
-    Or as near as rounding the right result to this type may leave it, half an eps.
-    """
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
-    ours = results(kernel, evolution, tensors, masks)
-    truth = results(plain, *exact(case, evolution, tensors), masks)
-    theirs = results(plain, evolution, tensors, masks) if case.dtype != SINGLE else truth
-    assert ours.keys() == truth.keys() == theirs.keys()
-    for name, true in truth.items():
-        mine, other = ours[name], theirs[name]
-        assert mine.isfinite().all(), name
-        if case.dtype == SINGLE:
-            assert (mine - true).abs().max() <= 1e-5 * true.abs().max(), name
-        elif mine.dim() > 0:  # by chance, a single number may be as near as you like
-            error, allowed = (mine - true).norm(), 1.5 * (other - true).norm()
-            assert error <= max(allowed, 0.5 * torch.finfo(case.dtype).eps * true.norm()), name
-        else:
-            assert (mine - true).abs() <= 8 * torch.finfo(case.dtype).eps * max(true.abs(), 1), name
-
-
-def close(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, true in theirs.items():
-        assert (ours[name] - true).abs().max() <= 1e-5 * true.abs().max(), name
 
 
 #: each geometry, size of kernel, type, rule and mask with most of the others
@@ -226,23 +92,17 @@ CASES = [
     Case(ENCODER, 1, 1, 1, 1, "", previous=False),
     Case(ENCODER, 8, 3, 3, 3, "padding rows all", BFLOAT, batch=1, width=8),
     Case(ENCODER, 2, 5, 5, 6, "rows", HALF, batch=1),
-    Case(ENCODER, 3, 3, 4, 16, "padding all", alpha=1, beta=1, batch=1),
     Case(DECODER, 4, 3, 5, 5, "future padding rows", previous=False),
     Case(DECODER, 3, 5, 5, 5, "future", HALF, previous=False, batch=1),
     Case(DECODER, 3, 3, 2, 2, "future all", BFLOAT, previous=False, width=40, batch=1),
     Case(CROSS, 4, 3, 3, 9, "padding", HALF, previous=False),
     Case(CROSS, 16, 3, 2, 17, "padding", previous=False, batch=1),
-    Case(CROSS, 9, 5, 3, 1, "", previous=False, width=70, batch=1),
     Case(ENCODER, 4, 3, 3, 5, "padding rows all", rule="predictive"),
     Case(ENCODER, 1, 5, 4, 4, "rows", HALF, rule="predictive", given=True, batch=1),
-    Case(ENCODER, 4, 1, 3, 5, "padding rows all", rule="residual", batch=1),
     Case(ENCODER, 8, 1, 3, 5, "padding rows", BFLOAT, rule="realformer", given=True, batch=1),
     Case(DECODER, 2, 3, 4, 4, "future padding", previous=False, given=True, batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", beta=0.0, batch=1),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", rule=(0.6, 0.5, 0.3, 0.2, 0.9)),
     Case(ENCODER, 4, 3, 3, 5, "padding rows", learn=True),
-    Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, alpha=0.0, beta=0.0, batch=1),
-    Case(CROSS, 2, 5, 4, 6, "padding", HALF, learn=True, previous=False, beta=0.0),
     Case(ENCODER, 2, 1, 3, 3, "rows", rule="predictive", learn=True, alpha=0.0, given=True, batch=1),
     Case(ENCODER, 4, 1, 3, 5, "padding rows", rule="residual", learn=True),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, given=True, batch=1),
@@ -256,28 +116,21 @@ LONG = [
 ]
 
 
-def name(case):
-    parts = [case.geometry.name, case.heads, f"k{case.k}", f"{case.length}x{case.columns}", case.masks or "open"]
-    parts += [str(case.dtype)[6:], case.rule if isinstance(case.rule, str) else "any"]
-    parts += [word for word in ("learn", "given") if getattr(case, word)]
-    return "-".join(map(str, parts)).replace(" ", "_")
-
-
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_as_plain(case):
-    check(case)
+    compare(problem(case), kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG, ids=name)
+@pytest.mark.parametrize("case", LONG, ids=case_id)
 def test_as_plain_in_several_blocks(case):
-    check(case)
+    compare(problem(case), kernel)
 
 
 @pytest.mark.parametrize("wanted", ["context", "a_logit", "weights"])
 def test_only_one_of_the_results_matters(wanted):
     case = Case(length=2, masks="padding rows", learn=True)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
 
     def only(run):
         return lambda *arguments: [
@@ -291,28 +144,6 @@ def test_only_one_of_the_results_matters(wanted):
     for name, true in theirs.items():
         torch.testing.assert_close(ours[name], true, rtol=1e-4, atol=1e-5)
     assert ours.keys() == theirs.keys()
-
-
-def test_two_layers():
-    """The map of the first goes to the second, and the gradient of the map back."""
-    case = Case(length=3, columns=6, masks="padding rows", heads=2)
-    first, second = evolution_of(case._replace(previous=False)), evolution_of(case._replace(rule="predictive"))
-    one, two = (tensors_of(case._replace(previous=False)) for _ in range(2))
-    masks = masks_of(case)
-    inputs = [*one.values(), *two.values(), *first.parameters(), *second.parameters()]
-    gradients = []
-    for run in (kernel, plain):
-        context, previous, _ = run(first, one, masks)
-        after, last, _ = run(second, {**two, "previous": previous}, masks)
-        gradients.append(torch.autograd.grad((context * probe(context)).sum() + (after**2).sum() + last.sum(), inputs))
-    for mine, true in zip(*gradients, strict=True):
-        assert (mine - true).abs().max() <= 1e-5 * true.abs().max()
-
-
-def test_rows_that_are_all_masked_are_uniform():
-    case = Case(masks="all", width=6, columns=6)
-    _, _, weights = kernel(evolution_of(case), tensors_of(case), masks_of(case))
-    torch.testing.assert_close(weights[-1, :, 1], torch.full((3, 6), 1 / 6, device=DEVICE))
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -333,7 +164,7 @@ def test_removed_taps_have_no_effect_and_no_gradient(learn):
 def test_what_has_no_share_is_not_read():
     """As in the plain composition, where infinities in it do no harm; it gets no gradient."""
     case = Case(rule="residual", alpha=0.0)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
     with torch.no_grad():
         tensors["previous"].fill_(torch.inf)
     found = results(kernel, evolution, tensors, masks)
@@ -342,7 +173,7 @@ def test_what_has_no_share_is_not_read():
 
 
 def test_what_is_not_finite_shows():
-    """Mixed precision finds a loss scale that is too high by it."""
+    """Mixed precision needs infinities to find a loss scale that is too high."""
     case = Case(previous=False)
     evolution, tensors = evolution_of(case), tensors_of(case)
     with torch.no_grad():
@@ -369,7 +200,7 @@ def test_float16_stays_finite():
 def test_learnt_shares_may_stay_float32_among_half_tensors():
     """As under --amp: the numbers are those of shares in half precision, the gradients are float32."""
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, alpha=0.5, beta=0.25, learn=True)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
     half = results(kernel, evolution, tensors, masks)
     evolution.alpha, evolution.beta = (
         torch.nn.Parameter(x.detach().float()) for x in (evolution.alpha, evolution.beta)
@@ -426,16 +257,8 @@ def test_dropout_of_everything_gives_zeros():
 
 
 @pytest.mark.parametrize("beta", [0, 0.3])
-def test_gradients_are_of_the_mask_that_the_forward_pass_drew(beta):
-    case = Case(masks="padding", columns=6, width=6, beta=beta)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
-    eye = torch.eye(6, device=DEVICE).expand(2, 3, 6, 6)
-    torch.manual_seed(5)
-    after, _, without = kernel(evolution, {**tensors, "v": eye}, masks, dropout=0.4)
-    keep = torch.where(without > 0, after / without, 1).detach()
-    torch.manual_seed(5)
-    ours = results(kernel, evolution, tensors, masks, dropout=0.4)
-    close(ours, results(plain, evolution, tensors, masks, keep=keep))
+def test_dropout_drops_the_same_forward_and_backward(beta):
+    check_dropout(problem(Case(masks="padding", columns=6, width=6, beta=beta)), kernel, 0.4)
 
 
 # ---- promises about runs
@@ -443,7 +266,7 @@ def test_gradients_are_of_the_mask_that_the_forward_pass_drew(beta):
 
 def test_twice_the_same_bits():
     case = Case(masks="padding rows", dtype=HALF, learn=True)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
     once, again = (results(kernel, evolution, tensors, masks) for _ in range(2))
     assert all(once[name].equal(again[name]) for name in once)
 
@@ -451,7 +274,7 @@ def test_twice_the_same_bits():
 def test_a_gradient_of_a_gradient_is_refused():
     """autograd's own way to refuse it leaves terms out without a word where it needs a part of the graph only."""
     case = Case(length=2)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
     context, _, _ = kernel(evolution, tensors, masks)
     with pytest.raises(RuntimeError, match="--ea-plain can"):
         torch.autograd.grad(context.sum(), tensors["q"], create_graph=True)
@@ -459,7 +282,7 @@ def test_a_gradient_of_a_gradient_is_refused():
 
 def test_checkpointed_layers_drop_the_same():
     case = Case(length=2, masks="padding rows")
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
 
     def checkpointed(*arguments, **options):
         return torch.utils.checkpoint.checkpoint(kernel, *arguments, use_reentrant=False, **options)
@@ -475,7 +298,7 @@ def test_checkpointed_layers_drop_the_same():
 def test_no_map_is_kept_for_the_backward_pass(rule):
     """But for the inputs, which others keep anyway."""
     case = Case(masks="padding", rule=rule)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         gpu.attend(call_of(evolution, tensors, masks, need_weights=False))
@@ -499,8 +322,8 @@ def test_in_a_model(monkeypatch):
         gradients.append([output, *torch.autograd.grad(output.square().mean(), list(model.parameters()))])
     assert len(calls) == 3 + 2 + 2
     assert sum(call.need_weights for call in calls) >= 1
-    for ours, plain in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_float32_under_autocast():
@@ -521,7 +344,7 @@ def test_float32_under_autocast():
 @pytest.mark.slow
 def test_compile_and_export_keep_the_kernels():
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True)
-    evolution, tensors, masks = evolution_of(case), tensors_of(case), masks_of(case)
+    evolution, tensors, masks = problem(case)
 
     def attention(q, k, v, previous):
         own = {"q": q, "k": k, "v": v, "previous": previous}
@@ -556,12 +379,12 @@ def test_operations_are_counted():
 
 def test_the_operation_is_declared_rightly():
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows")
-    arguments = gpu.arguments_of(call_of(evolution_of(case), tensors_of(case), masks_of(case)))
+    arguments = gpu.arguments_of(problem(case).call())
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.evolving_attention.gpu_forward.default, arguments, test_utils=checks)
 
 
-# ---- what it refuses
+# ---- refusals
 
 
 def small_call(**options):
@@ -662,9 +485,7 @@ def test_trial_passes_what_is_right(small_trial, options):
     assert max(errors.values()) < trial.TOLERANCE[tried.dtype] / 1.5
 
 
-@pytest.mark.parametrize(
-    ("function", "index"), [*(("forward", index) for index in (0, 1, 3)), *(("backward", index) for index in range(6))]
-)
+@pytest.mark.parametrize(("function", "index"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 5)])
 def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, function, index):
     right = getattr(operation, function)
 
@@ -731,15 +552,6 @@ def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
         trial.passed(variant()._replace(device=torch.device("cuda")))
 
 
-def test_what_a_compiler_says_last_is_in_the_log(monkeypatch, caplog):
-    def fail(_):
-        raise RuntimeError("at 12:4:\n    x = y\n    ^\nno such operation\n")
-
-    monkeypatch.setattr(trial, "find_difference", fail)
-    assert not trial.passed(variant())
-    assert "RuntimeError: at 12:4: ... no such operation" in caplog.text
-
-
 def test_short_memory_decides_nothing(monkeypatch, caplog):
     """A trial without memory leaves this call to the plain composition, and the next one is tried again."""
 
@@ -761,7 +573,7 @@ def test_no_trial_while_a_graph_is_captured(monkeypatch):
 
 
 def test_trial_leaves_the_caller_as_he_was(small_trial):
-    """Random numbers, modes, and hooks on saved tensors, which count what is saved."""
+    """Random numbers, modes, and hooks that count saved tensors stay as they were."""
     saved = []
     torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), torch.inference_mode():
@@ -858,11 +670,11 @@ def resources(triton, cubin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_compiles_without_spills(capability):
-    """In a process of its own: Triton here was imported for its interpreter.
+    """Run in another process: Triton here was imported for its interpreter.
 
-    What it compiles is kept in Triton's own cache, by its source: a second time it takes a moment.
+    Triton's cache keeps the result: a second run takes a moment.
     """
     if not (Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("this Triton has no compiler for NVIDIA")
@@ -916,77 +728,8 @@ def test_compile_knows_what_the_kernels_change():
     assert set(backward) == {"scratch", "inner", "grad", "grad_q", "grad_k", "grad_v", "grad_previous", "partial"}
 
 
-def host_time(steps=30):
-    """Milliseconds of the host for forward and backward of 18 attentions, a stock one's and ours, launches stubbed.
-
-    Sentences of one token, on the CPU: what PyTorch's operations compute there takes no time beside their calls.
-    """
-    from evolving_attention.kernels.gpu import operation
-
-    class Nothing:
-        def __getitem__(self, grid):
-            return lambda *arguments: None
-
-    class Compiled(dict):
-        def get(self, key):
-            return Nothing()
-
-    operation._compiled = Compiled()
-    torch.set_num_threads(1)
-    dim, heads = 160, 4
-    x = torch.zeros(1, 1, dim, requires_grad=True)
-    weight, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((heads, heads, 3, 3), (heads,)))
-    linear = [[torch.nn.Linear(dim, dim) for _ in range(4)] for _ in range(18)]
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    coefficients = Evolution(ENCODER, heads, 3, 0.1, 0.1).coefficients(True)
-
-    def stock(projections, x):
-        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
-        scores = (q * 0.1 @ k.transpose(2, 3)).masked_fill(mask, -torch.inf)
-        weights = F.dropout(F.softmax(scores, -1, dtype=torch.float32).type_as(v), 0.1)
-        return projections[3]((weights @ v).permute(2, 0, 1, 3).reshape(1, 1, dim))
-
-    def fused(projections, x):
-        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
-        context = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-        return projections[3](context.permute(2, 0, 1, 3).reshape(1, 1, dim))
-
-    def ours(projections, x):
-        nonlocal previous
-        q, k, v = (projection(x).view(1, 1, heads, -1).permute(1, 2, 0, 3) for projection in projections[:3])
-        call = Call(
-            *(q, k, v, 0.1, ENCODER, 3, coefficients, weight, bias), hidden=mask, masked=mask, previous=previous,
-            dropout=0.1, keep_map=True,
-        )  # fmt: skip
-        assert gpu.knows(call)
-        context, previous, _, _ = gpu.attend(call)
-        return projections[3](context.permute(2, 0, 1, 3).reshape(1, 1, dim))
-
-    def step(attention):
-        nonlocal previous
-        previous, y = torch.zeros(1, heads, 1, 1, requires_grad=True), x
-        for projections in linear:
-            y = attention(projections, y)
-        y.sum().backward()
-
-    from evolving_attention.kernels.gpu import trial
-
-    previous, found, gpu._interpreted, trial.find_difference = None, {}, lambda: True, lambda variant: ""
-    operation.INTERPRETED, gpu._kernels = False, lambda: operation
-    for attention in (stock, fused, ours):
-        best = float("inf")
-        for _ in range(steps):
-            start = time.perf_counter()
-            step(attention)
-            best = min(best, time.perf_counter() - start)
-        found[attention.__name__] = round(best * 1000, 2)
-    return found
-
-
-if __name__ == "__main__":  # test_gpu.py CAPABILITY [CASES], or test_gpu.py host, or test_gpu.py traced
-    if sys.argv[1:] == ["host"]:
-        print(json.dumps(host_time()))
-    elif sys.argv[1:] == ["traced"]:
+if __name__ == "__main__":  # test_gpu.py CAPABILITY [CASES], or test_gpu.py traced
+    if sys.argv[1:] == ["traced"]:
         print(json.dumps(traced()))
     else:
         for case in [*COMPILED, *UNUSUAL][: int((*sys.argv[2:], 99)[0])]:

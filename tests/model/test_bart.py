@@ -2,82 +2,10 @@
 
 import pytest
 import torch
-from helpers.models import amplify_, batch
+from helpers.models import batch
 from helpers.other_models import BART, TRAINING, build, monolingual, parallel, run, whole_words
-from torch.testing import assert_close
 
 from ea_fairseq import EABARTModel
-
-FLAGS = ["--ea-alpha", 0.4, "--ea-beta", 0.5]
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("k", [1, 3, 5])
-@torch.no_grad()
-def test_step_by_step_equals_teacher_forcing_while_beams_move(k):
-    model = amplify_(build("ea_bart", *FLAGS, "--ea-kernel-size", k), 20)
-    beams = 2
-    model.set_beam_size(beams)
-    order = torch.arange(3).repeat_interleave(beams)
-    encoder_out = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4, 3])), order)
-    generator = torch.Generator().manual_seed(k)
-    tokens, state = torch.full((6, 1), 2), {}
-    for _ in range(6):
-        ours = model.decoder(tokens, encoder_out=encoder_out, incremental_state=state)[0][:, -1]
-        assert_close(ours, model.decoder(tokens, encoder_out=encoder_out)[0][:, -1], rtol=1e-5, atol=1e-5)
-        order = (torch.arange(3)[:, None] * beams + torch.randint(beams, (3, beams), generator=generator)).view(-1)
-        model.decoder.reorder_incremental_state_scripting(state, order)
-        encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
-        tokens = torch.cat([tokens[order], torch.randint(4, 24, (6, 1), generator=generator)], dim=1)
-
-
-@pytest.mark.usefixtures("each_way")
-@torch.no_grad()
-def test_a_later_token_changes_no_earlier_output_bit_for_bit():
-    model = amplify_(build("ea_bart", *FLAGS), 20)
-    source, tokens = batch([6, 4]), batch([5, 5], eos_first=True)
-    before = model(source, None, tokens)[0]
-    for position in range(1, 5):
-        changed = tokens.clone()
-        changed[:, position] = 4 + (changed[:, position] - 4 + 7) % 20
-        after = model(source, None, changed)[0]
-        assert torch.equal(before[:, :position], after[:, :position])
-        assert not torch.equal(before[:, position], after[:, position])
-
-
-@pytest.mark.usefixtures("each_way")
-@torch.no_grad()
-def test_alone_or_in_a_batch():
-    model = amplify_(build("ea_bart", *FLAGS), 20)
-    source, tokens = batch([2, 9, 5]), batch([8, 1, 4], eos_first=True)
-    together = model(source, None, tokens)[0]
-    for row in range(3):
-        real_source, real = source[row].ne(1), tokens[row].ne(1)
-        alone = model(source[row][real_source][None], None, tokens[row][real][None])[0][0]
-        assert_close(together[row][real], alone, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("arch", ["bart_base", "mbart_base"])
-def test_without_evolution_it_is_fairseqs(arch):
-    stock = amplify_(build(arch), 20)
-    ours = build(f"ea_{arch}", "--ea-alpha", 0, "--ea-beta", 0)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    ours.load_state_dict(stock.state_dict())
-    source, tokens = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
-    real = tokens.ne(1)
-    assert_close(ours(source, None, tokens)[0][real], stock(source, None, tokens)[0][real], rtol=1e-5, atol=1e-5)
-
-
-def test_only_convolutions_are_new():
-    ours, stock = build("ea_bart"), build("bart_base")
-    new = {f"encoder.layers.{i}.self_attn.evolution.conv.{part}" for i in range(3) for part in ("weight", "bias")}
-    new |= {
-        f"decoder.layers.{i}.{kind}.evolution.conv.{part}"
-        for i in range(2)
-        for kind in ("self_attn", "encoder_attn")
-        for part in ("weight", "bias")
-    }
-    assert set(ours.state_dict()) - set(stock.state_dict()) == new
 
 
 def test_classification_reads_the_last_token_of_the_decoder():

@@ -5,7 +5,6 @@ import torch
 from fairseq.logging import metrics
 from helpers import reference
 from helpers.models import TINY, build, model_args
-from torch.testing import assert_close
 
 from ea_fairseq.branches import TwoBranchSelfAttention
 from ea_fairseq.mixes import learnt_mixes
@@ -14,9 +13,9 @@ from ea_fairseq.options import check_options
 C, K, S = 12, 3, 5
 
 
-def slowly(module, x, padding, previous):
+def slowly(module, x, _, kind, padding, __, previous):
     """One sentence, S x C, through both branches: attention by the reference, the convolution tap by tap."""
-    attended, a_logit = reference.attention(module, x, x, "encoder", padding, padding, previous)
+    attended, a_logit = reference.attention(module, x, x, kind, padding, padding, previous)
     weight, bias = module.conv_branch.weight, module.conv_branch.bias  # C/2 x C x 3
     rows = []
     for i in range(len(x)):
@@ -29,28 +28,14 @@ def slowly(module, x, padding, previous):
     return torch.cat([attended, torch.stack(rows)], dim=1), a_logit
 
 
-@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]])
-@pytest.mark.parametrize("rule, alpha", [("evolving", 0), ("evolving", 0.4), ("predictive", 0.4)])
+@pytest.mark.parametrize(
+    "rule, alpha, padding",
+    [("evolving", 0, [0, 0, 0, 0, 1]), ("evolving", 0.4, [1, 1, 0, 0, 0]), ("predictive", 0.4, [0, 0, 0, 0, 1])],
+)
 def test_two_layers_of_two_branches_against_loops(rule, alpha, padding):
     options = {"rule": rule, "alpha": alpha, "beta": 0.3 if alpha else 0}
-    layers = [TwoBranchSelfAttention(C, K, first=number == 0, **options).double() for number in range(2)]
-    layers = torch.nn.ModuleList(layers)
-    for parameter in layers.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    x = torch.randn(S, C, dtype=torch.float64, requires_grad=True)
-    padding = torch.tensor(padding, dtype=torch.bool)
-    fast, slow, previous, slow_previous = x.unsqueeze(1), x, None, None
-    for layer in layers:
-        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
-        slow, slow_previous = slowly(layer, slow, padding, slow_previous)
-    fast, slow = fast[~padding, 0], slow[~padding]
-    assert_close(fast, slow, rtol=1e-10, atol=1e-10)
-    probe = torch.linspace(-1, 2, fast.numel(), dtype=torch.float64).view(fast.shape)
-    inputs = [x, *layers.parameters()]
-    gradients = [torch.autograd.grad((probe * output).sum(), inputs, allow_unused=True) for output in (fast, slow)]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or assert_close(ours, theirs, rtol=1e-9, atol=1e-9) is None
+    layers = [TwoBranchSelfAttention(C, K, first=number == 0, **options) for number in range(2)]
+    reference.compare_layers(layers, padding, slowly)
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
-"""What step-by-step decoding keeps: it is copied, continued twice, moved and shared without giving other numbers.
+"""The state of step-by-step decoding may be copied, continued twice, moved and shared without giving other numbers.
 
-That steps equal teacher forcing while beams move is in test_incremental.py.
+test_incremental.py shows that steps equal teacher forcing while beams move.
 """
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Steps
-from evolving_attention.kernels.cpu import library, steps
+from evolving_attention.kernels.cpu import steps
 
 DECODERS = [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER]
 
@@ -58,7 +57,7 @@ def test_padding_moves_with_its_hypothesis(each_way):
 @pytest.mark.parametrize("added", [0.0, 1.0])
 @torch.no_grad()
 def test_a_step_may_have_a_mask_of_its_own(added, each_way):
-    """What it masks is masked, what it adds is added, though the steps before had none."""
+    """It masks and adds, although the steps before had no mask."""
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
     mask = torch.full((6, 6), -torch.inf).triu(1)
     mask[3, :4] = torch.tensor([0, -torch.inf, added, 0])
@@ -87,7 +86,6 @@ def test_a_step_that_raises_can_be_tried_again(each_way):
 
 COPIES = {
     "shallow": dict,
-    "of each module's state": lambda state: {key: dict(kept) for key, kept in state.items()},
     "deep": copy.deepcopy,
     "pickled": lambda state: pickle.loads(pickle.dumps(state)),
 }
@@ -119,19 +117,6 @@ def test_gradients_may_be_wanted_after_steps_without_them(each_way):
     assert module.k_proj.weight.grad.abs().sum() > 0
 
 
-@torch.no_grad()
-def test_an_observer_of_steps_is_shown_the_rows_of_the_whole():
-    module, x, steps, whole = attention(), 3 * torch.randn(6, 2, 12), [], []
-    module.observer = steps.append
-    run(module, x, {})
-    module.observer = whole.append
-    at_once(module, x)
-    for name in ("logits", "a_logit", "weights"):
-        for row, maps in enumerate(steps):
-            expected = getattr(whole[0], name)[:, :, row, : row + 1]
-            assert_close(getattr(maps, name)[:, :, 0], expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("hypotheses", [2, 6])
 @torch.no_grad()
 def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses):
@@ -143,19 +128,6 @@ def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses):
         module(torch.randn(1, hypotheses, 12), source, source, incremental_state=state)
 
 
-@torch.no_grad()
-def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
-    """As where keys are cut from outside: the kernel would write past its memory."""
-    module, x, state = attention(), 3 * torch.randn(12, 2, 12), {}
-    run(module, x, state)
-    kept = buffer(module, state)
-    cut = {name: kept[name][:, :, :3] for name in ("prev_key", "prev_value")}
-    states = {}, {}
-    module._set_input_buffer(states[0], {**kept, **cut})
-    module._set_input_buffer(states[1], {**kept, **cut, "rows": kept["rows"][..., :4], "steps": None})
-    assert_close(run(module, x[:1], states[0]), run(module, x[:1], states[1]), rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture(params=[True, False], ids=["the kernel's products", "PyTorch's products"])
 def prepared(request, monkeypatch):
     """The prepared steps that ran. For few hypotheses the kernel projects, for more PyTorch does."""
@@ -165,8 +137,8 @@ def prepared(request, monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("size", [12, 33])  # the kernel's products take vectors and fours of numbers, then what is left
-@pytest.mark.parametrize("hypotheses", [1, 2, 5, 6])  # and threes of hypotheses
+# The kernel's products take vectors and fours of numbers, and threes of hypotheses, then the rest.
+@pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
 @torch.no_grad()
 def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared):
     x, source = 3 * torch.randn(5, hypotheses, size), 3 * torch.randn(4, hypotheses, size)
@@ -196,16 +168,6 @@ def test_steps_that_are_not_prepared(what, prepared):
     OTHER_STEPS[what](module)
     assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
     assert not prepared
-
-
-@torch.no_grad()
-def test_prepared_steps_without_memory_can_be_tried_again(monkeypatch):
-    module, x, state = attention(), 3 * torch.randn(3, 2, 12), {}
-    run(module, x[:2], state)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(library, "library", lambda: SimpleNamespace(evolving_attention_step=lambda step, threads: 1))
-        run(module, x[2:], state)
-    assert_close(run(module, x[2:], state), at_once(module, x)[2:], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -260,12 +222,6 @@ def test_hypotheses_share_their_sentence_where_gradients_are_wanted_too(step_by_
     assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_hypotheses_that_do_not_divide_among_the_sentences_are_refused():
-    module, source = attention(Geometry.ENCODER_DECODER), torch.randn(4, 5, 12)
-    with pytest.raises(ValueError, match=r"7 hypotheses .* 5 sentences"):
-        module(torch.randn(1, 7, 12), source, source)
-
-
 @torch.no_grad()
 def test_hypotheses_that_are_dropped_at_the_end_leave_the_others():
     """As in greedy decoding of several sentences, the last of which ends first."""
@@ -277,19 +233,6 @@ def test_hypotheses_that_are_dropped_at_the_end_leave_the_others():
     encoded = model.encoder.reorder_encoder_out(encoded, torch.arange(2))
     output = model.decoder(tokens[:2], encoder_out=encoded, incremental_state=state)[0]
     assert_close(output[:, -1], model(source[:2], None, tokens[:2])[0][:, -1], rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_nothing_moves_where_the_order_stays():
-    """As in greedy decoding: neither what steps keep nor what the encoder gave."""
-    model = build()
-    encoded = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4, 3])), torch.arange(3))
-    state = {}
-    model.decoder(torch.full((3, 1), 2), encoder_out=encoded, incremental_state=state)
-    before = dict(state)
-    model.decoder.reorder_incremental_state_scripting(state, torch.arange(3))
-    assert all(state[key] is kept for key, kept in before.items())
-    assert model.encoder.reorder_encoder_out(encoded, torch.arange(3)) is encoded
 
 
 @torch.no_grad()

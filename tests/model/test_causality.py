@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.models import amplify_, batch, build
+from helpers.promises import check_no_future
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -12,15 +13,8 @@ FLAGS = {k: ["--ea-kernel-size", k, "--ea-beta", 0.5] for k in (1, 3, 5)}
 @pytest.mark.parametrize("k", FLAGS)
 @torch.no_grad()
 def test_a_later_token_changes_no_earlier_output_bit_for_bit(k):
-    model = amplify_(build("ea_transformer_base", *FLAGS[k]))
-    source, tokens = batch([6, 4]), batch([7, 7], eos_first=True)
-    before = model(source, None, tokens)[0]
-    for position in range(1, 7):
-        changed = tokens.clone()
-        changed[:, position] = 4 + (changed[:, position] - 4 + 7) % 20
-        after = model(source, None, changed)[0]
-        assert torch.equal(before[:, :position], after[:, :position])
-        assert not torch.equal(before[:, position], after[:, position])
+    model, source = amplify_(build("ea_transformer_base", *FLAGS[k])), batch([6, 4])
+    check_no_future(lambda tokens: model(source, None, tokens)[0], batch([7, 7], eos_first=True))
 
 
 @pytest.mark.parametrize("k", FLAGS)

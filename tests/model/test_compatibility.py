@@ -14,8 +14,7 @@ RDROP = "iwslt14-de-en-rdrop"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["ea_transformer_base", "transformer"])
-def test_the_recipe_for_rdrop_is_validated_by_bleu(data, tmp_path, arch):
+def test_the_recipe_for_rdrop_is_validated_by_bleu(data, tmp_path, arch="ea_transformer_base"):
     """As its header says it: train.sh with --eval-bleu. Sizes, data and length alone are smaller."""
     small = [*TINY, "--gpus", 0, "--max-update", 3, "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
     done = script("training.train", RDROP, arch, "--data", data, "--run", tmp_path / "run", "--eval-bleu", *small)
@@ -46,11 +45,13 @@ def test_rdrop_trains_on_the_same_numbers_and_leaves_the_batch_as_it_was(monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [["--num-batch-buckets", 4], ["--encoder-layers-to-keep", "0", "--decoder-layers-to-keep", "0"]],
-    ids=lambda flags: flags[0],
+    ("arch", "flags"),
+    [
+        ("transformer", ["--num-batch-buckets", 4]),
+        ("ea_transformer_base", ["--encoder-layers-to-keep", "0", "--decoder-layers-to-keep", "0"]),
+    ],
+    ids=["--num-batch-buckets", "--encoder-layers-to-keep"],
 )
-@pytest.mark.parametrize("arch", ["ea_transformer_base", "transformer"])
 def test_flags_that_end_in_a_traceback_without_it(data, run, tmp_path, arch, flags):
     training = ["--optimizer", "adam", "--criterion", "cross_entropy", "--max-tokens", 400, "--max-update", 2, "--cpu"]
     start = ["--finetune-from-model", run / "checkpoint_last.pt"] if arch.startswith("ea_") else []

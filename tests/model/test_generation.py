@@ -26,9 +26,9 @@ def search(models, source, *, beam=5, prefix=None, generator=SequenceGenerator, 
     return search.generate(models, sample, prefix_tokens=prefix)
 
 
-@pytest.mark.parametrize("known_to_attention", [False, True])
-@pytest.mark.parametrize("left_pad", [True, False])
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(
+    "k, left_pad, known_to_attention", [(1, True, True), (3, False, True), (3, True, False), (5, True, True)]
+)
 @torch.no_grad()
 def test_a_batch_decodes_as_its_sentences_do_alone(k, left_pad, known_to_attention):
     model = sharpen_(build("ea_transformer_base", "--ea-kernel-size", k, "--ea-beta", 0.5))

@@ -26,7 +26,7 @@ def plain(corpus, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["evolving", "predictive", "residual"])
+@pytest.mark.parametrize("rule", ["evolving", "predictive"])
 def test_the_first_validation_is_the_plain_models(corpus, plain, tmp_path, rule):
     """It learns with a rate so small that nothing has changed yet."""
     checkpoint, loss = plain

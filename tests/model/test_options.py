@@ -14,8 +14,7 @@ from helpers.toy import fairseq
 from omegaconf import OmegaConf
 
 import ea_fairseq
-from ea_fairseq import transformer
-from ea_fairseq.attention import DecoderAttention, EvolvingMultiheadAttention
+from ea_fairseq.attention import DecoderAttention
 from ea_fairseq.options import DEFAULTS
 from evolving_attention.evolution import Evolution, Geometry
 
@@ -75,7 +74,6 @@ def expected_keys(kinds):
         (["--ea-beta", 0], []),
         (["--ea-beta", 0, "--ea-cross-beta", 0.2], ["cross"]),
         (["--ea-alpha", 0], ["encoder", "decoder", "cross"]),
-        (["--ea-kernel-size", 1], ["encoder", "decoder", "cross"]),
         (["--ea-kernel-size", 5], ["encoder", "decoder", "cross"]),
     ],
 )
@@ -98,30 +96,6 @@ def test_a_checkpoint_may_be_older_than_most_flags():
     model, today = ea_fairseq.EATransformerModel.build_model(args, task), build("ea_transformer_base")
     assert model.state_dict().keys() == today.state_dict().keys()
     assert {layer.self_attn.evolution.alpha for layer in model.encoder.layers} == {0.3}
-
-
-def test_fairseqs_quantisation_noise_reaches_every_projection():
-    """Blocks of weights are dropped in training."""
-    model = build("ea_transformer_base", "--quant-noise-pq", 0.5, train=True)
-    attentions = [module for module in model.modules() if isinstance(module, EvolvingMultiheadAttention)]
-    assert len(attentions) == 3 + 2 * 2
-    for attention in attentions:
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
-            projection(torch.ones(1, 16))
-            assert (projection.weight == 0).any()
-
-
-@pytest.mark.parametrize("flags, offloads", [([], False), (["--offload-activations"], True)])
-def test_activations_are_offloaded_where_that_is_asked_for(flags, offloads, monkeypatch):
-    asked, wrap = [], transformer.checkpoint_wrapper
-
-    def wrapped(layer, offload_to_cpu=False):
-        asked.append(offload_to_cpu)
-        return wrap(layer, offload_to_cpu=offload_to_cpu)
-
-    monkeypatch.setattr(transformer, "checkpoint_wrapper", wrapped)
-    build("ea_transformer_base", "--checkpoint-activations", *flags)
-    assert asked == [offloads] * (3 + 2)
 
 
 @pytest.mark.parametrize("arch", ["ea_transformer_lm", "ea_transformer_lm_base", "ea_bart_base"])
@@ -168,16 +142,10 @@ def test_heads_are_not_pruned_where_maps_are_handed_on(rule):
     other_models.build("ea_roberta", *flags, -1)
 
 
-@pytest.mark.parametrize("arch", ["ea_transformer_base", "ea_transformer_lite", "ea_roberta", "ea_bart_base"])
+@pytest.mark.parametrize("arch", ["ea_transformer_base", "ea_roberta", "ea_bart_base"])
 def test_bf16_asks_for_no_tpu(arch):
     """fairseq would look for one, and end."""
     assert model_args(arch, "--bf16").tpu is False
-
-
-@pytest.mark.parametrize("name", [name for name in ea_fairseq.__all__ if name.endswith("Model")])
-def test_no_published_model_of_fairseqs_goes_by_our_names(name):
-    """They are models without evolving attention, whose parameters do not fit."""
-    assert getattr(ea_fairseq, name).hub_models() == {}
 
 
 def test_the_skip_connection_reaches_the_next_layer():
@@ -192,15 +160,9 @@ def test_the_skip_connection_reaches_the_next_layer():
     "flag, value",
     [
         ("--ea-alpha", "1.5"),
-        ("--ea-alpha", "nan"),
         ("--ea-beta", "-0.1"),
-        ("--ea-beta", "much"),
-        ("--ea-encoder-beta", "2"),
-        ("--ea-decoder-beta", "inf"),
         ("--ea-cross-beta", "-1"),
         ("--ea-kernel-size", "4"),
-        ("--ea-kernel-size", "0"),
-        ("--ea-kernel-size", "-3"),
         ("--ea-kernel-size", "2.5"),
     ],
 )
@@ -216,10 +178,7 @@ def test_bad_values_are_refused_by_name(flag, value, capsys):
     "name, value, flag",
     [
         ("ea_beta", float("nan"), "--ea-beta"),
-        ("ea_kernel_size", 2, "--ea-kernel-size"),
-        ("ea_alpha", "x", "--ea-alpha"),
         ("ea_conv_layers", 2.5, "--ea-conv-layers"),
-        ("ea_relative_positions", 2.5, "--ea-relative-positions"),
     ],
 )
 def test_bad_values_from_elsewhere_are_refused_too(name, value, flag):
@@ -274,8 +233,7 @@ def test_model_overrides_of_fairseqs_programs_are_checked(data, checkpoints):
     assert "ea_alfa 0.9: evolving attention has no such setting; is ea_alpha meant?" in result.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("heads", [3, 0, -4])
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@pytest.mark.parametrize(("side", "heads"), [("encoder", 3), ("decoder", 0)])
 def test_heads_must_divide_the_dimension(side, heads):
     with pytest.raises(ValueError, match=f"--{side}-attention-heads {heads} .* --{side}-embed-dim 16"):
         build("ea_transformer_base", f"--{side}-attention-heads", heads)
@@ -321,11 +279,3 @@ def test_help_shows_every_option():
     text = run(code, by=warm).stdout
     for flag in ("alpha", "beta", "encoder-beta", "decoder-beta", "cross-beta", "kernel-size"):
         assert f"--ea-{flag} " in text
-
-
-def test_a_previous_map_alone_is_noted(caplog):
-    """With --ea-alpha 1 queries and keys of later layers have no effect."""
-    build("ea_transformer_base", "--ea-alpha", 0.9)
-    assert "no gradient" not in caplog.text
-    build("ea_transformer_base", "--ea-alpha", 1)
-    assert "--ea-alpha 1.0" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.models import TINY, TRAINING, batch, build, dictionary
-from helpers.toy import fairseq
+from helpers.toy import Payload, fairseq
 
 from ea_fairseq import EATransformerModel
 
@@ -90,23 +90,13 @@ def test_checkpoints_load_with_weights_only(run):
     assert state["cfg"]["model"].ea_beta == 0.4
 
 
-class _Payload:
-    """Unpickling this creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 def test_a_malicious_checkpoint_is_refused_and_runs_nothing(corpus, tmp_path):
     trace, file = tmp_path / "trace", tmp_path / "evil.pt"
-    torch.save({"args": None, "model": {}, "payload": _Payload(trace)}, file)
+    torch.save({"args": None, "model": {}, "payload": Payload(trace)}, file)
     result = fairseq("generate", corpus, "--path", file, "--cpu", check=False)
     assert result.returncode != 0 and "weights_only" in result.stdout.lower()
     with pytest.raises(pickle.UnpicklingError):
         EATransformerModel.from_pretrained(str(tmp_path), checkpoint_file="evil.pt", data_name_or_path=str(corpus))
     assert not trace.exists()
-    pickle.loads(pickle.dumps(_Payload(trace)))  # the payload does work where nothing protects
+    pickle.loads(pickle.dumps(Payload(trace)))  # the payload does work where nothing protects
     assert trace.exists()

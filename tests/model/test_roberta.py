@@ -2,44 +2,11 @@
 
 import itertools
 
-import pytest
 import torch
 from fairseq.models.roberta import RobertaHubInterface
 from helpers.models import amplify_, batch
 from helpers.other_models import build
 from torch.testing import assert_close
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("left_pad", [True, False])
-@torch.no_grad()
-def test_alone_or_in_a_batch(k, left_pad):
-    model = amplify_(build("ea_roberta", "--ea-kernel-size", k, "--ea-alpha", 0.4, "--ea-beta", 0.5), 20)
-    tokens = batch([2, 9, 1], left_pad=left_pad)
-    together = model(tokens)[0]
-    for row, sentence in enumerate(tokens):
-        real = sentence.ne(1)
-        assert_close(together[row][real], model(sentence[real][None])[0][0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("arch", ["roberta", "roberta_prenorm"])
-@pytest.mark.parametrize("train", [True, False])
-def test_without_evolution_it_is_fairseqs(arch, train):
-    stock = amplify_(build(arch, train=train), 20)
-    ours = build(f"ea_{arch}", "--ea-alpha", 0, "--ea-beta", 0, train=train)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    ours.load_state_dict(stock.state_dict())
-    tokens = batch([7, 4, 1])
-    real = tokens.ne(1)
-    assert_close(ours(tokens)[0][real], stock(tokens)[0][real], rtol=1e-5, atol=1e-5)
-
-
-def test_only_convolutions_are_new():
-    ours, stock = build("ea_roberta"), build("roberta")
-    name = "encoder.sentence_encoder.layers.{}.self_attn.evolution.conv.{}"
-    new = {name.format(layer, part) for layer in range(3) for part in ("weight", "bias")}
-    assert set(ours.state_dict()) - set(stock.state_dict()) == new
 
 
 def test_maps_are_threaded_from_layer_to_layer():
@@ -77,11 +44,6 @@ def test_features_of_all_layers_and_of_a_classification_head():
     interface.model = model
     interface.register_buffer("_float_tensor", torch.zeros(1))
     assert interface.predict("sentiment", tokens).exp().sum(1).sub(1).abs().max() < 1e-5
-
-
-def test_heads_must_divide_the_dimension():
-    with pytest.raises(ValueError, match="--encoder-attention-heads 3 does not divide --encoder-embed-dim 16"):
-        build("ea_roberta", "--encoder-attention-heads", 3)
 
 
 def test_learnt_mixes_are_logged_as_of_every_model():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers import reference
-from test_oracle import compare, randomised
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,48 +17,30 @@ C, K, T, S = 6, 3, 5, 4
 CHOICES = [(score, reach) for score in SCORES for reach in (0, 2) if (score, reach) != ("dot", 0)]
 
 
-@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
-@pytest.mark.parametrize("score, reach", CHOICES)
+def paddings(*choices):
+    """Each score with one of the ways to pad."""
+    return [(*choice, choices[number % len(choices)]) for number, choice in enumerate(CHOICES)]
+
+
+@pytest.mark.parametrize("score, reach, padding", paddings([0, 0, 0, 1, 1], [1, 0, 0, 0, 0]))
 def test_two_encoder_layers_against_loops(score, reach, padding):
     options = {"alpha": 0.4, "beta": 0.3, "score": score, "relative_positions": reach}
-    layers = torch.nn.ModuleList(randomised(EncoderSelfAttention(C, K, **options)) for _ in range(2))
-    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
-    padding = torch.tensor(padding, dtype=torch.bool)
-    fast, previous = x.unsqueeze(1), None
-    for layer in layers:
-        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
-    slow, previous = x, None
-    for layer in layers:
-        slow, previous = reference.attention(layer, slow, slow, "encoder", padding, padding, previous)
-    compare(layers, fast[~padding, 0], slow[~padding], [x])
+    reference.compare_layers([EncoderSelfAttention(C, K, **options) for _ in range(2)], padding)
 
 
-@pytest.mark.parametrize("padding", [[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]])
-@pytest.mark.parametrize("beta", [0, 0.3])
-@pytest.mark.parametrize("score, reach", CHOICES)
-def test_decoder_self_attention_against_loops(score, reach, beta, padding):
-    options = {"beta": beta, "score": score, "relative_positions": reach, "self_attention": True}
-    module = randomised(DecoderAttention(Geometry.DECODER_SELF, C, K, **options))
-    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
-    padding = torch.tensor(padding, dtype=torch.bool)
-    future = torch.full((T, T), -torch.inf).triu(1)
-    fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
-    slow, _ = reference.attention(module, x, x, "decoder", padding, padding)
-    compare(module, fast[~padding, 0], slow[~padding], [x])
+@pytest.mark.parametrize("score, reach, padding", paddings([1, 1, 0, 0, 0], [0, 0, 0, 0, 1]))
+def test_decoder_self_attention_against_loops(score, reach, padding):
+    options = {"beta": 0.3, "score": score, "relative_positions": reach, "self_attention": True}
+    reference.compare_decoder(DecoderAttention(Geometry.DECODER_SELF, C, K, **options), padding)
 
 
-@pytest.mark.parametrize("padding", [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 1]])
-@pytest.mark.parametrize("beta", [0, 0.3])
-@pytest.mark.parametrize("score", [score for score in SCORES if score != "dot"])
+@pytest.mark.parametrize(
+    "score, beta, padding",
+    [("multiplicative", 0.3, [1, 0, 0, 0]), ("additive", 0.3, [0, 0, 1, 1]), ("concatenative", 0, [0, 0, 0, 0])],
+)
 def test_encoder_decoder_attention_against_loops(score, beta, padding):
     options = {"beta": beta, "score": score, "kdim": 7, "vdim": 7, "encoder_decoder_attention": True}
-    module = randomised(DecoderAttention(Geometry.ENCODER_DECODER, C, K, **options))
-    x = torch.randn(T, C, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(S, 7, dtype=torch.float64, requires_grad=True)
-    padding = torch.tensor(padding, dtype=torch.bool)
-    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=padding[None])
-    slow, _ = reference.attention(module, x, y, "cross", torch.zeros(T, dtype=torch.bool), padding)
-    compare(module, fast[:, 0], slow, [x, y])
+    reference.compare_cross(DecoderAttention(Geometry.ENCODER_DECODER, C, K, **options), padding, [0] * T)
 
 
 def test_additive_is_concatenative_with_the_same_weights():
@@ -111,7 +92,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("piece", [1, 400, 10**6])
+@pytest.mark.parametrize("piece", [1, 400])
 @pytest.mark.parametrize("score", ["additive", "concatenative"])
 def test_memory_is_that_of_one_piece(score, piece, monkeypatch):
     """With any size of a piece the same numbers, and no tensor larger than one, forwards and backwards."""
@@ -133,7 +114,6 @@ def test_memory_is_that_of_one_piece(score, piece, monkeypatch):
     whole = 2 * K * rows * columns * size
     others = 2 * K * max(rows * columns, rows * size, columns * size)  # the logits, queries and keys themselves
     assert largest.numbers <= max(min(piece, whole), others)
-    assert piece < whole or largest.numbers == whole  # this would have seen it
 
 
 @pytest.mark.parametrize("score", ["additive", "concatenative"])

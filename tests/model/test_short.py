@@ -10,14 +10,23 @@ import torch
 from helpers.models import amplify_, batch, build
 
 from ea_fairseq.attention import EncoderSelfAttention
+from evolving_attention.evolution import Evolution, Geometry
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("source, target", [([1], [1]), ([2], [1]), ([1, 2], [2, 1]), ([1, 9], [1, 7])])
-@pytest.mark.parametrize("left_pad", [True, False])
+@pytest.mark.parametrize(
+    "dtype, k, source, target, left_pad",
+    [
+        (torch.float32, 3, [1], [1], False),
+        (torch.float32, 5, [1, 2], [2, 1], True),
+        (torch.float16, 1, [1, 9], [1, 7], False),
+        (torch.float16, 3, [2], [1], False),
+        (torch.float16, 5, [1, 9], [1, 7], True),
+        (torch.bfloat16, 3, [1, 2], [2, 1], True),
+        (torch.bfloat16, 5, [1], [1], False),
+    ],
+)
 def test_short_sentences(dtype, k, source, target, left_pad):
     model = amplify_(build("ea_transformer_base", "--ea-kernel-size", k, dtype=dtype, train=True))
     source = batch(source, left_pad=left_pad)
@@ -42,8 +51,7 @@ def test_step_by_step_from_nothing(dtype):
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("dtype, k", [(torch.float16, 1), (torch.float16, 3), (torch.bfloat16, 3), (torch.bfloat16, 5)])
 @torch.no_grad()
 def test_half_precision_gives_float32s_numbers(dtype, k):
     """At once and step by step. It is some 2 eps off; without evolution it would be half of the numbers off."""
@@ -62,3 +70,18 @@ def test_half_precision_gives_float32s_numbers(dtype, k):
 def test_weights_are_float32_at_least(dtype):
     module, x = EncoderSelfAttention(8, 2, beta=0.5).to(dtype).eval(), torch.randn(5, 2, 8).to(dtype)
     assert module(x, need_weights=True)[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("conv_layers", [1, 2])
+@torch.no_grad()
+def test_sums_beyond_float16_stay_finite(conv_layers):
+    """Every sum is kept within half of the range: infinities less infinities would be NaN in the next layer."""
+    options = {"rule": "predictive", "conv_layers": conv_layers, "alpha": 0.5}
+    evolution = Evolution(Geometry.ENCODER_SELF, 2, 3, **options).half()
+    for parameter in evolution.parameters():
+        parameter.fill_(10)
+    logits, previous = (torch.full((1, 2, 4, 4), number).half() for number in (-60_000, 60_000))
+    a_logit = evolution(logits, None, previous)
+    assert a_logit.isfinite().all() and a_logit.abs().max() <= torch.finfo(torch.float16).max / 2
+    a_logit = Evolution(Geometry.ENCODER_SELF, 2, rule="realformer").half()(-logits, None, previous)
+    assert a_logit.isfinite().all()

@@ -1,4 +1,4 @@
-"""What must always hold, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
+"""The promises, for every system beside the ICML paper's: rules, scores, relative positions, branches."""
 
 import sys
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers import warm
-from helpers.models import amplify_, batch, build, dictionary
+from helpers.models import EncoderOutput, amplify_, batch, build, dictionary, in_threads
+from helpers.promises import check_alone_or_in_a_batch, check_no_future, check_steps
 from torch.testing import assert_close
 
 PREDICTIVE = ["--ea-rule", "predictive", "--ea-alpha", 0.5]
@@ -41,71 +42,40 @@ def lively(system, **options):
     return model
 
 
-def collate(sentences, left):
-    """Sentences of token ids, padded on one side."""
-    rows = torch.full((len(sentences), max(map(len, sentences))), 1)
-    for row, sentence in zip(rows, sentences, strict=True):
-        row[slice(-len(sentence), None) if left else slice(len(sentence))] = sentence
-    return rows
-
-
 @each_system
-@pytest.mark.parametrize("left_source, left_target", [(True, False), (False, True)])
 @torch.no_grad()
-def test_alone_or_in_a_batch(system, left_source, left_target, each_way):
-    model = lively(system)
-    sources = [batch([n], seed=n)[0] for n in (2, 9, 5)]
-    targets = [batch([n], seed=n, eos_first=True)[0] for n in (8, 1, 4)]
-    target = collate(targets, left_target)
-    together = model(collate(sources, left_source), None, target)[0]
-    for source, expected, logits, row in zip(sources, targets, together, target, strict=True):
-        assert_close(logits[row.ne(1)], model(source[None], None, expected[None])[0][0], rtol=1e-5, atol=1e-5)
+def test_alone_or_in_a_batch(system, each_way):
+    model, left_source = lively(system), list(SYSTEMS).index(system) % 2 == 0
+    source, target = batch([2, 9, 5], left_pad=left_source), batch([8, 1, 4], left_pad=not left_source, eos_first=True)
+    check_alone_or_in_a_batch(lambda source, target: model(source, None, target)[0], source, target)
 
 
 @pytest.mark.parametrize("system", IN_DECODERS)
 @torch.no_grad()
 def test_a_future_token_changes_nothing(system, each_way):
-    """Bit for bit."""
-    model, source = lively(system), batch([6])
-    tokens = batch([7], eos_first=True)
-    before = model(source, None, tokens)[0]
-    for position in (1, 4, 6):
-        changed = tokens.clone()
-        changed[0, position] = 4 + (changed[0, position] - 3) % 20
-        after = model(source, None, changed)[0]
-        assert torch.equal(after[:, :position], before[:, :position])
-        assert not torch.equal(after[:, position:], before[:, position:])
+    model, source = lively(system), batch([6, 4])
+    check_no_future(lambda tokens: model(source, None, tokens)[0], batch([7, 7], eos_first=True))
 
 
-@pytest.mark.parametrize("beam_size_known", [False, True])
 @pytest.mark.parametrize("system", [*IN_DECODERS, "two branches, predictive"])
 @torch.no_grad()
-def test_step_by_step_equals_teacher_forcing_while_beams_move(system, beam_size_known, each_way):
-    """Three sentences with two beams each, reordered in every step; one sentence is finished after step 3."""
-    model, beams = lively(system), 2
-    if beam_size_known:
-        model.decoder.set_beam_size(beams)
-    encoder_out = model.encoder(batch([6, 4, 3], left_pad=True))
-    encoder_out = model.encoder.reorder_encoder_out(encoder_out, torch.arange(3).repeat_interleave(beams))
-    generator = torch.Generator().manual_seed(1)
-    tokens, state, sentences = torch.full((3 * beams, 1), 2), {}, 3
-    for step in range(7):
-        ours = model.decoder(tokens, encoder_out=encoder_out, incremental_state=state)[0][:, -1]
-        whole = model.decoder(tokens, encoder_out=encoder_out)[0][:, -1]
-        assert_close(ours, whole, rtol=1e-5, atol=1e-5)
-        kept = list(range(sentences))
-        if step == 3:
-            kept.pop(1)
-        choice = torch.randint(beams, (len(kept), beams), generator=generator)
-        order, sentences = (torch.tensor(kept)[:, None] * beams + choice).view(-1), len(kept)
-        model.decoder.reorder_incremental_state_scripting(state, order)
-        encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
-        new = torch.randint(4, 24, (sentences * beams, 1), generator=generator)
-        tokens = torch.cat([tokens[order], new], dim=1)
+def test_step_by_step_equals_teacher_forcing_while_beams_move(system, each_way):
+    model = lively(system)
+    model.decoder.set_beam_size(2)
+    check_steps(model, batch([6, 4, 3], left_pad=True), dropped=(3,))
 
 
-@each_system
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("system", "dtype"),
+    [
+        ("predictive, 3 convolutions", torch.float16),
+        ("learnt", torch.bfloat16),
+        ("multiplicative", torch.bfloat16),
+        ("relative, additive", torch.float16),
+        ("two branches, predictive", torch.float32),
+        ("two branches, evolving, relative", torch.float16),
+    ],
+)
 def test_short_sentences_in_every_precision(system, dtype):
     model = lively(system, dtype=dtype, train=True)
     logits = model(batch([1, 2, 7], left_pad=True), None, batch([2, 1, 3], eos_first=True))[0]
@@ -124,11 +94,9 @@ def test_every_parameter_is_of_use(system):
     assert [name for name in useless if not name.endswith("k_proj.bias")] == []
 
 
-@each_system
+@pytest.mark.parametrize("system", ["learnt", "relative, additive", "two branches, evolving, relative"])
 @torch.no_grad()
 def test_threads_may_share_a_model(system):
-    from test_threads import in_threads
-
     model = lively(system)
     batches = [(batch([n, 3], seed=n), batch([n + 1, 2], seed=n, eos_first=True)) for n in range(3, 11)]
     expected = [model(source, None, target)[0] for source, target in batches]
@@ -146,8 +114,6 @@ def test_threads_may_share_a_model(system):
 @pytest.mark.parametrize("system", ["relative, additive", "two branches, predictive"])
 @torch.no_grad()
 def test_the_encoder_can_be_recorded(system):
-    from test_recorded import EncoderOutput
-
     encoder, source = EncoderOutput(lively(system).encoder), batch([6, 3])
     traced = torch.jit.trace(encoder, (source,), check_trace=False)
     exported = torch.export.export(encoder, (source,), strict=False).module()

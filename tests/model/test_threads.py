@@ -3,37 +3,17 @@
 import copy
 import pickle
 import random
-import threading
 
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import amplify_, batch, build, dictionary
+from helpers.models import amplify_, batch, build, dictionary, in_threads
 from torch.testing import assert_close
 
 from ea_fairseq.attention import EncoderSelfAttention
 
-THREADS = 8
+THREADS = 8  # which in_threads starts
 CALLS = 32  # by each thread; a few are enough to fail where anything of a call is kept in a module
-
-
-def in_threads(work, count=THREADS):
-    """Run work(number) in so many threads at once; what any of them raised is raised here."""
-    faults = []
-
-    def run(number):
-        try:
-            work(number)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def tiny(*flags):
@@ -81,10 +61,9 @@ def test_many_threads_get_what_one_thread_gets(rule, each_way):
     assert not wrong, f"{len(wrong)} of {THREADS * CALLS} outputs are wrong"
 
 
-@pytest.mark.parametrize("rule", ["evolving", "predictive"])
-def test_the_future_of_one_call_is_not_that_of_another(rule):
+def test_the_future_of_one_call_is_not_that_of_another():
     """fairseq keeps the mask of the future in the module, where a second thread may put a smaller one."""
-    decoder = tiny("--ea-rule", rule).decoder
+    decoder = tiny().decoder
     long = decoder.buffered_future_mask(torch.zeros(9, 1, 8))
     decoder.buffered_future_mask(torch.zeros(4, 1, 8))
     assert "_future_mask" not in vars(decoder) or decoder._future_mask.numel() == 0
@@ -124,22 +103,6 @@ def test_an_attention_called_twice_gives_the_same_twice(each_way):
     module(short)
     assert torch.equal(module(long)[0], expected)
     assert torch.equal(module(long)[0], expected)
-
-
-@torch.no_grad()
-def test_calls_may_nest():
-    """A call in the middle of another one, as an observer may make it."""
-    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
-    short, long = torch.randn(5, 1, 8), torch.randn(7, 1, 8)
-    output, a_logit, _ = module(long, keep_map=True)
-
-    def observe(maps):
-        module.observer = None
-        module(short, keep_map=True)
-
-    module.observer = observe
-    nested = module(long, keep_map=True)
-    assert torch.equal(nested[0], output) and torch.equal(nested[1], a_logit)
 
 
 class Broken(Exception):

@@ -24,12 +24,11 @@ pytestmark = pytest.mark.slow
 LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
 #: architecture and flags; the rest of the rules differ in coefficients only
 SYSTEMS = {
-    "evolving": ("ea_transformer_base", []),
-    "learnt, relative, branch": (
-        "ea_transformer_base",
-        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-conv-branch"],
-    ),
-    "stock's function": ("ea_transformer_base", ["--ea-alpha", "0", "--ea-beta", "0"]),
+    "evolving": ("ea_transformer_lite", []),
+    "branch": ("ea_transformer_lite", ["--ea-conv-branch"]),
+    "predictive": ("pa_transformer_lite", []),
+    "relative, learnt": ("ea_transformer_lite", ["--ea-learn-mix", "--ea-relative-positions", "4"]),
+    "stock": ("transformer_lite", []),
 }
 
 

@@ -67,13 +67,6 @@ def test_a_torn_json_file_is_named(tmp_path, content):
         read_json(tmp_path / "a.json")
 
 
-def test_text_that_is_not_utf8_is_one_line():
-    with pytest.raises(SystemExit) as end, reporting("tool"):
-        b"caf\xe9 au lait".decode()
-    assert end.value.code.startswith("tool: a file that was read is not UTF-8 text (")
-    assert "caf\\xe9 au lait" in end.value.code
-
-
 def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
     """As in scripts/translate.sh ... | head -2."""
     code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
@@ -96,8 +89,6 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
             "a/b: Not a directory; a file stands where a folder is wanted",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room and run it again"),
-        (OSError(errno.EXDEV, "Invalid link", "a", None, b"b"), "a -> b: Invalid link"),
-        (OSError(errno.EBADF, "Bad file descriptor", 7), "Bad file descriptor"),
         (OSError("a library's own words"), "a library's own words"),
     ],
 )

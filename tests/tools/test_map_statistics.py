@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import numpy as np
@@ -14,7 +13,7 @@ from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.alignments import alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.collect import LayerMaps
-from ea_tools.maps.measures import Estimate, entropy, estimate, resamples, shares, similarity, statistics_of
+from ea_tools.maps.measures import Estimate, estimate, resamples, shares, statistics_of
 from ea_tools.maps.models import load_model
 from ea_tools.maps.statistics import Sample, main, tally
 from ea_tools.preparation import keep
@@ -29,21 +28,6 @@ def rows(*values):
 
 
 # ---- on maps made by hand
-
-
-def test_entropy_of_known_rows():
-    visible = rows([1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]) > 0
-    weights = rows([0.25] * 4, [0, 1, 0, 0], [0.5, 0.5, 9, 9])  # what is masked means nothing
-    np.testing.assert_allclose(entropy(weights, visible)[0, 0], [math.log(4), 0, math.log(2)])
-
-
-def test_similarity_of_known_rows():
-    one = rows([0.5, 0.5, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0])
-    other = rows([0.5, 0.5, 0, 0], [0, 0, 0, 1], [0.5, 0.5, 0, 0])
-    # The last: the entropy of the mean (3/4, 1/4) less the mean entropy 1/2, in bits.
-    divergence = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)) - 0.5
-    np.testing.assert_allclose(similarity(one, other, ALL)[0, 0], [1, 0, 1 - divergence], atol=1e-12)
-    np.testing.assert_allclose(similarity(other, one, ALL), similarity(one, other, ALL))
 
 
 def test_shares_of_known_parts():
@@ -68,23 +52,6 @@ def means(maps, before=None):
     return {name: (sums / counts).tolist() for name, sums, counts in statistics_of(maps, before)}
 
 
-def test_uniform_maps_have_the_highest_entropy_and_equal_layers_are_equal():
-    for keys in (2, 5, 30):
-        uniform = layer(torch.full((2, 3, 4, keys), 1 / keys))
-        found = means(uniform, uniform)
-        assert found["entropy"] == pytest.approx([math.log(keys)] * 2, abs=1e-6)
-        for name in ("normalised", "same_head", "head_mean"):
-            assert found[name] == pytest.approx([1, 1], abs=1e-6)
-
-
-def test_two_similarities_differ_where_heads_change_places():
-    weights = torch.eye(4).expand(1, 2, 4, 4).clone()
-    weights[:, 1] = torch.eye(4).flip(0)
-    found = means(layer(weights), layer(weights.flip(1)))
-    assert found["same_head"] == pytest.approx([0])
-    assert found["head_mean"] == pytest.approx([1])
-
-
 def test_shares_weigh_the_parts_by_their_shares():
     part = torch.tensor([1.0, -1, 1, -1]).expand(1, 2, 3, 4)
     weights = torch.full((1, 2, 3, 4), 0.25)
@@ -95,15 +62,6 @@ def test_shares_weigh_the_parts_by_their_shares():
     assert "skip" not in found
     nothing_to_share = means(layer(weights, logits=(1, part)))
     assert not {"own", "skip", "convolution"} & nothing_to_share.keys()
-
-
-def test_rows_with_one_key_are_left_out():
-    masked = torch.ones(4, 4, dtype=torch.bool).triu(1)[None, None]
-    weights = (~masked).float() / (~masked).sum(dim=3, keepdim=True)
-    for name, sums, counts in statistics_of(layer(weights, masked=masked), None):
-        assert (name, counts.tolist()) in (("entropy", [3]), ("normalised", [3]))
-        expected = math.log(2 * 3 * 4) if name == "entropy" else 3
-        assert sums.tolist() == pytest.approx([expected], abs=1e-6)
 
 
 # ---- alignments
@@ -152,8 +110,6 @@ PHARAOH = "0-0 1?2 3p1\n2-10\n"
         ("0-0 2?1 1p3\n10-2\n", {"target_first": True}),
         ("1 1 1 S\n1 2 3 P\n1 4 2 P\n2 3 11 S\n", {}),
         ("0002 03 11\n0001 01 01 S 0.9\n0001 2 3 P 0.5\n1 4 2 P\n1 0 3 S\n1\t2\t0\tP\n\n", {}),  # 0: no counterpart
-        ("1 0 0 S\n1 1 2 P\n1 3 1 P\n2 2 10\n", {"first": 0}),
-        ("1 1 1 S\n1 3 2 P\n1 2 4 P\n2 11 3\n", {"target_first": True}),
     ],
 )
 def test_every_way_to_write_the_same_gold(tmp_path, content, options):
@@ -175,9 +131,6 @@ def test_a_sentence_that_no_link_names_is_not_annotated(tmp_path):
         ("1-1\n0-1\n", {"first": 1}, "gold:2: the link between words 0 and 1: words are said to count from 1"),
         ("1 1 1 S\n3 1 1 S\n", {}, "gold:2: sentence 3 is out of range: there are 2, counted from 1"),
         ("1 1 1 S\n1 1 2 Q\n", {}, "gold:2: '1 1 2 Q' is no link; wanted is \"sentence word word\", and S or P"),
-        ("1 1 1 S\n1 1\n", {}, "gold:2: '1 1' is no link"),
-        ("1 1 1 S\n0-0\n", {}, "gold:2: '0-0' is no link"),
-        ("0-0\n1 1 1 S\n", {}, "gold:2: '1' is no link; a sure one is written 1-2"),
     ],
 )
 def test_gold_that_does_not_fit_is_named(tmp_path, content, options, message):
@@ -324,29 +277,6 @@ def test_shares_of_a_model_add_up_to_one(there):
             np.testing.assert_allclose(sum(sums for sums, _ in parts), parts[0][1], rtol=1e-9)
 
 
-def test_naacls_format_gives_the_same_error_rate(there, tmp_path):
-    """Counted from 1, the target word first, and the last two sentences not annotated."""
-    lines = (there / "gold").read_text().splitlines()
-    links = [re.fullmatch(r"(\d+)(.)(\d+)", link).groups() for link in " ".join(lines[:8]).split()]
-    numbers = [number for number, line in enumerate(lines[:8], 1) for _ in line.split()]
-    kinds = {"-": "S", "?": "P"}
-    (tmp_path / "naacl").write_text(
-        "".join(
-            f"{number:04} {int(target) + 1} {int(source) + 1} {kinds[kind]}\n"
-            for number, (source, kind, target) in zip(numbers, links, strict=True)
-        )
-    )
-    found = {}
-    for name, sentences, gold in (("naacl", 10, tmp_path / "naacl"), ("pharaoh", 8, there / "gold")):
-        out = tmp_path / f"{name}.json"
-        more = ["--gold-target-first"] if name == "naacl" else []
-        main([*map(str, ("--run", there / "toy-ea", "--sentences", sentences, "--gold", gold, "--out", out)), *more])
-        found[name] = json.loads(out.read_text())
-        assert found[name]["aligned_sentences"] == 8
-    rates = [[one["run"]["mean"] for one in report["statistics"]["aer"]["cross"].values()] for report in found.values()]
-    assert rates[0] == rates[1]
-
-
 @pytest.mark.slow
 def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -430,20 +360,6 @@ def test_what_cannot_be_used_is_named(there, data, tmp_path, capsys):
     gold.write_text("\n".join([*lines[:4], lines[4] + " 77-0", *lines[5:]]) + "\n")
     found = refused(capsys, tmp_path, *run, "--gold", gold)
     assert "--gold, sentence 5: the link between words 77 and 0, counted from 0, is out of range" in found
-
-
-def test_other_data_are_refused_and_empty_ones_too(there, data, tmp_path, capsys):
-    other = shutil.copytree(data, tmp_path / "other")
-    run = ("--run", there / "toy-ea", "--data", other)
-    (other / "test.de-en.de.bin").write_bytes(b"")
-    assert "test.de-en.de.bin is empty" in refused(capsys, tmp_path, *run)
-    words = (other / "dict.de.txt").read_text().splitlines()
-    for language in ("de", "en"):  # as many words, in another order
-        (other / f"dict.{language}.txt").write_text("\n".join([words[1], words[0], *words[2:]]) + "\n")
-    main([*map(str, run), "--subset", "valid", "--sentences", "2", "--out", str(tmp_path / "a.md")])
-    assert "holds other words than" in capsys.readouterr().err
-    (other / "dict.de.txt").write_text("\n".join([*words, "more 1"]) + "\n")
-    assert "was not trained on" in refused(capsys, tmp_path, *run)
 
 
 def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ea_tools.training import memory
-
 PROGRAM = """
 import resource, sys
 from ea_tools.training.memory import keep_freed_memory
@@ -42,10 +40,3 @@ def test_a_freed_block_is_used_again():
 
 def test_what_the_user_decided_stays():
     assert pages_of_a_second_block("keep", MALLOC_ARENA_MAX="2")[0] == 0
-
-
-def test_a_c_library_without_it_is_left_alone(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    assert memory.keep_freed_memory() is False

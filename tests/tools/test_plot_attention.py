@@ -10,16 +10,15 @@ from dataclasses import replace
 import numpy
 import pytest
 from helpers import browser
+from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
-from helpers.toy import script
-from test_attention_maps import inputs, maps_of
 
 from ea_tools.common import UserError
-from ea_tools.figures.labels import families, visual
-from ea_tools.maps import KINDS, draw, picture
+from ea_tools.figures.labels import visual
+from ea_tools.maps import draw, picture
 from ea_tools.maps.draw import chosen, main, parse
 from ea_tools.maps.exports import bertviz, numbers, page
-from ea_tools.maps.look import AXES, PARTS, Look, Row, columns_of, of_words, parts_of
+from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, parts_of
 from ea_tools.maps.models import load_model
 from ea_tools.maps.words import merged, words_of
 from ea_tools.text import Marked
@@ -65,17 +64,11 @@ ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
     [
         ("holz@@", "holz@@"),
         ("שלום", "םולש"),
-        ("בית@@", "@@תיב"),
         ("סלאם2016", "2016םאלס"),
-        ("ב12.5", "12.5ב"),
-        ("GPTקוד", "דוקGPT"),
         ("(קוד)", "(דוק)"),
-        ("⟨קוד⟩", "⟨דוק⟩"),
         ("בְּ", "ְּב"[::-1][1:] + "ב"),
         ("كتاب", "\ufe8f\ufe8e\ufe98\ufedb"),  # beh isolated, alef final, teh medial, kaf initial
         ("سلام", "\ufee1\ufefc\ufeb3"),  # lam with alef is one letter
-        ("دار", "\ufead\ufe8d\ufea9"),  # letters that never join to the left
-        ("پنج", "\ufe9e\ufee8\ufb58"),  # Persian
         ("مُد", "\ufeaa\u064f\ufee3"),  # a mark does not part letters; it comes before its letter
     ],
 )
@@ -83,16 +76,10 @@ def test_labels_from_right_to_left(label, on_paper):
     assert visual(label) == on_paper
 
 
-def test_fonts_are_found_or_missed():
-    assert families("größe Ελληνικά русский שלום عربي") == (("DejaVu Sans",), set())
-    names, missing = families("a𒀀")  # cuneiform: few machines have it
-    assert (names[0], missing) == ("DejaVu Sans", {"𒀀"}) or len(names) == 2
-
-
 # ---- the picture
 
 
-@pytest.mark.parametrize("length, rows", [(2, ROWS), (5, ROWS), (20, ROWS), (60, ROWS), (400, ROWS[2:])])
+@pytest.mark.parametrize("length, rows", [(2, ROWS), (20, ROWS), (400, ROWS[2:])])
 def test_labels_fit(length, rows, capsys):
     """No label covers another of its axis, or a title, or leaves the picture, which is not too large to be drawn."""
     there = look(length, max(2, length - 3), size=EIGHT_HEADS)
@@ -155,31 +142,12 @@ def test_one_colour_scale_per_row_and_the_right_maps():
         assert shown[0].get_clim() == (0, max(image.get_array().max() for image in shown))
 
 
-def test_a_picture_in_words_with_rollout():
-    there = replace(look(9, 9), in_words=True)
-    parts = columns_of(there, ["map", "rollout"])
-    assert parts == ["map", "rollout", "baseline", "baseline_rollout"]
-    assert columns_of(there, ["rollout"]) == ["rollout", "baseline_rollout"]
-    line = picture._Line(there, Row("encoder", 3, 2), parts, picture._sizes(there))
-    assert line._across == [*"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(), "</s>"]
-    numbers = there.words["source"].numbers
-    weights = there.maps["encoder", 3].weights[0].numpy()
-    numpy.testing.assert_allclose(line._maps["map"], merged(weights, numbers, numbers)[1], atol=1e-6)
-    rollout = there.rollouts["rollout"]["encoder", 3][None]
-    numpy.testing.assert_allclose(line._maps["rollout"], merged(rollout, numbers, numbers)[0], atol=1e-6)
-    assert line._row_title == "query: source word"
-    assert picture.picture(there, [Row("encoder", 3, 2)], parts, "svg")
-
-
-@pytest.mark.parametrize("form", ["png", "svg"])
-def test_pictures_are_the_same_again(form):
+def test_pictures_are_the_same_again():
     there, rows, parts = look(), ROWS[:1], ["map", "own"]
-    first = picture.picture(there, rows, parts, form)
-    assert picture.picture(there, rows, parts, form) == first
-    if form == "svg":
-        assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
-    else:
-        assert first.startswith(b"\x89PNG")
+    first = picture.picture(there, rows, parts, "svg")
+    assert picture.picture(there, rows, parts, "svg") == first
+    assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
+    assert picture.picture(there, rows, parts, "png").startswith(b"\x89PNG")
 
 
 def test_a_part_that_one_kind_has_not():
@@ -187,25 +155,6 @@ def test_a_part_that_one_kind_has_not():
     assert there.parts == ["map", "own", "convolution"]
     assert picture.picture(there, [Row("cross", 3, 1)], there.parts, "svg")
     assert look(arch="transformer", compare=False).parts == ["map"]
-
-
-def test_a_picture_of_everything_is_refused_as_png():
-    there = look(30, 30, compare=False)
-    rows = [Row(kind, layer, head) for kind in KINDS for layer in range(1, 7) for head in range(1, 9)]
-    with pytest.raises(UserError, match="pixels high"):
-        picture.picture(there, rows, ["map"], "png")
-
-
-def test_dollars_are_no_formula():
-    assert picture.picture(look(words=["$$"]), ROWS[:1], ["map"], "svg")
-
-
-def test_a_missing_letter_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(picture, "families", lambda text: (("DejaVu Sans",), {"𒀀"}))
-    picture.picture(look(words=["a𒀀"]), ROWS[:1], ["map"], "png")
-    said = capsys.readouterr().err
-    assert said.count("no installed font has 𒀀;") == 1
-    assert "Glyph" not in said
 
 
 # ---- the numbers
@@ -308,13 +257,6 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     assert '"start": {"kind": "encoder", "layer": 1, "head": 0, "words": true}' in files[2].read_text()
 
 
-def test_without_a_target_the_model_translates(checkpoints, tmp_path):
-    main([*arguments(checkpoints.mixed, tmp_path)[:-1], str(tmp_path / "own.npz")])
-    loaded = load_model(checkpoints.mixed)
-    expected = loaded.translate(loaded.source("Hund, Katze."), 5)
-    assert numpy.load(tmp_path / "own.npz")["tokens.predicted"].tolist() == expected.labels
-
-
 @pytest.mark.parametrize(
     "model, more, message",
     [
@@ -323,18 +265,12 @@ def test_without_a_target_the_model_translates(checkpoints, tmp_path):
             ["--kind", "encoder", "--layer", "3"],
             r"--layer 3: .*evolving\.pt has 2 layers with encoder self",
         ),
-        ("evolving", ["--layer", "2"], r"--layer 2: .*evolving\.pt has 1 layers with decoder self-attention"),
         ("evolving", ["--head", "3"], r"--head 3: .*evolving\.pt has 2 heads"),
-        ("stock", ["--part", "map", "convolution"], r"--part convolution: .*stock\.pt has no convolution in encoder"),
         ("mixed", ["--kind", "cross", "--part", "convolution"], r"has no convolution in encoder-decoder attention"),
         ("evolving", ["--kind", "decoder", "--part", "rollout"], r"--part rollout: follows .* choose --kind encoder"),
-        ("evolving", ["--second", "Katze."], r"--second: .* was trained for translation, and reads one sentence"),
         ("evolving", ["--source", "  "], r"the source sentence is empty"),
-        ("evolving", ["--target", ""], r"the target sentence is empty"),
         ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
-        ("evolving", ["--target", "dog. " * 9], r"the target sentence is too long"),
         ("evolving", ["--compare", "none.pt"], r"none\.pt: no such checkpoint"),
-        ("none", [], r"none\.pt: no such checkpoint"),
     ],
 )
 def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):
@@ -351,8 +287,6 @@ def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, messa
     [
         (["--out", "a.pdf"], r"a\.pdf: the name must end in \.png, \.svg, \.html, \.npz"),
         (["--layer", "0"], "--layer: invalid number or all value: '0'"),
-        (["--head", "x"], "--head: invalid number or all or mean value: 'x'"),
-        (["--kind", "both"], "invalid choice: 'both'"),
         (["--beam", "0"], "--beam: must be at least 1"),
     ],
 )
@@ -378,27 +312,6 @@ def test_a_baseline_with_fewer_heads_is_named():
         chosen(mixed, args)
 
 
-def test_a_full_disk_leaves_no_file(checkpoints, tmp_path, monkeypatch):
-    """The second of two files fails: neither appears."""
-
-    def full(look, start):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(draw, "page", full)
-    with pytest.raises(SystemExit, match="No space left"):
-        main(
-            arguments(
-                checkpoints.evolving,
-                tmp_path,
-                "--layer",
-                "1",
-                "--out",
-                *(str(tmp_path / f"a{s}") for s in (".npz", ".html")),
-            )
-        )
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_language_without_spaces_keeps_its_subwords(checkpoints, capsys):
     """Nothing says which of its subwords make a word, unless the text came in tokens."""
     loaded = load_model(checkpoints.evolving)
@@ -410,16 +323,6 @@ def test_a_language_without_spaces_keeps_its_subwords(checkpoints, capsys):
     assert capsys.readouterr().err.count("th is written without spaces") == 1
     loaded.prep = {**loaded.prep, "tokenizer": "given", "source_lang": "zh"}
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
-
-
-@pytest.mark.slow
-def test_from_any_folder(checkpoints, tmp_path):
-    result = script(
-        "plot_attention.sh", "--checkpoint", checkpoints.evolving, "--source", "Hund.", "--layer", 1, cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["attention.png"]
-    assert "DEBUG" not in result.stderr
 
 
 # ---- the page

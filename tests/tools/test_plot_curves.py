@@ -1,7 +1,6 @@
 """scripts/plot_curves.sh: the curves are the logs', a resumed run is one run, and seeds become one line."""
 
 import csv
-import io
 import json
 import re
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from ea_tools.common import UserError
 from ea_tools.figures import curves as plot_curves
 from ea_tools.training.logs import join, parse_line
 
@@ -140,21 +138,6 @@ def test_points_and_axes(tmp_path):
     assert (run.seed, run.last) == ("1", 60)
 
 
-def test_a_validation_behind_the_last_training_loss_has_its_time(tmp_path):
-    lines = [*journal(range(1, 61)), '{"tag": "valid", "step": 65, "num_updates": 65, "loss": 1}']
-    run = plot_curves.read(make(tmp_path / "run", lines))
-    np.testing.assert_allclose(run.x("hours", np.array([65.0])), 65 * 2 / 3600)
-
-
-def test_a_log_of_epochs_alone(tmp_path):
-    lines = [line for line in journal(range(1, 91)) if "train_inner" not in line]
-    folder = make(tmp_path / "run", lines)
-    (folder / "train.log").unlink()
-    run = plot_curves.read(folder)
-    assert run.points["train"][0].tolist() == [15, 45, 75]
-    assert run.epoch == 30, "the end of the first"
-
-
 def test_a_log_of_plain_fairseq(tmp_path):
     log = tmp_path / "screen.log"
     log.write_text("\n".join(["fairseq says hello", *SIMPLE]) + "\n")
@@ -198,13 +181,10 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
     assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]
 
 
-@pytest.mark.parametrize(
-    "places", ["--data {} ea_transformer_lite", "ea_transformer_lite --data {}", "toy --data {} x"]
-)
-def test_a_run_is_known_wherever_its_data_stand_in_the_command(tmp_path, places):
+def test_a_run_of_own_data_is_known(tmp_path):
     folder = make(tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
-    record["command"] = f"scripts/train.sh {places.format('data/x')} --gpus 0 --lr 5e-4"
+    record["command"] = "scripts/train.sh --data data/x ea_transformer_lite --gpus 0 --lr 5e-4"
     (folder / "run.json").write_text(json.dumps(record))
     run = plot_curves.read(folder)
     assert run.seed == "1"
@@ -235,27 +215,12 @@ def test_seeds_with_other_updates_are_compared_at_the_same_ones(tmp_path):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_lost_where_nobody_reads(tmp_path, monkeypatch):
-    """plot_curves.sh RUN | head -1: the report stops, and the files are there."""
-
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError("Broken pipe")
-
-    out, numbers = tmp_path / "curves.png", tmp_path / "curves.csv"
-    monkeypatch.setattr("sys.stdout", Closed())
-    with pytest.raises(SystemExit):
-        plot_curves.main([str(make(tmp_path / "run")), "--out", str(out), "--csv", str(numbers), "--x", "updates"])
-    assert out.exists()
-    assert numbers.exists()
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("suffix", [".png", ".pdf"])
 def test_picture_table_and_numbers(tmp_path, capsys, suffix):
     runs = [make(tmp_path / "runs" / str(seed), seed=seed, level=10 + seed) for seed in (1, 2)]
     out, numbers = tmp_path / "new" / f"curves{suffix}", tmp_path / "new" / "curves.csv"
     plot_curves.main([*map(str, runs), "--out", str(out), "--csv", str(numbers), "--x", "updates", "hours"])
-    magic = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    magic = {".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
     assert out.read_bytes().startswith(magic)
     printed = capsys.readouterr().out
     assert re.search(r"runs/1 +60 +2\.0 +0\.03 +5\.000 +8\.000: 8\.000 @ 60 +15\.00: 15\.00 @ 60\n", printed)
@@ -267,21 +232,6 @@ def test_picture_table_and_numbers(tmp_path, capsys, suffix):
         "update": "60", "epoch": "2.0000", "hours": "0.03333", "value": "15.0",
     }  # fmt: skip
     assert sorted(path.name for path in out.parent.iterdir()) == sorted(["curves.csv", out.name])
-
-
-def test_nothing_half_written(tmp_path, monkeypatch):
-    out = tmp_path / "out" / "curves.png"
-    out.parent.mkdir()
-    out.write_text("the old one")
-
-    def full_disk(figure, path, **options):
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", full_disk)
-    with pytest.raises(SystemExit, match="No space left"):
-        plot_curves.main([str(make(tmp_path / "run")), "--out", str(out)])
-    assert [path.read_text() for path in out.parent.iterdir()] == ["the old one"]
 
 
 def test_mistakes(tmp_path, capsys):
@@ -311,16 +261,6 @@ def test_mistakes(tmp_path, capsys):
     assert not out.parent.exists()
 
 
-def test_labels_and_a_run_that_knows_neither_epochs_nor_speed(tmp_path):
-    log = tmp_path / "short.log"
-    log.write_text('{"loss": "3.5", "num_updates": "10"}\n{"valid_loss": "3.0", "valid_num_updates": "10"}\n')
-    out = tmp_path / "curves.png"
-    plot_curves.main([str(log), str(make(tmp_path / "run")), "--labels", "mine", "theirs", "--out", str(out)])
-    assert out.stat().st_size > 10_000
-    with pytest.raises(UserError, match="2 lines: short; ea_transformer_lite"):
-        plot_curves.group([plot_curves.read(log), plot_curves.read(tmp_path / "run")], ["one"])
-
-
 def drawn(monkeypatch, tmp_path, *runs):
     """The figure of these runs' curves."""
     figures = []
@@ -329,31 +269,10 @@ def drawn(monkeypatch, tmp_path, *runs):
     return figures[0]
 
 
-def test_a_long_title_stays_in_a_narrow_picture(tmp_path, monkeypatch):
-    title = "Multi30k English-German, lite models of three seeds, all of them trained for 1,500 updates"
-    figure = drawn(monkeypatch, tmp_path, make(tmp_path / "run"), "--x", "updates", "--title", title)
-    figure.draw_without_rendering()
-    box = figure._suptitle.get_window_extent()
-    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
-    assert figure._suptitle.get_text().split() == title.split()
-
-
-def test_names_that_mean_something_to_matplotlib_are_names(tmp_path, monkeypatch):
-    """It leaves what begins with _ out of legends, and reads formulas between dollars."""
-    log = tmp_path / "_old.jsonl"
-    log.write_text("\n".join(JOURNAL))
-    (tmp_path / "$$").mkdir()
-    (tmp_path / "$$" / "log.jsonl").write_text("\n".join(JOURNAL))
-    plot_curves.main([str(log), str(tmp_path / "$$"), "--out", str(tmp_path / "curves.svg")])
-    figure = drawn(monkeypatch, tmp_path, log, tmp_path / "$$")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_old", "$$"]
-
-
-@pytest.mark.parametrize("updates", [range(1, 11), range(1, 61)])
-def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path, updates):
+def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path):
     """Also one that ended in the first tenth of the others' time, all of which the picture used to crop."""
     good = make(tmp_path / "good", list(journal(range(1, 201), level=30.0)))
-    lines = [*journal(updates, level=1e6)]
+    lines = [*journal(range(1, 11), level=1e6)]
     figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "wild", lines, arch="transformer_lite"))
     panel = figure.axes[0]
     assert panel.get_ylim()[1] < 40, "it does not press the others together"
@@ -362,26 +281,6 @@ def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path, updates):
     assert labels[1].startswith("transformer_lite (above the picture: ")
     (marks,) = [line for line in panel.lines if line.get_marker() == "^"]
     assert set(marks.get_ydata()) == {panel.get_ylim()[1]}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("end", ["at the end", "in the middle", "and no number"])
-def test_a_loss_of_any_size_leaves_room_for_the_others(monkeypatch, tmp_path, end, alone):
-    """matplotlib's margin is a share of all that is drawn: below zero where a loss of 1e15 is above the picture."""
-    high = {"at the end": range(40, 61), "in the middle": range(30, 41), "and no number": range(40, 60)}[end]
-    entries = list(map(json.loads, journal(range(1, 61))))
-    for entry in entries:
-        if entry["num_updates"] in high:
-            entry["loss"] = 10.0 ** (entry["num_updates"] - 15)
-        elif entry["num_updates"] > 59 and end == "and no number":
-            entry["loss"] = float("nan")
-    wild = make(tmp_path / "wild", list(map(json.dumps, entries)), arch="transformer_lite")
-    figure = drawn(monkeypatch, tmp_path, *([] if alone else [make(tmp_path / "good")]), wild)
-    bottom, top = figure.axes[0].get_ylim()
-    assert 0 < bottom < 7
-    assert 8 < top < 40
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert ("(" in labels[-1]) == (end != "in the middle")
 
 
 def test_a_log_without_a_loss_is_left_out(tmp_path, capsys):
@@ -403,10 +302,3 @@ def test_a_loss_that_is_no_number_is_said(monkeypatch, tmp_path):
     figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "lost", lines, arch="transformer_lite"))
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "transformer_lite (diverged: " in labels[1]
-
-
-def test_a_model_that_is_a_little_worse_is_in_the_picture(monkeypatch, tmp_path):
-    good = make(tmp_path / "good")
-    figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "worse", arch="transformer_lite", level=14.0))
-    assert "(" not in "".join(text.get_text() for text in figure.legends[0].get_texts())
-    assert figure.axes[0].get_ylim()[1] > 12

@@ -62,47 +62,6 @@ def test_an_environment_that_a_kill_left_without_pip_is_made_whole(checkout):
     subprocess.run([checkout / ".venv/bin/python", "-m", "pip", "--version"], check=True, capture_output=True)
 
 
-def test_cdpath_leads_nowhere(checkout):
-    """With it cd prints the folder that it goes to, which made the repository's path two lines."""
-    python = checkout / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    interpreter(python, "3.12.0")
-    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
-    environment = os.environ | {"CDPATH": str(checkout), "PYTHON": "/no/such/python"}
-
-    def run(*command):
-        return subprocess.run(["bash", *command], cwd=checkout, env=environment, capture_output=True, text=True)
-
-    result = run("scripts/setup.sh")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    (checkout / "data").mkdir()
-    for name in ("PREP.json", "dict.de.txt"):
-        (checkout / "data" / name).touch()
-    said = run(str(REPO / "data-prep" / "one-side.sh"), "data", "en", "out").stderr
-    assert said.endswith("its languages are dict.de.txt\n")
-
-
-def test_a_small_machine_needs_no_cmp_and_a_change_is_named(checkout):
-    """Without the program cmp every command set up again; and it never said why."""
-    tools = checkout / "tools"
-    tools.mkdir()
-    (tools / "dirname").symlink_to(shutil.which("dirname"))
-    python = checkout / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    interpreter(python, "3.12.0")
-    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
-    command = [shutil.which("bash"), "scripts/setup.sh"]
-
-    def run():
-        return subprocess.run(command, cwd=checkout, env={"PATH": str(tools)}, capture_output=True, text=True)
-
-    assert run().returncode == 0
-    (checkout / "requirements.txt").write_text("other==1\n")
-    result = run()
-    assert result.returncode == 1
-    assert "requirements.txt has changed" in result.stdout
-
-
 def test_what_set_up_says_is_not_the_commands_output(checkout):
     shutil.copy(REPO / "scripts" / "lib.sh", checkout / "scripts")
     (checkout / "scripts" / "setup.sh").write_text("echo set-up done\n")
@@ -110,14 +69,6 @@ def test_what_set_up_says_is_not_the_commands_output(checkout):
     environment = os.environ | {"CDPATH": str(checkout)}
     result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == (f"{checkout}\n", "set-up done\n")
-
-
-def test_an_environment_that_is_a_link_is_not_committed(tmp_path):
-    """As in a second checkout that shares the first one's."""
-    shutil.copy(REPO / ".gitignore", tmp_path)
-    (tmp_path / ".venv").symlink_to(REPO / ".venv")
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "check-ignore", "--quiet", ".venv"], cwd=tmp_path, check=True)
 
 
 def test_help_and_unknown_arguments(checkout):

@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 from fairseq import options
-from fairseq.models import ARCH_MODEL_REGISTRY
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools.common import UserError
@@ -14,7 +13,6 @@ from ea_tools.training import flag_faults, launch, products, recipes, run_folder
 from ea_tools.training.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
-PAPERS = ["iwslt14-de-en", "wmt14-en-de", "wmt14-en-fr"]
 
 
 def dry_run(capsys, *arguments):
@@ -27,9 +25,9 @@ def flags(command):
     return {name: " ".join(values) for name, values in parse_flags(command[command.index("--user-dir") :]).items()}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_fairseq_takes_every_recipe(capsys, recipe, arch):
+def test_fairseq_takes_every_recipe(capsys, recipe):
+    arch = ARCHITECTURES[recipes.names().index(recipe) % 4]
     command, _ = dry_run(capsys, recipe, arch, "--gpus", 1)
     script = next(i for i, word in enumerate(command) if word.endswith("fairseq_train.py"))
     args = options.parse_args_and_arch(options.get_training_parser(), command[script + 1 :])
@@ -40,8 +38,15 @@ def test_fairseq_takes_every_recipe(capsys, recipe, arch):
     assert args.tensorboard_logdir.endswith("/tensorboard")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("recipe", PAPERS)
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("iwslt14-de-en", "ea_transformer_lite"),
+        ("iwslt14-de-en", "transformer_lite"),
+        ("wmt14-en-de", "ea_transformer_base"),
+        ("wmt14-en-fr", "transformer"),
+    ],
+)
 def test_the_flags_are_the_papers(capsys, recipe, arch):
     """ICML 2021, appendix A.3 and table 10."""
     found = flags(dry_run(capsys, recipe, arch, "--gpus", 1)[0])
@@ -94,8 +99,17 @@ def test_the_tiny_recipe_is_the_published_one(capsys, arch):
     assert (found.get("ea-alpha"), found.get("ea-beta")) == (("0.1", "0.1") if arch.startswith("ea_") else (None, None))
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8, 16])
-@pytest.mark.parametrize("recipe", [name for name in recipes.names() if name != "sample"])
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ("iwslt14-de-en", 0),
+        ("iwslt14-de-en", 1),
+        ("multi30k-tiny-en-de", 2),
+        ("wmt14-en-de", 4),
+        ("wmt14-en-de", 16),
+        ("wmt14-en-fr", 8),
+    ],
+)
 def test_the_effective_batch_is_the_same_on_any_number_of_gpus(capsys, recipe, gpus):
     command, said = dry_run(capsys, recipe, "ea_transformer_lite", "--gpus", gpus)
     found = flags(command)
@@ -109,17 +123,11 @@ def test_the_effective_batch_is_the_same_on_any_number_of_gpus(capsys, recipe, g
     assert found["distributed-world-size"] == str(max(gpus, 1))
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
-def test_three_gpus_are_refused(capsys, recipe):
+def test_three_gpus_are_refused(capsys):
     with pytest.raises(SystemExit) as refusal:
-        train.main([recipe, "transformer_lite", "--gpus", "3", "--dry-run"])
+        train.main(["wmt14-en-de", "transformer_lite", "--gpus", "3", "--dry-run"])
     assert "does not divide" in str(refusal.value)
     assert "3 GPU" in str(refusal.value)
-
-
-def test_smaller_steps_are_made_up_for(capsys):
-    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_base", "--gpus", 4, "--max-tokens", 2048)[0])
-    assert (found["update-freq"], found["max-tokens-valid"]) == ("64", "4096")
 
 
 def test_accumulation_may_change_with_the_epoch(capsys):
@@ -140,14 +148,6 @@ def test_machines(capsys):
     assert flags(command)["distributed-world-size"] == "16"
 
 
-def test_machines_without_gpus(capsys):
-    where = ["--nodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--gpus", 0]
-    found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", *where)[0])
-    assert found["distributed-init-method"] == "tcp://10.0.0.1:29500"
-    assert (found["distributed-rank"], found["distributed-world-size"], found["update-freq"]) == ("1", "2", "64")
-    assert {"distributed-no-spawn", "cpu"} <= found.keys()
-
-
 def test_slurm(capsys, monkeypatch, tmp_path):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
     (tmp_path / "scontrol").chmod(0o755)
@@ -164,7 +164,7 @@ def test_slurm(capsys, monkeypatch, tmp_path):
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
 
 
-def test_what_a_cluster_or_a_container_set_does_not_choose_the_processes(monkeypatch):
+def test_launch_ignores_WORLD_SIZE_and_SLURM(monkeypatch):
     """fairseq would train with one process on the first of eight GPUs, or take one port for all trainings of a job."""
     told = {"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     for name in (*told, "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "OTHER"):
@@ -178,7 +178,7 @@ def test_what_a_cluster_or_a_container_set_does_not_choose_the_processes(monkeyp
 
 @pytest.mark.parametrize(("mine", "given"), [(None, "0,1"), ("3,5,7", "3,5"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")])
 def test_fewer_gpus_are_the_first_of_those_that_are_ours(monkeypatch, mine, given):
-    """fairseq starts a process for each that it sees; the others may be somebody else's."""
+    """fairseq starts a process for each that it sees; another user may have the others."""
     monkeypatch.setattr(launch, "gpus", lambda: (3, (9, 0)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mine is not None:
@@ -210,7 +210,7 @@ def test_precision_follows_the_gpu(monkeypatch, capability, expected):
     assert launch.choose_precision("fp16", gpu) == "fp16"
 
 
-@pytest.mark.parametrize("flag", sorted(train.OF_PRECISION))
+@pytest.mark.parametrize("flag", ["fp16", "memory-efficient-bf16"])
 def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, flag):
     """fairseq takes --bf16 beside --fp16 for a mistake about TPUs."""
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
@@ -224,11 +224,8 @@ def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, fla
     ("line", "found"),
     [
         ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
-        ("flags : amx_tile amx_bf16", True),
         ("Features : fp asimd bf16", True),
         ("flags : fpu avx2 avx512f avx512_vnni", False),
-        ("model name : avx512_bf16", False),
-        ("", False),
     ],
 )
 def test_units_for_bfloat16_are_found(tmp_path, line, found):
@@ -259,28 +256,16 @@ def test_the_command_line_wins(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["iwslt", "transformer"], "there is no recipe 'iwslt'; there are: iwslt14-de-en"),
         (["mutli30k-de-en", "transformer"], "there is no recipe 'mutli30k-de-en' (is multi30k-de-en meant?); "),
-        (["my.toml", "transformer"], "my.toml: no such file; a recipe of your own is wanted"),
         (["sample"], "RECIPE and ARCH come first"),
         (["ea_transformer_lite", "sample"], "sample is a recipe, and stands where an architecture is wanted"),
         (["sample", "transformer", "--save-dir", "x"], "use --run"),
         (["sample", "transformer", "--cpu"], "--cpu is not to be given here: use --gpus 0"),
-        (["sample", "transformer", "--distributed-world-size", "1"], "use --gpus"),
-        (
-            ["sample", "transformer", "--restore-file", "x"],
-            "--restore-file is not to be given here: a run goes on from its",
-        ),
         (["sample", "transformer", "--gpu", "1"], "--gpu: there is no such flag; is --gpus meant?"),
-        (["sample", "transformer", "--dryrun"], "--dryrun: there is no such flag; is --dry-run meant?"),
-        (["sample", "transformer", "--epochs", "3"], "--epochs: there is no such flag"),
-        (["sample", "transformer", "--arch", "x"], "--arch is not to be given here"),
         (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
         (["sample", "transformer", "--nodes", "2", "--node-rank", "2", "--master", "a"], "with --nodes 2 it is 0 to 1"),
         (["sample", "transformer", "--without", "nonsense"], "the recipe has no such flag"),
         (["sample", "transformer", "--lr", "1", "-s", "de"], "-s: flags of fairseq-train are wanted in full"),
-        (["sample", "transformer", "1"], "'1' stands where a flag"),
-        (["sample", "transformer", "--data"], "train.sh: error: argument --data: expected one argument"),
     ],
 )
 def test_mistakes(capsys, arguments, message):
@@ -294,11 +279,8 @@ def test_mistakes(capsys, arguments, message):
     ("pairs", "tokens", "update_freq", "dropout"),
     [
         (1_000, "1000", "1", "0.3"),
-        (5_000, "1000", "1", "0.3"),
         (29_000, "4096", "1", "0.3"),
-        (50_000, "4096", "1", "0.3"),
         (160_239, "4096", "1", "0.2"),
-        (1_000_000, "4096", "1", "0.2"),
         (4_000_000, "4096", "16", "0.1"),
     ],
 )
@@ -351,14 +333,6 @@ def test_a_first_model_that_is_not_there(tmp_path, data):
     assert not (tmp_path / "run").exists()
 
 
-def test_own_data_must_be_prepared(capsys, tmp_path):
-    with pytest.raises(SystemExit, match=r"PREP\.json: no such file"):
-        dry_run(capsys, "--data", tmp_path, "ea_transformer_lite", "--gpus", 0)
-    with pytest.raises(SystemExit):
-        dry_run(capsys, "ea_transformer_lite", "--gpus", 0)
-    assert "RECIPE and ARCH come first, or --data DIR and ARCH" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -369,17 +343,9 @@ def test_own_data_must_be_prepared(capsys, tmp_path):
         (["ea_transformer_lite", "--ea-alfa", "0.3"], "--ea-alfa: there is no such flag; is --ea-alpha meant?"),
         (["transformer_lite", "--dropout", "much"], "argument --dropout: invalid float value: 'much'"),
         (["transformer_lite", "--max-tokens", "0"], "--max-tokens 0: must be a whole number of at least 1"),
-        (["transformer_lite", "--max-tokens", "many"], "--max-tokens many: must be"),
-        (["transformer_lite", "--max-tokens", "²"], "--max-tokens ²: must be"),
-        (["transformer_lite", "--max-tokens"], "--max-tokens: a number is missing after it"),
-        (["transformer_lite", "--update-freq", "0"], "--update-freq 0: must be"),
         (["transformer_lite", "--update-freq", "--fp16"], "--update-freq: a number is missing after it"),
         (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:b"], "--master a:b: .* is no port"),
-        (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:0"], "--master a:0: .* is no port"),
-        (["transformer_lite", "--nodes", "2", "--node-rank", "0", "--master", "a:65536"], "a:65536: .* is no port"),
-        (["transformer_lite", "--lr", "-1"], "--lr -1: must not be negative"),
         (["transformer_lite", "--lr", "0.1,-1"], "--lr 0.1,-1: must not be negative"),
-        (["transformer_lite", "--lr", "[0.1, -1]"], r"--lr \[0.1, -1\]: must not be negative"),
         (["transformer_lite", "--precision", "fp16"], "--precision fp16: needs a GPU"),
         (["transformer_lite", "--precision", "bf16"], "--precision bf16: this CPU has no units for bfloat16"),
         (["transformer_lite", "--wandb", "mine"], "the package is not installed; .*pip install wandb"),
@@ -405,14 +371,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(capsys, tmp_path, monke
         ("# \xe9", "'utf-8' codec can't decode byte 0xe9"),
         ("batch =", "Invalid value"),
         ('inherit = "sample"\nbatch = 5', r"batch = 5: must be a table, which begins with a line \[batch\]"),
-        ('inherit = "sample"\n[arch]\ntransformer = 5', r"arch.transformer = 5: must be a table"),
         ('inherit = "sample"\n[batch]\ntokens = "1000"', r"tokens = '1000' in \[batch\]: must be a whole number"),
-        ('inherit = "sample"\n[batch]\ntokens = true', r"tokens = True in \[batch\]: must be a whole number"),
-        ('inherit = "sample"\n[batch]\ngpus = 0', r"gpus = 0 in \[batch\]: must be a whole number of at least 1"),
-        ('inherit = "sample"\n[batch]\ntokns = 1000', "unexpected keyword argument 'tokns'"),
         ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
         ('inherit = "sample"\ndropout = 0.4', r"dropout: there is no such key here; .* below a line \[flags\]"),
-        ('inherit = "sample"\n[flag]\nlr = 1', r"flag: there is no such key here; is flags meant\?"),
         (
             'inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1',
             "arch.ea_transformer_lit: there is no such architecture; near it are: .*ea_transformer_lite",
@@ -428,31 +389,10 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(tmp_path, content, messag
     assert "\n" not in end.value.code
 
 
-def test_a_recipe_for_an_architecture_of_fairseqs(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('inherit = "sample"\n[arch.transformer_iwslt_de_en]\nlr = 0.1\n')
-    assert recipes.read(str(path)).flags_for("transformer_iwslt_de_en")["lr"] == 0.1
-
-
 def test_our_recipes_name_architectures_that_there_are():
     """They are not looked at when they are read, so that reading them never imports fairseq."""
     for name in recipes.names():
         assert recipes.read(name).architectures.keys() <= flag_faults.ours(), name
-
-
-def test_an_unfinished_recipe_stops_no_other(tmp_path, monkeypatch):
-    for path in recipes.FOLDER.glob("*.toml"):
-        (tmp_path / path.name).write_text(path.read_text())
-    (tmp_path / "torn.toml").write_text("data =")
-    (tmp_path / "one.toml").write_text('inherit = "two"')
-    (tmp_path / "two.toml").write_text('inherit = "one"')
-    before = recipes.names()
-    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
-    assert recipes.names() == before
-    with pytest.raises(UserError, match=r"torn\.toml: Invalid value"):
-        recipes.read("torn")
-    with pytest.raises(UserError, match=r"one\.toml: inherits in a circle, one from two from one; take one inherit"):
-        recipes.read("one")
 
 
 def test_flags_of_a_recipe_of_ones_own_are_checked(tmp_path):
@@ -468,7 +408,6 @@ def test_flags_of_a_recipe_of_ones_own_are_checked(tmp_path):
         (["--optimizer", "adafactor"], {"adam-betas"}),
         (["--criterion", "adaptive_loss"], {"label-smoothing"}),
         (["--task", "multilingual_translation", "--lang-pairs", "de-en"], {"eval-bleu", "eval-bleu-print-samples"}),
-        (["--lr-scheduler", "fixed"], set()),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else None,
 )
@@ -488,16 +427,11 @@ def test_what_the_user_gave_is_not_left_out(capsys):
         dry_run(capsys, "sample", "transformer_lite", "--optimizer", "sgd", "--adam-betas", "(0.9, 0.98)")
 
 
-def test_our_architectures_are_known_without_fairseq():
-    assert {"ea_transformer_lite", "ea_transformer_base", "transformer_lite"} < flag_faults.ours()
-    assert flag_faults.ours() <= set(ARCH_MODEL_REGISTRY)
-
-
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", ["sample", "multi30k-de-en", "multi30k-laptop-de-en", "iwslt14-de-en"])
 def test_small_recipes_score_and_show_translations_at_validation(capsys, data, recipe):
-    """Which are not the protocols of the published tables; and there the loss still decides which is the best."""
+    """The published tables have other protocols: there the loss decides which checkpoint is the best."""
     found = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data)[0])
-    small = recipe in ("sample", "multi30k-de-en", "multi30k-en-de", "multi30k-en-fr")
+    small = recipe in ("sample", "multi30k-de-en")
     assert ("eval-bleu" in found) == ("eval-bleu-print-samples" in found) == small
     assert "best-checkpoint-metric" not in found
     asked = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data, "--eval-bleu")[0])

@@ -49,10 +49,6 @@ def last_updates(run):
 # --- what mend() makes of a folder ------------------------------------------------------------------------------------
 
 
-def test_a_new_folder_starts_from_nothing(tmp_path):
-    assert run_folder.mend(tmp_path) is None
-
-
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
     checkpoint(tmp_path / "checkpoint1.pt", 10)
@@ -67,17 +63,6 @@ def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
     assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == size
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
-    """Who saves room has checkpoint_last.pt and checkpoint_best.pt lead to others."""
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
-    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
-        (tmp_path / name).symlink_to("checkpoint1.pt")
-    checkpoint(tmp_path / "checkpoint2.pt", 20)
-    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
-    for name, number in (("1", 10), ("2", 20), ("_last", 20), ("_best", 20)):
-        assert run_folder.updates(load(tmp_path / f"checkpoint{name}.pt")) == number
-
-
 def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     checkpoint(tmp_path / "checkpoint_last.pt", 20)
     checkpoint(tmp_path / "checkpoint2.pt", 20)
@@ -88,16 +73,6 @@ def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     assert run_folder.updates(run_folder.mend(tmp_path)) == 25
     assert last_updates(tmp_path) == 25
     assert not (tmp_path / "checkpoint4.pt.tmp").exists()
-
-
-def test_what_a_killed_command_was_writing_is_removed_once_it_is_old(tmp_path):
-    checkpoint(tmp_path / "checkpoint_last.pt", 20)
-    old, young = (tmp_path / f".average10.pt.{pid}.tmp" for pid in (12, 34))
-    for path in (old, young):
-        path.write_text("half")
-    os.utime(old, (time.time() - 7200,) * 2)
-    run_folder.mend(tmp_path)
-    assert not old.exists() and young.exists()
 
 
 def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
@@ -113,13 +88,12 @@ def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
     assert last_updates(tmp_path) == 30
 
 
-@pytest.mark.parametrize("name", ["checkpoint_best.pt", "checkpoint.best_loss_1.0000.pt"])
-def test_the_best_may_be_all_that_is_left(tmp_path, name):
+def test_the_best_may_be_all_that_is_left(tmp_path):
     """fairseq's --no-last-checkpoints, or a user who made room."""
-    content = checkpoint(tmp_path / name, 10).read_bytes()
+    content = checkpoint(tmp_path / "checkpoint_best.pt", 10).read_bytes()
     assert run_folder.updates(run_folder.mend(tmp_path)) == 10
     assert last_updates(tmp_path) == 10
-    assert (tmp_path / name).read_bytes() == content
+    assert (tmp_path / "checkpoint_best.pt").read_bytes() == content
 
 
 @pytest.mark.parametrize("left", ["average3.pt", "eval/test.json"])
@@ -136,7 +110,7 @@ def test_what_came_of_a_run_binds_its_folder(tmp_path, left):
 
 @pytest.mark.parametrize(
     ("done", "before", "now", "goes_on_after"),
-    [(10, 20, 20, 10), (10, 20, 10, 5), (10, 20, 40, 20), (20, 21, 3, 2), (10, None, 10, 0), (10, None, 20, 10)],
+    [(10, 20, 40, 20), (20, 21, 3, 2), (10, None, 10, 0), (10, None, 20, 10)],
 )
 def test_the_share_of_an_epoch_that_was_seen_stays(done, before, now, goes_on_after):
     """Batches of another size, or another number of GPUs: fairseq alone would stop, or see text twice or never."""
@@ -145,57 +119,17 @@ def test_the_share_of_an_epoch_that_was_seen_stays(done, before, now, goes_on_af
     assert place["iterations_in_epoch"] == goes_on_after
 
 
-@pytest.fixture
-def trainer(monkeypatch):
-    """Our trainer without a model: `asked` are the epochs whose batches fairseq was asked for."""
-    found = object.__new__(fairseq_train.LongRunTrainer)
-    found._taken_up, found.asked, found.reusable = None, [], True
-    found.cfg = SimpleNamespace(
-        dataset=SimpleNamespace(update_epoch_batch_itr=False, train_subset="train100"),
-        checkpoint=SimpleNamespace(reset_dataloader=False, reset_meters=False),
-    )
-    found.task = SimpleNamespace(
-        has_sharded_data=lambda split: False,
-        datasets={},
-        can_reuse_epoch_itr=lambda dataset: found.reusable,
-    )
-
-    def batches(self, epoch, **options):
-        self.asked.append((epoch, options.get("load_dataset", True)))
-        self.task.datasets["train100"] = "its text"
-        return [1, 2, 3]
-
-    monkeypatch.setattr(Trainer, "get_train_iterator", batches)
-    return found
-
-
-def test_batches_are_those_of_the_first_epoch_only_where_they_serve_for_all(trainer):
-    trainer.get_train_iterator(5, load_dataset=True)
-    assert trainer.asked == [(1, True)]
-    trainer.reusable = False  # of random crops, for example
-    trainer.get_train_iterator(1, load_dataset=True)
-    trainer.task.datasets.clear()  # as in a process that takes a run up in its fifth epoch
-    trainer.get_train_iterator(5, load_dataset=True)
-    assert trainer.asked[1:] == [(1, True), (1, True), (5, False)]
-    trainer.get_train_iterator(6, load_dataset=False)
-    assert trainer.asked[4:] == [(6, False)], "once, where the data are there"
-    trainer.reusable, trainer.cfg.dataset.update_epoch_batch_itr = True, True
-    trainer.get_train_iterator(6, load_dataset=False)
-    assert trainer.asked[5:] == [(6, False)]
-
-
 @pytest.mark.parametrize(
     ("reset_meters", "flags", "taken_up"),
-    [
-        (False, {}, True),
-        (True, {}, False),
-        (True, {"reset_meters": True}, True),
-        (False, {"reset_dataloader": True}, False),
-    ],
+    [(False, {}, True), (True, {}, False), (True, {"reset_meters": True}, True)],
+    ids=["resumed", "--finetune-from-model", "--reset-meters"],
 )
-def test_a_run_that_only_begins_with_a_model_begins_its_epoch(trainer, monkeypatch, reset_meters, flags, taken_up):
-    """fairseq resets all for --finetune-from-model, and says so by reset_meters alone."""
-    vars(trainer.cfg.checkpoint).update(flags)
+def test_finetuning_begins_with_a_whole_epoch(monkeypatch, reset_meters, flags, taken_up):
+    """fairseq resets everything for --finetune-from-model, and says so by reset_meters alone."""
+    trainer = object.__new__(fairseq_train.LongRunTrainer)
+    trainer._taken_up = None
+    settings = {"reset_dataloader": False, "reset_meters": False, **flags}
+    trainer.cfg = SimpleNamespace(checkpoint=SimpleNamespace(**settings))
     state = {"train_iterator": {"iterations_in_epoch": 2, "batches_in_epoch": 3}}
     monkeypatch.setattr(Trainer, "load_checkpoint", lambda self, path, **_: state)
     trainer.load_checkpoint("x.pt", reset_meters=reset_meters)
@@ -226,7 +160,7 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     ids=["epochs", "updates", "best", "last"],
 )
 def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
-    """What the next command scores: the average of the last checkpoints, else the best, else the last."""
+    """The next command scores the average of the last checkpoints, else the best, else the last."""
     for number, name in enumerate(names, 1):
         checkpoint(tmp_path / name, number)
     assert run_folder.settle_model(tmp_path) == choose(tmp_path) == tmp_path / model
@@ -280,17 +214,8 @@ def test_a_run_without_states_of_the_optimizer_is_left_as_it_is(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_an_older_checkpoint_with_the_state_of_the_optimizer_is_gone_on_from(tmp_path):
-    checkpoint(tmp_path / "checkpoint4.pt", 40)
-    state = load(checkpoint(tmp_path / "checkpoint_last.pt", 52))
-    del state["last_optimizer_state"]
-    torch.save(state, tmp_path / "checkpoint_last.pt")
-    assert run_folder.updates(run_folder.mend(tmp_path)) == 40
-    assert last_updates(tmp_path) == 40
-
-
 def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_path, monkeypatch):
-    """fairseq would begin with a new one; what was done so far is left for evaluate.sh."""
+    """fairseq would begin with a new one; the checkpoints so far are left for evaluate.sh."""
 
     class Begun(Exception):
         pass
@@ -314,13 +239,6 @@ def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_pa
     train.main([*words, "--max-update", "52"])  # it is finished, which is no mistake
 
 
-def test_a_run_of_weights_alone_is_not_started_again(tmp_path):
-    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
-    with pytest.raises(UserError, match="can go on from none of its checkpoints"):
-        run_folder.mend(tmp_path)
-    assert (tmp_path / "checkpoint5.pt").exists()
-
-
 def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     """It may be a good one of another version: it is refused, runs nothing, and stays where it is."""
     trace = tmp_path / "trace"
@@ -334,9 +252,9 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("size", [5_000, 20_000, 66_000, 150_000])
+@pytest.mark.parametrize("size", [5_000, 150_000])
 def test_a_checkpoint_of_which_a_part_is_there_is_torn(tmp_path, size):
-    """PyTorch has other words for it where the part is shorter than what it looks through for an archive's end."""
+    """PyTorch words its error otherwise for a part that is shorter than an archive's end."""
     checkpoint(tmp_path / "checkpoint1.pt", 10)
     torn = tmp_path / "checkpoint2.pt"
     torch.save({"model": {"weight": torch.zeros(50_000)}}, torn)
@@ -349,15 +267,13 @@ def test_a_checkpoint_of_which_a_part_is_there_is_torn(tmp_path, size):
 @pytest.mark.parametrize(
     "error",
     [
-        PermissionError(errno.EACCES, "Permission denied"),
         OSError(errno.EIO, "Input/output error"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
-        MemoryError(),
     ],
-    ids=["permission", "disk", "memory", "python's memory"],
+    ids=["disk", "memory"],
 )
 def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch, error):
-    """The next start may read it. A torn one beside it is set aside as ever."""
+    """The next start may read it. A torn one beside it is set aside."""
     for number in (1, 2):
         checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
     os.truncate(checkpoint(tmp_path / "checkpoint3.pt", 30), 100)
@@ -405,7 +321,7 @@ def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
         run_folder.claim(run, {"data": "y"}, data=other)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"identity": 1}', "\xe4"])
+@pytest.mark.parametrize("content", ["", "{}", "\xe4"])
 def test_a_folder_whose_record_is_torn_is_nobodys(tmp_path, content):
     checkpoint(tmp_path / "checkpoint1.pt", 10)
     (tmp_path / "run.json").write_text(content, encoding="latin-1")
@@ -435,17 +351,6 @@ def test_every_start_is_recorded(tmp_path):
     assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(0, "CPU, "), (1, "NVIDIA Test")])
-def test_a_start_is_recorded_with_the_device_that_it_takes(tmp_path, monkeypatch, gpus, device):
-    """Which is the CPU where there is a GPU and --gpus 0 was given."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-    run_folder.claim(tmp_path, {"arch": "a"})
-    run_folder.record_start(tmp_path, {}, launch.Launch(gpus), 0)
-    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert start["device"].startswith(device)
-
-
 def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
     on_cpu = launch.Launch(gpus=0)
     for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
@@ -461,12 +366,6 @@ def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
     assert "--lr is 0.2 from here on; it was 0.1 " in said
     assert "--fp16 is given from here on; it was not given" in said
     assert "dropout" not in said
-
-
-def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
-    checkpoint(tmp_path / "checkpoint_last.pt", 1)
-    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
-        run_folder.claim(tmp_path, {"recipe": "sample"})
 
 
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
@@ -517,7 +416,7 @@ def test_data_of_other_languages_are_refused(data, tmp_path):
 
 
 def contents(path):
-    """What must be the same, bit for bit: weights, optimizer, progress."""
+    """Weights, optimizer and progress, which must be the same bit for bit."""
     state = load(path)
     history = state["optimizer_history"][-1]
     return state["model"], state["last_optimizer_state"]["state"], history["num_updates"], history["lr_scheduler_state"]
@@ -615,18 +514,8 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_bleu_decides_which_is_best(data, tmp_path):
-    result = script("training.train", *command(data, tmp_path, "--eval-bleu", "--max-epoch", 2, "--num-workers", 0))
-    assert result.returncode == 0, result.stderr[-2000:]
-    state = load(tmp_path / "checkpoint_best.pt")
-    assert state["cfg"]["checkpoint"]["best_checkpoint_metric"] == "bleu"
-    assert any("bleu" in json.loads(line) for line in (tmp_path / "log.jsonl").open())
-    torch.load(tmp_path / "checkpoint_best.pt", weights_only=True)  # as fairseq does it, with what ea_fairseq allows
-
-
-@pytest.mark.slow
 def test_a_full_disk(data, tmp_path):
-    """On a tmpfs of its own, in a mount namespace: the run stops with a message, what was saved before is whole."""
+    """On a small tmpfs in a mount namespace: the run stops with a message, and earlier checkpoints are whole."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:

@@ -97,18 +97,6 @@ def test_divergence_is_one_sentence(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_that_disagree_are_no_divergence(tmp_path, caplog):
-    said = "gradients are inconsistent between workers. Try --ddp-backend=legacy_ddp.\nrank 0 = 1.5\nrank 1 = 1.6"
-    with pytest.raises(SystemExit):
-        try:
-            raise FloatingPointError(said)
-        except FloatingPointError:
-            fairseq_train.LongRunTrainer.save_checkpoint(None, str(tmp_path / "crash.pt"), {})
-    (record,) = caplog.records
-    assert record.getMessage().startswith(said)
-    assert "diverged" not in record.getMessage()
-
-
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
     """fairseq saves crash.pt then, too, and raises the error: which is what the user is to see."""
     try:
@@ -172,15 +160,6 @@ def test_what_a_validation_measured_is_in_no_checkpoint(trainer):
     assert trainer.state_dict()["extra_state"]["metrics"] == {"train": [1]}
 
 
-@pytest.mark.parametrize("words", [["--cpu"], []])
-def test_freed_memory_is_kept_on_a_cpu(tmp_path, monkeypatch, no_journal, words):
-    asked = []
-    monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: asked.append("--cpu"))
-    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", lambda: None)
-    fairseq_train.main(["data/x", "--save-dir", str(tmp_path / "none"), *words])
-    assert asked == words
-
-
 def ended_by(error, monkeypatch, folder):
     def cli_main():
         raise error
@@ -225,15 +204,6 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "+ " in log, "the command"
 
 
-def test_the_error_of_another_process_is_its_last_line(logged, monkeypatch, capsys):
-    class ProcessRaisedException(Exception):  # torch.multiprocessing's
-        pass
-
-    said = "\n\n-- Process 1 terminated with the following error:\nTraceback\n  File x\nOutOfMemoryError: no room\n"
-    assert ended_by(ProcessRaisedException(said), monkeypatch, logged) == 1
-    assert "train: ProcessRaisedException: OutOfMemoryError: no room; the whole" in capsys.readouterr().err
-
-
 def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
     """And fairseq, which does not know the flag, does not see it."""
     matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(tmp_path / "none")]
@@ -250,21 +220,6 @@ def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, mo
     finally:
         products.use_bf16_products(False)
     assert found == [(words, "ieee"), (words, "bf16")]
-
-
-def test_long_messages_are_for_the_log():
-    def shown(message, **extra):
-        return fairseq_train._for_the_screen(logging.makeLogRecord({"msg": message, **extra}))
-
-    assert shown("begin training epoch 1")
-    assert not shown({"a": "configuration"})
-    assert not shown(torch.nn.Linear(1, 1))
-    assert not shown("a command", log_alone=True)
-
-
-def test_parameters_are_counted():
-    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(10, 4), "fc": torch.nn.Linear(4, 4)})
-    assert fairseq_train.describe(model, cuda=False).startswith("60 parameters, 20 without embeddings")
 
 
 def test_what_to_type_next(tmp_path, monkeypatch):

@@ -68,11 +68,6 @@ def test_merging_by_loops():
             assert found[head, row, column] == pytest.approx(sum(of_rows) / len(of_rows))
 
 
-def test_rows_of_words_add_up_to_one():
-    maps = np.random.default_rng(1).dirichlet(np.ones(6), size=(3, 6))
-    np.testing.assert_allclose(merged(maps, *2 * [np.array([0, 0, 1, 2, 2, 2])]).sum(axis=2), 1)
-
-
 def test_rollout_by_loops():
     """The share of token j in place i after two layers: over every way from one to the other."""
     rng = np.random.default_rng(2)

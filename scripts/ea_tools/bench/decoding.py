@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from ea_tools.bench import options
+from ea_tools.bench import exported, options
 from ea_tools.bench.common import (
     DTYPES,
     Batch,
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = prepare(args)
         if device == "cpu" and "bf16" in args.precision:
             require_bf16_units()
+        if args.exported:
+            exported.require(args, device)
         for subject in [args.run_pair] if args.run_pair else args.size:
             for precision in args.precision:
                 for beam in args.beam:
@@ -86,12 +91,17 @@ def measure(
         for name, model in models.items()
     }
     label += f" {precision}, beam {beam}, batch {batch}"
-    with tqdm(total=calls(2, len(batches), args.repetitions), desc=label, unit=" batches", mininterval=1) as progress:
+    if args.exported:
+        folders = _exports(args, subject, models, task)
+        decoders |= exported.candidates(folders, torch.get_num_threads(), beam, runs is None, task)
+    with tqdm(
+        total=calls(len(decoders), len(batches), args.repetitions), desc=label, unit=" batches", mininterval=1
+    ) as progress:
         times = interleave(decoders, batches, args.repetitions, device, progress)
     result = {
         "size": subject if runs is None else None,
         "runs": runs and {name: str(path) for name, path in runs.items()},
-        "architectures": archs,
+        "architectures": {**archs, **({name: exported.NAMES[name] for name in folders} if args.exported else {})},
         "precision": precision,
         "beam": beam,
         "batch": batch,
@@ -100,7 +110,24 @@ def measure(
         "times": times,
     }
     report_speeds(label, result, device)
+    if args.exported:
+        result |= {"ratios": exported.ratios(times), "starts": exported.starts(folders)}
+        exported.report(result)
     return result
+
+
+#: the folders of exported models, which a process writes once for each pair of models
+_EXPORTS: dict[str, dict[str, Path]] = {}
+
+
+def _exports(
+    args: argparse.Namespace, subject: str | Sequence[Path], models: Mapping[str, FairseqModel], task: FairseqTask
+) -> dict[str, Path]:
+    if str(subject) not in _EXPORTS:
+        folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _EXPORTS[str(subject)] = exported.write(models, task, folder)
+    return _EXPORTS[str(subject)]
 
 
 def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> FairseqModel:

@@ -82,7 +82,8 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts
     them: those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their
     sentences is decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two
-    trained runs for translation instead. A language model (lm) writes such sentences without a source.
+    trained runs for translation instead. A language model (lm) writes such sentences without a source. --exported adds
+    our model exported, in float32 and in 8 bits, and CTranslate2 with the plain one, where that is installed.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
         scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
@@ -104,6 +105,7 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--max-tokens", type=positive, default=12000, metavar="N", help="of a full batch (default: fairseq's, 12000)"
     )
     parser.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
+    parser.add_argument("--exported", action="store_true", help="also exported models, and CTranslate2 if it is there")
     _add_corpus(parser)
     args = parser.parse_args(arguments)
     if args.run_pair and not args.data:

@@ -34,7 +34,7 @@ from ea_data.languages import base_language
 from ea_tools import metrics as scores
 from ea_tools.checkpoints import EPOCH, UPDATE, load, longest, numbered, section, settings
 from ea_tools.common import REPO, UserError, finite, portable, positive, read_json, replacing, reporting, write_json
-from ea_tools.preparation import FOLDER, of_model
+from ea_tools.preparation import FOLDER, Preparation, of_model, require_same
 from ea_tools.preparation import digest as preparation_digest
 from ea_tools.text import Words, as_written, digest, read_lines, read_prep
 from ea_tools.text import references as read_references
@@ -42,6 +42,8 @@ from ea_tools.training import average
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
 from ea_tools.training.run_folder import LAST, finished, updates
+from ea_tools.translating import exported
+from ea_tools.translating.exported import is_export
 from ea_tools.translating.translators import add_precision, parse_both, program
 
 
@@ -72,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Flags after -- go to fairseq-generate, for example: -- --batch-size 64 --cpu",
     )
     parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="prepared data, data/NAME")
-    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="the run's folder, runs/NAME")
+    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="a run, runs/NAME, or an export")
     parser.add_argument("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -86,7 +88,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--checkpoint", metavar="FILE[:FILE...]", help="translate with this checkpoint, or with an ensemble of several"
     )
     parser.add_argument(
-        "--against", type=Path, metavar="RUN", help="a paired test against this run, which has been evaluated before"
+        "--against",
+        type=Path,
+        metavar="RUN",
+        help="a paired test against this run or export, which has been evaluated before",
     )
     parser.add_argument(
         "--other-settings",
@@ -126,17 +131,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     data = prep.get("name", args.data.name)
     split = split_name(args.run, data, args.subset)
     baseline = read_baseline(args, data, references) if args.against else None
-    checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
-    for path in checkpoint.split(":"):
-        state = load(path)
-        preparation = of_model(Path(path), state, args.run, args.data)
-
-    results = args.run / "eval"
-    search = Search(args.beam, args.lenpen, args.generate_flags, args.precision)
-    lengths = (longest(state, "source"), longest(state, "target"))
-    too_long = count_longer(args.data, prep, args.subset, lengths)
-    command = generate_command(args.data, prep, checkpoint, args.subset, search, lengths)
-    output = generate(command, results, split, len(references))
+    model = translate_export(args, split) if is_export(args.run) else translate_run(args, prep, split, len(references))
+    too_long = count_longer(args.data, prep, args.subset, model.lengths)
+    output, preparation = model.output, model.preparation
     hypotheses = in_order(output, len(references), left_out=too_long[1])
     prep = preparation.prep
     words = Words(prep, prep["target_lang"])
@@ -153,14 +150,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "empty_references": empty,
         "left_out": too_long[1],  # sentences with such a reference, which fairseq does not take: empty translations
         "direction": f"{prep['source_lang']}-{prep['target_lang']}",
-        **describe(state),
-        "checkpoint": checkpoint,
-        "averaged": averaged,
-        # Other checkpoints need not be the run's last.
-        "unfinished": unfinished(last_state(args.run, state)) if averaged else None,
+        **model.description,
         "settings_name": settings_name(args),
-        "beam": search.beam,
-        "lenpen": search.lenpen,
+        "beam": args.beam,
+        "lenpen": args.lenpen,
         "scores": scores.score(
             tokenised=None if prep["tokenizer"] == "none" else hypotheses,
             detokenised=detokenised,
@@ -174,8 +167,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "references": digest(references),
         "speed": speed(output),
         "command": portable(args.command),
-        "generate_command": portable(command),
-        **provenance("--cpu" in search.flags),
+        "generate_command": portable(model.command),
+        **provenance(model.on_cpu),
     }
     if args.comet:
         sources = as_written(args.data / "raw" / f"{args.subset}.{prep['source_lang']}", prep, prep["source_lang"])
@@ -190,7 +183,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer=tokenizer,
         )
         result["against"] = {"run": str(args.against), **difference}
-    name = f"{split}.{settings_name(args)}"
+    results, name = args.run / "eval", f"{split}.{settings_name(args)}"
     result |= _kept(results / name, result, detokenised)
     for stem in (name, split):
         with replacing(results / f"{stem}.hyp.txt") as temporary:
@@ -200,9 +193,53 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+@dataclass(frozen=True)
+class Translated:
+    """What a model made of a split."""
+
+    output: list[str]  # of fairseq-generate: lines H, T and messages
+    preparation: Preparation
+    lengths: tuple[int, int]  # how many subwords the model reads and writes
+    description: dict[str, Any]  # of the model, for the record
+    command: list[str]
+    on_cpu: bool
+
+
+def translate_run(args: argparse.Namespace, prep: dict[str, Any], split: str, sentences: int) -> Translated:
+    """The split by fairseq-generate with a run's checkpoint."""
+    checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
+    for path in checkpoint.split(":"):
+        state = load(path)
+        preparation = of_model(Path(path), state, args.run, args.data)
+    search = Search(args.beam, args.lenpen, args.generate_flags, args.precision)
+    lengths = (longest(state, "source"), longest(state, "target"))
+    command = generate_command(args.data, prep, checkpoint, args.subset, search, lengths)
+    output = generate(command, args.run / "eval", split, sentences)
+    # Other checkpoints than averaged ones need not be the run's last.
+    still_training = unfinished(last_state(args.run, state)) if averaged else None
+    description = {**describe(state), "checkpoint": checkpoint, "averaged": averaged, "unfinished": still_training}
+    return Translated(output, preparation, lengths, description, command, "--cpu" in search.flags)
+
+
+def translate_export(args: argparse.Namespace, split: str) -> Translated:
+    """The split by an exported model."""
+    exported.refuse(args, "average", "best", "checkpoint")
+    settings = exported.search_settings(args.beam, args.lenpen, args.generate_flags)
+    translator = exported.load(args.run)
+    preparation = Preparation(args.run, translator.text.prep)
+    require_same(preparation, args.data, args.run)
+    batch = int(parse_flags(args.generate_flags).get("batch-size", [exported.BATCH])[-1])
+    output = exported.generate(translator, args.data, args.subset, settings, batch)
+    write_output(args.run / "eval", split, output)
+    known = translator.description
+    description = {name: known[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}
+    lengths = tuple(most - 1 for most in known["max_positions"])
+    return Translated(output, preparation, lengths, description, ["python", "-m", "ea_runtime", str(args.run)], True)
+
+
 def split_name(run: Path, data: str, subset: str) -> str:
     """What names a split in a run's results: "test", or "law.test" of other data than the run's own."""
-    kept = run / FOLDER / "PREP.json"
+    kept = (run if is_export(run) else run / FOLDER) / "PREP.json"
     own = read_prep(kept.parent).get("name", data) if kept.is_file() else data
     return subset if data == own else f"{data}.{subset}"
 
@@ -232,7 +269,9 @@ def settings_name(args: argparse.Namespace) -> str:
         parts.append(f"lenpen{args.lenpen:g}")
     if args.tok:
         parts.append(f"tok-{args.tok}")
-    if args.best:
+    if is_export(args.run):
+        parts.append(_exported_name(args.run))
+    elif args.best:
         parts.append("best")
     elif args.checkpoint:
         parts.append("+".join(_checkpoint_name(Path(path), args.run) for path in args.checkpoint.split(":")))
@@ -247,6 +286,12 @@ def settings_name(args: argparse.Namespace) -> str:
     return ".".join(parts)
 
 
+def _exported_name(folder: Path) -> str:
+    """The name of the run's own evaluation with the checkpoint that was exported, so that the two can be compared."""
+    name = Path(read_json(folder / "model.json")["checkpoint"]).stem
+    return name.removeprefix("checkpoint_") if name == "checkpoint_best" else name
+
+
 def _checkpoint_name(path: Path, run: Path) -> str:
     """A checkpoint in a file name: by its own name where it is the run's, else with a digest of where it is."""
     if path.parent.resolve() == run.resolve():
@@ -255,14 +300,19 @@ def _checkpoint_name(path: Path, run: Path) -> str:
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
+#: what a record says about a model
+DESCRIBED = ("arch", "settings", "training_seed", "updates")
+
+
 def describe(state: dict) -> dict[str, Any]:
     """What a record of a score says about the model: architecture, its own settings, how it was trained."""
-    return {
-        "arch": settings(state).get("arch"),
-        "settings": {name: value for name, value in settings(state).items() if name.startswith("ea_")},
-        "training_seed": section(state, "common").get("seed"),
-        "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
-    }
+    values = (
+        settings(state).get("arch"),
+        {name: value for name, value in settings(state).items() if name.startswith("ea_")},
+        section(state, "common").get("seed"),
+        (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
+    )
+    return dict(zip(DESCRIBED, values, strict=True))
 
 
 def last_state(run: Path, averaged: dict) -> dict:
@@ -397,9 +447,14 @@ def generate(command: Sequence[str], results: Path, split: str, sentences: int) 
     if process.returncode:
         last = next((line for line in reversed(messages) if line.strip()), "it said nothing")
         raise UserError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
+    write_output(results, split, output)
+    return output + messages
+
+
+def write_output(results: Path, split: str, output: Sequence[str]) -> None:
+    """Keep what a translation printed as RESULTS/generate-SPLIT.txt."""
     with replacing(results / f"generate-{split}.txt") as temporary:
         temporary.write_text("".join(f"{line}\n" for line in output), encoding="utf-8")
-    return output + messages
 
 
 def in_order(output: Iterable[str], sentences: int, left_out: int = 0) -> list[str]:
@@ -465,7 +520,8 @@ def speed(output: Iterable[str]) -> dict[str, float] | None:
 def report(result: dict[str, Any], written: Path, split: str) -> None:
     """Print the result as people read it, and where it was written."""
     print(f"\n{result['data']} {result['direction']}, {result['subset']}: {result['sentences']} sentences")
-    print(f"  {result['arch']}, {result['checkpoint']}, beam {result['beam']}, lenpen {result['lenpen']:g}")
+    bits = "" if "int8" not in result else ", exported in 8 bits" if result["int8"] else ", exported"
+    print(f"  {result['arch']}, {result['checkpoint']}{bits}, beam {result['beam']}, lenpen {result['lenpen']:g}")
     if result.get("cut"):
         print(f"  {result['cut']} source sentences are longer than the model reads: the rest of each was left out")
     if result.get("left_out"):

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.common import UserError, reporting, say
+from ea_tools.checkpoints import choose, load, section
+from ea_tools.common import UserError, positive, quiet, reporting, say
+from ea_tools.preparation import of_model
 from ea_tools.training import provenance
+from ea_tools.translating.evaluate import choose_checkpoint, describe
 
 if TYPE_CHECKING:
     from ea_fairseq import Translator
@@ -26,22 +29,19 @@ CLOSE = {"float32": 1e-3, "int8": 1.0}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: load the run, write the folder beside its place, compare, and put it there."""
     with reporting("export"):
+        quiet()
         args = parse(arguments)
         if args.out.exists():
             raise UserError(f"--out {args.out}: is there already; remove it, or name another folder")
-        import ea_fairseq
-
-        try:
-            loaded = ea_fairseq.load(args.run, args.checkpoint)
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(str(error)) from None
-        if len(loaded.hub.models) > 1:
-            raise UserError("--checkpoint: an ensemble cannot be exported; name one checkpoint")
+        if not args.run.is_dir():
+            raise UserError(f"--run {args.run}: no such folder")
+        checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
+        loaded, state = load_translator(checkpoint, args.run)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".export-") as work:
             folder = Path(work) / "model"
             folder.mkdir()
-            write(loaded, args, folder)
+            write(loaded, args.int8, state, folder)
             largest = compare(loaded, folder, CLOSE["int8" if args.int8 else "float32"])
             folder.rename(args.out)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
@@ -54,39 +54,72 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--run", type=Path, required=True, metavar="RUN", help="a trained run")
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write, which must not be there yet")
-    add("--checkpoint", metavar="FILE", help="a checkpoint in the run (default: the run's model)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint (default: the run's model)")
+    which.add_argument("--average", type=positive, metavar="N", help="the average of the run's last N checkpoints")
     add("--int8", action="store_true", help="matrix products in 8 bits: a quarter of the size, faster, less exact")
     return parser.parse_args(arguments)
 
 
-def write(loaded: Translator, args: argparse.Namespace, folder: Path) -> None:
+def _average(args: argparse.Namespace) -> Path:
+    """The average of the run's last checkpoints, as evaluate.sh takes it."""
+    return Path(choose_checkpoint(args.run, None, best=False, count=args.average)[0])
+
+
+def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
+    """A checkpoint's model with its text, and what the checkpoint holds.
+
+    Raises:
+        UserError: there is no such checkpoint, or its model cannot be exported; the message says what is in the way.
+    """
+    state = load(checkpoint)
+    task = section(state, "task").get("_name", "translation")
+    if task != "translation":
+        raise UserError(f"{checkpoint}: was trained for {task}; only models for translation can be exported")
+    preparation = of_model(checkpoint, state, run)
+    from ea_fairseq import hub
+    from ea_fairseq.export import reason_against
+
+    loaded = hub.translator([checkpoint], preparation.folder)
+    if reason := reason_against(loaded.hub.models[0]):
+        raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
+    return loaded, state
+
+
+def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
     """The two graphs, the text's files, and model.json with the digests of all of them."""
     from ea_fairseq.export import export
-    from ea_runtime.translator import FORMAT, digest
 
     model, task = loaded.hub.models[0], loaded.hub.task
     say("exporting encoder and decoder; it takes about half a minute")
     export(model, folder)
-    if args.int8:
+    if int8:
         quantise(folder)
     for path in loaded.text.files:
         shutil.copyfile(path, folder / path.name)
     languages = {"source": task.cfg.source_lang, "target": task.cfg.target_lang}
     dictionaries = {side: f"dict.{language}.txt" for side, language in languages.items()}
-    for side, dictionary in (("source", task.source_dictionary), ("target", task.target_dictionary)):
-        dictionary.save(str(folder / dictionaries[side]))
+    for name in set(dictionaries.values()):
+        shutil.copyfile(Path(task.cfg.data) / name, folder / name)
     description: dict[str, Any] = {
-        "format": FORMAT,
-        "architecture": loaded.hub.cfg.model.arch,
-        "int8": args.int8,
+        **describe(state),
+        "averaged": state.get("extra_state", {}).get("averaged", []),
+        "int8": int8,
         "max_positions": [int(x) for x in loaded.hub.max_positions],
-        "search": {"beam": 5, "lenpen": 1.0},
         "dictionaries": dictionaries,
         "checkpoint": loaded.checkpoints[0].name,
         "commit": provenance.git_commit(),
-        "digests": {path.name: digest(path) for path in sorted(folder.iterdir())},
     }
-    (folder / "model.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    describe_folder(folder, description)
+
+
+def describe_folder(folder: Path, description: dict[str, Any]) -> None:
+    """Write model.json, with the digests of all files that are in the folder."""
+    from ea_runtime.translator import FORMAT, digest
+
+    digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    whole = {"format": FORMAT, **description, "search": {"beam": 5, "lenpen": 1.0}, "digests": digests}
+    (folder / "model.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def quantise(folder: Path) -> None:

@@ -29,6 +29,7 @@ from ea_tools.text import decode
 from ea_tools.training.flag_faults import in_one_line
 from ea_tools.training.products import use_bf16_products
 from ea_tools.training.recipes import parse_flags
+from ea_tools.translating import exported
 from ea_tools.translating.translators import add_precision, choose_device, parse_both
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = "run it again with --resume to go on" if args.output else "nothing is lost of what is above"
     with reporting("translate", again):
         quiet()
-        checkpoint = args.checkpoint or choose(args.run)
+        if exported.is_export(args.run):
+            exported.refuse(args, "checkpoint", "data")
+            checkpoint = args.run / "model.json"  # it holds the digests of all files
+        else:
+            checkpoint = args.checkpoint or choose(args.run)
         with _input(args.input) as file:
             _refuse_to_replace(file, args.output)
             with _output(args, checkpoint, file) as (lines, write, done):
@@ -61,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
+        "--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export"
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
@@ -203,14 +208,11 @@ def translate(
     args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0
 ) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
-    state = load(checkpoint)
-    preparation = of_model(checkpoint, state, args.run, args.data)
-    settings = search_settings(args)
-    translator = load_translator(checkpoint, preparation.folder, args)
+    translator, settings, source = _translator(args, checkpoint)
     at_terminal = args.input is None and sys.stdin.isatty()
     size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
     prompt = _prompt if at_terminal else lambda text="": None
-    prompt(f"Type a sentence in {preparation.prep['source_lang']} and press Return; Ctrl-D ends.\n")
+    prompt(f"Type a sentence in {source} and press Return; Ctrl-D ends.\n")
     with tqdm(unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1) as progress:
         for first, sentences in batches(lines, args.input or "standard input", size, done):
             for number, hypotheses in enumerate(translator.hypotheses(sentences, first=first, **settings), first - 1):
@@ -218,6 +220,19 @@ def translate(
                     write(line)
             progress.update(len(sentences))
             prompt()
+
+
+def _translator(
+    args: argparse.Namespace, checkpoint: Path
+) -> tuple[Translator | exported.Exported, dict[str, Any], str]:
+    """What translates, the settings of its search, and the language that it reads."""
+    if exported.is_export(args.run):
+        settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
+        runtime = exported.load(args.run)
+        return exported.Exported(runtime, args.batch_size or exported.BATCH), settings, runtime.text.prep["source_lang"]
+    preparation = of_model(checkpoint, load(checkpoint), args.run, args.data)
+    settings = search_settings(args)
+    return load_translator(checkpoint, preparation.folder, args), settings, preparation.prep["source_lang"]
 
 
 def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) -> Translator:

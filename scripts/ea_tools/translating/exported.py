@@ -1,0 +1,109 @@
+"""An exported model in place of a run: the same translations, scores and lines of output as by fairseq."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ea_data.binary import read_sentences
+from ea_runtime import ExportError, Translator
+from ea_runtime.search import Settings
+from ea_runtime.translator import EOS, UNK
+from ea_tools.common import UserError, listed
+from ea_tools.training.recipes import parse_flags
+
+#: flags after -- that change how fast fairseq works, and not what comes out
+OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers"}
+#: sentences at once, where the command line does not say
+BATCH = 32
+
+
+def is_export(folder: Path | None) -> bool:
+    """Whether a folder is what export.sh wrote, in whatever state."""
+    return folder is not None and any((folder / name).exists() for name in ("encoder.onnx", "decoder.onnx"))
+
+
+def refuse(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that choose a checkpoint or how it computes: an export holds one model, whose numbers are fixed.
+
+    Raises:
+        UserError: one of these options, or a --precision, was given; the message names it.
+    """
+    given = [name for name in names if getattr(args, name)] + ["precision"] * (args.precision != "fp32")
+    if given:
+        raise UserError(f"--{given[0]}: has no effect on {args.run}, an exported model; leave it out, or export anew")
+
+
+def load(folder: Path) -> Translator:
+    """The exported model. One that is damaged is a UserError."""
+    try:
+        return Translator(folder)
+    except ExportError as error:
+        raise UserError(f"--run {error}") from None
+
+
+def search_settings(beam: int, lenpen: float, flags: Sequence[str]) -> dict[str, Any]:
+    """The search's settings from the command line, and from those of fairseq's flags that the search here has."""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Settings)}
+    settings: dict[str, Any] = {"beam": beam, "lenpen": lenpen}
+    for flag, values in parse_flags(flags).items():
+        name = flag.replace("-", "_")
+        if flag in OF_THE_WORK:
+            continue
+        if name not in kinds:
+            known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds)
+            raise UserError(f"-- --{flag}: an exported model has beam search alone, with {known}")
+        try:
+            settings[name] = True if kinds[name] is bool and not values else kinds[name](*values)
+        except (TypeError, ValueError):
+            raise UserError(f"-- --{flag} {listed(values, ' ')}: expected one {kinds[name].__name__}") from None
+    return settings
+
+
+class Exported:
+    """An exported model with the methods of ``ea_fairseq.Translator`` that translate.sh uses."""
+
+    def __init__(self, translator: Translator, batch: int) -> None:
+        self._translator, self._batch = translator, batch
+
+    def hypotheses(self, lines: Sequence[str], beam: int, first: int, **settings: Any) -> list[list[tuple[str, float]]]:
+        """The translations of each line, best first, and their scores to base 2."""
+        try:
+            found = self._translator.scored(lines, beam, n_best=beam, batch=self._batch, first=first, **settings)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return [[(text, score / math.log(2)) for text, score in of] or [("", 0.0)] * beam for of in found]
+
+
+def generate(translator: Translator, data: Path, subset: str, settings: dict[str, Any], batch: int) -> list[str]:
+    """fairseq-generate's lines T and H of a split of binary data, and its line on speed.
+
+    Sentences whose reference is longer than the model writes have no line, as fairseq leaves them out.
+    """
+    try:
+        chosen = translator.settings(settings)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    prep = translator.text.prep
+    source, target = prep["source_lang"], prep["target_lang"]
+    sources, references = (
+        read_sentences(data / f"{subset}.{source}-{target}.{language}") for language in (source, target)
+    )
+    longest_source, longest_target = translator.description["max_positions"]
+    numbers = [n for n, reference in enumerate(references) if len(reference) <= longest_target]
+    tokens = [[*sources[n][:-1][: longest_source - 1], EOS] for n in numbers]
+    begin = time.perf_counter()
+    found = [best[0] for best in translator.search_all(tokens, chosen, batch)]
+    seconds, count = time.perf_counter() - begin, sum(len(best.tokens) + 1 for best in found)
+    speed = f"in {seconds:.1f}s ({len(found) / seconds:.2f} sentences/s, {count / seconds:.2f} tokens/s)"
+    output = []
+    for n, best in zip(numbers, found, strict=True):
+        output.append(f"H-{n}\t{best.score / math.log(2)}\t{translator.words(best.tokens)}")
+        if UNK not in references[n]:  # such a line could not be compared with the raw reference
+            output.append(f"T-{n}\t{translator.words(references[n][:-1])}")
+    return [*output, f"Translated {len(found):,} sentences ({count:,} tokens) {speed}"]

@@ -1,0 +1,149 @@
+"""An exported model in place of a run gives what the run gives; its faults are named, and lose no output."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import REPO
+from helpers.toy import ENVIRONMENT, save_model, script
+
+from ea_tools import preparation
+from ea_tools.checkpoints import load
+from ea_tools.translating import evaluate, export, translate
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pair(data, run, tmp_path_factory):
+    """A trained run and two exports of the average of its last two checkpoints: in float32 and in 8 bits."""
+    folder = tmp_path_factory.mktemp("pair")
+    copy = shutil.copytree(run, folder / "run")
+    preparation.keep(copy, data)
+    for name, flags in (("float32", []), ("int8", ["--int8"])):
+        export.main(["--run", str(copy), "--average", "2", "--out", str(folder / name), *flags])
+    return folder
+
+
+def nbest(folder, data, *flags):
+    """Lines of translate.sh for a test set: number, text, score."""
+    flags = ["--input", data / "raw" / "test.de", "--nbest", "5", *flags, "--", "--max-len-b", "12"]
+    done = script("translating.translate", *folder, *flags)
+    assert done.returncode == 0, done.stderr
+    return [line.split(" ||| ") for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("lenpen", ["1", "0.6"])
+def test_translates_as_the_run(pair, data, lenpen):
+    average = pair / "run" / "average2.pt"
+    average = average if average.exists() else pair / "run" / "eval" / "average2.pt"
+    by_run = nbest(["--run", pair / "run", "--checkpoint", average], data, "--lenpen", lenpen)
+    exported = nbest(["--run", pair / "float32"], data, "--lenpen", lenpen)
+    assert len(exported) == 50
+    scores = [float(score) for *_, score in by_run]
+    assert [float(score) for *_, score in exported] == pytest.approx(scores, abs=1e-3)
+    assert [line[:2] for line in exported] == [line[:2] for line in by_run]
+
+
+def test_scores_as_the_run(pair, data, capsys):
+    common = ["--data", str(data), "--beam", "2"]
+    evaluate.main([*common, "--run", str(pair / "run"), "--average", "2", "--", "--cpu", "--max-len-b", "9"])
+    limits = ["--", "--max-len-b", "9"]
+    evaluate.main([*common, "--run", str(pair / "float32"), "--against", str(pair / "run"), *limits])
+    assert "identical to those of" in capsys.readouterr().out
+    evaluate.main([*common, "--run", str(pair / "int8"), "--against", str(pair / "float32"), *limits])
+    assert "exported in 8 bits" in capsys.readouterr().out
+    by_run, exported, int8 = (
+        json.loads((pair / name / "eval" / "test.json").read_text()) for name in ("run", "float32", "int8")
+    )
+    assert exported["scores"] == by_run["scores"]
+    same = ("arch", "settings", "updates", "preparation", "settings_name", "averaged", "references")
+    assert {name: exported[name] for name in same} == {name: by_run[name] for name in same}
+    assert (exported["int8"], int8["int8"]) == (False, True)
+    assert {"sacrebleu", "chrf"} <= int8["against"].keys()
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--checkpoint", "x.pt"], "--checkpoint"),
+        (["--precision", "bf16"], "--precision"),
+        (["--", "--sampling"], "--sampling"),
+        (["--", "--max-len-b", "many"], "--max-len-b many"),
+    ],
+)
+def test_what_an_export_cannot_do_is_refused_by_name(pair, data, flags, says):
+    given = ["--run", str(pair / "float32"), *flags]
+    with pytest.raises(SystemExit, match=says):
+        translate.main(["--input", str(data / "raw" / "test.de"), *given])
+    with pytest.raises(SystemExit, match=says):
+        evaluate.main(["--data", str(data), *given])
+
+
+@pytest.mark.parametrize("flags", [["--average", "2"], ["--best"]])
+def test_an_export_has_one_checkpoint(pair, data, flags):
+    with pytest.raises(SystemExit, match=flags[0]):
+        evaluate.main(["--data", str(data), "--run", str(pair / "float32"), *flags])
+
+
+def test_an_export_names_its_checkpoint(pair):
+    described = json.loads((pair / "float32" / "model.json").read_text())
+    assert described["checkpoint"] == "average2.pt"
+    assert [path.rsplit("/", 1)[1] for path in described["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
+
+
+def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    path = save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
+    preparation.keep(run, data)
+    state = load(path)
+    state["cfg"]["task"]["_name"] = "language_modeling"
+    monkeypatch.setattr(export, "load", lambda checkpoint: state)
+    with pytest.raises(SystemExit, match="language_modeling"):
+        export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    monkeypatch.undo()
+    monkeypatch.setattr("ea_fairseq.export.reason_against", lambda model: "it has an adaptive softmax")
+    with pytest.raises(SystemExit, match="adaptive softmax"):
+        export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no such checkpoint"):
+        export.main(["--run", str(run), "--checkpoint", "none.pt", "--out", str(tmp_path / "out")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def command(folder, text, *flags):
+    """`python -m ea_runtime`, given bytes."""
+    words = [sys.executable, "-m", "ea_runtime", folder, *flags]
+    return subprocess.run(words, input=text, capture_output=True, check=False, cwd=REPO, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("buffer", ["2", "1000"])
+def test_bytes_that_are_no_text_lose_no_line_before_them(pair, buffer):
+    whole = command(pair / "float32", b"Haus.\nHund.\nBaum.\n")
+    done = command(pair / "float32", b"Haus.\nHund.\nBaum.\nK\xffatze\nBuch.\n", "--buffer", buffer)
+    assert done.returncode == 1
+    assert done.stdout == whole.stdout
+    assert done.stderr.decode().splitlines() == [
+        "ea_runtime: standard input, line 4: no UTF-8 (invalid start byte); convert it first"
+    ]
+
+
+def test_a_line_of_ten_thousand_words_is_cut_and_named(pair):
+    done = command(pair / "float32", b"Haus.\n" + b"Hund " * 10_000 + b"\nBaum.\n", "--beam", "1", "--buffer", "1")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 3
+    (said,) = done.stderr.decode().splitlines()
+    assert said.startswith("line 2: ")
+
+
+def test_files_of_two_exports_are_not_mixed(pair, tmp_path):
+    mixed = shutil.copytree(pair / "float32", tmp_path / "mixed")
+    shutil.copyfile(pair / "int8" / "decoder.onnx", mixed / "decoder.onnx")
+    done = command(mixed, b"Haus.\n")
+    (said,) = done.stderr.decode().splitlines()
+    assert done.returncode == 1
+    assert "decoder.onnx: damaged, or of another export" in said
+    with pytest.raises(SystemExit, match="of another export"):
+        translate.main(["--run", str(mixed), "--input", str(REPO / "README.md")])
