@@ -18,7 +18,6 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from ea_runtime.search import Hypothesis, Settings, search
-from ea_runtime.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,8 @@ class Translator:
     def __init__(self, folder: str | Path, threads: int | None = None) -> None:
         self.folder = Path(folder)
         self.description = _description(self.folder)
+        from ea_runtime.text import Text  # here, for --help needs none of the packages that split text
+
         self.text = Text(self.folder)
         names = self.description["dictionaries"]
         self._source, self._target = (_dictionary(self.folder / names[side]) for side in ("source", "target"))

@@ -1,5 +1,6 @@
 """The runtime's own packages are enough: it translates without PyTorch and fairseq, and is small and quick to start."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -76,10 +77,10 @@ def test_it_translates_soon_and_in_little_memory(site, data, tmp_path):
     save_model(data, run / "checkpoint_last.pt", "ea_transformer_lite")
     preparation.keep(run, data)
     export.main(["--run", str(run), "--out", str(tmp_path / "out")])
-    # -S and -I: nothing of the interpreter's own packages, the variables or the folder
-    code = f"import sys; sys.path.append({str(site)!r})\n{CODE}"
-    command = [sys.executable, "-S", "-I", "-c", code, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # -S: nothing of the interpreter's own packages
+    command = [sys.executable, "-S", "-c", CODE, str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     translation, seconds, memory, imported = done.stdout.split("\n")[:4]
     assert translation

@@ -95,6 +95,7 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     export(model, folder)
     if int8:
         quantise(folder)
+    strip(folder)
     for path in loaded.text.files:
         shutil.copyfile(path, folder / path.name)
     languages = {"source": task.cfg.source_lang, "target": task.cfg.target_lang}
@@ -136,6 +137,18 @@ def quantise(folder: Path) -> None:
         }
         quantize_dynamic(given, folder / name, **options)
         given.unlink()
+
+
+def strip(folder: Path) -> None:
+    """Take out what only a debugger reads: where each node comes from, and the shapes in between."""
+    import onnx
+
+    for name in ("encoder.onnx", "decoder.onnx"):
+        model = onnx.load(folder / name)
+        del model.graph.value_info[:]
+        for node in model.graph.node:
+            del node.metadata_props[:]
+        onnx.save(model, folder / name)
 
 
 def compare(loaded: Translator, folder: Path, close: float) -> float:
