@@ -68,8 +68,9 @@ def evolve(
         evolution = Evolution(geometry, _heads(module), kernel_size, alpha, beta, **options)
         module.evolution = evolution.to(next(module.parameters()))
         module.hands_on_map = False
-        # In a tuple, since a module would be registered a second time.
-        module.layer_before = (previous,) if evolution.uses_previous else ()
+        # Names, since DataParallel's copies of a layer share them, but are other modules.
+        module.map_name = name
+        module.map_before = previous.map_name if evolution.uses_previous else None
         if evolution.uses_previous:
             previous.hands_on_map = True
         if geometry == Geometry.ENCODER_SELF:
@@ -149,13 +150,13 @@ class _Maps:
     """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Module, tuple[Tensor, bool]] = {}
+        self.of: dict[str, tuple[Tensor, bool]] = {}
 
     def before(self, module: nn.Module) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer and in decoders."""
-        if not module.layer_before:
+        if module.map_before is None:
             return None
-        a_logit, recorded = self.of[module.layer_before[0]]
+        a_logit, recorded = self.of[module.map_before]
         if torch.is_grad_enabled() and not recorded:
             raise RuntimeError(
                 "gradient checkpointing with use_reentrant=True cuts the gradients of attention maps: call "
@@ -215,7 +216,7 @@ def _attention(
     )
     result = attend(call, evolution)
     if result.a_logit is not None:
-        evolving_maps.of[module] = result.a_logit, torch.is_grad_enabled()
+        evolving_maps.of[module.map_name] = result.a_logit, torch.is_grad_enabled()
     if layer is not None:
         layer.above = result.kept
     weights = None if result.weights is None else result.weights.type_as(value)

@@ -45,7 +45,7 @@ def _made_by(data: Path | str) -> str:
     name = Path(data).name
     for script in (REPO / "data-prep").glob("*.sh"):
         language_pair = name.removeprefix(script.stem).removeprefix("-")
-        wants_more = script.stem in ("corpus", "custom", "glue", "one-side")
+        wants_more = script.stem in ("corpus", "custom", "one-side")
         if name.startswith(script.stem) and re.fullmatch(r"|[a-z]{2}-[a-z]{2}", language_pair) and not wants_more:
             return f" bash data-prep/{script.name} {language_pair}".rstrip() + " makes it"
     return ""

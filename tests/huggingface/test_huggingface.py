@@ -234,6 +234,18 @@ def test_eight_threads_share_a_model():
     assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
+def test_a_copy_of_DataParallel_gives_the_same():
+    """What DataParallel makes for each GPU: copies of every module, joined anew."""
+    model, batch = build("t5", alpha=0.4, beta=0.3).eval(), inputs("t5")
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, copied in copies.items():
+        for name, child in module.named_children():
+            copied._modules[name] = copies[child]
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, None if parameter is None else parameter.detach())
+    assert torch.equal(copies[model](**batch).logits, model(**batch).logits)
+
+
 def _cut(batch, size):
     return {name: values[:, :size] for name, values in batch.items()}
 

@@ -19,7 +19,7 @@ from ea_tools.training import recipes, train
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
 #: commands that hand on what they do not know to fairseq-train
-HAND_ON = ("train.sh", "sweep.sh", "glue.sh", "profile_model.sh", "reproduce.sh")
+HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
 PARSERS = {
     "fairseq-train": options.get_training_parser,
     "fairseq-generate": options.get_generation_parser,

@@ -52,7 +52,7 @@ TRAINING = {
 SKIPPED = r"scripts/test\.sh|pip install"  # this very suite; test_packaging.py
 # The network; hours of measuring; a server, which does not end; a model or files that only such commands make, or
 # that stand for the reader's own.
-PARSED = r"iwslt14-de-en|multi30k\.sh|glue\.sh|benchmark_|gpu_report|/glue/|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
+PARSED = r"iwslt14-de-en|multi30k\.sh|benchmark_|gpu_report|examples\.glue|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
 PARSED += r"|serve\("
 DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
 

@@ -16,7 +16,6 @@ from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close
 
-from ea_data import glue
 from ea_tools.bench import decoding, profile_model
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError
@@ -70,7 +69,6 @@ def test_what_evolving_adds_is_its_convolutions(arch, heads, layers):
 # ---- trained models and text: pictures and statistics
 
 ONE_BY_ONE = ("--sample-break-mode", "eos", "--tokens-per-sample", "40")
-PREDICTION = ("--num-classes", "2", "--init-token", "0", "--separator-token", "2", "--criterion", "sentence_prediction")
 SIDES = [*BART, "--max-source-positions", "40", "--max-target-positions", "40"]
 #: name -> architecture, task, data, size and other flags
 MODELS = {
@@ -78,38 +76,20 @@ MODELS = {
     "stock_lm": ("transformer_lm", "language_modeling", "text", [*LM, *ONE_BY_ONE]),
     "roberta": ("ea_roberta", "masked_lm", "text", [*ROBERTA, *ONE_BY_ONE, "--max-positions", "40"]),
     "stock_roberta": ("roberta", "masked_lm", "text", [*ROBERTA, *ONE_BY_ONE, "--max-positions", "40"]),
-    "tuned": ("ea_roberta", "sentence_prediction", "CoLA", [*ROBERTA, *PREDICTION]),
-    "pairs": ("ea_roberta", "sentence_prediction", "RTE", [*ROBERTA, *PREDICTION]),
-    "bart_tuned": ("ea_bart", "sentence_prediction", "CoLA", [*SIDES, *PREDICTION, "--add-prev-output-tokens"]),
     "denoiser": ("ea_bart", "denoising", "text", [*SIDES, "--sample-break-mode", "eos", "--mask", "0.3"]),
     "bart": ("ea_bart", "translation", "toy", [*SIDES, "--source-lang", "de", "--target-lang", "en"]),
 }
-WORDS, AS_IT_IS = "the dog , the cat . </s>", "⟨The⟩ ⟨dog,⟩ the ⟨cat.⟩ </s>"  # text of GLUE is read as it is
+WORDS = "the dog , the cat . </s>"
 #: name -> the kinds of attention; one side's words, with what the task puts around them
 SHOWN = {
     "lm": (["decoder"], "predicted", WORDS),
     "stock_lm": (["decoder"], "predicted", WORDS),
     "roberta": (["encoder"], "source", f"<s> {WORDS}"),
     "stock_roberta": (["encoder"], "source", f"<s> {WORDS}"),
-    "tuned": (["encoder"], "source", f"<s> {AS_IT_IS}"),
-    "pairs": (["encoder"], "source", f"<s> {AS_IT_IS}"),
-    "bart_tuned": (["encoder", "decoder", "cross"], "source", f"<s> {AS_IT_IS}"),
     "denoiser": (["encoder", "decoder", "cross"], "predicted", f"<s> {WORDS}"),
     "bart": (["encoder", "decoder", "cross"], "source", WORDS),
 }
 TEXT = "The dog, the cat."
-
-
-def glue_task(folder, name, row, header=()):
-    """A prepared task of GLUE in few words."""
-    folder.mkdir()
-    for split in ("train", "dev"):
-        lines = [
-            row.format(label=glue.TASKS[name].labels[i % 2], noun=("dog", "cat", "book")[i % 3]) for i in range(12)
-        ]
-        (folder / f"{split}.tsv").write_text("".join(f"{line}\n" for line in [*header, *lines]))
-    glue.prepare(name, folder, folder.parent / name, 40, None)
-    return folder.parent / name
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +101,7 @@ def trained(data, tmp_path_factory):
     places = {
         "toy": data,
         "text": folder / "text",
-        "CoLA": glue_task(folder / "raw-cola", "CoLA", "x\t{label}\t*\tthe {noun} , the cat ."),
-        "RTE": glue_task(
-            folder / "raw-rte", "RTE", "0\tthe {noun} , the cat .\tthe dog .\t{label}",
-            ["index\tsentence1\tsentence2\tlabel"],
-        ),
-    }  # fmt: skip
+    }
     paths = {}
     for name, (arch, task, where, flags) in MODELS.items():
         words = [str(places[where]), "--arch", arch, "--task", task, *flags]
@@ -169,13 +144,9 @@ def test_text_is_read_as_the_task_reads_it(trained, name):
     loaded = load_model(getattr(trained, name))
     loaded.task.load_dataset("valid")
     dataset = loaded.task.dataset("valid")
-    raw = loaded.data / "raw"
-    texts = {"text": trained.data["toy"] / "raw/valid.en", "toy": raw / "valid.de"}.get(
-        MODELS[name][2], raw / "valid.input0"
-    )
-    seconds = (raw / "valid.input1").read_text().splitlines() if name == "pairs" else None
-    for number, text in enumerate(texts.read_text().splitlines()[:4]):
-        source, target = loaded.sentences(text, second=seconds and seconds[number])
+    text = trained.data["toy"] / "raw/valid.en" if MODELS[name][2] == "text" else loaded.data / "raw/valid.de"
+    for number, line in enumerate(text.read_text().splitlines()[:4]):
+        source, target = loaded.sentences(line)
         sample = dataset[number]
         if loaded.sides == ("decoder",):
             assert loaded.reads(target)[1].tolist() == sample["source"].tolist()
@@ -188,22 +159,12 @@ def test_text_is_read_as_the_task_reads_it(trained, name):
             read = (sample["source"] if name == "bart" else sample["net_input.src_tokens"]).tolist()
             kept = [place for place, word in enumerate(read) if word == source.ids[place]]
             assert len(read) == len(source.ids)
-            if name == "bart_tuned":
-                assert loaded.reads(target)[1].tolist() == sample["net_input.prev_output_tokens"].tolist()
             assert len(kept) >= (0.5 if "roberta" in name else 1) * len(read)  # some of masked_lm's are masked
 
 
-def test_masks_and_pairs_of_sentences(trained, tmp_path):
+def test_masks_are_read(trained, tmp_path):
     arrays = drawn(trained, tmp_path, "roberta", "--source", "the dog , the <mask> .", "--words")
     assert arrays["words.source"].tolist() == [*"<s> the dog , the <mask> . </s>".split()]
-    loaded = load_model(trained.pairs)
-    source = loaded.source("the dog .", "the cat .")
-    # As fairseq's own data set joins a pair.
-    loaded.task.load_dataset("valid")
-    ids = loaded.task.dataset("valid")[0]["net_input.src_tokens"].tolist()
-    assert [source.ids[0], *source.ids[-2:]] == [ids[0], *ids[-2:]]
-    assert " ".join(source.words.labels).count("</s> </s>") == 1 == ids.count(2) - 2
-    assert "</s></s>" in "".join(drawn(trained, tmp_path, "pairs", "--second", "the cat .")["tokens.source"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -234,16 +195,12 @@ def test_statistics_do_not_depend_on_batches(trained):
     [
         (draw, "lm", ["--target", "x"], r"--target: .*lm\.pt has a decoder only, and reads one text: give --source"),
         (draw, "roberta", ["--target", "x"], r"--target: .*roberta\.pt has an encoder only"),
-        (draw, "bart_tuned", ["--target", "x"], r"--target: .*bart_tuned\.pt says a class, and reads one text"),
         (draw, "lm", ["--kind", "cross"], r"--kind cross: .* has no encoder-decoder attention; it has decoder self"),
-        (draw, "roberta", ["--second", "x"], r"--second: .* was trained for masked_lm, and reads one sentence"),
-        (draw, "lm", ["--second", "x"], r"--second: .*lm\.pt has a decoder only"),
         (draw, "roberta", ["--compare", "lm"], r"--compare .*lm\.pt: has a decoder only, and .* an encoder only"),
-        (draw, "lm", ["--data", "CoLA"], r"CoLA is not what .*lm\.pt was trained on: dict\.txt: is in .*/text, and"),
+        (draw, "lm", ["--data", "toy"], r"is not what .*lm\.pt was trained on: dict\.txt: is in .*/text, and"),
         (statistics, "lm", ["--gold", "gold"], r"--gold: .*lm\.pt was trained for language_modeling; alignments are"),
         (statistics, "denoiser", ["--gold", "gold"], r"--gold: .* was trained for denoising; alignments are of sent"),
         (statistics, "roberta", ["--compare", "denoiser"], r"--compare .*: has encoder and decoder, .* an encoder on"),
-        (statistics, "tuned", ["--subset", "test"], r"input0/test\.bin does not exist; there are: train, valid"),
         (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*there are: test, train, valid"),
     ],
 )  # fmt: skip

@@ -65,9 +65,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
     parser.add_argument("--source", required=True, metavar="TEXT", help="a sentence, raw text; it may have a <mask>")
     parser.add_argument("--target", metavar="TEXT", help="its translation, raw text (default: the model's own)")
-    parser.add_argument(
-        "--second", metavar="TEXT", help="the second sentence, for a model of pairs of sentences (GLUE)"
-    )
     parser.add_argument("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
     parser.add_argument("--kind", nargs="+", choices=KINDS, help="of attention (default: all that the model has)")
@@ -126,7 +123,7 @@ def examine(args: argparse.Namespace) -> Look:
         )
     if other and _words(loaded) != _words(other):
         raise UserError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
-    source, target = loaded.sentences(args.source, args.target, args.second, args.beam)
+    source, target = loaded.sentences(args.source, args.target, args.beam)
     tokens, words = _tokens(loaded, source, target)
     for name, labels in tokens.items():
         if name != "read":

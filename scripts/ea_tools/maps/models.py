@@ -28,7 +28,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from ea_tools.checkpoints import choose, load, section, settings
-from ea_tools.common import UserError, read_json
+from ea_tools.common import UserError
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.maps.words import Words, words_of
@@ -36,8 +36,7 @@ from ea_tools.metrics import written_with_spaces
 from ea_tools.preparation import file_difference, of_model
 from ea_tools.text import Source, Subwords, read_prep, subwords
 
-PREDICTION = ("sentence_prediction", "sentence_ranking")
-TASKS = ("translation", "language_modeling", "masked_lm", "denoising", *PREDICTION)
+TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
 MASK = "<mask>"
 
 
@@ -60,16 +59,10 @@ class Loaded:
         self.sides = sides_of(type(model))
         self.task_name, self._trained_for = trained_for["_name"], trained_for  # the task's options
 
-    def source(self, text: str, second: str | None = None) -> Sentence:
-        """Raw text in the source language, or for an encoder alone; `second`: of a pair of sentences."""
-        if second is not None and self.task_name not in PREDICTION:
-            raise UserError(f"--second: {self.checkpoint} was trained for {self.task_name}, and reads one sentence")
+    def source(self, text: str) -> Sentence:
+        """Raw text in the source language, or for an encoder alone."""
         dictionary, frame = self.task.source_dictionary, self._frame()
         symbols = [*frame[0], *self._symbols(text, "source"), *frame[1]]
-        if second is not None:
-            separator = self._trained_for.get("separator_token")
-            symbols += [] if separator is None else [dictionary[separator]]
-            symbols += [*self._symbols(second, "source"), *frame[1]]
         return self._sentence(symbols, "source", dictionary)
 
     def target(self, text: str) -> Sentence:
@@ -84,8 +77,7 @@ class Loaded:
         end = dictionary.eos_word
         if self.task_name in ("masked_lm", "denoising"):
             return [dictionary.bos_word], [end]
-        first = self._trained_for.get("init_token") if self.task_name in PREDICTION else None
-        return [] if first is None else [dictionary[first]], [end]
+        return [], [end]
 
     def _symbols(self, text: str, side: str) -> list[str]:
         """The subwords of a sentence; <mask> stays as it is where the model knows it."""
@@ -99,8 +91,6 @@ class Loaded:
 
     def _splitter(self, side: str) -> Callable[[str], str]:
         """What makes subwords of raw text on one side."""
-        if self.task_name in PREDICTION:  # whose text was split as it came
-            return self._subwords.split
         # Source does what was done to the training text of PREP.json's source language: here, of either.
         return Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})
 
@@ -136,7 +126,7 @@ class Loaded:
         if self.task_name == "translation":
             source, target = self.prep["source_lang"], self.prep["target_lang"]
             return f"{{}}.{source}-{target}.{source}.bin"
-        return "input0/{}.bin" if self.task_name in PREDICTION else "{}.bin"
+        return "{}.bin"
 
     def has_words(self, side: str) -> bool:
         """Whether it can be told which subwords of this side make a word."""
@@ -171,27 +161,21 @@ class Loaded:
         return self._sentence([dictionary[word] for word in ids], "target", dictionary)
 
     def sentences(
-        self, source: str, target: str | None = None, second: str | None = None, beam: int = 5
+        self, source: str, target: str | None = None, beam: int = 5
     ) -> tuple[Sentence | None, Sentence | None]:
         """What encoder and decoder are given for these texts; None for a side that the model does not have.
 
         A model that was trained to restore its text is made to give that text, where there is no target.
         """
         if self.sides == BOTH:
-            given = self.source(source, second)
-            if self.task_name in PREDICTION:  # whose decoder reads the same text
-                if target is not None:
-                    raise UserError(f"--target: {self.checkpoint} says a class, and reads one text: give --source")
-                return given, given
+            given = self.source(source)
             if target is None and self.task_name != "denoising":
                 return given, self.translate(given, beam)
             return given, self.target(source if target is None else target)
         if target is not None:
             raise UserError(f"--target: {self.checkpoint} has {NAMES[self.sides]}, and reads one text: give --source")
         if self.sides == ENCODER:
-            return self.source(source, second), None
-        if second is not None:
-            raise UserError(f"--second: {self.checkpoint} has {NAMES[self.sides]}, and reads one text: give --source")
+            return self.source(source), None
         return None, self.target(source)
 
     def reads(self, target: Sentence) -> tuple[str, Tensor]:
@@ -239,7 +223,7 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
     else:
         data = _data_of_one_language(checkpoint, trained_for, Path(data) if data else None)
-        prep = _prep_of_one_language(data)
+        prep = read_prep(data)
         overrides = {"data": str(data)}
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     try:
@@ -263,17 +247,7 @@ def _data_of_one_language(checkpoint: Path, trained_for: dict, given: Path | Non
     trained_on = Path(trained_for.get("data") or "")
     if given is None:
         return trained_on
-    for name in ("dict.txt", "input0/dict.txt"):
-        if (trained_on / name).is_file() and (difference := file_difference(trained_on / name, given / name)):
-            raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
+    name = "dict.txt"
+    if (trained_on / name).is_file() and (difference := file_difference(trained_on / name, given / name)):
+        raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
     return given
-
-
-def _prep_of_one_language(data: Path) -> dict:
-    """PREP.json of a task of GLUE, whose text was split as it came, or of what data-prep/one-side.sh made."""
-    path = data / "PREP.json"
-    if (data / "input0").is_dir() and path.is_file():
-        prep = read_json(path)
-        languages = {"source_lang": "en", "target_lang": "en"}
-        return {"name": prep["task"], "bpe": prep["bpe"], "tokenizer": "none", **languages}
-    return read_prep(data)

@@ -5,7 +5,7 @@ of skip connection and convolution in the logits and, where gold alignments are 
 intervals over sentences; with --compare also the paired differences. docs/map-statistics.md has the formulas.
 
 The model may be one for translation, a BART, a RoBERTa or a language model, over the samples that its task makes of the
-split: with masks for masked_lm and denoising, pairs of sentences for some tasks of GLUE.
+split: with masks for masked_lm and denoising.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def file_name(parts: Iterable[str]) -> str:
 
 
 def names() -> list[str]:
-    """The tables of translations in recipes/tables that can be read; scripts/glue.sh has one of its own there."""
+    """The tables of translations in recipes/tables that can be read."""
     found = []
     for path in FOLDER.glob("*.toml"):
         with contextlib.suppress(UserError, OSError):
@@ -157,8 +157,6 @@ def read(name: str) -> Table:
             f"{name}: no such table; there are {', '.join(names())}, and files of your own that end in .toml"
         )
     content = recipes.read_toml(path)
-    if "tasks" in content:
-        raise UserError(f"{path}: is a table of scripts/glue.sh; write it with scripts/glue.sh --table")
     flag_faults.check_keys(path, content, KEYS)
     try:
         table = Table(

@@ -1,0 +1,181 @@
+"""Fine-tune an encoder of Hugging Face on a task of GLUE, with and without evolving attention, by the papers' settings.
+
+    python -m examples.glue.fine_tune CoLA --model bert-base-uncased --settings BERT-Base --seeds 1 2 3
+
+Both models have the same seeds, batches and updates. The score is that of the development set after the last epoch.
+With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces come from the training sentences.
+"""
+
+import argparse
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertTokenizerFast,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    get_linear_schedule_with_warmup,
+)
+
+from evolving_attention.huggingface import evolve
+from examples.glue.tasks import TASKS, DataError, Row, download, read, score
+
+PAPERS = tomllib.loads((Path(__file__).parent / "papers.toml").read_text())
+DATA = Path("data/glue")
+
+
+def main(words: list[str] | None = None) -> None:
+    """The command."""
+    args = _arguments(words)
+    try:
+        if args.data is None:
+            download(args.task, DATA)
+        folder = args.data or DATA
+        train_rows = read(folder, args.task, "train")
+        devs = [read(folder, args.task, split) for split in TASKS[args.task].dev]
+        tokenizer = small_tokenizer(train_rows) if args.from_scratch else AutoTokenizer.from_pretrained(args.model)
+        print(f"| model | {'/'.join(TASKS[args.task].metrics)}, mean | standard deviation | each seed |")
+        print("|---|---|---|---|")
+        for evolving in (False, True):
+            # One list for each seed: all metrics of all development sets.
+            results = [run(args, evolving, seed, tokenizer, train_rows, devs) for seed in args.seeds]
+            print(_row(args, evolving, results), flush=True)
+    except (DataError, OSError) as error:
+        print(f"fine_tune: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+def run(
+    args: argparse.Namespace,
+    evolving: bool,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: list[Row],
+    devs: list[list[Row]],
+) -> list[float]:
+    """Train one model and score it on the development sets."""
+    torch.manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(args, tokenizer, evolving).to(device)
+    # The same batches and, apart from new weights, the same start for both models.
+    torch.manual_seed(seed)
+    updates = args.epochs * -(-len(train_rows) // args.batch_size)
+    updates = min(updates, args.updates or updates)
+    # Torch's Adam with the papers' epsilon; the linear schedule with a tenth of warm-up is our choice.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-8)
+    schedule = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
+    batches = _batches(train_rows, args.batch_size)
+    model.train()
+    for _ in tqdm(range(updates), f"{args.task}, seed {seed}", disable=None):
+        optimizer.zero_grad()
+        inputs, labels = _tensors(tokenizer, next(batches), device)
+        logits = model(**inputs).logits
+        loss = F.mse_loss(logits[:, 0], labels) if logits.size(1) == 1 else F.cross_entropy(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return [number for dev in devs for number in score(args.task, [y for _, y in dev], predict(model, tokenizer, dev))]
+
+
+def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving: bool) -> PreTrainedModel:
+    """The model with a head for the task. New parameters of evolving attention are fresh."""
+    labels = TASKS[args.task].labels
+    options = {"num_labels": 1 if labels is None else len(labels)}
+    if args.from_scratch:
+        sizes = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 1024}
+        config = BertConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=args.max_length, **options)
+        model = AutoModelForSequenceClassification.from_config(config)
+    else:
+        # Dropout of the papers, whatever the checkpoint's names for it are.
+        config = AutoConfig.from_pretrained(args.model, **options)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"):
+            if hasattr(config, name):
+                setattr(config, name, 0.1)
+        model = AutoModelForSequenceClassification.from_pretrained(args.model, config=config)
+    tokenizer.model_max_length = args.max_length
+    return evolve(model, args.alpha, args.beta) if evolving else model
+
+
+@torch.no_grad()
+def predict(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> list[float]:
+    """The class or number of each row."""
+    model.eval()
+    predicted = []
+    for start in range(0, len(rows), 64):
+        inputs, _ = _tensors(tokenizer, rows[start : start + 64], model.device)
+        logits = model(**inputs).logits
+        predicted += (logits[:, 0] if logits.size(1) == 1 else logits.argmax(1)).tolist()
+    return predicted
+
+
+def small_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
+    """8,000 WordPieces of the training sentences."""
+    sentences = (sentence for row, _ in rows for sentence in row)
+    return BertTokenizerFast().train_new_from_iterator(sentences, vocab_size=8000)
+
+
+def _batches(rows: list[Row], size: int) -> Iterator[list[Row]]:
+    while True:
+        for chosen in torch.randperm(len(rows)).split(size):
+            yield [rows[i] for i in chosen]
+
+
+def _tensors(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], device: str | torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    columns = [list(column) for column in zip(*(sentences for sentences, _ in rows), strict=True)]
+    inputs = tokenizer(*columns, padding=True, truncation=True, return_tensors="pt").to(device)
+    return inputs, torch.tensor([label for _, label in rows], device=device)
+
+
+def _row(args: argparse.Namespace, evolving: bool, results: list[list[float]]) -> str:
+    name = "BERT, 3 layers of 256, from scratch" if args.from_scratch else args.model
+    name += f", evolving, alpha {args.alpha}, beta {args.beta}" if evolving else ""
+    columns = list(zip(*results, strict=True))
+    mean = "/".join(f"{statistics.mean(column):.1f}" for column in columns)
+    spread = "/".join(f"{statistics.stdev(column):.1f}" if len(column) > 1 else "-" for column in columns)
+    return f"| {name} | {mean} | {spread} | {' '.join('/'.join(f'{x:.1f}' for x in seed) for seed in results)} |"
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    """The flags; what is not given comes from the papers' table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--model", metavar="NAME", help="a model's folder, or its name on the hub")
+    start.add_argument("--from-scratch", action="store_true", help="a small BERT with random weights")
+    parser.add_argument(
+        "--settings",
+        choices=PAPERS["settings"],
+        default="BERT-Base",
+        help="the papers' settings for this model (default: BERT-Base)",
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="raw files (default: download to data/glue)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
+    parser.add_argument("--updates", type=int, metavar="N", help="stop after so many")
+    parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a row (default: 128)")
+    for name, kind in (("epochs", int), ("batch_size", int), ("lr", float), ("alpha", float), ("beta", float)):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, metavar="N", help="(default: the papers' setting for the task)")
+    args = parser.parse_args(words)
+    chosen = PAPERS["settings"][args.settings][args.task]
+    for name, value in zip(("epochs", "batch_size", "lr", "alpha", "beta"), chosen, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+if __name__ == "__main__":
+    main()

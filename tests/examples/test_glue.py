@@ -1,0 +1,120 @@
+"""GLUE: reading, metrics, and the command on a few rows."""
+
+import gzip
+import re
+import urllib.error
+import zipfile
+
+import pytest
+
+pytest.importorskip("transformers")
+from examples.glue import fine_tune, speed, tasks
+from examples.glue.tasks import TASKS, DataError
+
+PAIRS = "index\tsentence1\tsentence2\tlabel\n"
+FILES = {
+    "CoLA": "x\t{label}\t*\ta {noun} .\n",
+    "SST-2": "sentence\tlabel\na {noun}\t{label}\n",
+    "MRPC": "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{label}\t1\t2\ta {noun}\ta cat\n",
+    "STS-B": "index\tsentence1\tsentence2\tscore\n0\ta {noun}\ta cat\t{number}\n",
+    "QQP": "question1\tquestion2\tis_duplicate\na {noun}\ta cat\t{label}\nshort\n",
+    "MNLI": "sentence1\tsentence2\tgold_label\na {noun}\ta cat\t{label}\n",
+    "QNLI": "index\tquestion\tsentence\tlabel\n0\ta {noun}\ta cat\t{label}\n",
+    "RTE": PAIRS + "0\ta {noun}\ta cat\t{label}\n",
+    "WNLI": PAIRS + "0\ta {noun}\ta cat\t{label}\n",
+}
+
+
+def write(folder, name):
+    """A few rows of a task, of every class."""
+    (folder / name).mkdir()
+    first, *rest = FILES[name].splitlines(keepends=True)
+    header, rows = ("", [first]) if not rest else (first, rest)
+    labels = TASKS[name].labels or ("0", "1")
+    lines = [
+        row.format(label=label, noun=noun, number=number)
+        for label in labels
+        for noun, number in (("dog", 1.25), ("cat", 5))
+        for row in rows
+    ]
+    for split in ("train", *TASKS[name].dev):
+        (folder / name / f"{split}.tsv.gz").write_bytes(gzip.compress((header + "".join(lines)).encode()))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsys):
+    write(tmp_path, name)
+    fine_tune.main([name, "--from-scratch", "--data", str(tmp_path), "--updates", "1", "--max-length", "16"])
+    plain, evolving = capsys.readouterr().out.splitlines()[2:]
+    assert "evolving" in evolving and "evolving" not in plain
+    numbers = len(TASKS[name].metrics) * len(TASKS[name].dev)
+    assert len(re.findall(r"-?\d+\.\d", plain.split("|")[2])) == numbers
+
+
+def test_rows_have_sentences_and_classes(tmp_path):
+    write(tmp_path, "QNLI")
+    assert tasks.read(tmp_path, "QNLI", "dev")[::2] == [(["a dog", "a cat"], 0), (["a dog", "a cat"], 1)]
+    write(tmp_path, "STS-B")
+    assert tasks.read(tmp_path / "STS-B", "STS-B", "train")[:2] == [(["a dog", "a cat"], 1.25), (["a cat", "a cat"], 5)]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("sentence\tclass\n", "line 1: the header has no column label"),
+        ("sentence\tlabel\na\t2\n", "line 2: the label is '2', expected one of 0, 1"),
+        ("sentence\tlabel\na\n", "line 2: has 1 columns, expected at least 2"),
+        ("sentence\tlabel\n", "has no rows"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, text, message, capsys):
+    (tmp_path / "train.tsv").write_text(text)
+    with pytest.raises(SystemExit):
+        fine_tune.main(["SST-2", "--from-scratch", "--data", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+def test_metrics():
+    expected, predicted = [0, 0, 1, 1], [0, 1, 1, 1]
+    assert tasks.score("MRPC", expected, predicted) == pytest.approx([80, 75])
+    assert tasks.score("CoLA", expected, predicted) == pytest.approx([100 * 3**-0.5])
+    assert tasks.score("STS-B", [1.0, 2.0, 3.0], [1.0, 2.0, 9.0]) == pytest.approx([91.77, 100], abs=0.01)
+
+
+def test_downloads(tmp_path, monkeypatch):
+    archive = tmp_path / "RTE.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("RTE/train.tsv", PAIRS)
+        file.writestr("RTE/dev.tsv", PAIRS)
+    monkeypatch.setattr(tasks, "URL", f"file://{tmp_path}/")
+    tasks.download("RTE", tmp_path / "data")
+    assert (tmp_path / "data/RTE/train.tsv").read_text() == PAIRS
+    with pytest.raises(DataError, match=r"WNLI\.zip: .* give --data DIR"):
+        tasks.download("WNLI", tmp_path / "data")
+    with pytest.raises(DataError, match="MRPC: no archive holds its files"):
+        tasks.download("MRPC", tmp_path / "data")
+
+
+def test_without_network_one_line_says_what_to_do(monkeypatch, tmp_path, capsys):
+    def refuse(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(tasks.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(fine_tune, "DATA", tmp_path)
+    with pytest.raises(SystemExit):
+        fine_tune.main(["RTE", "--from-scratch"])
+    error = capsys.readouterr().err
+    assert "no network" in error and "give --data DIR" in error and error.count("\n") == 1
+
+
+def test_the_papers_settings_are_complete():
+    for settings in fine_tune.PAPERS["settings"].values():
+        assert list(settings) == list(TASKS)
+    assert fine_tune.PAPERS["settings"]["BERT-Base"]["CoLA"] == [3, 8, 2e-5, 0.2, 0.1]
+
+
+def test_speed_prints_a_line_for_each_way(capsys, monkeypatch):
+    tiny = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    monkeypatch.setitem(speed.SIZES, "lite", tiny)
+    speed.main(["--batch", "1", "--steps", "1"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(speed.WAYS)
