@@ -63,7 +63,7 @@ def res_transformer_lite(args: argparse.Namespace) -> None:
 @register_model_architecture("ea_transformer", "conv_transformer_lite")
 def conv_transformer_lite(args: argparse.Namespace) -> None:
     """``transformer_lite`` with a convolution beside the encoder's self-attention; its maps do not evolve."""
-    if not hasattr(args, "ea_rule"):  # whoever names a rule wants it
+    if not hasattr(args, "ea_rule"):  # a named rule stays
         _default(args, ea_alpha=0.0, ea_beta=0.0)
     _default(args, ea_conv_branch=True)
     ea_transformer_lite(args)
@@ -114,7 +114,7 @@ def _language_model(fairseqs: Callable[[Any], None]) -> Callable[[Any], None]:
         fairseqs(args)
         config = TransformerLanguageModelConfig()
         defaults = {name: getattr(config, name) for name in config._get_all_attributes()}
-        # What begins with ${ stands for an option of the task, or of fairseq-train.
+        # A value ${...} stands for an option of the task, or of fairseq-train.
         _default(args, **{name: value for name, value in defaults.items() if not str(value).startswith("${")})
 
     return preset

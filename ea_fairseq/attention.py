@@ -27,7 +27,7 @@ from evolving_attention.kernels import Call
 
 from .recording import is_recorded
 
-#: What an attention keeps in fairseq's incremental state: prev_key, prev_value and prev_key_padding_mask as fairseq's;
+#: The entries of an attention in fairseq's incremental state: prev_key, prev_value, prev_key_padding_mask as fairseq's;
 #: ``rows``, the last rows of the map (see ``Cache``); ``beams``, how many hypotheses share a sentence's
 #: keys; ``steps``, a kernel's prepared steps.
 IncrementalState = dict[str, dict[str, Any]]
@@ -43,7 +43,7 @@ class Padding(NamedTuple):
 
 
 class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
-    """What the three kinds of attention share.
+    """The common part of the three kinds of attention.
 
     Args:
         geometry: the kind of attention.
@@ -98,8 +98,8 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
             key_padding_mask: B x S, of rows and columns.
             attn_mask: see ``masks.combine``.
             previous: B x K x S x S, A_logit of the layer before.
-            keep_map: whether A_logit is wanted.
-            need_weights: whether the weights are wanted.
+            keep_map: whether to return A_logit.
+            need_weights: whether to return the weights.
 
         Returns:
             output S x B x C; A_logit, B x K x S x S, or None; weights before dropout, B x K x S x S, or None.
@@ -212,7 +212,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         return output, weights
 
     def _kept(self, incremental_state: IncrementalState) -> dict[str, Any]:
-        """What earlier steps kept, which may be nothing.
+        """The rows and keys of earlier steps, or nothing.
 
         Raises:
             ValueError: keys and values were put there from outside, by fairseq's ``prev_self_attn_state`` or
@@ -227,7 +227,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         return kept
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
-        """Follow beam search: hypothesis b continues what was hypothesis new_order[b]."""
+        """Follow beam search: hypothesis b continues hypothesis new_order[b]."""
         kept = dict(self._get_input_buffer(incremental_state))
         if not kept:
             return incremental_state

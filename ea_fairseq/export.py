@@ -2,7 +2,7 @@
 
 Both are made of the model's own modules, so a change of the model is a change of its export.
 
-Each decoder layer has caches of its own: stacked over layers they would be split, stacked and copied in every step.
+Caches are separate for each decoder layer: stacked ones would be split, stacked and copied in every step.
 
 Axes: N sentences, R = N x beams hypotheses, S source length, t steps before this one, K heads, D head size,
 r = kernel size - 1, V words.
@@ -167,7 +167,7 @@ def _same_sizes(
 
 
 def _state(keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """What an attention keeps in fairseq's incremental state."""
+    """The entries of an attention in fairseq's incremental state."""
     return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": None, "steps": None}
 
 

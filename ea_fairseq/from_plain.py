@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 #: the parts of an attention that fairseq's has too
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
-#: options that change what a model computes, and that neither names nor shapes of its parameters show
+#: options that change a model's function, and neither names nor shapes of its parameters
 INVISIBLE_OPTIONS = (
     *("encoder_attention_heads", "decoder_attention_heads", "activation_fn", "no_scale_embedding"),
     *("no_token_positional_embeddings", "decoder_normalize_before", "cross_self_attention"),
@@ -40,7 +40,7 @@ def new_parameters(model: nn.Module) -> list[str]:
 
 
 def origin(model_cfg: Any) -> str | None:
-    """The checkpoint of another run that a training run was told to start from, or None.
+    """The checkpoint of another run from which a training run starts, or None.
 
     Args:
         model_cfg: the command line, as fairseq hands it to ``load_state_dict``.
@@ -52,7 +52,7 @@ def origin(model_cfg: Any) -> str | None:
 
 
 def accept_plain(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
-    """Let all that is new start fresh, if none of it is in the checkpoint that a run was told to start from.
+    """Let all that is new start fresh, if none of it is in the checkpoint from which a run starts.
 
     A run's own checkpoints name that checkpoint as well: what is loaded must be its parameters, and not any that lack
     the same.

@@ -58,7 +58,7 @@ class Translator:
     ) -> str | list[str]:
         """Translate raw text: a sentence, or several, of which order and empty ones are kept.
 
-        What is longer than the model reads is cut, with a warning that names the sentence.
+        A sentence longer than the model reads is cut, with a warning that names it.
 
         Args:
             sentences: raw text, as a person writes it: the model's own rules make tokens and subwords of it. A

@@ -18,7 +18,7 @@ from .options import Settings
 
 
 def _common(layer: nn.Module, cfg: Any) -> dict[str, Any]:
-    """What fairseq gives the attentions of a layer, as keyword arguments."""
+    """The keyword arguments that fairseq gives the attentions of a layer."""
     return {
         "dropout": cfg.attention_dropout,
         "q_noise": layer.quant_noise,

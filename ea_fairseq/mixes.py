@@ -31,7 +31,7 @@ def learnt_mixes(model: nn.Module) -> dict[str, float]:
 def log_mixes(model: nn.Module) -> None:
     """While fairseq validates, give it a model's learnt mixes for its log and TensorBoard.
 
-    fairseq's log takes what is given to ``metrics`` while it collects, which it does in validation and in training. A
+    fairseq's log takes the values in ``metrics`` while it collects, which it does in validation and in training. A
     model that is evaluated outside of that gives nothing to anybody.
     """
     always_there = metrics.get_meters("default")

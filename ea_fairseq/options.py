@@ -1,4 +1,4 @@
-"""The flags of evolving attention: what they mean, what is refused, and what a layer is built from.
+"""The flags of evolving attention: their meaning, their checks, and the arguments of a layer.
 
 They are the same for every model. A model with one side only has no use for the flags of the other side's attention,
 and ``check_options`` does not ask it for that side's sizes.
@@ -63,7 +63,7 @@ def _option(default: Any, parse: Parse | None, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags say. ``kernel_size`` is the flag --ea-kernel-size, and ``ea_kernel_size`` in checkpoints.
+    """The values of the flags. ``kernel_size`` is the flag --ea-kernel-size, and ``ea_kernel_size`` in checkpoints.
 
     A default counts where neither the command line, nor a preset, nor an older checkpoint says anything.
     """
@@ -168,7 +168,7 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 
 
 def show_options_in_help() -> None:
-    """Have ``fairseq-train --help`` list our options: by itself it ends before it asks the model for any."""
+    """Have ``fairseq-train --help`` list our options: it ends before it asks the model for any."""
     if not {"-h", "--help"}.intersection(sys.argv):
         return
     add_model_args = fairseq_options.add_model_args
@@ -211,7 +211,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
     """Refuse what cannot work, naming flag and value.
 
     Args:
-        args: what the command line or a checkpoint says. Values are brought to their types.
+        args: the options of a command line or a checkpoint. Values are brought to their types.
         sides: the sides that the model has: "encoder", "decoder" or both.
 
     Raises:
@@ -239,7 +239,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
     _note_effects(settings, args, sides)
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
-            f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep heads of its own, and hand their "
+            f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep other heads, and hand their "
             "maps to others; leave the flag out"
         )
     if getattr(args, "cross_self_attention", False):

@@ -1,4 +1,4 @@
-"""The convolution of maps under fairseq's ``--quant-noise-scalar``, which wants a class of its own for each kind."""
+"""The convolution of maps under fairseq's ``--quant-noise-scalar``, which needs a class for each kind."""
 
 from fairseq.modules.quantization.scalar.modules import IntConv2d
 from fairseq.modules.quantization.scalar.utils import MAPPING

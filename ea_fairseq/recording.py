@@ -1,4 +1,4 @@
-"""What torch.jit.trace, torch.compile and torch.export need of a model that they record, where fairseq's does not do.
+"""Changes to fairseq's modules that torch.jit.trace, torch.compile and torch.export need.
 
 While they record, no branch may depend on the data: a padding mask is made whether or not anything is padded, and
 positions come from shapes that are known.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def is_recorded() -> bool:
-    """Whether what the model does is being recorded in this thread."""
+    """Whether this thread records the model."""
     return torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
@@ -39,7 +39,7 @@ class RecordablePositions(SinusoidalPositionalEmbedding):
         """As fairseq's. input: B x T, token ids; result: B x T x C, or B x 1 x C in step-by-step decoding.
 
         Where the table ends before a sentence does, fairseq puts a longer one in its place, which a second thread may
-        replace by a shorter one before it is read. Here such a sentence has a table of its own.
+        replace by a shorter one before it is read. Here such a sentence gets a separate table.
         """
         weights, needed = self.weights, self.padding_idx + 1 + input.size(1)
         if is_recorded():

@@ -30,7 +30,7 @@ class RobertaAroundEvolvingEncoder(RobertaModel):
 
     @classmethod
     def build_model(cls, args: argparse.Namespace, task: Any) -> "RobertaAroundEvolvingEncoder":
-        base_architecture(args)  # what a checkpoint that is older than some options does not say
+        base_architecture(args)  # options that an older checkpoint lacks
         if not hasattr(args, "max_positions"):
             args.max_positions = getattr(args, "tokens_per_sample", None) or task.max_positions()
         return cls(args, EARobertaEncoder(args, task.source_dictionary))

@@ -122,7 +122,7 @@ class EATransformerDecoder(TransformerDecoderBase):
         return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
-        """The future, T x T: bool where attention evolves, for a mask of floats would have to be searched for numbers.
+        """The future, T x T: bool where attention evolves, since a mask of floats would have to be searched.
 
         fairseq's is kept in the module, where a second thread may replace it; this one is not.
 
@@ -168,7 +168,7 @@ class EATransformerDecoder(TransformerDecoderBase):
 
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
-    """Activation checkpointing and FSDP, as fairseq applies them to a layer of its own."""
+    """Activation checkpointing and FSDP, as fairseq applies them to its layers."""
     recomputes = (
         cfg.checkpoint_activations or cfg.offload_activations
     )  # a language model's options set the latter alone
@@ -178,7 +178,9 @@ def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
 
 
 def without_first_layers_convolution(state: dict[str, Tensor], model: nn.Module, model_cfg: Any) -> dict[str, Tensor]:
-    """A state dict without what the encoder's first layer has no use for, where --encoder-layers-to-keep made it first.
+    """A state dict without parameters that the encoder's first layer cannot use.
+
+    --encoder-layers-to-keep made it the first.
 
     No map is handed to the first layer, so under some rules it has neither convolution nor learnt shares; a later layer
     that becomes the first leaves them behind, as it does where LayerDrop leaves out all layers before it.
@@ -193,7 +195,7 @@ def without_first_layers_convolution(state: dict[str, Tensor], model: nn.Module,
 
 
 class EvolvingModel:
-    """What all models with evolving attention share, to stand before one of fairseq's model classes among the bases."""
+    """The common part of all models with evolving attention. It stands before fairseq's class among the bases."""
 
     #: the sides that the model has
     SIDES: tuple[str, ...] = ("encoder", "decoder")
@@ -229,7 +231,7 @@ class EvolvingModel:
     ) -> Any:
         """As fairseq's, and from a checkpoint of fairseq's own model, see from_plain.py.
 
-        What does not fit is logged by name first, for fairseq's own message leaves it out.
+        Mismatches are logged by name first, since fairseq's own message leaves them out.
 
         Raises:
             RuntimeError, ValueError: parameters that are missing, too many, of another shape, or of another meaning.
@@ -253,7 +255,7 @@ class EvolvingModel:
 
 
 class EvolvingEncoderDecoderModel(EvolvingModel):
-    """What those of them share that have both sides."""
+    """The common part of the models with an encoder and a decoder."""
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> EATransformerEncoder:

@@ -147,7 +147,7 @@ def _forced(
 
 
 def _at(x: NDArray, places: NDArray) -> NDArray:
-    """Of each row what stands at these places: np.take_along_axis, of which a step has many, in a fifth of its time."""
+    """The values at these places of each row: np.take_along_axis, of which a step has many, in a fifth of its time."""
     return x[np.arange(len(x))[:, None], places]
 
 

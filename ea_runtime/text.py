@@ -1,6 +1,6 @@
 """Raw text to a model's subwords and back, by the PREP.json that data preparation wrote and a run keeps.
 
-This is what data preparation does to text, by the same packages, without its code. A test compares the two on awkward
+It equals data preparation's treatment of text, by the same packages. A test compares the two on awkward
 text.
 """
 

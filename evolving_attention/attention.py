@@ -28,7 +28,7 @@ class Maps(NamedTuple):
     logits: Tensor  # the layer's own scores: scaled dot products, or others
     hidden: Tensor | None  # broadcasts; True where the convolution sees zero
     previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
-    above: Tensor | None  # B x K x rows_above x S, what the convolution read of the rows before these, step by step
+    above: Tensor | None  # B x K x rows_above x S, the convolution's input in the rows before these, step by step
     a_logit: Tensor  # evolved logits, before the mask
     weights: Tensor  # after mask and softmax, before dropout
 
@@ -118,7 +118,7 @@ class EvolvingHeads(nn.Module):
         )
 
     def attend_heads(self, call: Call) -> Result:
-        """The context of each head, and what else the call asks for."""
+        """The context of each head, and the other results that the call asks for."""
         if self.observer is not None:
             self.observer(self._maps(call))
         return attend(call, self.evolution, self.plain)
@@ -213,9 +213,9 @@ class EvolvingAttention(EvolvingHeads):
             query_padding: B x T, in encoder-decoder attention. In self-attention it is ``padding``.
             attn_mask: more that is masked or added to the logits: see ``masks.combine``.
             previous: B x K x T x S, A_logit of the layer before, in encoders.
-            cache: what earlier steps left.
-            keep_map: whether A_logit is wanted.
-            need_weights: whether the weights are wanted.
+            cache: of the earlier steps.
+            keep_map: whether to return A_logit.
+            need_weights: whether to return the weights.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         q = self._heads(self.q_proj(query))

@@ -1,4 +1,4 @@
-"""What an attention keeps from step to step of decoding.
+"""The state of an attention between two steps of decoding.
 
 Axes: B batch, which counts hypotheses during beam search, K heads, D head size, S positions so far.
 Masks: True = masked.
@@ -40,5 +40,5 @@ class Cache:
         )
 
     def reorder(self, order: Tensor) -> Cache:
-        """Row b continues what was row order[b], as beam search asks for it."""
+        """Row b continues row order[b], as beam search requires."""
         return Cache(*(None if x is None else x.index_select(0, order) for x in vars(self).values()))

@@ -1,11 +1,12 @@
-"""How attention maps evolve: equation 4 and figure 3 of "Evolving Attention with Residual Convolutions" (ICML 2021),
-and the other rules of the papers, which are the same sum with other numbers in it.
+"""The evolution of attention maps: equation 4, figure 3 of "Evolving Attention with Residual Convolutions" (ICML 2021).
 
-    mixed   = a * previous + b * logits                  zero where hidden; what the convolution reads
+The other rules of the papers are the same sum with other numbers in it.
+
+    mixed   = a * previous + b * logits                  zero where hidden; the convolution's input
     carried = d * previous + e * logits
     A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
 
-``RULES`` says what a, b, c, d and e are. Equation 4 has a = d = alpha, b = e = 1 - alpha, c = beta.
+``RULES`` has the values of a, b, c, d and e. Equation 4 has a = d = alpha, b = e = 1 - alpha, c = beta.
 
 Maps in, maps out: nothing here knows of fairseq, of queries, or of the softmax that follows.
 
@@ -28,7 +29,7 @@ Share = float | Tensor
 
 
 class Geometry(enum.Enum):
-    """Which neighbours of pixel (i, j) the convolution reads; outside of the map it reads zeros (figure 3)."""
+    """The neighbours of pixel (i, j) that the convolution reads; outside of the map it reads zeros (figure 3)."""
 
     #: rows i-r..i+r, columns j-r..j+r: both directions are visible
     ENCODER_SELF = "encoder self-attention"
@@ -48,13 +49,13 @@ def reach(geometry: Geometry, kernel_size: int) -> tuple[int, int, bool]:
 
 
 class Coefficients(NamedTuple):
-    """The five numbers of the sum above, for one layer."""
+    """The five numbers of the sum above, of one layer."""
 
-    a: Share  # of the previous map, in what the convolution reads
-    b: Share  # of the logits, in what the convolution reads
+    a: Share  # of the previous map, in the convolution's input
+    b: Share  # of the logits, in the convolution's input
     c: Share  # of the convolution, in the result
-    d: Share  # of the previous map, in what the convolution is added to
-    e: Share  # of the logits, in what the convolution is added to
+    d: Share  # of the previous map, in carried
+    e: Share  # of the logits, in carried
 
     @property
     def carries_what_it_reads(self) -> bool:
@@ -68,7 +69,7 @@ LOGITS_ONLY = Coefficients(0.0, 1.0, 0.0, 0.0, 1.0)
 
 @dataclass(frozen=True)
 class Rule:
-    """One way for maps to evolve. To add a rule, add it to ``RULES``: see docs/rules.md."""
+    """One way for maps to evolve. To add a rule, add it to ``RULES``: see docs/model.md."""
 
     source: str
     #: (alpha, beta) -> the coefficients in an encoder without a previous map, as in its first layer
@@ -175,7 +176,7 @@ class MapConvolution(nn.Conv2d):
 
 
 def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    """What a MapConvolution with this weight, K x K x k x k, and this bias does; arguments else as its forward's."""
+    """A MapConvolution with this weight, K x K x k x k, and bias; other arguments as its forward's."""
     size = weight.size(-1)
     if geometry == Geometry.ENCODER_SELF:
         return F.conv2d(maps, weight, bias, padding=size // 2)
@@ -219,12 +220,12 @@ def evolve(
 
 
 def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previous: Tensor | None) -> Tensor:
-    """What the convolution reads, B x K x T x S, zero at hidden places. Arguments as ``evolve``'s."""
+    """The convolution's input, B x K x T x S, zero at hidden places. Arguments as ``evolve``'s."""
     return _hide(_weighted(coefficients.a, previous, coefficients.b, logits), hidden)
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
-    """What ``torch.jit.script`` calls before it reads a module.
+    """Refuse ``torch.jit.script``, which calls this before it reads a module.
 
     Raises:
         NotImplementedError: always; scripting cannot read rules and optional maps.

@@ -59,7 +59,7 @@ def evolving_attention(
         logit_bias: broadcasts to B x K x T x S.
         scale: of q k^T; default: 1 / sqrt(D).
         dropout: probability that an attention weight is dropped.
-        keep_map: whether A_logit is wanted.
+        keep_map: whether to return A_logit.
         plain: use no kernel.
 
     Returns:

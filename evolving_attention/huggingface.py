@@ -137,7 +137,7 @@ class EvolvingLayer(DynamicLayer):
         self.above = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """What assisted decoding needs.
+        """Refuse assisted decoding, which takes back tokens.
 
         Raises:
             NotImplementedError: always; the rows before the last ones are not kept.
@@ -228,7 +228,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def _read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What a mask hides, bool, and what it adds to the logits; both broadcast to B x K x T x S."""
+    """The hidden places of a mask, bool, and its summand of the logits; both broadcast to B x K x T x S."""
     if mask is None or mask.dtype == torch.bool:
         return (None if mask is None else ~mask), None
     masked = mask <= torch.finfo(mask.dtype).min / 2
@@ -259,7 +259,7 @@ def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
 
 
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before a model's forward: maps of its own for this call."""
+    """Before a model's forward: new maps."""
     return arguments, {**keywords, "evolving_maps": _Maps()}
 
 

@@ -1,4 +1,4 @@
-"""What attention must not see: how masks combine, what they add to the logits, the softmax under them.
+"""Masks: their combination, their summand of the logits, the softmax under them.
 
 Axes: B batch, T target (query) length, S source (key) length, K heads. Masks: True = masked.
 """

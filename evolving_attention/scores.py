@@ -99,10 +99,10 @@ SCORES: dict[str, type[nn.Module] | None] = {
 
 
 class RelativePositions(nn.Module):
-    """What a pair of positions adds to its logit: q_i . e_(i-j), for distances clipped to [-reach, reach].
+    """The summand of a pair of positions in its logit: q_i . e_(i-j), for distances clipped to [-reach, reach].
 
     Args:
-        reach: the greatest distance that is told from smaller ones.
+        reach: the greatest distance that differs from smaller ones.
         size: D.
 
     ``weight``, (2 reach + 1) x D, holds e of -reach first. It starts at zero: a model starts as the one without.
@@ -158,7 +158,7 @@ def _tanh_scores(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
 class RelativePositions2d(nn.Module):
     """Relative positions in a picture: q_i^T (e^H_(h(j) - h(i)) + e^W_(w(j) - w(i))); ICML 2021, equation 3.
 
-    Pixels are numbered row by row. The two tables belong to one layer, for all of its heads.
+    Pixels are numbered row by row. All heads of a layer share its two tables.
 
     Args:
         height, width: of the picture.

@@ -3,7 +3,7 @@
 #
 #   scripts/benchmark_attention.sh [--threads 2] [--longest 256] [--precision fp32 bf16 fp16]
 #
-# All flags: scripts/benchmark_attention.sh --help; what came out: docs/performance.md
+# All flags: scripts/benchmark_attention.sh --help; results: docs/performance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

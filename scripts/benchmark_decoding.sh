@@ -3,7 +3,7 @@
 #
 #   scripts/benchmark_decoding.sh [--size lite base | --run-pair RUN RUN --data data/NAME] [--beam 1 5] [--exported]
 #
-# All flags: scripts/benchmark_decoding.sh --help; what came out: docs/performance.md
+# All flags: scripts/benchmark_decoding.sh --help; results: docs/performance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -3,7 +3,7 @@
 #
 #   scripts/benchmark_training.sh [--size lite base] [--precision fp32 bf16 fp16] [--growth] [--output FILE.json]
 #
-# All flags: scripts/benchmark_training.sh --help; what came out: docs/performance.md
+# All flags: scripts/benchmark_training.sh --help; results: docs/performance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

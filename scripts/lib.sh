@@ -5,7 +5,7 @@
 repo=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
 
-# Where Python finds ea_fairseq, ea_tools and ea_data: none of them is installed.
+# Python finds ea_fairseq, ea_tools and ea_data by this path: none of them is installed.
 export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
 
 die() {
@@ -18,7 +18,7 @@ usage() {
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
 }
 
-# What set-up says goes to standard error: a command's standard output is its result.
+# Set-up prints to standard error: a command's standard output is its result.
 require_setup() {
     bash "$repo/scripts/setup.sh" >&2
 }

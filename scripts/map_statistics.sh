@@ -5,7 +5,7 @@
 #   scripts/map_statistics.sh --run runs/NAME [--compare runs/BASELINE] --data data/NAME [--subset test] [--sentences N]
 #                             [--gold ALIGNMENTS] [--out FILE.md|.png|.svg|.json ...]
 #
-# All flags: scripts/map_statistics.sh --help; what the numbers mean: docs/map-statistics.md
+# All flags: scripts/map_statistics.sh --help; meaning of the numbers: docs/attention.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -3,7 +3,7 @@
 #
 #   scripts/plot_growth.sh results/growth.json [--out FILE.png|.svg|.pdf]
 #
-# benchmark_training.sh --growth writes what is drawn here. All flags: scripts/plot_growth.sh --help
+# benchmark_training.sh --growth writes the numbers. All flags: scripts/plot_growth.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

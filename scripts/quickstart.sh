@@ -4,7 +4,7 @@
 #
 #   scripts/quickstart.sh [--help]
 #
-# Needs no network after set-up. Leaves data/sample and runs/quickstart; what is there already is not made again.
+# Needs no network after set-up. Leaves data/sample and runs/quickstart; it keeps finished parts.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

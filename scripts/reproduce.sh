@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fill a table of the papers, or one of your own: train and evaluate what is missing, then write results/TABLE.md.
+# Fill a table of the papers, or one of your own: train and evaluate the missing runs, then write results/TABLE.md.
 #
 #   scripts/reproduce.sh table5 | table6 | multi30k-laptop | ... | FILE.toml  [options] [fairseq-train flags]
 #

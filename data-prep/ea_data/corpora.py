@@ -143,7 +143,7 @@ PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
 
 
 def _test_names(prefixes: list[str]) -> list[str]:
-    """What people call each test: the last part of its prefix, with the folders before it that tell it from others."""
+    """The name of each test: the last part of its prefix, with the folders before it that tell it from others."""
     every = [Path(prefix).absolute().parts for prefix in prefixes]
 
     def name(parts: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a corpus is made of: parts, rules and expected counts. The corpora themselves are in ../corpora.py."""
+"""A corpus: parts, rules and expected counts. The corpora themselves are in ../corpora.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Part:
     member: str  # path inside the archive, or below --raw
     url: str = ""  # of the archive, or of the file itself, which may hold {lang} too
     form: str = "plain"  # plain, ted, segments: see sources.py
-    size: int = 0  # of what is at `url`, in bytes; 0: not known
+    size: int = 0  # of the file at `url`, in bytes; 0: not known
     sha256: str = ""
 
 
@@ -76,7 +76,7 @@ class Corpus:
         return {f"test{number or ''}": name for number, name in enumerate(self.tests)}
 
     def files(self) -> dict[str, Part]:
-        """URL -> the part it belongs to, for all there is to download."""
+        """URL -> its part, of all downloads."""
         languages = (self.source_lang, self.target_lang)
         every = [part for parts in self.splits().values() for part in parts if part.url]
         return {part.url.format(lang=lang): part for part in every for lang in languages}

@@ -82,7 +82,7 @@ def _unavailable(url: str, path: Path, error: Exception) -> PrepError:
 
 
 def _read_whole(path: Path) -> None:
-    """Decompresses a file to its end, where its checksum is: whoever stops at the last member wanted misses that."""
+    """Decompresses a file to its end, where its checksum is: stopping at the last member misses it."""
     with reading(path), gzip.open(path) as file:
         while file.read(BLOCK):
             pass

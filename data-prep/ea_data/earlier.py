@@ -1,4 +1,4 @@
-"""What was learnt on other text before, for text that is prepared like it: custom.sh --like."""
+"""Earlier dictionaries and codes, for text that is prepared like theirs: custom.sh --like."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .text import PrepError
 #: choose lines.
 ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold")
 
-#: What PREP.json must say.
+#: The entries that PREP.json must have.
 NEEDED = {"source_lang", "target_lang", "tokenizer", "lowercase", "bpe", "bpe_merges"}
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """A finished preparation: ``folder`` holds dictionaries, codes and PREP.json, ``prep`` is what the latter says."""
+    """A finished preparation: ``folder`` holds dictionaries, codes and PREP.json, ``prep`` is the latter's content."""
 
     folder: Path
     prep: dict
@@ -79,11 +79,11 @@ class Earlier:
 
     @property
     def escape(self) -> bool:
-        """Whether its tokens have "&apos;" for an apostrophe, and the like."""
+        """Whether its tokens have Moses' escapes, such as "&apos;"."""
         return self.prep.get("escape", True)
 
     def files(self) -> list[Path]:
-        """What a model of these subwords cannot do without: dictionaries, codes, lists of allowed subwords.
+        """The files that a model of these subwords needs: dictionaries, codes, lists of allowed subwords.
 
         Raises:
             PrepError: one of them is not there.
@@ -108,5 +108,5 @@ class Earlier:
         return [line.rsplit(" ", 1)[0] for line in one.decode().split("\n")[:-1]]
 
     def digest(self) -> str:
-        """Of everything that decides what text becomes."""
+        """The digest of everything that decides the prepared text."""
         return digest_of(self.folder, self.files())

@@ -40,7 +40,7 @@ class Tokenizer(MosesTokenizer):
 class Normalizer(MosesPunctNormalizer):
     """sacremoses' normaliser as Moses' own script has it, which published data went by: the same output, faster.
 
-    A substitution is tried only on text that holds what it cannot match without.
+    A substitution is tried only on text with the letters that it needs.
     """
 
     def __init__(self, lang: str) -> None:

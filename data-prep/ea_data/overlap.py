@@ -1,6 +1,6 @@
 """Sentences that a split shares with the training text, and training pairs that occur twice.
 
-Sentences are compared by digests of 8 bytes. Of the training text one digest is kept for each pair.
+Sentences are compared by digests of 8 bytes. One digest is kept for each pair of the training text.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ def count(rows: list[tuple[bytes, bytes, bytes]], seen: tuple[set[bytes], ...]) 
 
 
 def duplicates(pairs: list[np.ndarray]) -> int:
-    """How many training pairs are repetitions of another."""
+    """The number of training pairs that repeat another."""
     digests_of_all = np.concatenate(pairs) if pairs else np.empty(0, np.uint64)
     return len(digests_of_all) - len(np.unique(digests_of_all))

@@ -96,7 +96,7 @@ def _start_worker(function: Callable[[Chunk], Any]) -> None:
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them all; the parent ends them, and says so once
 
-    def leave_with_parent() -> None:  # a killed parent tells nobody; without this its workers would wait forever
+    def leave_with_parent() -> None:  # a killed parent sends no message; without this its workers would wait forever
         wait([multiprocessing.parent_process().sentinel])
         os._exit(1)
 

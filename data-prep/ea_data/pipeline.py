@@ -77,7 +77,7 @@ class Pipeline:
         self.chain = self._stages()
 
     def run(self, force: str | None = None) -> dict:
-        """Makes what is missing and returns the contents of PREP.json."""
+        """Makes the missing stages and returns the contents of PREP.json."""
         stages.refuse_others(self.out)
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
@@ -115,11 +115,11 @@ class Pipeline:
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
 
     def _checked(self) -> list[bool]:
-        """What decides, beside the text itself, whether it is taken: lower case, and NUL bytes."""
+        """The settings that decide, beside the text, whether it is taken: lower case, and NUL bytes."""
         return [bool(self.codes and self.corpus.rules.lowercase), self.corpus.rules.normalise]
 
     def _what_is_learnt(self) -> str | list:
-        """What decides the subwords and the dictionary, beside the text."""
+        """The settings that decide the subwords and the dictionary, beside the text."""
         if self.codes:
             return self.codes.hex()
         if self.earlier:
@@ -146,7 +146,7 @@ class Pipeline:
 
     @property
     def merges(self) -> int:
-        """How many merges the subwords are made of, or how many pieces of sentencepiece."""
+        """The number of merges of the subwords, or of pieces of sentencepiece."""
         if self.codes:
             return sum(not line.startswith(b"#version") for line in self.codes.splitlines())
         return self.corpus.rules.merges
@@ -351,14 +351,14 @@ class Pipeline:
         return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
 
     def _faults(self, split: str) -> Faults:
-        """What finds the pairs to drop from a split."""
+        """The finder of pairs to drop from a split."""
         if split == "train" and self.corpus.rules.drop_test_overlap:
             held_out = (self._digests("apply", other) for other in self.splits()[1:])
             return overlap.FaultsAndLeaks(self.corpus.rules, overlap.HeldOut(chain.from_iterable(held_out)))
         return Faults(self.corpus.rules)
 
     def _digests(self, stage: str, split: str) -> list[tuple[bytes, bytes, bytes]]:
-        """Of each pair of a split, as `stage` left it; see overlap.digests."""
+        """The digests of each pair of a split, as `stage` left it; see overlap.digests."""
         read = self._read(overlap.digests, self.text(stage, split), f"compare {split}")
         return [row for _, rows in read for row in rows]
 
@@ -435,7 +435,7 @@ class Pipeline:
         }
 
     def _equivalent(self) -> str:
-        """fairseq's own command for the same files, for the record."""
+        """fairseq's own command that would make the same files."""
         text, (source, target) = self.folder["filter"], self.languages
         command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
         command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
@@ -485,5 +485,5 @@ def _link(paths: list[Path], folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides what the data looks like."""
+    """The digest of everything that decides the data."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}

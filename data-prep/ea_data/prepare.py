@@ -160,7 +160,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Corpu
 
 
 def given_text_error(args: argparse.Namespace) -> str | None:
-    """What is wrong with the options for text that comes in tokens or subwords, or None."""
+    """The mistake in the options for text that comes in tokens or subwords, or None."""
     if args.bpe_given and not args.tokenised:
         return "--bpe-given goes with --tokenised: text in subwords is in tokens, too"
     refused = {"split_dashes": "--tokenised", "normalise": "--tokenised", "tokenizer": "--tokenised"}
@@ -172,7 +172,7 @@ def given_text_error(args: argparse.Namespace) -> str | None:
 
 
 def like_error(args: argparse.Namespace) -> str | None:
-    """What is wrong with the options beside --like, or None."""
+    """The mistake in the options beside --like, or None."""
     if not args.like:
         return None
     settled = ("tokenizer", "tokenised", "bpe_given", "lowercase", "split_dashes", "normalise", "bpe", "merges")
@@ -188,7 +188,7 @@ def like_error(args: argparse.Namespace) -> str | None:
 
 
 def raw_text_error(args: argparse.Namespace) -> str | None:
-    """What is wrong with the options where subwords are made of raw text, or None."""
+    """The mistake in the options where subwords are made of raw text, or None."""
     if tokenizer(args) != "none":
         return None
     why = "" if args.tokenizer else f" (the default for {args.source_lang} and {args.target_lang})"
@@ -204,7 +204,7 @@ def raw_text_error(args: argparse.Namespace) -> str | None:
 
 
 def prefix_error(args: argparse.Namespace) -> str | None:
-    """Which option names a file where the prefix of two files is wanted, or a test twice; or None."""
+    """The option that names a file instead of a prefix of two files, or a test twice; or None."""
     prefixes = [("--train", name) for name in args.train] + [("--test", name) for name in args.test]
     for option, name in [*prefixes, *([("--valid", args.valid)] if args.valid else [])]:
         stem, dot, language = name.removesuffix(".gz").rpartition(".")

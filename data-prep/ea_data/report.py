@@ -1,4 +1,4 @@
-"""What was made: PREP.json, a table for the screen, and a picture of the sentence lengths."""
+"""The report on prepared data: PREP.json, a table for the screen, and a picture of the sentence lengths."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def summarise(
     """The contents of PREP.json for the binary data in `folder`.
 
     Args:
-        stages: what each stage had to report, by its name.
-        merges: how many merges the subwords are made of, or how many pieces of sentencepiece.
+        stages: the report of each stage, by its name.
+        merges: the number of merges of the subwords, or of pieces of sentencepiece.
         unknown: each split's unknown subwords, by side; its splits are those of the data, in their order.
         types: the size of the dictionary.
         command: what was called.
@@ -72,7 +72,7 @@ def summarise(
 
 
 def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict:
-    """What there is to say about one split; `unknown` are its unknown subwords by side."""
+    """The lines about one split; `unknown` are its unknown subwords by side."""
     languages = (corpus.source_lang, corpus.target_lang)
     parts = corpus.splits().get(split, corpus.train)
     facts = {
@@ -129,7 +129,7 @@ def table(summary: dict, colour: bool) -> str:
 
 
 def warnings(summary: dict) -> list[str]:
-    """What the user should know before training."""
+    """The warnings before training."""
     return [
         f"warning: {text}"
         for found in (_too_long, _empty, _unknown, _overlap, _duplicates, _broken, _decomposed)
@@ -219,7 +219,7 @@ def _decomposed(summary: dict) -> Iterator[str]:
 
 
 def unicode_form(summary: dict, nfc: bool) -> str:
-    """What text to translate is brought to: "NFC", or "as given" where the corpus is not in that form itself.
+    """The form of Unicode that text to translate gets: "NFC", or "as given" where the corpus is in another.
 
     Args:
         summary: has the counts of `round_trip`.

@@ -19,7 +19,7 @@ BARE = re.compile(r"""['"<>|\[\]]|&(?!\w+;|#\d+;)""")  # such a character
 
 
 def escaped(texts: Iterable[str]) -> bool:
-    """Whether texts in tokens have Moses' "&apos;" for an apostrophe, and the like; also where they have neither."""
+    """Whether texts in tokens have Moses' "&apos;" for an apostrophe; also where they have neither."""
     counts = [(len(ENTITY.findall(text)), len(BARE.findall(text))) for text in texts]
     return sum(entities for entities, _ in counts) >= sum(bare for _, bare in counts)
 
@@ -73,7 +73,7 @@ class RoundTrip:
 
 
 def add(total: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What two chunks gave as one."""
+    """The results of two chunks as one."""
     return [_add(*side) for side in zip(total, more, strict=True)]
 
 

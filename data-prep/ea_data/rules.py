@@ -1,4 +1,4 @@
-"""What is done to a line: punctuation, tokens, case, lengths. Each function takes and gives one line or one pair."""
+"""The rules for a line: punctuation, tokens, case, lengths. Each function takes and gives one line or one pair."""
 
 from __future__ import annotations
 

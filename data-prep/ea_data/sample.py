@@ -1,7 +1,7 @@
 """A small German-English corpus made from a grammar: real grammar to learn, no download, the same for the same seed.
 
 Every sentence is correct German with its English translation, and the translation is a function of the German sentence
-alone. What there is to learn: gender, number and case of articles; weak, mixed and strong adjective endings; the verb's
+alone. Its grammar: gender, number and case of articles; weak, mixed and strong adjective endings; the verb's
 second place, its place at the end of a subordinate clause, and separable prefixes; perfect, future and modal brackets;
 "nicht" and "kein"; place against direction (dative or accusative after "in"); relative clauses; word order of time,
 dative and accusative objects.

@@ -1,4 +1,4 @@
-"""Where raw text comes from: plain files, .gz files, members of archives; in a folder, or downloaded into one.
+"""The sources of raw text: plain files, .gz files, members of archives; in a folder, or downloaded into one.
 
 Three forms of text are known:
 

@@ -1,4 +1,4 @@
-"""Stages that stop and go on: each fills a folder of its own, which gets its name only when it is complete.
+"""Stages that stop and go on: each fills a folder, which gets its name only when it is complete.
 
     NAME.work/1-extract/.stamp.json    {"key": ..., "report": ...}
     NAME.work/2-clean/...
@@ -73,13 +73,13 @@ def read_stamp(folder: Path) -> dict | None:
 
 @dataclass
 class Stage:
-    """`make(folder)` fills an empty folder and returns what there is to report; `options` decide what it makes."""
+    """`make(folder)` fills an empty folder and returns what there is to report; `options` decide its result."""
 
     name: str
     options: Any
     make: Callable[[Path], dict]
     folder: Path  # its final name
-    work: Path  # where it is filled, under a name of its own; on the same file system
+    work: Path  # where it is filled, under another name; on the same file system
     key: str = ""
 
     def report(self) -> dict | None:
@@ -96,7 +96,7 @@ def chain(stages: list[Stage]) -> None:
 
 
 def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> None:
-    """Makes what is not there yet. `force` names a stage to make again, with all that follow it."""
+    """Makes the missing stages. `force` names a stage to make again, with all that follow it."""
     chain(stages)
     if not force and stages[-1].report() is not None:
         say("nothing to do: made before, with the same options from the same text")
@@ -116,9 +116,9 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
 
 
 def _make(stage: Stage) -> dict[str, float]:
-    """Makes a stage; returns what it took, which its stamp keeps too."""
+    """Makes a stage; returns its costs, which its stamp keeps too."""
     before = _usage()
-    # A name of its own for every attempt: whatever a killed run left running must not write into this one.
+    # A new name for every attempt: a process that a killed run left must not write into this one.
     temporary = Path(tempfile.mkdtemp(".tmp", f"{stage.name}.", stage.work))
     temporary.chmod(0o777 & ~_umask())
     try:
@@ -139,7 +139,7 @@ def _make(stage: Stage) -> dict[str, float]:
 
 
 def _usage() -> dict[str, float]:
-    """Of this process and the workers it has had: wall clock, CPU time, and the most memory that any of them took.
+    """The costs of this process and its workers so far: wall clock, CPU time, and the most memory of one of them.
 
     The CPU time of this process alone, which reads, hands out and writes, is what more workers cannot make shorter.
     """
@@ -169,7 +169,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def alone(work: Path) -> Iterator[None]:
-    """Keeps a second run out of the same folder, and removes what a killed one left."""
+    """Keeps a second run out of the same folder, and removes the leftovers of a killed one."""
     work.mkdir(parents=True, exist_ok=True)
     with (work / LOCK).open("w") as lock:
         for patience in range(50, -1, -1):  # the workers of a killed run take a moment to go

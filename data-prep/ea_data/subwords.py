@@ -106,7 +106,7 @@ def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:
 
 
 def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> apply_bpe.BPE:
-    """What splits words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
+    """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
     codes = path.read_text(encoding="utf-8")
     # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
     no_merges = codes.startswith(VERSION) and "\n" not in codes.strip()

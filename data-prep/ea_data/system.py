@@ -1,4 +1,4 @@
-"""What the system refused, as a sentence: the file, what is wrong with it, and what to do."""
+"""A refusal of the system as a sentence: the file, the fault, and the remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADVICE = {
 
 def explained(error: OSError) -> str:
     """The message for the person who has to put it right."""
-    if not error.strerror:  # raised by a library, in words of its own
+    if not error.strerror:  # raised by a library, in its words
         return str(error)
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]  # not a file's number
     files = " -> ".join(map(os.fsdecode, names))

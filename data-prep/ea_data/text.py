@@ -31,7 +31,7 @@ class PrepError(Exception):
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Turns what a damaged compressed file raises into a PrepError that names it."""
+    """Turns the errors of a damaged compressed file into a PrepError that names it."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:

@@ -19,7 +19,7 @@ class Moses:
 
     Args:
         split_dashes: "foo-bar" becomes "foo @-@ bar".
-        escape: tokens have "&apos;" for an apostrophe, and the like, as Moses has by default.
+        escape: tokens have "&apos;" for an apostrophe, as Moses has by default.
     """
 
     def __init__(self, language: str, split_dashes: bool = False, escape: bool = True) -> None:
@@ -46,5 +46,5 @@ class RawText:
 
 
 def words(tokenizer: str, language: str, split_dashes: bool = False, escape: bool = True) -> Moses | RawText:
-    """What splits and joins text of a corpus with this tokenizer; for text that was given in tokens that is Moses."""
+    """The splitter and joiner of a corpus's text with this tokenizer; Moses for text that was given in tokens."""
     return RawText() if tokenizer == "none" else Moses(language, split_dashes, escape)

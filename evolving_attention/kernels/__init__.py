@@ -1,7 +1,7 @@
-"""Which kernel knows a call: rule, scores, types, device, shapes and masks all count, never a tensor alone.
+"""The choice of a kernel by the call: rule, scores, types, device, shapes and masks all count, never a tensor alone.
 
-A kernel refuses what it does not know, and the plain composition of PyTorch's own operations does the work, which the
-kernels are tested against. So a new rule is right at once; a kernel can only make it fast.
+A kernel refuses unknown calls, and the plain composition of PyTorch's own operations does the work, which the
+kernels are tested against. So a new rule is right without a kernel; a kernel only makes it faster.
 """
 
 from dataclasses import replace

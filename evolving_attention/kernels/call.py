@@ -1,4 +1,4 @@
-"""What a kernel is asked about: one call of an attention, from queries and keys to the context, as data.
+"""The question to a kernel: one call of an attention, from queries and keys to the context, as data.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size; k kernel size. Keys and values may
 belong to N sentences of B / N neighbouring rows of queries each, as in beam search.
@@ -24,7 +24,7 @@ class Call:
         A_logit = the sum of evolution.py, with these coefficients and this convolution
         context = dropout(softmax(mask(A_logit))) v
 
-    A kernel refuses what it does not know. A call is never changed: use ``replace``.
+    A kernel refuses unknown calls. A call is never changed: use ``replace``.
     """
 
     q: Tensor  # B x K x T x D; not read where logits are given
@@ -40,11 +40,11 @@ class Call:
     hidden: Tensor | None = None  # broadcasts to B x 1 x T x S; where the convolution must see zero
     masked: Tensor | None = None  # broadcasts to B x 1 x T x S; keys that must not be attended to
     previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
-    above: Tensor | None = None  # B x K x rows_above x (at most S), what the convolution read of the rows before these
-    step: bool = False  # step-by-step decoding: the rows above the next step's are wanted
+    above: Tensor | None = None  # B x K x rows_above x (at most S), the convolution's input in the rows before these
+    step: bool = False  # step-by-step decoding: return the rows above the next step's
     dropout: float = 0.0  # probability that a weight is dropped; 1 drops all
-    keep_map: bool = False  # whether A_logit is wanted, for the layer after
-    need_weights: bool = False  # whether the weights are wanted
+    keep_map: bool = False  # whether the next layer needs A_logit
+    need_weights: bool = False  # whether to return the weights
 
     @property
     def maps(self) -> tuple[int, int, int, int]:
@@ -67,4 +67,4 @@ class Result(NamedTuple):
     context: Tensor  # B x K x T x D
     a_logit: Tensor | None = None  # B x K x T x S, evolved logits before the mask, where ``keep_map``
     weights: Tensor | None = None  # B x K x T x S, at least float32, before dropout, where ``need_weights``
-    kept: Tensor | None = None  # B x K x rows_above x S, what is above the next step's rows, in a step
+    kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, in a step

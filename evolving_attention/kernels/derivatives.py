@@ -1,4 +1,4 @@
-"""What the kernels' backward passes are given, and refuse: they give first derivatives, of one output at a time."""
+"""Inputs and refusals of the kernels' backward passes: they give first derivatives, of one output at a time."""
 
 import torch
 from torch import Tensor

@@ -150,7 +150,7 @@ def _row(args: argparse.Namespace, evolving: bool, results: list[list[float]]) -
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
-    """The flags; what is not given comes from the papers' table."""
+    """The flags; the papers' table gives the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     start = parser.add_mutually_exclusive_group(required=True)

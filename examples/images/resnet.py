@@ -33,7 +33,7 @@ class AugmentedConvolution(nn.Module):
 
     Args:
         convolution: the one that it replaces.
-        side: height and width of what comes out.
+        side: height and width of the output.
         alpha, beta: see ``Evolution``.
         first: whether no layer of this shape comes before.
     """

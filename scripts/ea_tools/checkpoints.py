@@ -22,7 +22,7 @@ from ea_tools.text import read_lines
 EPOCH = re.compile(r"checkpoint(\d+)\.pt")
 UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
-# Settings that decide what the weights mean although keys and shapes may agree: heads, alpha, pre-norm and so on.
+# Settings that decide the meaning of the weights although keys and shapes may agree: heads, alpha, pre-norm and so on.
 _STRUCTURE_PREFIXES = ("ea_", "encoder_", "decoder_", "share_", "adaptive_softmax_")
 _STRUCTURE = {
     "_name",
@@ -38,7 +38,7 @@ _STRUCTURE = {
 }
 
 
-#: What reading raises of a file that holds something else, or where the machine cannot read it.
+#: Errors of reading a file that holds something else, or that the machine cannot read.
 UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, struct.error),
     *(OSError, MemoryError),
@@ -50,10 +50,10 @@ class DamagedError(UserError):
 
 
 def load(path: Path | str) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU. What is neither weights nor settings is refused, and nothing of it is run.
+    """Read a checkpoint onto the CPU. Anything but weights and settings is refused, and none of it is run.
 
     Raises:
-        DamagedError: what is there is not a whole checkpoint.
+        DamagedError: the file is not a whole checkpoint.
         UserError: there is no such file, it asks for something that no checkpoint needs, or the machine could not read
             it, which says nothing of the file.
     """
@@ -85,7 +85,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
 
 def _of_the_machine(error: Exception) -> bool:
-    """Whether reading failed by the disk, a permission or too little memory, and not by what is in the file."""
+    """Whether reading failed by the disk, a permission or too little memory, and not by the file's content."""
     if isinstance(error, OSError):
         # EINVAL: PyTorch looks for the list at an archive's end, which lies before the beginning of a file cut short.
         return error.errno not in (None, errno.EINVAL)
@@ -94,7 +94,7 @@ def _of_the_machine(error: Exception) -> bool:
 
 @functools.cache
 def _loading() -> ModuleType:
-    """ea_fairseq/loading.py. That file is read alone, for the package around it imports fairseq."""
+    """ea_fairseq/loading.py. That file is read alone, since the package around it imports fairseq."""
     spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -114,7 +114,7 @@ def settings(state: dict) -> dict[str, Any]:
 
 
 def longest(state: dict, side: str = "source") -> int:
-    """How many subwords a model reads (or writes: side "target"): one position is for the end of the sentence."""
+    """The most subwords that a model reads (or writes: side "target"): one position is for the end of the sentence."""
     return (settings(state).get(f"max_{side}_positions") or 1024) - 1
 
 

@@ -1,4 +1,4 @@
-"""What every command here shares: the repository's root, the error that ends a command, argument types, writing."""
+"""The common part of all commands: the repository's root, the error that ends a command, argument types, writing."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
 
     Args:
         command: the name that the line begins with.
-        again: what the line says at Ctrl-C.
+        again: the end of the line after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a letter shows something else, and ends nothing
@@ -62,7 +62,7 @@ def say(text: str) -> None:
 
 
 def quiet() -> None:
-    """No deprecations of fairseq's and hydra's, and nothing of what they report while they start."""
+    """No deprecations of fairseq's and hydra's, and none of their reports while they start."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
     warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
@@ -87,7 +87,7 @@ def finite(text: str) -> float:
 
 
 def replaceable(path: Path, flag: str = "") -> Path | None:
-    """The file that takes the place of `path`, which is what a link leads to; None for a pipe or a device.
+    """The file that replaces `path`, or the target of a link; None for a pipe or a device.
 
     Raises:
         UserError: it is a folder; the message begins with `flag`.
@@ -101,9 +101,9 @@ def replaceable(path: Path, flag: str = "") -> Path | None:
 
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Give a temporary name beside `path`. What is written there becomes `path` at the end, or is gone.
+    """Give a temporary name beside `path`. It becomes `path` at the end, or is gone.
 
-    A link stays one, and what it leads to is replaced. A pipe or a device cannot be replaced, and is written to.
+    A link stays one, and its target is replaced. A pipe or a device cannot be replaced, and is written to.
     """
     target = replaceable(Path(path))
     if target is None:
@@ -120,7 +120,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
         UserError: it is empty, torn or something else; the message names it.

@@ -1,4 +1,4 @@
-"""Scores of translations, by sacreBLEU and COMET: what is compared with what is decided here; nothing is computed."""
+"""Metrics of translations, by sacreBLEU and COMET: this file chooses the texts to compare."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written_with_spaces(language: str) -> bool:
 
 
 def tokenizer_for(language: str) -> str:
-    """The tokeniser that sacreBLEU takes for text in this language where it is told none."""
+    """The tokeniser that sacreBLEU takes for text in this language by default."""
     return TOKENIZERS.get(script(language), "13a")
 
 
@@ -66,7 +66,7 @@ def check_tokenizer(tokenizer: str, language: str) -> None:
 
 
 def bleu(lowercase: bool, tokenizer: str) -> BLEU:
-    """sacreBLEU's BLEU with this tokeniser, or an error that says how to get what it needs."""
+    """sacreBLEU's BLEU with this tokeniser, or an error that names the missing package."""
     import sacrebleu
     from sacrebleu.metrics import BLEU
 
@@ -138,7 +138,7 @@ def score(
 
 
 def comet_command() -> str:
-    """Where the command is that scores with COMET, or an error that says how to get it."""
+    """The path of COMET's command, or an error with the way to get it."""
     command = shutil.which("comet-score")
     if command is None:
         raise UserError(
@@ -158,7 +158,7 @@ def comet(
         sources: as people wrote them.
         translations: as people write text.
         references: as people wrote them.
-        gpu: whether it is to run on a GPU.
+        gpu: whether to run on a GPU.
     """
     texts = {"sources": sources, "translations": translations, "references": references}
     with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +203,7 @@ def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, st
 
 
 def _without_unknown(lines: Sequence[str]) -> list[str]:
-    """The lines with what no reference holds in the place of unknown words."""
+    """The lines with a mark that no reference holds in the place of unknown words."""
     return [line.replace("<unk>", UNKNOWN) for line in lines]
 
 

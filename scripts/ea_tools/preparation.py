@@ -1,4 +1,4 @@
-"""What a run keeps of its data's preparation, so that its model can be used when the data have moved or changed.
+"""The part of its data's preparation that a run keeps, so that its model works when the data have moved or changed.
 
 RUN/prepared holds the dictionaries, the codes that split words into subwords, PREP.json and a digest of all these.
 The tools read them there, and refuse data that were prepared in another way.
@@ -21,7 +21,7 @@ FOLDER = "prepared"  # in a run's folder
 DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete
 
 _SIDES = ("source_lang", "target_lang")
-# Settings in PREP.json that say how text becomes what a model reads.
+# Settings in PREP.json for the way from text to subwords.
 _SETTINGS = (*_SIDES, "tokenizer", "escape", "unicode", "lowercase", "bpe")
 # Rules of data preparation that choose sentences, or whose effect is in the codes or in a setting: two corpora may
 # differ in them.
@@ -31,14 +31,14 @@ _NOT_COMPARED |= {"merges", "vocabulary_threshold", "nfc"}
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the text of one model is prepared: `folder` holds dictionaries, codes and PREP.json, `prep` is the latter."""
+    """The preparation of one model's text: `folder` holds dictionaries, codes and PREP.json, `prep` is the latter."""
 
     folder: Path
     prep: dict
 
 
 def files(folder: Path, prep: dict) -> list[Path]:
-    """What a model cannot be used without: dictionaries, codes, and the list of allowed subwords where there is one."""
+    """The files that a model needs: dictionaries, codes, and the list of allowed subwords where there is one."""
     names = [f"{kind}.{prep[side]}{end}" for kind, end in (("dict", ".txt"), ("vocabulary", "")) for side in _SIDES]
     return [folder / name for name in (*names, *CODES.values()) if (folder / name).is_file()]
 
@@ -64,7 +64,7 @@ def fingerprint(data: Path) -> str:
 
 
 def keep(run: Path, data: Path) -> None:
-    """Copy what a model of `data` needs into RUN/prepared, in one step; what an earlier process copied is replaced."""
+    """Copy what a model of `data` needs into RUN/prepared, in one step; an earlier copy is replaced."""
     prep, kept = read_prep(data), run / FOLDER
     new, old = (run / f".{FOLDER}.{os.getpid()}.{kind}" for kind in ("new", "old"))
     try:
@@ -81,7 +81,7 @@ def keep(run: Path, data: Path) -> None:
 
 
 def kept_by(run: Path) -> Preparation | None:
-    """What a run keeps, or None where it was made by plain fairseq-train, or before runs kept anything."""
+    """A run's kept preparation, or None where plain fairseq-train made the run."""
     folder = run / FOLDER
     if not (folder / DIGEST).is_file():
         return None
@@ -95,7 +95,7 @@ def kept_by(run: Path) -> Preparation | None:
 
 
 def require_same(kept: Preparation, data: Path, run: Path) -> None:
-    """Refuse data that were prepared in another way than what the run was trained on, naming each difference."""
+    """Refuse data that were prepared in another way than the run's training data, naming each difference."""
     prep = read_prep(data)
     ours, others = settings(kept.prep), settings(prep)
     differences = [
@@ -129,7 +129,7 @@ def file_difference(ours: Path, other: Path) -> str | None:
 
 
 def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Path | None = None) -> Preparation:
-    """How text is prepared for the model in a checkpoint, whose contents are `state`.
+    """The preparation of text for the model in a checkpoint, whose contents are `state`.
 
     Args:
         run: the run's folder (default: the checkpoint's).

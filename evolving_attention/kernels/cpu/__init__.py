@@ -25,7 +25,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "given", "previous", "weight", "bias")
 def knows(call: Call) -> bool:
     """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``_fits`` of this package.
 
-    Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is wanted.
+    Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is needed.
     """
     c = call.coefficients.c
     by_rows = call.step or call.above is not None
@@ -37,7 +37,7 @@ def knows(call: Call) -> bool:
         and call.kernel_size % 2 == 1
         and 0 <= call.dropout <= 1
         and all(x.dim() == 0 and x.dtype == torch.float32 for x in call.coefficients if isinstance(x, Tensor))
-        # a convolution without a share would still hide what it does not see
+        # a convolution without a share would still hide places
         and (call.weight is None or isinstance(c, Tensor) or c != 0)
         and not (by_rows and call.geometry == Geometry.ENCODER_SELF)
         and not ((by_rows or call.v.size(0) != call.q.size(0)) and _wants_gradients(call))
@@ -253,7 +253,7 @@ def _backward_flops(*shapes: Any, **_: Any) -> int:
 
 
 def _that_count(call: Call, same: bool) -> Tensor:
-    """Which of the five coefficients have an effect: 1 or 0.
+    """1 for each of the five coefficients that has an effect, else 0.
 
     Without a convolution a, b and c have none; a and d belong to the previous map. Where carried is always mixed, the
     gradients of a and b hold those of d and e.

@@ -54,7 +54,7 @@ def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return _operation(gradient, ctx.threshold, *ctx.saved_tensors), None, None  # what was dropped is dropped
+    return _operation(gradient, ctx.threshold, *ctx.saved_tensors), None, None  # dropped weights are dropped again
 
 
 _operation.register_autograd(_backward, setup_context=_keep)

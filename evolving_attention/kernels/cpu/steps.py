@@ -70,7 +70,7 @@ class Steps:
         Args:
             query: 1 x B x C.
             cache: of the steps before; its padding is that of all keys, this step's included.
-            need_weights: whether the weights are wanted.
+            need_weights: whether to return the weights.
 
         Returns:
             output 1 x B x C; weights B x K x 1 x S or None; the cache for the step after.

@@ -13,7 +13,7 @@ from ..call import Call
 
 
 def carries_mixed(call: Call) -> bool:
-    """Whether what is carried is what is mixed, always: then it is zero at hidden places, too, as in evolution.py."""
+    """Whether carried always equals mixed: then it is zero at hidden places, too, as in evolution.py."""
     return call.weight is not None and call.coefficients.carries_what_it_reads
 
 
@@ -64,7 +64,7 @@ class Problem(Structure):
 
     @classmethod
     def of(cls, call: Call, seed: int, same: bool) -> "Problem":
-        """Enter what is read. The call's own tensors live as long as it does, copies of them as long as this."""
+        """Enter an input. The call's own tensors live as long as it does, copies of them as long as this."""
         batch, heads, rows, columns = call.maps
         a, b, c, d, e = map(float, call.coefficients)
         if call.previous is None:

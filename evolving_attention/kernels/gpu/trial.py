@@ -170,7 +170,7 @@ def _check_device(variant: Variant, error: Exception) -> None:
 
 
 def find_difference(variant: Variant) -> str:
-    """What the kernels do wrong on small problems, in words; "" if they do it right."""
+    """The faults of the kernels on small problems, in words; "" if there are none."""
     wrong = (
         f"{name} differs from the plain composition's by {error:.2g} of its largest number"
         for name, error in errors(variant).items()
@@ -180,7 +180,7 @@ def find_difference(variant: Variant) -> str:
 
 
 def errors(variant: Variant) -> dict[str, float]:
-    """How far the kernels are from float64, as a share of the largest number, by the name of each result.
+    """The distance of the kernels from float64, as a share of the largest number, by the name of each result.
 
     Two problems use everything that a call may have. A third gives float32 numbers of many bits, of which a product in
     TF32 drops some. It compares values alone: gradients jump where rounding changes a ReLU.

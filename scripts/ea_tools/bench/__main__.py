@@ -10,7 +10,7 @@ from ea_tools.common import quiet
 def main() -> None:
     """Read the flags, which may be --help, before anything that takes seconds is imported; then run the benchmark."""
     name, *arguments = sys.argv[1:]
-    sys.argv = [f"scripts/benchmark_{name}.sh", *arguments]  # what was typed, for the records
+    sys.argv = [f"scripts/benchmark_{name}.sh", *arguments]  # the command line, in records
     getattr(options, name)(arguments)
     quiet()
     importlib.import_module(f"ea_tools.bench.{name}").main(arguments)

@@ -1,4 +1,4 @@
-"""Time the operation alone, in time, memory and share of the floor; options.attention says what is compared."""
+"""Time the operation alone, in time, memory and share of the floor; options.attention names the candidates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What gradients are wanted of."""
+        """The inputs of which gradients are computed."""
         tensors = [self.q, self.k, self.v, self.previous, *self.attention.evolution.parameters()]
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -175,7 +175,7 @@ def make_problem(
 
 
 class Given(nn.Module):
-    """In the place of a projection: what it would have given."""
+    """A projection that returns a given tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()

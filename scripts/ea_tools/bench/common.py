@@ -1,7 +1,7 @@
-"""What the benchmarks share: sentences of realistic lengths, fairseq's batches of them, fair timing, one JSON file.
+"""The common part of the benchmarks: sentences of realistic lengths, fairseq's batches, fair timing, one JSON file.
 
 Other work on a machine changes times from second to second. So the candidates take turns on the same batches, each
-turn begins with another of them, and what is reported are medians of ratios between neighbours in time, with quartiles.
+turn begins with another of them, and the results are medians of ratios between neighbours in time, with quartiles.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def prepare(args: argparse.Namespace) -> str:
 
 
 def type_of_numbers(precision: str, device: str) -> str:
-    """What a model's numbers are. On a CPU bf16 is that of matrix products alone, which is switched on or off."""
+    """The precision of a model's numbers. On a CPU bf16 is that of matrix products alone, switched on or off."""
     if device != "cpu":
         return precision
     use_bf16_products(precision == "bf16")
@@ -109,7 +109,7 @@ def read_lengths(path: Path) -> numpy.ndarray:
 def configuration(
     model: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
 ) -> DictConfig:
-    """What fairseq-train makes of these flags; `model`: words after --arch, as in options.PAIRS."""
+    """The configuration that fairseq-train makes of these flags; `model`: words after --arch, as in options.PAIRS."""
     words = [str(data), "--arch", *model.split(), "--distributed-world-size", "1", *map(str, flags)]
     words += ["--cpu"] if device == "cpu" else []
     words += [] if precision == "fp32" else [f"--{precision}"]
@@ -119,7 +119,7 @@ def configuration(
 
 
 def sides_of_model(model: str) -> Sides:
-    """Which sides a model has, by words after --arch."""
+    """The sides of a model, by words after --arch."""
     return sides_of(ARCH_MODEL_REGISTRY[model.split()[0]])
 
 
@@ -170,7 +170,7 @@ def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> Fa
 
 
 def _as_read_by(task: FairseqTask, sentences: ListDataset) -> FairseqDataset:
-    """What a task of one side makes of these sentences, which it must find in a file."""
+    """The data set that a task of one side makes of these sentences, which it reads from a file."""
     configured = task.cfg or task.args
     with tempfile.TemporaryDirectory() as folder:
         builder = make_builder(f"{folder}/train.bin", impl="mmap", vocab_size=len(task.source_dictionary))
@@ -208,7 +208,7 @@ def describe(batch: Batch) -> dict[str, int]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for a GPU to finish what it was given."""
+    """Wait for a GPU to finish."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -221,7 +221,7 @@ def interleave(
     Args:
         candidates: {name: function of an item, which gives the number of tokens that it did}.
         items: batches, or whatever the candidates take.
-        progress: is told of each call, by update(1).
+        progress: its update(1) is called after each call.
 
     Returns:
         {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
@@ -258,7 +258,7 @@ def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
 
 
 def calls(candidates: int, items: int, repetitions: int) -> int:
-    """How often `interleave` calls a candidate, for a progress bar."""
+    """The number of calls that `interleave` makes of a candidate."""
     return candidates * items * (1 + repetitions)
 
 

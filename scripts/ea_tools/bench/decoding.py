@@ -74,7 +74,7 @@ def measure(
     stock = options.PAIRS[subject]["stock"] if isinstance(subject, str) else "transformer"
     if "decoder" not in (sides := sides_of_model(stock)):
         raise UserError(f"--size {subject}: such models have {NAMES[sides]}, and decode nothing")
-    # What differs between the two, a model brings along.
+    # A model brings along the differences between the two.
     config = configuration(stock, *task_flags(stock), data=args.data or "data", device=device)
     config.generation.beam = beam
     task = make_task(args, config)

@@ -1,4 +1,4 @@
-"""What benchmark_decoding.sh times beside fairseq: exported models, and CTranslate2 where it is installed."""
+"""The candidates of benchmark_decoding.sh beside fairseq: exported models, and CTranslate2 where it is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ea_tools.bench.common import Batch, Candidate, show, spread
 from ea_tools.common import REPO, UserError
 from ea_tools.translating.export import describe_folder, quantise
 
-#: what is timed -> what it is
+#: candidate -> description
 NAMES = {
     "exported": "ours, exported",
     "exported int8": "ours, exported, int8",

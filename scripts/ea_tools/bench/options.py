@@ -77,7 +77,7 @@ def _sentences(text: str) -> str:
 
 
 def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """How fast decoding is, ours and fairseq's Transformer: what fairseq-generate does, without start-up.
+    """The speed of decoding, ours and fairseq's Transformer: fairseq-generate without its start-up.
 
     Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts
     them: those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their
@@ -114,7 +114,7 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def training(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """How fast training is, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
+    """The speed of training, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
 
     Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is
     measured in a process of its own for each model, over many batches of many shapes, as in a real epoch. With

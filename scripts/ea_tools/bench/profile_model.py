@@ -98,7 +98,7 @@ def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: in
 
 
 def sizes(models: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """What `profile` says of each (architecture, flags). It is counted once, and then read from the user's cache.
+    """The result of `profile` for each (architecture, flags). It is counted once, and then read from the user's cache.
 
     The cache is one file for each state of ea_fairseq and of the pinned requirements, so that it cannot be out of date.
     """

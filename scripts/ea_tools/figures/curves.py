@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: read the runs, draw, print where they stand: last, for who reads it may have gone."""
+    """Command line: read the runs, draw, print where they stand: last, since its reader may have gone."""
     args = parse(arguments)
     with reporting("plot_curves"):
         runs = read_all(args.runs)
@@ -93,14 +93,14 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Line:
-    """What becomes one line: the runs of one model, which differ in the seed alone."""
+    """One line: the runs of one model, which differ in the seed alone."""
 
     label: str
     runs: list[Run]
 
 
 def group(runs: Sequence[Run], labels: Sequence[str] | None = None) -> list[Line]:
-    """Lines, in the order of the runs. A run that nobody described, or that shares even the seed, is one by itself."""
+    """Lines, in the order of the runs. A run without a description, or with the same seed, is a line of its own."""
     groups = {}
     for run in runs:
         key = json.dumps(run.settings, sort_keys=True) if run.settings else str(run.path)
@@ -125,7 +125,7 @@ def _name(run: Run, runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for settings in described for name in settings)
     differ = [name for name in names if len({settings.get(name) for settings in described}) > 1]
     words = [run.settings["arch"]] + ([run.settings["recipe"]] if "recipe" in differ else [])
-    # What a different architecture does not have at all need not be said.
+    # Flags that a different architecture lacks are left out.
     alike = [settings for settings in described if settings["arch"] == run.settings["arch"]]
     differ = [name for name in differ if len({settings.get(name) for settings in alike}) > 1]
     differ = [name for name in differ if name not in ("arch", "recipe") and name in run.settings]

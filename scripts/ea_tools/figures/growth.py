@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What benchmark_training.sh --growth wrote."""
+    """The records of benchmark_training.sh --growth."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["benchmark"] != "growth":
@@ -103,7 +103,7 @@ def draw_time(ax: Axes, results: Sequence[dict]) -> None:
 
 
 def draw_memory(ax: Axes, results: Sequence[dict]) -> None:
-    """Peak memory beyond what the process held before the first step; beside ours, its multiple of stock's."""
+    """Peak memory beyond the process's before the first step; beside ours, its multiple of stock's."""
     import numpy
 
     lengths = [result["length"] for result in results]

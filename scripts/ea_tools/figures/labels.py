@@ -1,4 +1,4 @@
-"""Token labels for matplotlib, which by itself neither joins Arabic letters nor writes from right to left.
+"""Token labels for matplotlib, which neither joins Arabic letters nor writes from right to left.
 
 A label is one token, so a few rules do: one direction per label, letters joined by Unicode's presentation forms.
 Browsers need none of this.
@@ -30,7 +30,7 @@ def visual(label: str) -> str:
     classes = "".join(_CLASSES.get(unicodedata.bidirectional(letter[0]), "-") for letter in turned)
     # Fonts set a mark over the Hebrew or Arabic letter that stands to its right, where the mark comes first.
     turned = [letter if kind == "l" else letter[::-1] for letter, kind in zip(turned, classes, strict=True)]
-    # What runs from left to right all the same: numbers, with the points and colons in them, and foreign letters.
+    # Parts that run from left to right all the same: numbers, with the points and colons in them, and foreign letters.
     for run in re.finditer("l+(?:sl+)*", classes):
         turned[slice(*run.span())] = reversed(turned[slice(*run.span())])
     return "".join(turned).translate(_MIRRORED)
@@ -118,7 +118,7 @@ def _missing(path: str, characters: Iterable[str]) -> set[str]:
 
 @functools.cache
 def width(text: str, names: tuple[str, ...], size: float) -> float:
-    """How wide a text is in these font families, in inches."""
+    """The width of a text in these font families, in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

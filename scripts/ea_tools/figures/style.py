@@ -1,4 +1,4 @@
-"""How every figure here looks and is saved. matplotlib is imported when a figure is made, not by planning one."""
+"""The look of every figure, and its saving. matplotlib is imported when a figure is made, not by planning one."""
 
 from __future__ import annotations
 

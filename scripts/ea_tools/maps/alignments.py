@@ -54,7 +54,7 @@ def _naacl(path: Path, lines: Sequence[str], sentences: int, first: int, target_
         if not words:
             continue
         place = f"{path}:{number}"
-        # A fourth or fifth column may be the annotator's confidence, which nobody uses here.
+        # A fourth or fifth column may be the annotator's confidence, which is not used.
         kinds = [word for word in words[3:] if word in ("S", "P")]
         if not _is_naacl(line) or len(words) > 5 or len(kinds) != min(1, len(words[3:])):
             raise UserError(

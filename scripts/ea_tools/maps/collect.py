@@ -34,7 +34,7 @@ class LayerMaps:
     """One attention's maps in one call of the model: float32 on the CPU, B x K x T x S but where noted.
 
     weights = softmax(mask(a_logit)), and a_logit is the sum of share times map over the parts, where `masked` is False;
-    what the parts hold where it is True means nothing. The parts, of which a layer has those that its rule has, are
+    the values of parts where it is True mean nothing. The parts, of which a layer has those that its rule has, are
     "logits", the layer's own scores of queries and keys; "previous", A_logit of the layer before; "convolution",
     ReLU(Conv(...)) of what the rule lets it read.
     """
@@ -54,7 +54,7 @@ class LayerMaps:
 
 @dataclass
 class Collected:
-    """What `collect` saw, in the order of the calls: encoder 1..N, then decoder and cross of each decoder layer."""
+    """The maps of a call, in the order of the layers: encoder 1..N, then decoder and cross of each decoder layer."""
 
     layers: list[LayerMaps] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, int, nn.Module, nn.Modul
 
 
 def _observer(collected: Collected, kind: str, number: int, attention: EvolvingHeads) -> Callable[[Maps], None]:
-    """An observer that adds what it is shown to `collected`."""
+    """An observer that adds maps to `collected`."""
     evolution = attention.evolution
 
     @torch.no_grad()

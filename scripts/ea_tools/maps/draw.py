@@ -145,7 +145,7 @@ def examine(args: argparse.Namespace) -> Look:
 def _tokens(
     loaded: Loaded, source: Sentence | None, target: Sentence | None
 ) -> tuple[dict[str, list[str]], dict[str, Words]]:
-    """Labels and words of what the encoder reads, of what the decoder predicts and of what it reads."""
+    """Labels and words of the encoder's input, the decoder's output and the decoder's input."""
     tokens, words = {}, {}
     if source:
         tokens["source"], words["source"] = source.labels, source.words
@@ -217,7 +217,7 @@ def _must_have(maps: Maps, name: str, kind: str, layer: int, head: int | str = "
 
 
 def _spread(wanted: Sequence[int | str], there: Iterable[int]) -> list[int | str]:
-    """What was asked for, once each, with all that is there in the place of "all"."""
+    """The chosen values, once each; "all" stands for every one."""
     return list(dict.fromkeys(one for word in wanted for one in (there if word == "all" else [word])))
 
 

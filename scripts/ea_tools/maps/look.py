@@ -1,4 +1,4 @@
-"""What there is to see of a model that reads and writes something: tokens, words, maps, and the parts of these.
+"""A model's view of a pair of sentences: tokens, words, maps, and the parts of these.
 
 Axes: K heads, T target (query) length, S source (key) length.
 """
@@ -38,7 +38,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Look:
-    """Everything that is known about what a model reads and writes: a pair of sentences, or one."""
+    """A model's input and output: a pair of sentences, or one."""
 
     tokens: dict[str, list[str]]  # "source", "predicted", "read", those that the model has: labels
     words: dict[str, Words]  # the words of these tokens
@@ -50,7 +50,7 @@ class Look:
 
     @property
     def title(self) -> str:
-        """What the page is called."""
+        """The title of the page."""
         return self.name + (f", compared with the baseline {self.baseline_name}" if self.baseline else "")
 
     @property

@@ -1,6 +1,6 @@
-"""Attention maps as numbers: what is measured of a layer's maps, and means over sentences with their intervals.
+"""Attention maps as numbers: measures of a layer's maps, and means over sentences with their intervals.
 
-docs/map-statistics.md has the formulas. Maps are numpy arrays, B x K x T x S, in float64; `visible`, B x 1 x T x S, is
+docs/attention.md has the formulas. Maps are numpy arrays, B x K x T x S, in float64; `visible`, B x 1 x T x S, is
 the mask's opposite. Axes: B batch, K heads, T target (query) length, S source (key) length.
 """
 
@@ -46,7 +46,7 @@ def _times_log(p: np.ndarray) -> np.ndarray:
 def shares(parts: Mapping[str, np.ndarray], visible: np.ndarray) -> dict[str, np.ndarray]:
     """Each part's share of the logits' variation along a row, part -> B x K x T; NaN in a row where nothing varies.
 
-    The softmax does not see what is the same for all keys of a row. So a part's size is its standard deviation over the
+    The softmax does not see a summand that all keys of a row share. So a part's size is its standard deviation over the
     row's visible keys, and its share that size over the sum of the sizes.
     """
     sizes = {name: spread(part, visible) for name, part in parts.items()}
@@ -113,7 +113,7 @@ class Estimate:
 
 @functools.cache
 def resamples(sentences: int) -> np.ndarray:
-    """How often a sentence is in each of RESAMPLES samples with replacement, RESAMPLES x sentences; always the same."""
+    """The count of each sentence in RESAMPLES samples with replacement, RESAMPLES x sentences; always the same."""
     return np.random.default_rng(1).multinomial(sentences, np.full(sentences, 1 / sentences), size=RESAMPLES)
 
 

@@ -90,7 +90,7 @@ class Loaded:
         return symbols
 
     def _splitter(self, side: str) -> Callable[[str], str]:
-        """What makes subwords of raw text on one side."""
+        """The splitter of raw text on one side."""
         # Source does what was done to the training text of PREP.json's source language: here, of either.
         return Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})
 
@@ -107,7 +107,7 @@ class Loaded:
         return Sentence(ids, labels, self.words(symbols, side, known))
 
     def words(self, symbols: Sequence[str], side: str, known: Sequence[bool] | None = None) -> Words:
-        """The words that subwords belong to; what a task or fairseq adds, such as </s>, is a word by itself.
+        """The words that subwords belong to; a token of the task or of fairseq, such as </s>, is a word.
 
         Where a language is written without spaces, nothing says which subwords are a word: each stands for itself.
         """
@@ -141,7 +141,7 @@ class Loaded:
             )
 
     def called(self, side: str) -> str:
-        """What to say before "sentence": nothing where there is one side only."""
+        """The word before "sentence" in messages: none where there is one side only."""
         return f"{side} " if self.sides == BOTH else ""
 
     def longest(self, side: str) -> int:
@@ -163,7 +163,7 @@ class Loaded:
     def sentences(
         self, source: str, target: str | None = None, beam: int = 5
     ) -> tuple[Sentence | None, Sentence | None]:
-        """What encoder and decoder are given for these texts; None for a side that the model does not have.
+        """The inputs of encoder and decoder for these texts; None for a side that the model does not have.
 
         A model that was trained to restore its text is made to give that text, where there is no target.
         """
@@ -179,7 +179,7 @@ class Loaded:
         return None, self.target(source)
 
     def reads(self, target: Sentence) -> tuple[str, Tensor]:
-        """What the decoder reads: the label of its first token, and all of them, the target's one place later."""
+        """The decoder's input: the label of its first token, and all of them, the target's one place later."""
         first = target.ids[-1:]  # fairseq's decoder begins with the end of sentence
         if self._trained_for.get("add_bos_token"):
             first = torch.tensor([self.task.source_dictionary.bos()])

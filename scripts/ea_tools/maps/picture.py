@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def small(self) -> float:
-        """The font size of what is beside the maps."""
+        """The font size of text beside the maps."""
         return self.heading * 0.83
 
     @property
@@ -159,7 +159,7 @@ class _Line:
 
     def _map(self, axes: Axes, values: numpy.ndarray, most: float, labelled: bool) -> AxesImage:
         """One panel; the tokens of the rows stand beside the first one only."""
-        axes.set_facecolor("0.93")  # what is no part of the map
+        axes.set_facecolor("0.93")  # places outside the map
         image = axes.imshow(values, cmap=style.MAP_COLOURS, vmin=0, vmax=most, aspect="auto", interpolation="nearest")
         font = {"fontsize": self._sizes.font}
         across, down = (range(0, len(side), self._sizes.every) for side in (self._across, self._down))

@@ -1,4 +1,4 @@
-"""Which sides a model of fairseq has, both, an encoder alone or a decoder alone, and what follows of it.
+"""The sides of a model of fairseq: both, an encoder alone or a decoder alone.
 
 Axes: B batch, T target length, S source length.
 """
@@ -29,11 +29,11 @@ def sides_of(model_class: type) -> Sides:
 
 
 def arguments(sides: Sides, source: Tensor | None, read: Tensor | None) -> dict[str, Any]:
-    """What `model(**arguments)` wants.
+    """The arguments of `model(**arguments)`.
 
     Args:
-        source: B x S, what the encoder reads; ignored where there is none.
-        read: B x T, what the decoder reads; ignored where there is none.
+        source: B x S, the encoder's input; ignored where there is none.
+        read: B x T, the decoder's input; ignored where there is none.
     """
     if sides == DECODER:
         return {"src_tokens": read, "features_only": True}

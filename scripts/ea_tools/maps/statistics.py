@@ -2,7 +2,7 @@
 
 Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, the shares
 of skip connection and convolution in the logits and, where gold alignments are given, alignment error rate. With 95%
-intervals over sentences; with --compare also the paired differences. docs/map-statistics.md has the formulas.
+intervals over sentences; with --compare also the paired differences. docs/attention.md has the formulas.
 
 The model may be one for translation, a BART, a RoBERTa or a language model, over the samples that its task makes of the
 split: with masks for masked_lm and denoising.

@@ -36,7 +36,7 @@ STYLES = (("-", None), ("--", "white"))  # of the model, of the baseline: line, 
 class Report:
     """Everything that is written down."""
 
-    facts: dict[str, Any]  # what the numbers are of
+    facts: dict[str, Any]  # the source of the numbers
     names: list[str]  # of the model and, if there is one, of the baseline
     estimates: list[dict[Place, Estimate]]  # of each model
     differences: dict[Place, Estimate]  # model - baseline; {} without one

@@ -1,4 +1,4 @@
-"""From maps of subwords to maps of words, and attention rollout: what is computed from maps once they are collected.
+"""From maps of subwords to maps of words, and attention rollout.
 
 Axes: K heads, T target (query) length, S source (key) length.
 """
@@ -20,7 +20,7 @@ class Words:
     labels: list[str]  # of the words
 
     def read(self, first: str) -> Words:
-        """The words of what a decoder reads: the token `first`, then all but the last token of this sentence."""
+        """The words of a decoder's input: the token `first`, then all but the last token of this sentence."""
         numbers = np.concatenate([[0], self.numbers[:-1] + 1])
         return Words(numbers, [first, *self.labels][: numbers[-1] + 1])
 

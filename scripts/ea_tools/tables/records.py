@@ -35,7 +35,7 @@ UNKNOWN = "not recorded"
 
 
 def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
-    """Copy what is small of a run that was scored on `subset` to the records, without the repository's path.
+    """Copy the small files of a run that was scored on `subset` to the records, without the repository's path.
 
     `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
     """
@@ -92,7 +92,7 @@ def test_against(
 ) -> dict | None:
     """The paired bootstrap test of two runs' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
 
-    It is computed once and kept in the record's JSON, so that it can be told where there are no `references`. A test of
+    It is computed once and kept in the record's JSON, so that it is there without `references`, too. A test of
     other translations than today's is not believed but made again.
     """
     texts = [translations(folder, subset) for folder in (record, baseline)]
@@ -123,7 +123,7 @@ def test_against(
 
 @dataclass(frozen=True)
 class Training:
-    """What run.json and log.jsonl tell of a run's training; what an older run did not write down is UNKNOWN."""
+    """A run's training by run.json and log.jsonl; a value that an older run lacks is UNKNOWN."""
 
     recipe: str = UNKNOWN
     data: str = UNKNOWN  # the digest of the training data
@@ -136,7 +136,7 @@ class Training:
 
 
 def training(record: Path) -> Training:
-    """What is known of a run's training."""
+    """The facts of a run's training."""
     path = record / "run.json"
     if not path.exists():
         return Training()
@@ -212,7 +212,7 @@ def _flags_of_command(command: str) -> dict[str, str]:
 
 
 def differences(training: Training, wanted: dict[str, str]) -> list[str]:
-    """In what a run's training is not what its recipe says today, in words; nothing where it is."""
+    """The differences between a run's training and its recipe of today, in words."""
     different = []
     for flags in training.flags:
         for name in sorted(wanted.keys() | flags.keys()):

@@ -1,4 +1,4 @@
-"""What a table of results says: its scores, what follows from them, and where each of them comes from."""
+"""The page of a table: its scores, conclusions, and the source of each score."""
 
 import contextlib
 import functools
@@ -76,7 +76,7 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
 def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None:
     """results/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it.
 
-    README.md and docs/ show what is in the repository's own results, and nothing from another folder.
+    README.md and docs/ show the repository's own results only.
     """
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
@@ -92,7 +92,7 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
 def write_page(folder: Path, name: str, text: str, draw_to: Callable[[Path], None] | None) -> None:
     """Write FOLDER/NAME.md and, where there is something to draw, .png; then print the text, and where it is.
 
-    Nothing is to be written after this: who reads what is printed may have gone, and printing then fails.
+    This comes last: printing fails where the reader has gone.
     """
     with replacing(folder / f"{name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -117,14 +117,14 @@ def show_in(page: Path, table: Table, summaries: dict) -> bool:
 
 
 def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str]) -> str:
-    """The table, what its numbers are and what follows from them, and where each came from."""
+    """The table, its legend, its conclusions, and the source of each number."""
     scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
     sizes_of = {row.label: _size(table, row, extra) for row in table.rows}
     lines = [f"# {table.title}", "", *score_rows(table, summaries, sizes_of), ""]
     lines += [
         f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
-        'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": nobody '
-        "has run it. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
+        'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": no run '
+        "yet. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
         "",
     ]
     if said := verdicts(table, summaries):

@@ -1,7 +1,7 @@
 """Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
 
-scripts/reproduce.sh is how it is called. What is finished is not done again; what was interrupted goes on. Cells that
-nobody ran say so. Flags of fairseq-train go to every training run, whose table is then another page:
+scripts/reproduce.sh is how it is called. Finished runs stay; interrupted ones go on. Cells without a run
+say "not run". Flags of fairseq-train go to every training run, whose table is then another page:
 --max-update 300 writes results/TABLE-max-update300.md.
 
 Without a GPU as many runs go at once as there are cores, each on one thread. The small files of a finished run are kept
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.dry_run:
             return
         keep(table, chosen, args)
-        seeds = list(dict.fromkeys([*table.seeds, *args.seeds]))  # --seeds says what is run, and hides no other seed
+        seeds = list(dict.fromkeys([*table.seeds, *args.seeds]))  # --seeds chooses the runs, and hides no other seed
         write(table, gather(table, args.results / "runs", seeds, extra), args.results, extra)
     if failed:
         sys.exit("reproduce: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))

@@ -2,7 +2,7 @@
 
 The grid is run with the first of --seeds. Then the best cells and the default one are run with the other seeds, and
 only then is one of them called the best. The test set has no part in this: a choice by test scores is fitted to the
-test set. What is finished is not done again, what was interrupted goes on, and a cell that fails stops no other. Flags
+test set. Finished runs stay, interrupted ones go on, and a cell that fails stops no other. Flags
 of fairseq-train go to every run: --max-update 1500
 """
 
@@ -95,7 +95,7 @@ def check(grid: Sequence[Sequence[str]], seeds: Sequence[int], flags: Mapping[st
 
 
 def run(sweep: Sweep, args: argparse.Namespace) -> list[str]:
-    """Run what is missing of the grid, then of its best cells with the other seeds; the cells that failed, as text."""
+    """Run the missing cells of the grid, then its best cells with the other seeds; returns the failed cells as text."""
     if not args.dry_run:
         read_prep(recipes.read(sweep.recipe).data)
     first, *others = sweep.seeds

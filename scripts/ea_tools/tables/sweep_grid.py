@@ -1,4 +1,4 @@
-"""The grid of a sweep: its cells, what they have come to, and which of them are worth more seeds."""
+"""The grid of a sweep: its cells, their results, and those that are worth more seeds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Sweep:
         return [self.table.cell(row, self.recipe, seed, self.runs, self.flags) for seed in seeds for row in rows]
 
     def label(self, key: Values) -> str:
-        """What a cell is called in the report."""
+        """The name of a cell in the report."""
         return self.rows[key].label + (" (default)" if key == self.default else "")
 
 
@@ -106,12 +106,12 @@ def own_options(names: Sequence[str], words: Sequence[str]) -> list[Any]:
 
 
 def gather(sweep: Sweep) -> dict[tuple[str, str], dict]:
-    """What the runs of all cells have come to."""
+    """The results of the runs of all cells."""
     return table_report.gather(sweep.table, sweep.runs, sweep.seeds, sweep.flags)
 
 
 def scores_of(sweep: Sweep, summaries: dict[tuple[str, str], dict]) -> Scores:
-    """What has been run."""
+    """The finished runs."""
     column = sweep.table.columns[0]
     return {
         key: {

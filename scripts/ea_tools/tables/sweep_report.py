@@ -1,4 +1,4 @@
-"""What a sweep has come to: the report, its conclusion in words, and a picture."""
+"""The result of a sweep: the report, its conclusion in words, and a picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(sweep: Sweep, args: argparse.Namespace) -> None:
 def report(
     sweep: Sweep, summaries: dict[tuple[str, str], dict], scores: Scores, command: str, picture: bool
 ) -> list[str]:
-    """The lines of the report: the grid, the confirmation, what follows, where the numbers come from."""
+    """The lines of the report: the grid, the confirmation, the conclusion, the sources of the numbers."""
     lines = [f"# {sweep.table.title}", "", f"{LABELS[sweep.score]} on the validation set, seed {sweep.seeds[0]}:", ""]
     lines += [*grid_table(sweep, scores), "", *confirmation(sweep, scores), ""]
     if mixed := unlike(summaries):
@@ -70,7 +70,7 @@ def grid_table(sweep: Sweep, scores: Scores) -> list[str]:
 
 
 def confirmation(sweep: Sweep, scores: Scores) -> list[str]:
-    """What the other seeds say about the cells that looked best: a table, and the conclusion in words."""
+    """The other seeds' results of the best cells: a table, and the conclusion in words."""
     keys, seeds = candidates(sweep, scores), sweep.seeds
     if not keys:
         return ["Nothing has been run yet."]
@@ -118,7 +118,7 @@ def verdict(sweep: Sweep, scores: dict[Values, list[float]]) -> list[str]:
 
 
 def unlike(summaries: dict[tuple[str, str], dict]) -> str:
-    """In what the results are not comparable with each other, or ""."""
+    """The reason why the results are not comparable, or ""."""
     records = [record for summary in summaries.values() for record in summary["results"].values()]
     of = {
         "settings": {settings(record) for record in records},

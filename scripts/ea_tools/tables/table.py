@@ -117,12 +117,12 @@ LAUNCH |= {"num-workers", "log-interval", "log-format"}
 
 
 def learning(words: Iterable[str], launch: Iterable[str] = LAUNCH) -> recipes.Flags:
-    """What these words say of the model and how it learns, and nothing of `launch`."""
+    """The words about the model and its learning, without those of `launch`."""
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
 def _learnt_by(row: Row) -> recipes.Flags:
-    """What a row's own flags say of the model. A row that asks for a precision is there to compare it."""
+    """The settings of the model in a row's flags. A row that asks for a precision is there to compare it."""
     return learning(row.flags, LAUNCH - {"precision"})
 
 

@@ -1,6 +1,6 @@
 """Mistakes in architectures and flags of fairseq-train, each told in one line before a run's folder is made.
 
-fairseq's own parser decides what is a mistake. Its import takes seconds: a command without flags of the user's own does
+fairseq's own parser finds the mistakes. Its import takes seconds: a command without flags of the user's own does
 without it.
 """
 
@@ -69,7 +69,7 @@ def check_architecture(arch: str, where: str) -> None:
 
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
-    """What the words after fairseq-train say, or a UserError where fairseq's parser refuses them."""
+    """The parsed words after fairseq-train, or a UserError where fairseq's parser refuses them."""
     return parse_without(command)[0]
 
 
@@ -92,7 +92,7 @@ def parse_without(
 
 
 def _parse_known(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
-    """fairseq's parser, what it makes of the words, and the words that it does not know."""
+    """fairseq's parser, its result, and the words that it does not know."""
     from fairseq import options
 
     parser = options.get_training_parser()
@@ -165,7 +165,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Inside, fairseq reports nothing of its own start."""
+    """Inside, fairseq reports nothing of its start."""
     logging.disable(logging.INFO)
     try:
         yield

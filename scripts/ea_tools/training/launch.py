@@ -1,4 +1,4 @@
-"""Where the processes of a training go: GPUs and machines, the precision that they have, what starts them."""
+"""The place of a training's processes: GPUs and machines, their precision, their launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ea_tools.training import products
 
 @dataclass(frozen=True)
 class Launch:
-    """Where the processes go: `gpus` (0 is the CPU) on each of `nodes` machines, this one being number `rank`."""
+    """The place of the processes: `gpus` (0 is the CPU) on each of `nodes` machines, this one being number `rank`."""
 
     gpus: int
     capability: tuple[int, int] | None = None  # of the least of the GPUs
@@ -27,7 +27,7 @@ class Launch:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Launch:
-        """What the command line says, else SLURM's variables, else what this machine has."""
+        """The command line's values, else SLURM's variables, else this machine's."""
         there, capability = (0, None) if args.gpus == 0 else gpus()
         wanted = there if args.gpus is None else args.gpus
         if wanted > there and not args.dry_run:
@@ -59,12 +59,12 @@ class Launch:
         return what if self.nodes == 1 else f"{self.nodes} machines x {what}"
 
 
-#: What a GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
+#: A GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def gpus() -> tuple[int, tuple[int, int] | None]:
-    """How many GPUs there are, and the least compute capability among them.
+    """The number of GPUs, and their least compute capability.
 
     PyTorch is only asked where there is a driver, for its import takes seconds.
     """
@@ -113,7 +113,7 @@ def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, s
     """fairseq's distributed flags, the words that start Python, and the environment.
 
     One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
-    one process on each, for which fairseq has to be told everything.
+    one process on each, for which fairseq needs every flag.
     """
     python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
     # From these, which a cluster or a container may set, fairseq would find out by itself how many processes there are.

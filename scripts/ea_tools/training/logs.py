@@ -1,4 +1,4 @@
-"""What the logs of training runs hold: losses and validation BLEU, against updates, epochs and hours.
+"""The content of training logs: losses and validation BLEU, against updates, epochs and hours.
 
 A log is log.jsonl in a folder of scripts/train.sh, or a file that holds what fairseq-train wrote on its screen.
 """
@@ -38,7 +38,7 @@ class Run:
     """One run's curves."""
 
     path: Path
-    settings: dict[str, str]  # recipe, arch and flags, without the seed; {} where nobody wrote them down
+    settings: dict[str, str]  # recipe, arch and flags, without the seed; {} where they are not recorded
     seed: str | None
     points: dict[str, Points]  # by quantity
     clock: Points  # updates and hours; empty where the log has no speeds
@@ -114,7 +114,7 @@ def _number(value: Any) -> float | None:
 
 
 def entries_of(log: str) -> list[Entry]:
-    """What a log tells, in the order of updates."""
+    """The entries of a log, in the order of updates."""
     return join(filter(None, map(parse_line, log.splitlines())))
 
 
@@ -180,7 +180,7 @@ def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
 
 
 def identity(record: Path) -> tuple[dict[str, str], str | None]:
-    """(settings, seed) of run.json: what the run is, and what its command said beyond that."""
+    """(settings, seed) of run.json: the run's settings, and the rest of its command."""
     if not record.exists():
         return {}, None
     try:

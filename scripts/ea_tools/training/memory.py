@@ -10,10 +10,10 @@ M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what is freed. Returns whether it could be asked to.
+    """Have the C library keep freed memory. Returns whether it could be asked to.
 
     glibc gives blocks of more than 32 MiB back to the system when they are freed, and the system clears every page of
-    them when the next step maps them again: docs/performance.md has what that costs. Where a variable whose name begins
+    them when the next step maps them again: docs/performance.md has the cost. Where a variable whose name begins
     with MALLOC_ is set, the user has decided already.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):

@@ -9,7 +9,7 @@ from ea_tools.common import UserError
 
 #: The flag of ea_tools.training.fairseq_train that asks for them.
 FLAG = "bf16-products"
-#: What Linux calls the units: AVX-512's and AMX's on x86, and ARM's.
+#: Linux's names of the units: AVX-512's and AMX's on x86, and ARM's.
 UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ea_tools.common import REPO
 
-#: what scripts write into a checkout, as git's words for what is left out: changes there are results, not other code
+#: folders that scripts write, as git's words for exclusion: changes there are results, not other code
 WRITTEN = (":!results", ":!docs", ":!*.md")
 PACKAGES = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
 

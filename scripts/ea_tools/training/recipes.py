@@ -23,7 +23,7 @@ Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
 
 @dataclass(frozen=True)
 class Batch:
-    """What one update sees: `gpus` x `accumulation` batches of at most `tokens` tokens."""
+    """The batch of one update: `gpus` x `accumulation` batches of at most `tokens` tokens."""
 
     tokens: int
     gpus: int
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def plain(value: str) -> str:
-    """A flag's value, numbers spelt in one way: 2e-3 is 0.002. What differs within 15 digits stays apart."""
+    """A flag's value, numbers spelt in one way: 2e-3 is 0.002. Values that differ within 15 digits stay apart."""
     try:
         return f"{float(value):.15g}"
     except ValueError:
@@ -92,7 +92,7 @@ def refuse_as_architecture(word: str) -> None:
 
 
 def read(name: str) -> Recipe:
-    """The recipe `name` of recipes/, or of a file of the user's own, together with what it inherits."""
+    """The recipe `name` of recipes/, or of a file of the user's own, together with its ancestors."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     merged = _inherited(path) if path.is_file() else {}
     if not path.is_file() or (path.parent == FOLDER and "data" not in merged):
@@ -158,7 +158,7 @@ def for_data(data: Path) -> tuple[Recipe, str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds.
+    """The content of a TOML file.
 
     Raises:
         UserError: it is no TOML, or no UTF-8; the message names it.

@@ -1,4 +1,4 @@
-"""The folder of a training run: whose it is, what is recorded of each start, from which checkpoint it goes on."""
+"""The folder of a training run: its owner, the record of each start, the checkpoint from which it goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _locks = []  # open as long as the process lives
 
 
 def take(run: Path, record: str = "run.json") -> None:
-    """Keep a second process out of the run's folder, for as long as this one and what it becomes are alive.
+    """Keep a second process out of the run's folder, for as long as this one or its successor is alive.
 
     A folder of other files is refused: one that has something, and neither `record` nor a model.
     """
@@ -53,12 +53,12 @@ def take(run: Path, record: str = "run.json") -> None:
 
 
 def started(run: Path) -> bool:
-    """Whether a run has left a model here, or what came of one. A run that failed before it saved any binds nobody."""
+    """Whether a run has left a model or its results here. A run that failed before it saved any has no claim."""
     return any(path for left in ("checkpoint*", "average*.pt", "eval/*.json") for path in run.glob(left))
 
 
 def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | None = None) -> None:
-    """Write down whose folder this is, or refuse one that is somebody else's.
+    """Record the run that owns this folder, or refuse another run's.
 
     Where its data are others than the run's, and `data` says where they are, the refusal names the first difference.
     """
@@ -141,7 +141,7 @@ def refuse_other_flags(run: Path, flags: Flags) -> None:
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What run.json holds, and of that whose folder it is."""
+    """The content of run.json, and the owner in it."""
     try:
         record = read_json(path)
         return record, dict(record["identity"])

@@ -59,7 +59,7 @@ IDENTITY = (
 
 @dataclass(frozen=True)
 class Plan:
-    """One start of a training: what is trained, with which flags, and the process that does it."""
+    """One start of a training: the model, the flags, and the process."""
 
     recipe: Recipe
     arch: str
@@ -92,7 +92,7 @@ class Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: plan the run, take its folder, mend what a kill left, and become fairseq-train."""
+    """Command line: plan the run, take its folder, mend the leftovers of a kill, and become fairseq-train."""
     with reporting("train"):
         args, flags = parse(sys.argv[1:] if arguments is None else arguments)
         recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
@@ -213,7 +213,7 @@ def first_flag(words: Sequence[str]) -> int:
 
 
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
-    """What the command line asks for. `flags` are those for fairseq-train, and replace the recipe's."""
+    """The wishes of the command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
@@ -327,7 +327,7 @@ def check_first_model(flags: Flags, data: Path) -> None:
 
 
 def identity(start: Plan) -> dict[str, str]:
-    """What must not change while a run goes on: recipe, architecture, data, and the flags that make the model."""
+    """The settings that must not change while a run goes on: recipe, architecture, data, the flags of the model."""
     model = {name: " ".join(values) for name, values in start.flags.items() if name.startswith(IDENTITY)}
     return {"recipe": start.recipe.name, "arch": start.arch, "data": fingerprint(start.data), **model}
 

@@ -1,1 +1,1 @@
-"""What uses a trained model: translating and scoring text."""
+"""Use of a trained model: translating and scoring text."""

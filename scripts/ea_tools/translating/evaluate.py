@@ -7,7 +7,7 @@ Where the model was trained on lower-cased text all scores ignore case, and thei
 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
 the last of a split is test.json and test.hyp.txt, too. Those of other data than the run's have their name in front:
-law.test.beam5.average10.json, law.test.json. What COMET and --against gave stays where the same translations are made
+law.test.beam5.average10.json, law.test.json. Results of COMET and --against stay where the same translations are made
 again without them.
 """
 
@@ -49,7 +49,7 @@ from ea_tools.translating.translators import add_precision, parse_both, program
 
 @dataclass(frozen=True)
 class Search:
-    """How translations are looked for."""
+    """The settings of the search."""
 
     beam: int
     lenpen: float
@@ -195,7 +195,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Translated:
-    """What a model made of a split."""
+    """A model's translations of a split."""
 
     output: list[str]  # of fairseq-generate: lines H, T and messages
     preparation: Preparation
@@ -238,7 +238,7 @@ def translate_export(args: argparse.Namespace, split: str) -> Translated:
 
 
 def split_name(run: Path, data: str, subset: str) -> str:
-    """What names a split in a run's results: "test", or "law.test" of other data than the run's own."""
+    """The name of a split in a run's results: "test", or "law.test" of other data than the run's own."""
     kept = (run if is_export(run) else run / FOLDER) / "PREP.json"
     own = read_prep(kept.parent).get("name", data) if kept.is_file() else data
     return subset if data == own else f"{data}.{subset}"
@@ -305,7 +305,7 @@ DESCRIBED = ("arch", "settings", "training_seed", "updates")
 
 
 def describe(state: dict) -> dict[str, Any]:
-    """What a record of a score says about the model: architecture, its own settings, how it was trained."""
+    """A score's record of the model: architecture, its own settings, how it was trained."""
     values = (
         settings(state).get("arch"),
         {name: value for name, value in settings(state).items() if name.startswith("ea_")},
@@ -323,7 +323,7 @@ def last_state(run: Path, averaged: dict) -> dict:
 
 
 def unfinished(state: dict) -> str | None:
-    """How far a training had come that was not at its end; None where it was, or where the checkpoint does not tell."""
+    """The updates of a training that had not ended; None where it was, or where the checkpoint does not tell."""
     if "train_iterator" not in state.get("extra_state", {}):
         return None
     optimization, checkpoints = section(state, "optimization"), section(state, "checkpoint")
@@ -452,7 +452,7 @@ def generate(command: Sequence[str], results: Path, split: str, sentences: int) 
 
 
 def write_output(results: Path, split: str, output: Sequence[str]) -> None:
-    """Keep what a translation printed as RESULTS/generate-SPLIT.txt."""
+    """Keep a translation's output as RESULTS/generate-SPLIT.txt."""
     with replacing(results / f"generate-{split}.txt") as temporary:
         temporary.write_text("".join(f"{line}\n" for line in output), encoding="utf-8")
 
@@ -488,7 +488,7 @@ def check_references(output: Iterable[str], references: Sequence[str], lowercase
     Args:
         output: of fairseq-generate.
         references: the raw references, in tokens.
-        name: what the messages call them.
+        name: their name in messages.
     """
     targets = {int(m[1]): m[2] for line in output if (m := re.match(r"T-(\d+)\t(.*)", line)) and "<<unk>>" not in m[2]}
     different = [

@@ -67,10 +67,10 @@ def _average(args: argparse.Namespace) -> Path:
 
 
 def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
-    """A checkpoint's model with its text, and what the checkpoint holds.
+    """A checkpoint's model with its text, and the checkpoint's content.
 
     Raises:
-        UserError: there is no such checkpoint, or its model cannot be exported; the message says what is in the way.
+        UserError: there is no such checkpoint, or its model cannot be exported; the message names the obstacle.
     """
     state = load(checkpoint)
     task = section(state, "task").get("_name", "translation")

@@ -17,7 +17,7 @@ from ea_runtime.translator import EOS, UNK
 from ea_tools.common import UserError, listed
 from ea_tools.training.recipes import parse_flags
 
-#: flags after -- that change how fast fairseq works, and not what comes out
+#: flags after -- that change fairseq's speed, and not its translations
 OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers"}
 #: sentences at once, where the command line does not say
 BATCH = 32

@@ -225,7 +225,7 @@ def translate(
 def _translator(
     args: argparse.Namespace, checkpoint: Path
 ) -> tuple[Translator | exported.Exported, dict[str, Any], str]:
-    """What translates, the settings of its search, and the language that it reads."""
+    """The translator, the settings of its search, and its source language."""
     if exported.is_export(args.run):
         settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
         runtime = exported.load(args.run)
@@ -252,7 +252,7 @@ def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) ->
 
 
 def search_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the search, flags of fairseq-interactive among it, as the translator takes it."""
+    """The command line's settings of the search, flags of fairseq-interactive among them."""
     import torch
     from fairseq import options
 

@@ -1,4 +1,4 @@
-"""What starts fairseq's programs that translate, fairseq-generate and fairseq-interactive, and in which precision."""
+"""The launcher of fairseq's programs that translate, fairseq-generate and fairseq-interactive, and their precision."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
-    """Where a model runs, "cuda" or "cpu", by the flags of fairseq's program; a precision that it lacks is refused."""
+    """The device of a model, "cuda" or "cpu", by the flags of fairseq's program; it refuses a missing precision."""
     launch = Launch(gpus=0 if "--cpu" in flags else gpus()[0])
     choose_precision(precision, launch)
     if precision == "bf16" and launch.gpus:
