@@ -276,6 +276,20 @@ def test_decoding_of_trained_runs(tmp_path, data, run):
     assert result["times"]["tokens"]["ours"] == result["times"]["tokens"]["stock"]
 
 
+@pytest.mark.slow
+def test_decoding_of_exported_models(tmp_path, small):
+    """All decode as many steps, so that their times can be compared."""
+    flags = ["--exported", "--batch", 3, "--beam", 2]
+    (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
+    tokens = result["times"]["tokens"]
+    assert {"ours", "stock", "exported", "exported int8"} <= tokens.keys()
+    assert all(counts == tokens["stock"] for counts in tokens.values())
+    assert result["ratios"].keys() == tokens.keys() - {"stock"}
+    assert all(start["seconds"] > 0 and 20 < start["MiB"] < 250 for start in result["starts"].values())
+    with pytest.raises(SystemExit, match="--exported"):
+        benchmark_decoding.main(list(map(str, [*small, *flags, "--precision", "fp32", "bf16"])))
+
+
 def test_attention(tmp_path, monkeypatch):
     def broken(problem):
         raise RuntimeError("no compiler here\nand more")
