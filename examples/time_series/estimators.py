@@ -1,0 +1,132 @@
+"""EA-DC-Transformer with the interface of scikit-learn and aeon: fit, predict, predict_proba, score.
+
+    EvolvingDCTransformerClassifier(alpha=0.5, beta=0.5).fit(X, y).predict(X)
+
+X is n x C x T, or a list of C x T arrays of unequal lengths.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from aeon.classification.base import BaseClassifier
+from aeon.regression.base import BaseRegressor
+from torch import Tensor
+
+from examples.time_series.model import Network
+
+
+class _Trained:
+    """What both estimators share: parameters, padding, scaling and training.
+
+    Args:
+        layers, d, p, alpha, beta, dropout: see ``Network``.
+        epochs, batch, rate: of RAdam.
+        pretrain_epochs: of restoring masked values, before the task (equation 8).
+        random_state: seed of weights, batches and dropout.
+    """
+
+    _tags = {  # noqa: RUF012
+        "capability:multivariate": True,
+        "capability:unequal_length": True,
+        "algorithm_type": "deeplearning",
+        "non_deterministic": True,
+        "X_inner_type": ["np-list", "numpy3D"],
+    }
+
+    def __init__(
+        self,
+        layers: int = 4,
+        d: int = 64,
+        p: float = 0.25,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        dropout: float = 0.1,
+        epochs: int = 100,
+        batch: int = 64,
+        rate: float = 1e-3,
+        pretrain_epochs: int = 0,
+        random_state: int | None = None,
+    ) -> None:
+        self.layers, self.d, self.p, self.alpha, self.beta, self.dropout = layers, d, p, alpha, beta, dropout
+        self.epochs, self.batch, self.rate, self.pretrain_epochs = epochs, batch, rate, pretrain_epochs
+        self.random_state = random_state
+        super().__init__()
+
+    @classmethod
+    def _get_test_params(cls, parameter_set: str = "default") -> dict[str, Any]:
+        return {"layers": 2, "d": 16, "epochs": 3, "random_state": 0}
+
+    def _train(self, series: Sequence[np.ndarray], targets: Tensor, outputs: int, loss: Callable) -> None:
+        values = np.concatenate([one.reshape(one.shape[0], -1) for one in series], axis=1)  # C x all times
+        self.mean_, self.deviation_ = values.mean(1, keepdims=True), values.std(1, keepdims=True) + 1e-8
+        self.length_ = max(one.shape[1] for one in series)
+        x, padded = self._tensors(series)
+        generator = torch.random.get_rng_state()
+        torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
+        sizes = {name: getattr(self, name) for name in ("layers", "d", "p", "alpha", "beta", "dropout")}
+        self.network_ = Network(x.size(2), self.length_, outputs, **sizes)
+        self._steps(self.pretrain_epochs, len(x), lambda rows: self.network_.restoration_loss(x[rows], padded[rows]))
+        self._steps(self.epochs, len(x), lambda rows: loss(self.network_(x[rows], padded[rows]), targets[rows]))
+        torch.random.set_rng_state(generator)
+        for layer in self.network_.layers:
+            layer.drop_weight_norm()
+        self.network_.eval()
+
+    def _steps(self, epochs: int, count: int, loss: Callable[[Tensor], Tensor]) -> None:
+        optimizer = torch.optim.RAdam(self.network_.parameters(), lr=self.rate, betas=(0.9, 0.99))
+        self.network_.train()
+        for _ in range(epochs):
+            for rows in torch.randperm(count).split(self.batch):
+                optimizer.zero_grad()
+                loss(rows).backward()
+                optimizer.step()
+
+    def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Scaled series, n x T x C, and their padding, n x T. What is longer than the longest of `fit` is cut."""
+        x = torch.zeros(len(series), self.length_, series[0].shape[0])
+        padded = torch.ones(len(series), self.length_, dtype=torch.bool)
+        for number, one in enumerate(series):
+            scaled = ((one - self.mean_) / self.deviation_).T[: self.length_]
+            x[number, : len(scaled)] = torch.from_numpy(np.ascontiguousarray(scaled)).float()
+            padded[number, : len(scaled)] = False
+        return x, padded
+
+    @torch.no_grad()
+    def _outputs(self, series: Sequence[np.ndarray]) -> Tensor:
+        return self.network_(*self._tensors(series))
+
+    @torch.no_grad()
+    def represent(self, series: Sequence[np.ndarray]) -> np.ndarray:
+        """The flattened representation Z of each series, n x (T d)."""
+        return self.network_.represent(*self._tensors(series)).flatten(1).numpy()
+
+
+class EvolvingDCTransformerClassifier(_Trained, BaseClassifier):
+    """Classification; see ``_Trained`` for the parameters."""
+
+    def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> "EvolvingDCTransformerClassifier":
+        targets = torch.from_numpy(np.searchsorted(self.classes_, y))
+        self._train(X, targets, len(self.classes_), F.cross_entropy)
+        return self
+
+    def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
+        return self.classes_[self._predict_proba(X).argmax(1)]
+
+    def _predict_proba(self, X: Sequence[np.ndarray]) -> np.ndarray:
+        return self._outputs(X).double().softmax(1).numpy()
+
+
+class EvolvingDCTransformerRegressor(_Trained, BaseRegressor):
+    """Regression; see ``_Trained`` for the parameters."""
+
+    def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> "EvolvingDCTransformerRegressor":
+        self.target_mean_, self.target_deviation_ = float(np.mean(y)), float(np.std(y)) + 1e-8
+        targets = torch.from_numpy((np.asarray(y) - self.target_mean_) / self.target_deviation_).float()
+        self._train(X, targets, 1, lambda outputs, wanted: F.mse_loss(outputs[:, 0], wanted))
+        return self
+
+    def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
+        return self._outputs(X)[:, 0].double().numpy() * self.target_deviation_ + self.target_mean_
