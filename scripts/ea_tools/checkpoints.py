@@ -24,19 +24,10 @@ UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 # Settings that decide the meaning of the weights although keys and shapes may agree: heads, alpha, pre-norm and so on.
 _STRUCTURE_PREFIXES = ("ea_", "encoder_", "decoder_", "share_", "adaptive_softmax_")
-_STRUCTURE = {
-    "_name",
-    "arch",
-    "activation_fn",
-    "cross_self_attention",
-    "layernorm_embedding",
-    "no_cross_attention",
-    "no_scale_embedding",
-    "no_token_positional_embeddings",
-    "source_lang",
-    "target_lang",
-}
-
+_STRUCTURE = set(
+    "_name arch activation_fn cross_self_attention layernorm_embedding no_cross_attention no_scale_embedding "
+    "no_token_positional_embeddings source_lang target_lang".split()
+)
 
 #: Errors of reading a file that holds something else, or that the machine cannot read.
 UNREADABLE = (
@@ -94,7 +85,7 @@ def _of_the_machine(error: Exception) -> bool:
 
 @functools.cache
 def _loading() -> ModuleType:
-    """ea_fairseq/loading.py. That file is read alone, since the package around it imports fairseq."""
+    """ea_fairseq/loading.py, read alone: the package around it imports fairseq."""
     spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,7 +10,7 @@ import pytest
 from helpers.data_toy import PREP  # noqa: F401  (makes prep importable)
 
 from ea_data import download
-from ea_data.text import PrepError
+from ea_data.command_line import UserError
 
 DATA = bytes(range(256)) * 4000
 
@@ -80,7 +80,7 @@ def test_busy_server(server, tmp_path):
 @pytest.mark.parametrize("url", ["{}/missing", "http://127.0.0.1:9/x"])
 def test_dead_link(server, tmp_path, url):
     url = url.format(server.url)
-    with pytest.raises(PrepError) as error:
+    with pytest.raises(UserError) as error:
         download.fetch(url, tmp_path / "train.de.gz")
     message = str(error.value)
     assert message.startswith(f"train.de.gz is missing, and could not be fetched from {url}")
@@ -89,7 +89,7 @@ def test_dead_link(server, tmp_path, url):
 
 
 def test_wrong_size(server, tmp_path):
-    with pytest.raises(PrepError, match="1,024,000 bytes, but 5 were expected; nothing was kept"):
+    with pytest.raises(UserError, match="1,024,000 bytes, but 5 were expected; nothing was kept"):
         download.fetch(f"{server.url}/x", tmp_path / "x", 5)
     assert list(tmp_path.iterdir()) == []
 
@@ -104,12 +104,12 @@ def test_checksums(tmp_path):
     download.verify([file], sums, {"a.bin": (len(DATA), digest)})
     file.write_bytes(DATA[:-1] + b"x")
     with pytest.raises(
-        PrepError, match=rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"
+        UserError, match=rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"
     ):
         download.verify([file], sums, {})
-    with pytest.raises(PrepError, match=rf"a.bin: its SHA-256 is .*, but should be {digest}"):
+    with pytest.raises(UserError, match=rf"a.bin: its SHA-256 is .*, but should be {digest}"):
         download.verify([file], tmp_path / "other", {"a.bin": (0, digest)})
-    with pytest.raises(PrepError, match=r"a.bin: 1,024,000 bytes, but it should have 7"):
+    with pytest.raises(UserError, match=r"a.bin: 1,024,000 bytes, but it should have 7"):
         download.verify([file], tmp_path / "other", {"a.bin": (7, "")})
     assert not (tmp_path / "other").exists()
 

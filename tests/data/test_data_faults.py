@@ -10,11 +10,11 @@ from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, r
 
 from ea_data import parallel as in_parallel
 from ea_data import prepare
-from ea_data.text import PrepError
+from ea_data.command_line import UserError
 
 
 def refused(raw, out, pattern, rules=None):
-    with pytest.raises(PrepError, match=pattern):
+    with pytest.raises(UserError, match=pattern):
         text_only(rules or recipe(), raw, out)
     assert not out.exists()
     assert not out.with_name(out.name + ".work").exists()
@@ -37,16 +37,16 @@ def test_an_empty_side(tmp_path):
 def test_a_side_of_blank_lines(tmp_path):
     raw = corpus(tmp_path / "raw")
     write(raw / "train.en", [" "] * 200)
-    with pytest.raises(PrepError, match=r"no training pair is left; dropped: {'empty': 200}"):
+    with pytest.raises(UserError, match=r"no training pair is left; dropped: {'empty': 200}"):
         text_only(recipe(), raw, tmp_path / "out")
-    with pytest.raises(PrepError, match=r"train: no pair is left; dropped: {'empty': 200}"):
+    with pytest.raises(UserError, match=r"train: no pair is left; dropped: {'empty': 200}"):
         text_only(recipe(filter_on="subwords"), raw, tmp_path / "out")
 
 
 def test_too_few_pairs_for_valid_every(tmp_path):
     rules = dataclasses.replace(recipe(valid_every=201, filter_on="subwords"), valid=())
     message = "^valid: no pair is left: --valid-every 201 of 200 training pairs; choose a smaller number$"
-    with pytest.raises(PrepError, match=message):
+    with pytest.raises(UserError, match=message):
         text_only(rules, corpus(tmp_path / "raw"), tmp_path / "out")
 
 
@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_from_outside():
     def killed(chunk):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(PrepError, match=r"^one of the worker processes was killed, .* fewer --workers$"):
+    with pytest.raises(UserError, match=r"^one of the worker processes was killed, .* fewer --workers$"):
         list(in_parallel.ordered_map(killed, iter([([b"a\n"], [b"b\n"])]), 2))
 
 
@@ -91,7 +91,7 @@ def test_an_unusable_out_is_refused_before_anything_is_made(tmp_path, monkeypatc
 def test_a_missing_file(tmp_path):
     raw = corpus(tmp_path / "raw")
     (raw / "valid.de").unlink()
-    with pytest.raises(PrepError, match=r"raw: has no valid\.de and no valid\.de\.gz"):
+    with pytest.raises(UserError, match=r"raw: has no valid\.de and no valid\.de\.gz"):
         text_only(recipe(), raw, tmp_path / "out")
 
 

@@ -13,7 +13,7 @@ from helpers import warm
 from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
 
 from ea_data import binary
-from ea_data.text import PrepError
+from ea_data.command_line import UserError
 
 # Kills its own process with SIGKILL in the middle of a stage, or at its end, just before the folder gets its name.
 KILLED = """
@@ -180,11 +180,11 @@ def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_p
     before = contents(out)
 
     def fail(*_):
-        raise PrepError("no")
+        raise UserError("no")
 
     with monkeypatch.context() as patch:
         patch.setattr(binary, "write_index", fail)
-        with pytest.raises(PrepError, match="no"):
+        with pytest.raises(UserError, match="no"):
             Pipeline(recipe(merges=50), raw, out).run()
     assert contents(out) == before
     Pipeline(recipe(merges=50), raw, out).run()
@@ -198,7 +198,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path, folder):
     raw = corpus(tmp_path / "raw")
     write(raw / "valid.en", ["one line"])
     write(tmp_path / folder / "thesis.tex", ["years of work"])
-    with pytest.raises(PrepError, match=f"{folder}: exists and was not made here"):
+    with pytest.raises(UserError, match=f"{folder}: exists and was not made here"):
         Pipeline(recipe(), raw, tmp_path / "out").run()
     assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
 
@@ -213,7 +213,7 @@ def test_a_damaged_stamp(tmp_path, stamp):
     out.mkdir()
     (out / stages.STAMP).write_text(stamp)
     with pytest.raises(
-        PrepError, match=r"out/\.stamp\.json: is empty or damaged; move .* away or choose another --out"
+        UserError, match=r"out/\.stamp\.json: is empty or damaged; move .* away or choose another --out"
     ):
         Pipeline(recipe(), raw, out).run()
 
@@ -222,7 +222,7 @@ def test_two_runs_in_one_place(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.time, "sleep", lambda seconds: None)
     raw = corpus(tmp_path / "raw")
     first = Pipeline(recipe(), raw, tmp_path / "out")
-    with stages.alone(first.work), pytest.raises(PrepError, match="another run is at work here"):
+    with stages.alone(first.work), pytest.raises(UserError, match="another run is at work here"):
         Pipeline(recipe(), raw, tmp_path / "out").run()
 
 

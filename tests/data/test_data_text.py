@@ -5,7 +5,8 @@ import gzip
 import pytest
 from helpers.data_toy import corpus, read, recipe, text_only, write
 
-from ea_data.text import PrepError, checked_lines
+from ea_data.command_line import UserError
+from ea_data.text import checked_lines
 
 ODD = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]  # where str.splitlines breaks lines
 
@@ -26,7 +27,7 @@ def test_a_byte_order_mark_inside_stays():
 @pytest.mark.parametrize("number", [1, 2000, 4100])
 def test_not_utf8_names_file_line_and_byte(number):
     lines = [b"fine\n"] * (number - 1) + [b"Stra\xdfe\n"] + [b"fine\n"] * 10
-    with pytest.raises(PrepError, match=rf"^file, line {number}: byte 5 \(hex df\) is not UTF-8"):
+    with pytest.raises(UserError, match=rf"^file, line {number}: byte 5 \(hex df\) is not UTF-8"):
         checked(lines)
 
 
@@ -34,12 +35,12 @@ def test_not_utf8_names_file_line_and_byte(number):
 def test_utf16_and_utf32_are_named(encoding):
     data = "Hallo\nWelt\n".encode(encoding)
     message = f"^file: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8$"
-    with pytest.raises(PrepError, match=message):
+    with pytest.raises(UserError, match=message):
         checked([line + b"\n" for line in data.split(b"\n")])
 
 
 def test_nul_is_refused_or_left_to_a_later_step():
-    with pytest.raises(PrepError, match="file, line 3: a NUL byte"):
+    with pytest.raises(UserError, match="file, line 3: a NUL byte"):
         checked([b"a\n", b"b\n", b"c\0d\n"])
     assert checked([b"c\0d\n"], keep_nul=True) == [b"c\0d\n"]
 
