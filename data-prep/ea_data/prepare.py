@@ -256,12 +256,9 @@ def main() -> None:
     out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from .pipeline import Pipeline
-    from .text import refuse_undecodable_names
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
     with reporting(f"{args.command}.sh"):
-        members = [part.member for parts in corpus.splits().values() for part in parts]
-        refuse_undecodable_names([*sys.argv[1:], str(out), *members])
         stages.refuse_others(out)
         raw = raw_folder(args, corpus, out)
         Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)

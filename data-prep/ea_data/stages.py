@@ -35,37 +35,24 @@ LEFT_OVER = (REPLACED, f"{SUMS}.tmp", *(f"*-{name}{GONE}" for name in NAMES), *(
 
 
 def work_folder(out: Path) -> Path:
-    """The folder for the stages of the finished folder `out`.
-
-    Raises:
-        UserError: `out` has no name.
-    """
-    if not out.name:
-        raise UserError(f"--out {out}: is the root of the file system; name a folder")
+    """The folder for the stages of the finished folder `out`."""
     return out.with_name(out.name + ".work")
 
 
 def refuse_others(out: Path) -> None:
-    """Refuse to work where one of the two folders, `out` and that of its stages, has something that was not made here.
-
-    Raises:
-        UserError: names the folder.
-    """
+    """Refuse to work where `out` or the folder of its stages holds something that was not made here."""
     work = work_folder(out)
-    if out.exists() and any(out.iterdir()):
-        if not (out / STAMP).exists():
-            raise UserError(f"{out}: exists and was not made here; move it away or choose another --out")
-        if read_stamp(out) is None:
-            raise UserError(f"{out / STAMP}: is empty or damaged; move {out} away or choose another --out")
-    if work.exists() and any(work.iterdir()) and not (work / LOCK).exists():
-        raise UserError(f"{work}: exists and was not made here; move it away or choose another --out")
+    made_here = {out: read_stamp(out) is not None, work: (work / LOCK).exists()}
+    for folder, ours in made_here.items():
+        if folder.exists() and any(folder.iterdir()) and not ours:
+            raise UserError(f"{folder}: exists and was not made here; move it away or choose another --out")
 
 
 def read_stamp(folder: Path) -> dict | None:
     """The stamp of a finished stage; None where there is none, or something else in its place."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (OSError, ValueError):
         return None
     return stamp if isinstance(stamp, dict) and {"key", "report"} <= stamp.keys() else None
 

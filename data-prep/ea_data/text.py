@@ -50,7 +50,7 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         if number == 0 and batch[0].startswith(BOM):
             batch[0] = batch[0].removeprefix(BOM)
         if number == 0:
-            _refuse_other_forms(batch, name)
+            _refuse_other_forms(batch[0], name)
         block = b"".join(batch)
         try:
             block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
@@ -65,28 +65,17 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
         yield from batch
 
 
-def _refuse_other_forms(batch: list[bytes], name: str) -> None:
-    """Refuse a file that begins as compressed by gzip, as UTF-16 or UTF-32, or has no line feed."""
-    if batch[0].startswith(GZIP):
+def _refuse_other_forms(line: bytes, name: str) -> None:
+    """Refuse a file that begins as compressed by gzip, as UTF-16 or as UTF-32."""
+    if line.startswith(GZIP):
         raise UserError(f"{name}: is compressed by gzip; let its name end in .gz, or decompress it: gunzip < {name}")
-    if encoding := wide_encoding(batch[0]):
+    if encoding := wide_encoding(line):
         raise UserError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
-    if len(batch) == 1 and b"\n" not in batch[0] and b"\r" in batch[0]:
-        raise UserError(f"{name}: its lines end in carriage returns alone; convert it first: tr '\\r' '\\n' < {name}")
 
 
 def wide_encoding(line: bytes) -> str | None:
     """iconv's name for the encoding of a file that begins with the mark of UTF-16 or UTF-32, else None."""
     return next((encoding for mark, encoding in WIDE.items() if line.startswith(mark)), None)
-
-
-def refuse_undecodable_names(names: Iterable[str]) -> None:
-    """Refuse arguments and paths whose bytes are not UTF-8: PREP.json, which names them, could not be written."""
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{name!r}: the bytes of this name are not UTF-8; rename the file or folder") from error
 
 
 def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
