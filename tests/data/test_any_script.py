@@ -33,7 +33,6 @@ def test_a_model_that_copies_gives_the_same_text_back(tmp_path):
         tmp_path / "valid", "--test", tmp_path / "test", "--merges", "400", "--workers", "1", "--out", data,
     )  # fmt: skip
     assert "come back" not in prepared.stderr, "the round trip loses nothing"
-    assert "of its pairs are in the training text, too" in prepared.stderr, "and the leak is told"
     fairseq(
         *("train", data, "--arch", "ea_transformer_base", "--task", "translation"),
         *("--save-dir", run, "--max-epoch", 2, "--no-epoch-checkpoints", *TINY),

@@ -266,14 +266,11 @@ def test_missing_member(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
 
 
-def test_missing_archive_says_where_to_get_it(tmp_path):
+def test_a_missing_archive_and_one_of_another_size_are_named(tmp_path):
+    recipe = corpora.wmt14_en_de()
     (tmp_path / "raw").mkdir()
     with pytest.raises(UserError, match=r"has no .*europarl.* can be had at https://.*europarl-v7.tgz"):
-        text_only(corpora.wmt14_en_de(), tmp_path / "raw", tmp_path / "out")
-
-
-def test_an_archive_of_another_size_is_refused(tmp_path):
-    recipe = corpora.wmt14_en_de()
+        text_only(recipe, tmp_path / "raw", tmp_path / "out")
     wmt(tmp_path / "raw", recipe, (10, 10, 10), "newstest2014-deen")
     with pytest.raises(UserError, match=r"europarl-v7.tgz: [\d,]+ bytes, but it should have 657,632,379"):
         text_only(recipe, tmp_path / "raw", tmp_path / "out")

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-
 from ea_data.system import explained
+
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
 
