@@ -38,9 +38,9 @@ def summarise(
     Args:
         stages: the report of each stage, by its name.
         merges: the number of merges of the subwords, or of pieces of sentencepiece.
-        unknown: each split's unknown subwords, by side; its splits are those of the data, in their order.
+        unknown: each split's unknown subwords, by side, in the order of the data's splits.
         types: the size of the dictionary.
-        command: what was called.
+        command: the command line.
     """
     rules = corpus.rules
     filters = [

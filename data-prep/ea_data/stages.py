@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,9 +100,9 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
 
 def _make(stage: Stage) -> None:
     """Make a stage: fill a folder, which gets its name when it is complete."""
-    # A new name for every attempt: a process that a killed run left must not write into this one.
-    temporary = Path(tempfile.mkdtemp(".tmp", f"{stage.name}.", stage.work))
-    temporary.chmod(0o777 & ~_umask())
+    # A new name for every process: one that a killed run left must not write into this one.
+    temporary = stage.work / f"{stage.name}.{os.getpid()}.tmp"
+    temporary.mkdir()
     try:
         report = stage.make(temporary)
         stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
@@ -117,12 +116,6 @@ def _make(stage: Stage) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _remove(folder: Path) -> None:

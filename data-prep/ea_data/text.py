@@ -83,8 +83,8 @@ def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
     for number, line in enumerate(lines, 1):
         if (text := line.decode()) != text.lower():
             raise UserError(
-                f"{name}, line {number}: is not lower-case, as --lowercase says of text in subwords; leave that option "
-                f"out, or lower-case the text before its subwords are made: {text.strip()[:60]}"
+                f"{name}, line {number}: is not lower-case, as --lowercase states of text in subwords; leave that option "
+                f"out, or lower-case the text before it is split: {text.strip()[:60]}"
             )
         yield line
 

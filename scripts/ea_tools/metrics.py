@@ -59,8 +59,8 @@ def check_tokenizer(tokenizer: str, language: str) -> None:
         )
     if script(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
         say(
-            f"warning: sacreBLEU's tokeniser {tokenizer} splits words at spaces, and {language} has few: go by chrF, or "
-            "choose --tok char, or --tok flores200"
+            f"warning: sacreBLEU's tokeniser {tokenizer} splits words at spaces, and {language} has few: go by chrF, "
+            "or choose --tok char or --tok flores200"
         )
 
 

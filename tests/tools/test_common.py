@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from ea_data.system import explained
 
+from ea_data.command_line import explained
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
 
@@ -86,7 +86,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
     [
         (
             OSError(errno.ENOTDIR, "Not a directory", "a/b"),
-            "a/b: Not a directory; a file stands where a folder is wanted",
+            "a/b: Not a directory; a file stands in the place of a folder",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room and run it again"),
         (OSError("a library's own words"), "a library's own words"),

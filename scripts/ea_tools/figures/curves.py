@@ -1,13 +1,12 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-scripts/plot_curves.sh is how it is called. A RUN is a folder of scripts/train.sh, or a file that holds what
-fairseq-train wrote (its screen, or --log-file; --log-format simple or json). Runs that differ in the seed alone become
-one line, their mean, with the range from the lowest to the highest shaded, as far as all of them have got.
+scripts/plot_curves.sh is how it is called. A RUN is a folder of scripts/train.sh, or fairseq-train's log (its screen,
+or --log-file; --log-format simple or json). Runs that differ in the seed alone become one line, their mean. The range
+from the lowest to the highest is shaded, up to the end of the shortest run.
 
-A training loss is the mean over a stretch between two lines of the log, and stands in the stretch's middle. What a
-process repeats after a kill replaces what the log held from that update on. Time is that between updates, validation
-and saving included; pauses, start-up and the work that a kill lost are not in it. Epochs are updates divided by those
-of one epoch.
+A training loss is the mean over a stretch between two lines of the log, and stands in the stretch's middle. After a
+kill, repeated updates replace the log from there on. Time is that between updates, validation and saving included,
+without pauses, start-up and lost work. Epochs are updates divided by those of one epoch.
 """
 
 from __future__ import annotations
@@ -53,19 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
-    default = REPO / "results" / "curves.png"
-    parser.add_argument(
-        "--out",
-        type=style.output(style.SUFFIXES),
-        default=default,
-        metavar="FILE",
-        help=".png, .svg or .pdf (default: %(default)s)",
-    )
-    parser.add_argument("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")
-    parser.add_argument("--labels", nargs="+", metavar="TEXT", help="names for the lines, in the order of the runs")
-    parser.add_argument("--title", help="(default: the runs' recipe)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="the numbers too, a point a line")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
+    out, names = REPO / "results" / "curves.png", ", ".join(style.SUFFIXES)
+    add("--out", type=style.output(style.SUFFIXES), default=out, metavar="FILE", help=f"{names} (default: {out})")
+    add("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")
+    add("--labels", nargs="+", metavar="TEXT", help="names for the lines, in the order of the runs")
+    add("--title", help="(default: the runs' recipe)")
+    add("--csv", type=Path, metavar="FILE", help="the numbers too, a point a line")
     args = parser.parse_args(arguments)
     twice = [str(path) for path, count in Counter(path.resolve() for path in args.runs).items() if count > 1]
     if twice:
@@ -100,7 +94,7 @@ class Line:
 
 
 def group(runs: Sequence[Run], labels: Sequence[str] | None = None) -> list[Line]:
-    """Lines, in the order of the runs. A run without a description, or with the same seed, is a line of its own."""
+    """Lines, in the order of the runs. A run without a description, or with a repeated seed, is a separate line."""
     groups = {}
     for run in runs:
         key = json.dumps(run.settings, sort_keys=True) if run.settings else str(run.path)
@@ -138,7 +132,7 @@ def _seeds(members: Sequence[Run]) -> str:
 
 
 def band(line: Line, quantity: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, lowest, highest) over the runs of a line, as far as all of them have got; empty arrays if nowhere."""
+    """(x, mean, lowest, highest) over the runs of a line, up to the end of the shortest; empty arrays without points."""
     curves = []
     for run in line.runs:
         if quantity in run.points:
@@ -232,7 +226,7 @@ def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
 
 
 def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> list[Line2D]:
-    """Draw the lines, and return them for the legend: by itself it leaves out a line with a label like "_old"."""
+    """Draw the lines, and return them for the legend, which leaves out a label like "_old" by itself."""
     handles = []
     looks = zip(cycle(style.COLOURS), cycle(style.LINES), strict=False)
     for line, (colour, dashes) in zip(lines, looks, strict=False):

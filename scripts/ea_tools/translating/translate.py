@@ -63,20 +63,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
     )
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export"
-    )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
-    parser.add_argument("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
+    add = parser.add_argument
+    add("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export")
+    add("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
+    add("--data", type=Path, metavar="DIR", help="prepared data to compare with the run's own copy")
+    add("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
+    add("--output", type=Path, metavar="FILE", help="(default: standard output)")
     add_search(parser)
-    parser.add_argument("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
-    parser.add_argument("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
-    parser.add_argument(
-        "--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a tty)"
-    )
+    add("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
+    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
+    add("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
+    add("--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a terminal)")
     args, args.interactive_flags = parse_both(parser, arguments)
     if not (args.run or args.checkpoint):
         parser.error("--run or --checkpoint is needed")

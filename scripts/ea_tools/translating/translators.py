@@ -61,10 +61,7 @@ def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
 
 def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
     """The words that start fairseq-generate or fairseq-interactive (`name`); `flags` go to it, and may hold --cpu."""
-    script = Path(sys.executable).with_name(name)
-    # Packages that were installed into another folder (pip's --target) have their programs there.
-    module = name.replace("fairseq-", "fairseq_cli.")
-    itself = [str(script)] if script.exists() else [sys.executable, "-P", "-m", module]
+    itself = [str(Path(sys.executable).with_name(name))]
     choose_device(precision, flags)
     if precision == "fp32":
         return itself
