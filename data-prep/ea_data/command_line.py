@@ -1,4 +1,4 @@
-"""What every command shares: its parser, types of arguments, and the error that a user can put right."""
+"""The common part of all commands: parser, types of arguments, and the error that a user can put right."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def finite(text: str) -> float:
 
 
 def say(text: str) -> None:
-    """Print a line on standard error at once."""
+    """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

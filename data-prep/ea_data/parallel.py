@@ -1,7 +1,7 @@
 """Parallel text in step: several files are read together, chunk by chunk, worked on by all cores, kept in order.
 
 Memory is bounded: a chunk is at most CHUNK_LINES lines or about CHUNK_BYTES, and a few chunks per worker are in
-flight at any time, whatever the corpus size.
+flight.
 """
 
 from __future__ import annotations

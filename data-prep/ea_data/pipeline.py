@@ -403,7 +403,7 @@ class Pipeline:
         return [word for word, _ in words]
 
     def _checks(self) -> dict:
-        """What the report says about the text beyond its counts: see report.py, which says above what it warns."""
+        """The entries of PREP.json about the quality of the text; report.py has the limits for warnings."""
         paths, given = self.text("filter", "valid", raw=True), self.corpus.rules.tokenizer == "given"
         if self.earlier:
             escape = self.earlier.escape

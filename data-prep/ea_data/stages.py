@@ -4,8 +4,7 @@
     NAME.work/2-clean/...
 
 A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
-any other is made again, and so is everything after it. A killed run leaves NAME.work/STAGE.*.tmp and the like, which
-the next run removes.
+any other is made again, and so is everything after it. The next run removes the temporary folders of a killed one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NAMES = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")
 SUMS = "SHA256SUMS"  # in NAME.work, of the public files; in sha256sum's format: `sha256sum -c SHA256SUMS` works
 LOCK = "lock"  # in NAME.work, from its beginning: a folder without it was not made here
 REPLACED, GONE = "replaced.tmp", ".gone.tmp"
-#: What a killed run leaves in NAME.work.
+#: Left-overs of a killed run in NAME.work.
 LEFT_OVER = (REPLACED, f"{SUMS}.tmp", *(f"*-{name}{GONE}" for name in NAMES), *(f"{name}.*.tmp" for name in NAMES))
 
 

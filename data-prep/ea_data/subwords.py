@@ -58,7 +58,7 @@ def count_given_words(chunk: Chunk) -> tuple[Counter, Counter]:
 def learn(words: Counter, merges: int, folder: Path) -> None:
     """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words.
 
-    Where no word has two characters, at which subword-nmt stumbles, that is nothing but the first line.
+    subword-nmt fails on text without a word of two characters: the file then is its first line alone.
     """
     learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", **tqdm_options())  # its own has no name
     entries = [f"{word.decode()} {count}" for word, count in words.items()]

@@ -1,8 +1,8 @@
 """Reading text that others made: UTF-8 or refused, one line per "\\n" and nothing else.
 
 Python's str.splitlines (and iteration over files opened as text) also breaks lines at U+2028, U+0085, form feeds or
-lone carriage returns. One of those in one language puts the two sides out of step for the rest of the corpus, so
-everything here works on bytes and splits at b"\\n" alone.
+lone carriage returns. One of those in one language would put the two sides out of step. So everything here works on
+bytes and splits at b"\\n" alone.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
     for number, line in enumerate(lines, 1):
         if (text := line.decode()) != text.lower():
             raise UserError(
-                f"{name}, line {number}: is not lower-case, as --lowercase states of text in subwords; leave that option "
-                f"out, or lower-case the text before it is split: {text.strip()[:60]}"
+                f"{name}, line {number}: is not lower-case, as --lowercase states of text in subwords; leave that "
+                f"option out, or lower-case the text before it is split: {text.strip()[:60]}"
             )
         yield line
 

@@ -132,7 +132,7 @@ def _seeds(members: Sequence[Run]) -> str:
 
 
 def band(line: Line, quantity: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, lowest, highest) over the runs of a line, up to the end of the shortest; empty arrays without points."""
+    """(x, mean, lowest, highest) over the runs of a line, up to the end of the shortest; else empty."""
     curves = []
     for run in line.runs:
         if quantity in run.points:
@@ -226,7 +226,7 @@ def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
 
 
 def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> list[Line2D]:
-    """Draw the lines, and return them for the legend, which leaves out a label like "_old" by itself."""
+    """Draw the lines, and return them for the legend."""
     handles = []
     looks = zip(cycle(style.COLOURS), cycle(style.LINES), strict=False)
     for line, (colour, dashes) in zip(lines, looks, strict=False):

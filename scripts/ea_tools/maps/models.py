@@ -91,7 +91,7 @@ class Loaded:
     def words(self, symbols: Sequence[str], side: str, known: Sequence[bool] | None = None) -> Words:
         """The words that subwords belong to; a token of the task or of fairseq, such as </s>, is a word.
 
-        Each subword is a word in a language that is written without spaces: its words cannot be told.
+        In a language that is written without spaces each subword counts as a word.
         """
         bpe = self.prep["bpe"]
         begins = [True] * len(symbols)

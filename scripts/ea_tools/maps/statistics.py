@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from ea_tools.maps.models import Loaded
 
 SUFFIXES = (".md", ".png", ".svg", ".json")
-#: Tokens of the longer side in a batch, padding included: the maps of all layers are in memory at once.
+#: Tokens of the longer side in a batch, padding included; the maps of all layers are in memory.
 BATCH_TOKENS = 1000
 
 
@@ -112,7 +112,7 @@ class Sample:
         for side in ("source", "target"):
             dictionary, ids = getattr(loaded.task, f"{side}_dictionary"), pair[side][:-1].tolist()
             if dictionary.unk() in ids:
-                return Pair(number, None, None)  # the end of an unknown subword's word cannot be told
+                return Pair(number, None, None)  # an unknown subword hides the end of its word
             words.append(loaded.words([dictionary[word] for word in ids], side).numbers)
         check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"--gold, sentence {number + 1}")
         return Pair(number, tuple(words), gold)

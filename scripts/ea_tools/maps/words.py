@@ -26,7 +26,7 @@ class Words:
 
 
 def starts(symbols: Sequence[str], bpe: str) -> list[bool]:
-    """Of each subword of a sentence, whether a word begins with it.
+    """Whether a word begins with each subword of a sentence.
 
     SentencePiece marks the space before a word by ▁, subword-nmt marks every subword but the last of a word by @@.
     """
