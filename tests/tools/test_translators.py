@@ -40,13 +40,6 @@ def test_what_starts_a_program_follows_precision_and_device(gpu, monkeypatch):
     assert "this CPU has no units for bfloat16" in refused("bf16", "--cpu")
 
 
-def test_programs_that_lie_elsewhere_are_started_as_modules(tmp_path, monkeypatch):
-    """pip install --target puts them into another folder than the interpreter's."""
-    monkeypatch.setattr(translators.sys, "executable", str(tmp_path / "python3"))
-    module = [str(tmp_path / "python3"), "-P", "-m", "fairseq_cli.generate"]
-    assert translators.program("fairseq-generate", "fp32") == module
-
-
 @pytest.mark.parametrize(
     "flag",
     ["--path", "--lenpen=0.3", "--gen-sub", "-s"],
