@@ -1,4 +1,4 @@
-"""Faults in a user's data and options: what the message names, and that nothing is left behind."""
+"""Faults in a user's data and options: the message names them, and nothing is left behind."""
 
 import dataclasses
 import gzip

@@ -74,7 +74,7 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
 
 @pytest.mark.parametrize("unicode", ["NFC", "as given"])
 def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
-    """Published corpora are not brought to NFC; what is like them has the form that text to translate gets."""
+    """Published corpora are not brought to NFC; text like theirs has the form that text to translate gets."""
     first, new = tmp_path / "first", tmp_path / "new"
     custom(text / "one", first, "--merges", 60)
     prep = json.loads((first / "PREP.json").read_text())

@@ -53,19 +53,6 @@ def test_a_data_folder_has_these_files_and_entries(multi30k, tmp_path):
     assert f"{out}: ready" in done.stdout
 
 
-@pytest.mark.slow
-def test_again_is_quick_and_changes_nothing(multi30k, tmp_path):
-    out = tmp_path / "out"
-    prepare(multi30k, out)
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    done, _ = prepare(multi30k, out)
-    assert "nothing to do" in done.stderr
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    done, _ = prepare(multi30k, out, "--force", "apply")
-    stages = [line for line in done.stderr.split("\n")[:7] if "done already" not in line and not line.startswith(" ")]
-    assert stages == ["apply", "filter", "binarise"]
-
-
 def test_sentencepiece_replaces_the_codes(multi30k, tmp_path):
     _, prep = prepare(multi30k, tmp_path / "out", "--bpe", "sentencepiece", "--merges", "400")
     assert (prep["bpe"], prep["bpe_merges"]) == ("sentencepiece", 400)

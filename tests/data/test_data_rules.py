@@ -1,4 +1,4 @@
-"""Our quicker ways to tokenise, normalise and split words give what the libraries give, byte for byte."""
+"""Words are tokenised, normalised and split as by the libraries, byte for byte."""
 
 import re
 import subprocess

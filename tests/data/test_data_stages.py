@@ -79,7 +79,7 @@ def test_killed_in_every_stage_and_run_again_gives_the_same_data(undisturbed, tm
 
 
 def started(tmp_path, **options):
-    """custom.sh in a session of its own, in the middle of tokenising by two workers."""
+    """custom.sh in a new session, in the middle of tokenising by two workers."""
     raw = corpus(tmp_path / "raw", train=20_000)
     arguments = ["--source-lang", "de", "--target-lang", "en", "--workers", "2", "--out", tmp_path / "out"]
     arguments += ["--train", raw / "train", "--valid", raw / "valid"]
@@ -121,7 +121,7 @@ def test_a_killed_run_leaves_no_process(tmp_path):
     pytest.fail("workers outlived their parent")
 
 
-# --- what is made again, and what is not -----------------------------------------------------------------------------
+# --- stages that are made again ---------------------------------------------------------------------------------------
 
 
 def made(rules, raw, out, force=None):
@@ -132,7 +132,7 @@ def made(rules, raw, out, force=None):
     return [line for line in said if line in stages.NAMES]
 
 
-def test_only_what_depends_on_a_change_is_made_again(tmp_path):
+def test_a_change_makes_the_stages_again_that_depend_on_it(tmp_path):
     raw, out = corpus(tmp_path / "raw"), tmp_path / "out"
     every = list(stages.NAMES[:-1])
     in_subwords = {"merges": 70, "filter_on": "subwords"}

@@ -1,4 +1,4 @@
-"""Text in any script comes back as the same text: raw text, subwords, joined again; and what cannot is told."""
+"""Text in any script comes back as the same text: raw text, subwords, joined again; else there is a warning."""
 
 import json
 import unicodedata
@@ -131,7 +131,7 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
 
 
 def test_published_text_keeps_its_bytes(tmp_path):
-    """Without nfc, as in every public corpus, nothing is composed; what is typed is, unless the text itself is not."""
+    """Without nfc, as in every public corpus, only typed text is composed, and that where the corpus is."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
     data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
     assert "\u0308" in (tmp_path / "one/out.work/6-filter/train.de").read_text(), "an umlaut's dots on their own"

@@ -152,7 +152,7 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
         (["A.", None], "sentence 2: must be a str, not None"),
     ],
 )
-def test_what_is_no_sentence_is_refused(translator, sentences, message):
+def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
     with pytest.raises((TypeError, ValueError), match=message):
         translator.translate(sentences)
 
@@ -170,7 +170,7 @@ def test_a_model_that_does_not_translate_is_refused(kept, tmp_path):
         ea_fairseq.load(tmp_path, "lm.pt")
 
 
-def test_what_is_missing_is_named(data, run, tmp_path):
+def test_a_missing_file_is_named(data, run, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         ea_fairseq.load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"average7\.pt: no such file"):

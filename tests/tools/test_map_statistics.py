@@ -333,7 +333,7 @@ def refused(capsys, tmp_path, *flags):
     return str(end.value.code) + capsys.readouterr().err
 
 
-def test_what_cannot_be_used_is_named(there, data, tmp_path, capsys):
+def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp_path, capsys):
     (tmp_path / "empty-run").mkdir()
     assert "empty-run: has no checkpoint" in refused(capsys, tmp_path, "--run", tmp_path / "empty-run")
     run = ("--run", there / "toy-ea")

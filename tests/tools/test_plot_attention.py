@@ -148,7 +148,7 @@ def test_pictures_are_the_same_again():
     assert picture.picture(there, rows, parts, "png").startswith(b"\x89PNG")
 
 
-def test_a_part_that_one_kind_has_not():
+def test_a_kind_without_a_part_is_drawn():
     there = look(flags=("--ea-cross-beta", "0"), compare=False)
     assert there.parts == ["map", "own", "convolution"]
     assert picture.picture(there, [Row("cross", 3, 1)], there.parts, "svg")
@@ -198,7 +198,7 @@ def test_words_and_rollout_as_numbers():
     assert "baseline.encoder.6.rollout" in arrays and "decoder.6.rollout" not in arrays
 
 
-def test_what_bertviz_reads():
+def test_bertviz_gets_its_names_shapes_and_tokens():
     """The names, shapes and tokens that BertViz 1.4 takes; the decoder's tokens are those that it reads."""
     there = look(9, 8)
     views = json.loads(bertviz(there))
@@ -349,7 +349,7 @@ def chromium(tmp_path_factory):
 
 
 def value(there, kind, layer, head, part, row, column):
-    """What the page should show."""
+    """The value that the page should show."""
     if part.endswith("rollout"):
         return there.rollouts["rollout" if part.startswith("attention") else "baseline_rollout"][kind, layer][
             row, column
@@ -365,7 +365,7 @@ def value(there, kind, layer, head, part, row, column):
 
 
 def shown(text):
-    """{part: number} of what the page says."""
+    """{part: number} of the page's text."""
     return {name: float(number) for name, number in re.findall(r"([a-z][a-z '-]+) ([0-9.]+)(?:,|$)", text)}
 
 

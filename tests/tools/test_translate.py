@@ -167,7 +167,7 @@ def test_flags_of_fairseq_are_settings_of_the_search(flags, expected):
 
 @pytest.fixture
 def minds_ctrl_c():
-    """What a shell starts in the background ignores Ctrl-C, and so does all that this starts: tests, too."""
+    """A background process of a shell ignores Ctrl-C, and so do its children: tests, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -175,7 +175,7 @@ def minds_ctrl_c():
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_waiting_terminal_is_one_line(run, minds_ctrl_c):
-    """Python used to abort, for a thread held its standard input."""
+    """Python used to abort, since a thread held its standard input."""
     words = [*tool("translating.translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
         [str(word) for word in words],

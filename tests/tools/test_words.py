@@ -31,7 +31,7 @@ def test_merging_by_loops():
     rng = np.random.default_rng(0)
     maps = rng.random((2, 5, 4))
     maps[:, 0, 2:] = np.nan  # a row that sees less
-    maps[:, :, 3] = np.nan  # a column that nobody sees
+    maps[:, :, 3] = np.nan  # a column that no row sees
     rows, columns = np.array([0, 0, 1, 2, 2]), np.array([0, 1, 1, 2])
     found = merged(maps, rows, columns)
     assert found.shape == (2, 3, 3)
