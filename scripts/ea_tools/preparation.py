@@ -7,6 +7,7 @@ The tools read them there, and refuse data that were prepared in another way.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -101,11 +102,9 @@ def file_difference(ours: Path, other: Path) -> str | None:
         return None
     if ours.suffix == ".model":
         return f"{ours.name}: other contents"
-    lines, other_lines = read_lines(ours), read_lines(other)
-    if len(lines) != len(other_lines):
-        return f"{ours.name}: {len(lines):,} lines in the run's, {len(other_lines):,} in {other}"
-    number = next(i for i, pair in enumerate(zip(lines, other_lines, strict=True), 1) if pair[0] != pair[1])
-    return f"{ours.name}, line {number}: {lines[number - 1]!r} in the run's, {other_lines[number - 1]!r} in {other}"
+    pairs = itertools.zip_longest(read_lines(ours), read_lines(other))
+    number, (here, there) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
 
 
 def of_model(

@@ -64,6 +64,15 @@ def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
     assert text.subwords("Gru\u0308n") == text.subwords("Grün")
 
 
+def test_text_of_either_language_is_split_by_its_own_list_of_subwords(data, tmp_path):
+    for name in ("PREP.json", "code"):
+        shutil.copyfile(data / name, tmp_path / name)
+    whole = Text(data).subwords("dog")
+    (tmp_path / "vocabulary.en").write_text("d@@\no@@\ng\n")
+    assert Text(tmp_path).subwords("dog") == whole != "d@@ o@@ g"
+    assert Text(tmp_path, "en").subwords("dog") == "d@@ o@@ g"
+
+
 def test_order_and_empty_lines_are_kept_in_batches(kept):
     translator = ea_fairseq.load(kept)
     together = translator.translate(SENTENCES, beam=2, max_len_b=20)
