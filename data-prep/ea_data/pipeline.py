@@ -30,7 +30,7 @@ from tqdm import tqdm
 from . import binary, download, overlap, report, round_trip, stages, subwords
 from .command_line import UserError, say
 from .corpus import CODES, Corpus
-from .languages import base_language, first_part
+from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .preparation import Preparation, read_prep
 from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
@@ -93,24 +93,20 @@ class Pipeline:
 
     def _stages(self) -> list[Stage]:
         rules = self.corpus.rules
-        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
-        tokens += [rules.tokenizer] * (rules.tokenizer != "moses")
-        lengths = [rules.max_ratio, rules.max_length, rules.filter_on, *["overlap"] * rules.drop_test_overlap]
-        renamed = self.spoken != tuple(map(first_part, self.languages)) and rules.tokenizer != "none"
+        lengths = [rules.max_ratio, rules.max_length, rules.drop_test_overlap]
+        lower_case_codes = bool(self.codes and rules.lowercase)  # such text must be lower-case already
         options = {
-            "extract": [RULES, versions(), self.languages, self._fingerprint(), self._checked()],
-            "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc, *self.spoken * renamed],
-            "tokenise": [tokens, lengths if rules.filter_on == "words" else None],
+            "extract": [RULES, versions(), self.languages, self._fingerprint(), lower_case_codes, rules.normalise],
+            "clean": [rules.normalise, rules.plain_apostrophes, rules.nfc, self.spoken],
+            "tokenise": [rules.tokenizer, rules.lowercase, rules.split_dashes, rules.valid_every],
             "learn": self._what_is_learnt(),
             "apply": None,
-            "filter": lengths if rules.filter_on == "subwords" else None,
+            "filter": rules.filter_on,
             "binarise": self.corpus.name,
         }
+        at = "tokenise" if rules.filter_on == "words" else "filter"
+        options[at] = [options[at], lengths]
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
-
-    def _checked(self) -> list[bool]:
-        """The settings that decide, beside the text, whether it is taken: lower case, and NUL bytes."""
-        return [bool(self.codes and self.corpus.rules.lowercase), self.corpus.rules.normalise]
 
     def _what_is_learnt(self) -> str | list:
         """The settings that decide the subwords and the dictionary, beside the text."""

@@ -107,9 +107,7 @@ def file_difference(ours: Path, other: Path) -> str | None:
     return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
 
 
-def of_model(
-    checkpoint: Path, state: dict, run: Path | None = None, data: Path | Preparation | None = None
-) -> Preparation:
+def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Preparation | None = None) -> Preparation:
     """The preparation of text for the model in a checkpoint, whose contents are `state`.
 
     Args:
@@ -117,8 +115,6 @@ def of_model(
         data: prepared data that the model is to be used with; refused unless they fit the model.
     """
     run = run or checkpoint.parent
-    if isinstance(data, Path):
-        data = Preparation.at(data)
     if kept := kept_by(run):
         others = [data] if data else []
         own = checkpoint.parent  # another run's, where the checkpoint is one

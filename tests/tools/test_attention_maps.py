@@ -1,4 +1,4 @@
-"""scripts/attention_maps.py: the parts add up to the map in use, and looking changes nothing."""
+"""Attention maps: their parts add up to the map in use, and looking changes nothing."""
 
 import pytest
 import torch

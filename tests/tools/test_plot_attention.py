@@ -1,4 +1,4 @@
-"""scripts/plot_attention.py: pictures whose labels fit, a page that works in a browser, numbers that add up."""
+"""scripts/plot_attention.sh: pictures whose labels fit, a page that works in a browser, numbers that add up."""
 
 import io
 import json

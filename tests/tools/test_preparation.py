@@ -31,6 +31,7 @@ def kept(data, run, tmp_path):
 
 
 def of(folder, data=None):
+    data = data and Preparation.at(data)
     return preparation.of_model(folder / CHECKPOINT, load(folder / CHECKPOINT), folder, data)
 
 

@@ -1,4 +1,4 @@
-"""Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.py draws them.
+"""Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.sh draws them.
 
     with collect(model) as collected:  # any model, training or not
         model(src_tokens, src_lengths, prev_output_tokens)

@@ -200,7 +200,8 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
             raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
     given = Path(data) if data else None
     if name == "translation":
-        preparation = of_model(checkpoint, state, path if path.is_dir() else None, given)
+        run = path if path.is_dir() else None
+        preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
         overrides = dict(zip(SIDES, preparation.languages, strict=True))
     else:
         preparation = Preparation.at(_data_of_one_language(checkpoint, trained_for, given))

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ea_data.command_line import Parser
+from ea_data.preparation import Preparation
 from ea_tools.checkpoints import choose, load
 from ea_tools.common import UserError, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
@@ -197,7 +198,8 @@ def translate(
         runtime = exported.load(args.run)
         translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
     else:
-        preparation = of_model(checkpoint, load(checkpoint), args.run, args.data)
+        data = Preparation.at(args.data) if args.data else None
+        preparation = of_model(checkpoint, load(checkpoint), args.run, data)
         settings, prep = search_settings(args), preparation.prep
         translator = load_translator(checkpoint, preparation.folder, args)
     at_terminal = args.input is None and sys.stdin.isatty()
