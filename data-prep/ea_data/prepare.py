@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import sys
@@ -49,11 +50,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, C
         parser.add_argument("--train", type=positive, default=12_000, metavar="N", help="pairs (default: 12000)")
         parser.add_argument("--seed", type=int, default=1, metavar="N", help="(default: 1)")
     elif command == "custom":
-        parser.description = corpora.custom.__doc__
+        parser.description = inspect.getdoc(corpora.custom)
         add_custom_options(parser)
     else:
         make, pairs = corpora.PUBLIC[command]
-        parser.description = make.__doc__
+        parser.description = inspect.getdoc(make)
         parser.add_argument("--raw", type=Path, metavar="DIR", help="archives or files (default: they are downloaded)")
         if pairs:
             parser.add_argument("pair", choices=pairs, help="source and target language")
@@ -76,23 +77,16 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every corpus."""
     add = parser.add_argument_group("options of every corpus").add_argument
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
-    add(
-        "--bpe",
-        choices=["subword_nmt", "sentencepiece"],
-        help="kind of subwords (default: subword_nmt; sentencepiece where text is not tokenised)",
-    )
+    kinds = ["subword_nmt", "sentencepiece"]
+    add("--bpe", choices=kinds, help="kind of subwords (default: subword_nmt; sentencepiece without tokens)")
     add(
         "--merges",
         type=positive,
         metavar="N",
-        help="merges of BPE, or pieces of sentencepiece, of both languages (default: the corpus's; custom.sh: 10000)",
+        help="merges of BPE, or pieces (default: the corpus's; custom.sh: 10000)",
     )
-    add(
-        "--vocabulary-threshold",
-        type=positive,
-        metavar="N",
-        help="split subwords again that occur fewer than N times on their side of the training text",
-    )
+    rare = "split subwords again that occur fewer than N times on their side of the training text"
+    add("--vocabulary-threshold", type=positive, metavar="N", help=rare)
     add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")
     names = ", ".join(stages.NAMES)
     add("--force", choices=stages.NAMES, metavar="STAGE", help=f"make this stage and all later ones again: {names}")
@@ -110,40 +104,21 @@ def add_custom_options(parser: argparse.ArgumentParser) -> None:
     valid.add_argument("--valid-every", type=at_least(2), metavar="N", help="every N-th training pair is validation")
     add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
     add("--name", type=folder_name, help="name of the data (default: that of --out, else custom-XX-YY)")
-    add(
-        "--tokenizer",
-        choices=["moses", "none"],
-        help="none: sentencepiece splits raw text (default: moses where it has rules for both languages, else none)",
-    )
+    none = "none: sentencepiece splits raw text (default: moses where it has rules for both languages, else none)"
+    add("--tokenizer", choices=["moses", "none"], help=none)
     add("--tokenised", action="store_true", help="the text is in tokens already: its lines are taken as they are")
-    add(
-        "--bpe-given",
-        type=Path,
-        metavar="CODE",
-        help="with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)",
-    )
-    add(
-        "--like",
-        type=Path,
-        metavar="FOLDER",
-        help="prepare the text like that of a run, or like data that was prepared before: its rules, its subwords, its "
-        "dictionary; to train a model further, or to score it on other text",
-    )
+    given = "with --tokenised: it is also in subwords, by these codes of subword-nmt (plain or .gz)"
+    add("--bpe-given", type=Path, metavar="CODE", help=given)
+    like = "take rules, subwords and dictionary of a run, or of data prepared before; to train on, or to score"
+    add("--like", type=Path, metavar="FOLDER", help=like)
     add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
     add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as the WMT corpora have it")
     add("--normalise", action="store_true", help="normalise punctuation of training text, as the WMT corpora do")
-    add(
-        "--drop-test-overlap",
-        action="store_true",
-        help="drop training pairs of which the source or the target is a sentence of validation or a test",
-    )
+    overlap = "drop training pairs of which a side is a sentence of validation or a test"
+    add("--drop-test-overlap", action="store_true", help=overlap)
     add("--max-length", type=positive, default=250, metavar="N", help="subwords of a training sentence (default: 250)")
-    add(
-        "--max-ratio",
-        type=at_least(1, float),
-        metavar="R",
-        help="drop training pairs with one side more than R times the other (default: none)",
-    )
+    ratio = "drop training pairs with one side more than R times the other (default: none)"
+    add("--max-ratio", type=at_least(1, float), metavar="R", help=ratio)
 
 
 def mistake_in(args: argparse.Namespace) -> str | None:

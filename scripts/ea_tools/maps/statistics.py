@@ -65,12 +65,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's training data)")
     add("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
     add("--sentences", type=at_least(2), default=200, metavar="N", help="the first N of the subset (default: 200)")
-    add(
-        "--gold",
-        type=Path,
-        metavar="FILE",
-        help='alignments of the subset: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")',
-    )
+    formats = 'alignments: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")'
+    add("--gold", type=Path, metavar="FILE", help=formats)
     add("--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0; in NAACL's format 1)")
     files, default = ", ".join(SUFFIXES), [Path("map-statistics.md")]
     add("--out", nargs="+", type=style.output(SUFFIXES), default=default, metavar="FILE", help=files)

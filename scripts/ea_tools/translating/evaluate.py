@@ -76,22 +76,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--run", required=True, type=Path, metavar="DIR", help="a run, runs/NAME, or an export")
     add("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--average",
-        type=positive,
-        metavar="N",
-        help="translate with the average of the last N checkpoints, by epoch or by update (default: 10)",
-    )
+    averaged = "translate with the average of the last N checkpoints, by epoch or by update (default: 10)"
+    which.add_argument("--average", type=positive, metavar="N", help=averaged)
     which.add_argument("--best", action="store_true", help="translate with the run's checkpoint_best.pt")
-    which.add_argument(
-        "--checkpoint", metavar="FILE[:FILE...]", help="translate with this checkpoint, or with an ensemble of several"
-    )
+    several = "translate with this checkpoint, or with an ensemble of several"
+    which.add_argument("--checkpoint", metavar="FILE[:FILE...]", help=several)
     add("--against", type=Path, metavar="RUN", help="a paired test against this run or export; evaluate it before")
-    add(
-        "--other-settings",
-        action="store_true",
-        help="let --against be the last evaluation of that run, whatever its beam, average and so on",
-    )
+    any_settings = "let --against be the last evaluation of that run, whatever its settings"
+    add("--other-settings", action="store_true", help=any_settings)
     add("--tok", metavar="NAME", help="sacreBLEU's tokeniser (default: sacreBLEU's own for the target language)")
     add("--comet", metavar="MODEL", help="score with COMET too, for example Unbabel/wmt22-comet-da; needs comet-score")
     add_search(parser)

@@ -39,15 +39,10 @@ def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the search's own flags and --precision, which `program` takes."""
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
-    parser.add_argument(
-        "--lenpen", type=finite, default=1.0, help="length penalty; above 1 favours longer (default: 1)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "fp16", "bf16"),
-        default="fp32",
-        help="fp16: on a GPU; bf16: of matrix products alone, on a CPU that has units for it (default: fp32)",
-    )
+    penalty = "length penalty; above 1 favours longer (default: 1)"
+    parser.add_argument("--lenpen", type=finite, default=1.0, help=penalty)
+    precision = "fp16: on a GPU; bf16: matrix products on a CPU that has units for it (default: fp32)"
+    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help=precision)
 
 
 def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
