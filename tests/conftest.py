@@ -6,11 +6,10 @@ them their work has no use for either.
 
 import gc
 import logging
-import random
 
 import pytest
 from helpers import warm
-from helpers.toy import checkpoints, data, fairseq, run  # noqa: F401  (fixtures, made once in each process)
+from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once in each process)
 
 
 def pytest_addoption(parser):
@@ -75,16 +74,10 @@ def each_way(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Binary data: sentences of 1 to 9 words, to be turned round. 200 for training, 30 for validation, 10 for test."""
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(1)
-    for split, size in (("train", 200), ("valid", 30), ("test", 10)):
-        with (folder / f"{split}.de").open("w") as source, (folder / f"{split}.en").open("w") as target:
-            for _ in range(size):
-                words = [f"w{chance.randrange(16)}" for _ in range(chance.randint(1, 9))]
-                print(*words, file=source)
-                print(*reversed(words), file=target)
-    prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", folder / split)]
-    binary = folder / "bin"
-    fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", binary, "--joined-dictionary", "--workers", 1)
-    return binary
+    """Binary data: sentences of 1 to 9 words, to be turned round."""
+    from helpers.other_models import preprocess, reversed_pair
+
+    languages = ["-s", "de", "-t", "en", "--joined-dictionary"]
+    return preprocess(
+        tmp_path_factory.mktemp("data") / "corpus", reversed_pair, *languages, train=200, valid=30, test=10
+    )

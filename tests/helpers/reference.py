@@ -143,7 +143,7 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
     return torch.stack(output), a_logit
 
 
-def randomised(module, std=0.7):
+def randomised(module, std=0.5):
     """The module in float64 with random weights; alpha and beta keep their values."""
     module = module.double()
     for parameter in module.parameters():
