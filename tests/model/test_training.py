@@ -19,16 +19,20 @@ pytestmark = pytest.mark.slow
 ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.3"]
 
 
-def train(data, folder, *flags, arch=ARCH, updates=4):
-    """A training in this process: its log."""
-    words = [*arch, *TRAINING, "--save-dir", folder, "--max-update", updates, "--no-epoch-checkpoints", *flags]
+def train(data, folder, *flags, arch=ARCH, length=4):
+    """A training of so many updates in this process: its log."""
+    words = [*arch, *TRAINING, "--save-dir", folder, "--max-update", length, "--no-epoch-checkpoints", *flags]
     return run("train", data, *words)
 
 
-def losses(log):
-    """The loss at every update."""
+def updates(log):
+    """The line that fairseq logs at every update."""
     lines = [line[line.index("{") :] for line in log.splitlines() if '"gnorm"' in line and '"loss"' in line]
-    return [float(json.loads(line)["loss"]) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def losses(log):
+    return [float(line["loss"]) for line in updates(log)]
 
 
 def load(folder):
@@ -62,7 +66,7 @@ def texts(printed, kind="H"):
     ids=["bf16", "fp16 with LayerDrop"],
 )
 def test_fairseqs_knobs_train_and_translate(corpus, tmp_path, flags):
-    curve = losses(train(corpus, tmp_path, *flags.split(), updates=12))
+    curve = losses(train(corpus, tmp_path, *flags.split(), length=12))
     assert len(curve) == 12 and all(math.isfinite(loss) for loss in curve)
     assert "layerdrop" in flags or sum(curve[-3:]) < sum(curve[:3])  # dropped layers make the loss jump
     assert "BLEU4" in generated(corpus, tmp_path, "--beam", 3, "--quiet")
@@ -70,7 +74,7 @@ def test_fairseqs_knobs_train_and_translate(corpus, tmp_path, flags):
 
 def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
     flags = ["--no-save", "--dropout", "0", "--ddp-backend", "legacy_ddp"]
-    alone = losses(train(corpus, tmp_path, *flags, "--update-freq", 2, updates=6))
+    alone = losses(train(corpus, tmp_path, *flags, "--update-freq", 2, length=6))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -96,10 +100,8 @@ RESUMABLE = ["--update-epoch-batch-itr", "True"]
 def undisturbed(corpus, tmp_path_factory):
     """A run of 20 updates: its last checkpoint, and the number of updates in an epoch."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    log = train(corpus, folder, *RESUMABLE, updates=20)
-    return load(folder), sum(
-        '"epoch": 1,' in line and '"gnorm"' in line and '"loss"' in line for line in log.splitlines()
-    )
+    log = train(corpus, folder, *RESUMABLE, length=20)
+    return load(folder), sum(line["epoch"] == 1 for line in updates(log))
 
 
 @pytest.mark.parametrize("stop_at", [0.5, 1, 1.5])
@@ -107,8 +109,8 @@ def test_a_resumed_run_is_bit_identical(corpus, tmp_path, undisturbed, stop_at):
     """Stopped in the middle of the first epoch, at its end, or in the middle of the second."""
     expected, per_epoch = undisturbed
     assert 4 < per_epoch < 12
-    train(corpus, tmp_path, *RESUMABLE, updates=int(stop_at * per_epoch))
-    log = train(corpus, tmp_path, *RESUMABLE, updates=20)
+    train(corpus, tmp_path, *RESUMABLE, length=int(stop_at * per_epoch))
+    log = train(corpus, tmp_path, *RESUMABLE, length=20)
     assert len(losses(log)) == 20 - int(stop_at * per_epoch)
     resumed = load(tmp_path)
     assert resumed["optimizer_history"][-1]["num_updates"] == 20
@@ -143,7 +145,7 @@ def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, rule, k
 def trained(corpus, tmp_path_factory):
     """The folder of a run of 60 updates."""
     folder = tmp_path_factory.mktemp("trained")
-    train(corpus, folder, updates=60)
+    train(corpus, folder, length=60)
     return folder
 
 
