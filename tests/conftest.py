@@ -1,7 +1,7 @@
 """How pytest runs the tests, and fixtures of all of them.
 
-PyTorch and fairseq are imported by those processes alone that run tests. Where there are several, the one that gives
-them their work has no use for either.
+Only processes that run tests import PyTorch and fairseq. With several of them, the process that distributes the tests
+needs neither.
 """
 
 import gc
@@ -51,7 +51,7 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def logging_as_before():
-    """Commands that run in the tests' own process make it quiet; what the next test runs must still be heard."""
+    """Commands that run in this process make its logs quiet; the next test needs them."""
     fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
     level = fairseq_logs.level
     yield

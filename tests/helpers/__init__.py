@@ -1,4 +1,4 @@
-"""What tests share. Importing it lets the processes that tests start find what pyproject.toml makes importable here."""
+"""Helpers of all tests. Importing it lets the processes that tests start find what pyproject.toml makes importable here."""
 
 import os
 from pathlib import Path

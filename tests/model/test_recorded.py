@@ -32,7 +32,7 @@ def asked(monkeypatch):
 
 
 class Part(nn.Module):
-    """A module that gives one tensor of what a model, or a part of one, computes from tensors."""
+    """A function of a module, from tensors to one tensor, as a module."""
 
     def __init__(self, model, run):
         super().__init__()

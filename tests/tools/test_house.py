@@ -1,4 +1,4 @@
-"""The house: doors open at once, plans import nothing heavy, imports run one way, functions have type hints."""
+"""Structure: doors open at once, plans import nothing heavy, imports run one way, functions have type hints."""
 
 import ast
 import re
