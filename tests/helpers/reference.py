@@ -22,8 +22,9 @@ def visible_taps(kind, k):
                 yield a - (k - 1), b - r, a, b
 
 
-#: (rule, whether there is a previous map) -> the five numbers of the papers' sums.
-#: mixed = a previous + b logits; carried = d previous + e logits; A_logit = c ReLU(Conv(mixed)) + (1 - c) carried.
+# mixed = a previous + b logits; carried = d previous + e logits; A_logit = c ReLU(Conv(mixed)) + (1 - c) carried
+
+#: (rule, whether there is a previous map) -> a, b, c, d and e, read from the papers
 COEFFICIENTS = {
     ("evolving", False): lambda alpha, beta: (0, 1, beta, 0, 1),
     ("evolving", True): lambda alpha, beta: (alpha, 1 - alpha, beta, alpha, 1 - alpha),

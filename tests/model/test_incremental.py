@@ -6,9 +6,6 @@ from helpers.models import amplify_, batch, build
 from helpers.promises import DECODERS, check_steps, each_model, lively, outputs
 from torch.testing import assert_close
 
-from ea_fairseq.attention import DecoderAttention
-from evolving_attention.evolution import Geometry
-
 pytestmark = pytest.mark.usefixtures("each_way")
 
 
@@ -34,28 +31,6 @@ def test_the_beams_of_an_earlier_search_leave_teacher_forcing_as_it_was():
     before = outputs(model, source, tokens)
     model.decoder.set_beam_size(2)
     assert torch.equal(outputs(model, source, tokens), before)
-
-
-@pytest.mark.parametrize("padded_step", [0, 2])
-@torch.no_grad()
-def test_padding_within_the_prefix(padded_step):
-    """Beams that the search ignores may hold padding.
-
-    On the attention alone, because fairseq counts positions in another way step by step.
-    """
-    module = DecoderAttention(Geometry.DECODER_SELF, 12, 3, beta=0.5, self_attention=True).eval()
-    x, padding = 3 * torch.randn(6, 2, 12), torch.zeros(2, 6, dtype=torch.bool)
-    padding[1, padded_step] = True
-    future = torch.full((6, 6), -torch.inf).triu(1)
-    expected, _ = module(x, x, x, key_padding_mask=padding, attn_mask=future)
-    state = {}
-    for step, now in enumerate(x.split(1)):
-        mask = padding[:, step : step + 1]
-        mask = mask if mask.any() else None  # as in fairseq's decoder
-        output, _ = module(now, now, now, key_padding_mask=mask, incremental_state=state)
-        assert output.isfinite().all()
-        real = ~padding[:, step]
-        assert_close(output[0][real], expected[step][real], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_weights_and_gradients_equal_those_of_teacher_forcing():

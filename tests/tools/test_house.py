@@ -1,4 +1,4 @@
-"""Structure: doors open at once, plans import nothing heavy, imports run one way, functions have type hints."""
+"""Structure: commands start fast, plans import nothing heavy, imports have one direction, functions have type hints."""
 
 import ast
 import re
