@@ -66,7 +66,7 @@ def test_the_result_has_hidden_states_and_lengths_as_fairseqs():
     assert output["src_lengths"][0].tolist() == [[5], [3], [1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @torch.no_grad()
 def test_a_layers_mask_hides_every_place_that_is_not_zero(dtype):
     """As in fairseq's layer."""

@@ -189,7 +189,7 @@ def test_a_mask_may_have_any_type_and_no_other_shape(each_way):
         module(x, attn_mask=future[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @torch.no_grad()
 def test_padding_may_have_numbers_of_any_type(dtype, each_way):
     """As to fairseq's attention: every number but zero is padding."""

@@ -20,7 +20,7 @@ HALF = [torch.float16, torch.bfloat16]
 CASES = [*zip(MODELS, itertools.cycle(HALF)), *((name, torch.float32) for name in ("kernel 1", "kernel 5", "RoBERTa"))]
 
 
-@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("name, dtype", CASES, ids=str)
 def test_short_sentences_have_finite_scores_and_gradients(name, dtype):
     model = lively(name, dtype=dtype, train=True)
     for source, target in (([1], [1]), ([1, 2, 7], [2, 1, 3])):
@@ -31,7 +31,7 @@ def test_short_sentences_have_finite_scores_and_gradients(name, dtype):
         assert parameter.grad is None or parameter.grad.isfinite().all(), key
 
 
-@pytest.mark.parametrize("name, dtype", [("kernel 1", torch.float16), ("kernel 5", torch.bfloat16)])
+@pytest.mark.parametrize("name, dtype", [("kernel 1", torch.float16), ("kernel 5", torch.bfloat16)], ids=str)
 @torch.no_grad()
 def test_half_precision_gives_float32s_numbers(name, dtype):
     """At once and step by step. The error is some 2 eps; without evolution half of the numbers would be wrong."""
@@ -45,7 +45,7 @@ def test_half_precision_gives_float32s_numbers(name, dtype):
         assert (ours.float() - expected).norm() < 8 * torch.finfo(dtype).eps * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @torch.no_grad()
 def test_weights_are_float32_at_least(dtype):
     module, x = EncoderSelfAttention(8, 2, beta=0.5).to(dtype).eval(), torch.randn(5, 2, 8).to(dtype)
