@@ -22,7 +22,7 @@ class _Trained:
     """What both estimators share: parameters, padding, scaling and training.
 
     Args:
-        layers, d, p, alpha, beta, dropout: see ``Network``.
+        layers, d, p, alpha, beta, dropout, kernel_size: see ``Network``.
         epochs, batch, rate: of RAdam.
         pretrain_epochs: of restoring masked values, before the task (equation 8).
         random_state: seed of weights, batches and dropout.
@@ -44,6 +44,7 @@ class _Trained:
         alpha: float = 0.5,
         beta: float = 0.5,
         dropout: float = 0.1,
+        kernel_size: int = 3,
         epochs: int = 100,
         batch: int = 64,
         rate: float = 1e-3,
@@ -51,6 +52,7 @@ class _Trained:
         random_state: int | None = None,
     ) -> None:
         self.layers, self.d, self.p, self.alpha, self.beta, self.dropout = layers, d, p, alpha, beta, dropout
+        self.kernel_size = kernel_size
         self.epochs, self.batch, self.rate, self.pretrain_epochs = epochs, batch, rate, pretrain_epochs
         self.random_state = random_state
         super().__init__()
@@ -66,8 +68,8 @@ class _Trained:
         x, padded = self._tensors(series)
         generator = torch.random.get_rng_state()
         torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
-        sizes = {name: getattr(self, name) for name in ("layers", "d", "p", "alpha", "beta", "dropout")}
-        self.network_ = Network(x.size(2), self.length_, outputs, **sizes)
+        names = ("layers", "d", "p", "alpha", "beta", "dropout", "kernel_size")
+        self.network_ = Network(x.size(2), self.length_, outputs, **{name: getattr(self, name) for name in names})
         self._steps(self.pretrain_epochs, len(x), lambda rows: self.network_.restoration_loss(x[rows], padded[rows]))
         self._steps(self.epochs, len(x), lambda rows: loss(self.network_(x[rows], padded[rows]), targets[rows]))
         torch.random.set_rng_state(generator)

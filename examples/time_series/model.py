@@ -28,15 +28,29 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class Layer(nn.Module):
-    """One layer. dilation: of the convolution with window 3; first: whether no layer before hands on a map."""
+    """One layer. dilation: of the convolution with window 3; first: whether no layer before hands on a map.
 
-    def __init__(self, d: int, p: float, dilation: int, alpha: float, beta: float, first: bool, dropout: float) -> None:
+    The other arguments are ``Network``'s.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        p: float,
+        dilation: int,
+        alpha: float,
+        beta: float,
+        first: bool,
+        dropout: float,
+        kernel_size: int = 3,
+    ) -> None:
         super().__init__()
         attended = round(p * d)
         self.dilation, self.dropout = dilation, dropout
         self.qkv = nn.Linear(d, 3 * d) if attended else None
         self.output = nn.Linear(d, attended) if attended else None
-        self.evolution = Evolution(Geometry.ENCODER_SELF, HEADS, 3, alpha, beta, first=first) if attended else None
+        evolution = Evolution(Geometry.ENCODER_SELF, HEADS, kernel_size, alpha, beta, first=first)
+        self.evolution = evolution if attended else None
         convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation) if attended < d else None
         self.convolution = None if convolution is None else weight_norm(convolution)
         self.norms = nn.ModuleList([MaskedBatchNorm(d), MaskedBatchNorm(d)])
@@ -86,6 +100,7 @@ class Network(nn.Module):
         outputs: classes, or 1 for regression.
         layers: with dilations 1, 2, 4, ...; 0: a GRU of two layers.
         d, p, alpha, beta, dropout: see the head of this file.
+        kernel_size: of the convolution of maps.
     """
 
     def __init__(
@@ -99,12 +114,13 @@ class Network(nn.Module):
         alpha: float = 0.5,
         beta: float = 0.5,
         dropout: float = 0.1,
+        kernel_size: int = 3,
     ) -> None:
         super().__init__()
         self.enter = nn.Linear(channels, d)
         self.positions = nn.Parameter(torch.randn(length, d) * 0.02)
         self.layers = nn.ModuleList(
-            Layer(d, p, 2**number, alpha, beta, number == 0, dropout) for number in range(layers)
+            Layer(d, p, 2**number, alpha, beta, number == 0, dropout, kernel_size) for number in range(layers)
         )
         self.gru = None if layers else nn.GRU(d, d, 2, batch_first=True, dropout=dropout)
         self.head = nn.Linear(length * d, outputs)
