@@ -40,7 +40,6 @@ class _Trained:
         "capability:multivariate": True,
         "capability:unequal_length": True,
         "algorithm_type": "deeplearning",
-        "non_deterministic": True,
         "X_inner_type": ["np-list", "numpy3D"],
     }
 
