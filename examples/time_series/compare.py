@@ -130,7 +130,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="data sets' names in aeon, of one kind")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
-    parser.add_argument("--epochs", type=int, default=100, metavar="N", help="(default: 100)")
+    parser.add_argument("--epochs", type=int, default=50, metavar="N", help="(default: 50)")
     parser.add_argument("--pretrain-epochs", type=int, default=0, metavar="N", help="of masked values (default: 0)")
     parser.add_argument("--ablations", action="store_true", help="also the paper's ablation")
     parser.add_argument("--tsne", type=Path, metavar="FILE", help="draw the representations of the first test set")

@@ -30,9 +30,9 @@ class _Trained:
     beta: float = 0.5  # share of the convolution of maps
     kernel_size: int = 3  # of that convolution
     dropout: float = 0.1
-    epochs: int = 100
+    epochs: int = 50
     batch: int = 64
-    rate: float = 1e-3  # of RAdam
+    rate: float = 1e-3  # of RAdam; it falls to zero along a cosine
     pretrain_epochs: int = 0  # of restoring masked values, before the task (equation 8)
     random_state: int | None = None  # of weights, batches and dropout
 
@@ -66,11 +66,13 @@ class _Trained:
 
     def _steps(self, epochs: int, count: int, loss: Callable[[Tensor], Tensor]) -> None:
         optimizer = torch.optim.RAdam(self.network_.parameters(), lr=self.rate, betas=(0.9, 0.99))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs))
         for _ in range(epochs):
             for rows in torch.randperm(count).split(self.batch):
                 optimizer.zero_grad()
                 loss(rows).backward()
                 optimizer.step()
+            schedule.step()
 
     def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Scaled series, n x T x C, and their padding, n x T. What is longer than the longest of `fit` is cut."""
