@@ -1,10 +1,6 @@
-"""Classify scikit-learn's digits with ResNet, AA-ResNet, EA-AA-ResNet, ViT and EA-ViT, in five folds.
+"""Classify scikit-learn's digits with ResNets and ViTs, plain and evolving, in five folds.
 
     python -m examples.images.digits --out scores.json
-
-The ResNets have eight layers and read the pictures of 8 x 8 pixels enlarged to 32 x 32. The ViTs have four layers and
-read 16 patches of 2 x 2 pixels and the class token, so a map has 17 rows and 17 columns. The class token is row 0 and
-column 0 of the map, and the convolution reads it as it reads every other pixel.
 
 Each fold trains on four fifths and tests on the rest after a fixed number of epochs: no choice is made on the test.
 """
@@ -67,10 +63,11 @@ SYSTEMS = {
 }
 
 
-def pictures() -> tuple[Tensor, Tensor]:
-    """Pictures, 1,797 x 1 x 8 x 8, from 0 to 1, and classes, 1,797."""
+def pictures(side: int) -> tuple[Tensor, Tensor]:
+    """Pictures, 1,797 x 1 x side x side, from 0 to 1, and classes, 1,797."""
     images, classes = load_digits(return_X_y=True)
-    return torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(classes)
+    images = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
+    return F.interpolate(images, side, mode="bilinear"), torch.from_numpy(classes)
 
 
 def folds(classes: Tensor, count: int) -> list:
@@ -78,17 +75,12 @@ def folds(classes: Tensor, count: int) -> list:
     return list(StratifiedKFold(5, shuffle=True, random_state=0).split(classes, classes))[:count]
 
 
-def enlarge(x: Tensor, side: int) -> Tensor:
-    """B x 1 x 8 x 8 -> B x 1 x side x side"""
-    return F.interpolate(x, side, mode="bilinear")
-
-
-def train(recipe: Recipe, x: Tensor, classes: Tensor, epochs: int | None, seed: int) -> nn.Module:
-    """A model trained on pictures, B x 1 x 8 x 8; ``epochs``: other than the recipe's."""
+def train(recipe: Recipe, x: Tensor, classes: Tensor, seed: int) -> nn.Module:
+    """A model trained on pictures, B x 1 x side x side."""
     torch.manual_seed(seed)
     model = recipe.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
-    return fit(model, enlarge(x, recipe.side), classes, optimizer, epochs or recipe.epochs)
+    return fit(model, x, classes, optimizer, recipe.epochs)
 
 
 def fit(
@@ -124,14 +116,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, metavar="N", help="(default: 8 for ResNets, 20 for ViTs)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
-    x, classes = pictures()
     scores, sizes = {}, {}
     for system, recipe in SYSTEMS.items():
-        sizes[system] = sum(parameter.numel() for parameter in recipe.build().parameters())
+        x, classes = pictures(recipe.side)
+        recipe = recipe._replace(epochs=args.epochs or recipe.epochs)
         scores[system] = []
         for seed, (some, others) in enumerate(tqdm(folds(classes, args.folds), system, disable=None)):
-            model = train(recipe, x[some], classes[some], args.epochs, seed)
-            scores[system].append(accuracy(model, enlarge(x[others], recipe.side), classes[others]))
+            model = train(recipe, x[some], classes[some], seed)
+            scores[system].append(accuracy(model, x[others], classes[others]))
+        sizes[system] = sum(parameter.numel() for parameter in model.parameters())
     report(scores, args.out, parameters=sizes)
 
 

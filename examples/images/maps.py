@@ -56,7 +56,7 @@ class Dense(nn.Module):
 def centre_maps(model: EvolvingResNet, x: Tensor) -> list[Tensor]:
     """The first layers' attention of the centre pixel, B x K x 8 x 8 each, a uniform one being 1."""
     maps: list[Tensor] = []
-    model(digits.enlarge(x, digits.SIDE), maps)
+    model(x, maps)
     centre = MAP_SIDE // 2 * (MAP_SIDE + 1)
     rows = (a_logit[:, :, centre].softmax(-1) for a_logit in maps[:LAYERS])  # B x K x N
     return [row.unflatten(2, (MAP_SIDE, MAP_SIDE)) * MAP_SIDE**2 for row in rows]
@@ -77,12 +77,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=30, metavar="N", help="of the DenseNet (default: 30)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
-    x, classes = digits.pictures()
+    x, classes = digits.pictures(digits.SIDE)
     scores: dict[str, list[float]] = {}
     for system, (alpha, beta) in SYSTEMS.items():
         recipe = digits.resnet(LAYERS, alpha=alpha, beta=beta)
         for seed, (some, others) in enumerate(tqdm(digits.folds(classes, args.folds), system, disable=None)):
-            model = digits.train(recipe, x[some], classes[some], None, seed)
+            model = digits.train(recipe, x[some], classes[some], seed)
             for layer, maps in enumerate(centre_maps(model, x)):
                 reader = classify(maps[some], classes[some], args.epochs, seed)
                 score = digits.accuracy(reader, maps[others], classes[others])

@@ -84,10 +84,8 @@ class EvolvingResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.resnet = ResNetForImageClassification(config)
-        stages = self.resnet.resnet.encoder.stages
-        for number, stage in enumerate(stages if augment else []):
-            if number < len(stages) - 3:
-                continue
+        last = list(enumerate(self.resnet.resnet.encoder.stages))[-3:]
+        for number, stage in last if augment else []:
             for place, block in enumerate(stage.layers):
                 layer = block.layer[1]  # the 3x3 convolution of a bottleneck, the second one of a basic block
                 layer.convolution = AugmentedConvolution(

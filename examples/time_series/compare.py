@@ -5,26 +5,24 @@
 A system's settings are those with the best score on 30% of the training series, never on the test series. With them
 it is trained on all training series, once for each seed. Scores that are in the file already are not made again.
 
-aeon ships JapaneseVowels, BasicMotions, ACSF1, ArrowHead, OSULeaf, GunPoint, ItalyPowerDemand and
-PickupGestureWiimoteZ, and for regression Covid3Month and CardanoSentiment. It downloads the others.
+aeon ships some sets, and for regression Covid3Month and CardanoSentiment. It downloads the others.
 """
 
 import argparse
 import itertools
 import json
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aeon.datasets import load_classification, load_regression
 from scipy.stats import rankdata
-from sklearn.manifold import TSNE
 from sklearn.metrics import log_loss, root_mean_squared_error
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
+from examples.report import draw_classes, origin
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 
 REGRESSION = {"Covid3Month", "CardanoSentiment"}
@@ -88,8 +86,7 @@ def measure(name: str, settings: dict[str, Any], common: dict[str, Any], seeds: 
     (x, y), test = load(name, "train"), load(name, "test")
     models = (build(name, {**common, **settings}, seed).fit(x, y) for seed in seeds)
     scores = {str(seed): score(model, *test) for seed, model in zip(seeds, models, strict=True)}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {"settings": settings, **common, "commit": commit, "scores": scores}
+    return {**origin(), **common, "settings": settings, "scores": scores}
 
 
 def table(results: dict[str, dict], names: list[str], systems: list[str]) -> str:
@@ -105,24 +102,6 @@ def table(results: dict[str, dict], names: list[str], systems: list[str]) -> str
         cells = [f"{mean:.3f} ± {deviation:.3f}" for mean, deviation in zip(row, deviations, strict=True)]
         lines.append(f"| {system} | {' | '.join(cells)} | {rank:.1f} | {difference:+.1%} |")
     return "\n".join(lines)
-
-
-def draw(name: str, results: dict[str, dict], common: dict[str, Any], path: Path) -> None:
-    """t-SNE of what Transformer, DC and EA-DC make of the test series, and their distance to the class's centre."""
-    from matplotlib.figure import Figure
-
-    x, y = load(name, "test")
-    systems = list(SYSTEMS)[2:]
-    figure = Figure(figsize=(4 * len(systems), 4), layout="constrained")
-    for axes, system in zip(figure.subplots(1, len(systems)), systems, strict=True):
-        model = build(name, {**common, **results[name][system]["settings"]}, seed=1).fit(*load(name, "train"))
-        points = TSNE(random_state=0).fit_transform(model.represent(x))
-        points = (points - points.mean(0)) / points.std(0)
-        centres = {label: points[y == label].mean(0) for label in np.unique(y)}
-        distance = np.mean([np.linalg.norm(point - centres[label]) for point, label in zip(points, y, strict=True)])
-        axes.scatter(*points.T, c=np.unique(y, return_inverse=True)[1], cmap="tab10", s=8)
-        axes.set_title(f"{system}: mean distance {distance:.2f}")
-    figure.savefig(path)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -155,7 +134,11 @@ def main(words: list[str] | None = None) -> None:
             args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results, args.data, list(systems)))
     if args.tsne:
-        draw(args.data[0], results, common, args.tsne)
+        name, (x, y) = args.data[0], load(args.data[0], "test")
+        drawn = {system: results[name][system]["settings"] for system in list(SYSTEMS)[2:]}
+        models = {system: build(name, {**common, **settings}, seed=1) for system, settings in drawn.items()}
+        fitted = {system: model.fit(*load(name, "train")) for system, model in models.items()}
+        draw_classes({system: model.represent(x) for system, model in fitted.items()}, y, args.tsne)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_maps_to_classify_are_the_attention_of_the_centre_pixel():
     layers = [module for module in model.modules() if isinstance(module, AugmentedConvolution)]
     for layer in layers[:3]:
         layer.observer = lambda call: seen.append(call.weights)
-    x = torch.rand(2, 1, 8, 8)
+    x = torch.rand(2, 1, 32, 32)
     for actual, weights in zip(maps.centre_maps(model, x), seen, strict=True):
         expected = weights.unflatten(3, (8, 8)).unflatten(2, (8, 8))[:, :, 4, 4]  # B x K x 8 x 8 of all pixels
         torch.testing.assert_close(actual, 64 * expected)
@@ -159,8 +159,8 @@ def test_the_densenet_has_twelve_layers_and_two_poolings():
 @pytest.fixture
 def few(monkeypatch):
     """A hundred pictures in place of all."""
-    x, classes = digits.pictures()
-    monkeypatch.setattr(digits, "pictures", lambda: (x[:100], classes[:100]))
+    pictures = digits.pictures
+    monkeypatch.setattr(digits, "pictures", lambda side: [values[:100] for values in pictures(side)])
 
 
 @pytest.mark.slow

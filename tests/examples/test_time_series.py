@@ -1,5 +1,8 @@
 """EA-DC-Transformer: against loops in float64, DC-Transformer as its limit, padding, causality, aeon's checks."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,7 @@ from helpers import reference
 pytest.importorskip("aeon")
 from aeon.testing.estimator_checking import parametrize_with_checks
 
-from examples.time_series import model
+from examples.time_series import compare, model
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 from examples.time_series.model import Layer, Network
 
@@ -36,17 +39,33 @@ def by_loop(attention, x, padded, previous):
     return attention.out_proj((weights @ v).transpose(0, 1).flatten(1)), maps
 
 
-def test_two_layers_of_attention_equal_loops(monkeypatch):
+def layer_by_loop(layer, x, padded, previous):
+    """One series through a layer in evaluation whose norms are as at the start, T x d, and its maps."""
+    attended, maps = by_loop(layer.attention, x, padded, previous)
+    weight, bias, dilation = layer.convolution.weight, layer.convolution.bias, layer.convolution.dilation[0]
+    rows = []
+    for time in range(len(x)):
+        taps = [(tap, time - (2 - tap) * dilation) for tap in range(3)]
+        convolved = bias + sum(weight[:, :, tap] @ x[past] for tap, past in taps if past >= 0)
+        rows.append(torch.cat([attended[time], convolved.relu()]))
+    scale = (1 + layer.norms[0].eps) ** -0.5
+    x = (x + torch.stack(rows)) * scale * ~padded[:, None]
+    return (x + layer.feed_forward(x)) * scale * ~padded[:, None], maps
+
+
+def test_two_layers_equal_loops(monkeypatch):
     monkeypatch.setattr(model, "HEADS", 2)
     torch.manual_seed(1)
-    layers = [Layer(8, 0.25, 1, 0.0, alpha=0.4, beta=0.6, first=first).double() for first in (True, False)]
+    shares = {"alpha": 0.4, "beta": 0.6}
+    layers = [Layer(8, 0.25, 2**i, 0.1, **shares, first=i == 0).double().eval() for i in range(2)]
     x, padded = torch.randn(1, 5, 8, dtype=torch.float64), torch.tensor([[False] * 4 + [True]])
+    x = x.masked_fill(padded[..., None], 0)
     a_logit, maps = None, None
     for layer in layers:
-        expected, maps = by_loop(layer.attention, x[0], padded[0], maps)
-        actual, a_logit, *_ = layer.attention(x, padding=padded, previous=a_logit)
-        torch.testing.assert_close(actual[0, :4], expected[:4])
-        x, _ = layer(x, padded, None)
+        expected, maps = layer_by_loop(layer, x[0], padded[0], maps)
+        x, a_logit = layer(x, padded, a_logit)
+        torch.testing.assert_close(x[0], expected)
+        torch.testing.assert_close(a_logit[0, :, :4, :4], torch.tensor(maps, dtype=torch.float64)[:, :4, :4])
 
 
 def test_the_convolution_is_causal_and_dilated():
@@ -80,6 +99,49 @@ def test_without_evolution_the_attention_is_plain():
     assert attention.evolution.conv is None
 
 
+def noise(classes, lengths):
+    """Series of two channels whose mean tells their class."""
+    random = np.random.default_rng(0)
+    return [random.normal(3 * label, 1, (2, length)) for label, length in zip(classes, lengths, strict=True)]
+
+
+SMALL = {"layers": 2, "d": 16, "epochs": 30, "rate": 0.01, "random_state": 0}
+
+
+@pytest.mark.parametrize("lengths", [[9] * 24, [7, 9, 4] * 8], ids=["equal", "unequal"])
+def test_classes_are_learnt(lengths):
+    classes = np.array(["a", "b"] * 12)
+    x = noise(classes == "b", lengths)
+    fitted = EvolvingDCTransformerClassifier(**SMALL).fit(x, classes)
+    assert fitted.score(x, classes) == 1
+    chances = fitted.predict_proba(x)
+    np.testing.assert_allclose(chances.sum(1), 1)
+    assert (fitted.classes_[chances.argmax(1)] == fitted.predict(x)).all()
+
+
+def test_numbers_are_learnt_in_their_own_scale():
+    targets = np.arange(24) / 24
+    x, scaled = noise(targets, [9] * 24), 1000 * targets + 5000
+    predicted = EvolvingDCTransformerRegressor(**SMALL).fit(x, scaled).predict(x)
+    assert np.abs(predicted - scaled).mean() < 100
+
+
+def test_pre_training_comes_before_the_task_and_changes_it():
+    classes = np.arange(24) % 2
+    x = noise(classes, [9] * 24)
+    restored = [
+        EvolvingDCTransformerClassifier(**{**SMALL, "epochs": 0}, pretrain_epochs=epochs).fit(x, classes)
+        for epochs in (0, 40)
+    ]
+    with torch.no_grad(), torch.random.fork_rng():
+        losses = []
+        for fitted in restored:
+            torch.manual_seed(0)
+            losses.append(fitted.network_.restoration_loss(*fitted._tensors(x)))
+    assert losses[1] < 0.8 * losses[0]
+    assert EvolvingDCTransformerClassifier(**SMALL, pretrain_epochs=40).fit(x, classes).score(x, classes) == 1
+
+
 def test_only_masked_values_count_in_pre_training(monkeypatch):
     network, x = Network(2, 4, 2, layers=1, d=8, p=0.5, dropout=0.0), torch.randn(3, 4, 2)
     padded = torch.zeros(3, 4, dtype=torch.bool)
@@ -88,3 +150,35 @@ def test_only_masked_values_count_in_pre_training(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.arange(24.0).view(3, 4, 2) / 24)
     expected = x.flatten()[:4].square().mean()  # 0.15 * 24 = 3.6: the first four
     torch.testing.assert_close(network.restoration_loss(x, padded), expected)
+
+
+def test_equation_12_and_ranks_are_means_over_data_sets():
+    scores = {"one": {"A": 0.8, "B": 0.6, "C": 0.4}, "two": {"A": 0.5, "B": 0.5, "C": 0.2}}
+    results = {
+        data: {system: {"scores": {"1": value, "2": value}} for system, value in values.items()}
+        for data, values in scores.items()
+    }
+    rows = compare.table(results, ["one", "two"], ["A", "B", "C"]).splitlines()[2:]
+    assert [row.split(" | ")[3:] for row in rows] == [["1.2", "+29.2% |"], ["1.8", "+12.5% |"], ["3.0", "-41.7% |"]]
+
+
+def test_settings_are_chosen_without_the_test_series(monkeypatch):
+    loaded, load = [], compare.load
+    monkeypatch.setattr(compare, "load", lambda name, split: loaded.append(split) or load(name, split))
+    options = {"layers": [1], "d": [8], "beta": [0.1, 0.9]}
+    assert compare.choose("ItalyPowerDemand", options, {"epochs": 1})["beta"] in options["beta"]
+    assert loaded == ["train"]
+
+
+@pytest.mark.slow
+def test_the_command_keeps_scores_and_makes_none_again(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "SYSTEMS", {"EA-DC-Transformer": {"layers": [1], "d": [8]}})
+    words = ["ItalyPowerDemand", "--epochs", "1", "--seeds", "1", "2", "--out", str(tmp_path / "scores.json")]
+    compare.main([*words, "--ablations"])
+    kept = json.loads((tmp_path / "scores.json").read_text())["ItalyPowerDemand"]
+    assert kept["EA-DC with 5 x 5 convolution"]["settings"] == {"layers": 1, "d": 8, "kernel_size": 5}
+    first = capsys.readouterr().out.splitlines()
+    compare.main([*words, "--ablations"])
+    assert capsys.readouterr().out.splitlines() == first[len(kept) :]
+    with pytest.raises(SystemExit):
+        compare.main(["ItalyPowerDemand", "Covid3Month"])
