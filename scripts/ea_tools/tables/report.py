@@ -12,7 +12,7 @@ from ea_tools.common import REPO, UserError, replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.tables import records
-from ea_tools.tables.table import LAUNCH, Column, Row, Table
+from ea_tools.tables.table import Column, Row, Table
 from ea_tools.text import digest, read_prep, references
 from ea_tools.training import recipes, train
 
@@ -154,7 +154,7 @@ def _size(table: Table, row: Row, extra: list[str]) -> list[str]:
         for name, value in recipes.read(table.columns[0].recipe).flags_for(row.arch).items()
         if name.startswith(("ea-", "encoder-", "decoder-")) and name not in args.without
     }
-    given = {name: value for name, value in flags.items() if name not in LAUNCH}
+    given = {name: value for name, value in flags.items() if name not in recipes.LAUNCH}
     return list(_size_of(row.arch, tuple(recipes.spell_flags(model | given))))
 
 
@@ -332,14 +332,14 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
             scored = {str(run): run.scores[subset] for run in same if subset in run.scores}
             texts = {run: one.get("references") for run, one in scored.items()}
             lines += _kinds(f"References of {recipe}, {subset}", texts)
-            by = {run: records.settings(one) for run, one in scored.items()}
+            by = {run: one["settings_name"] for run, one in scored.items()}
             lines += _kinds(f"Beam and averaged checkpoints of the scores of {recipe}, {subset}", by)
     # Rows that ask for a precision compare it. A run without a record of its starts is named below, for its commit.
     precisions = {
         str(run): " and then ".join(run.training.precisions)
         for run in runs
         if run.training.precisions
-        and not {"precision", *records.PRECISIONS} & recipes.parse_flags(run.row.flags).keys()
+        and not {"precision", *recipes.PRECISIONS} & recipes.parse_flags(run.row.flags).keys()
     }
     lines += _kinds("Precision of training", precisions)
     commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}
