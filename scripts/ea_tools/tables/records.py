@@ -1,6 +1,6 @@
 """Records: the small files of finished runs, kept in results/runs so that a fresh clone can write every table again.
 
-results/runs/RECIPE/NAME/run.json            the training: recipe, command, every start with its commit, device and flags
+results/runs/RECIPE/NAME/run.json            the training: recipe, command; commit, device, flags of every start
                          log.jsonl           losses and speeds
                          eval/SPLIT.json     scores, and the paired tests against other runs
                          eval/SPLIT.hyp.txt.gz
@@ -32,8 +32,8 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
     if scores is None:
         for path, content in contents.items():
             say(
-                f"note: {path} is by {content['settings_name']}, and this table's scores are by {wanted}: not taken. Run this "
-                "without --collect to have it scored again, or with another --average"
+                f"note: {path} is by {content['settings_name']}, and this table's scores are by {wanted}: not taken. "
+                "Run this without --collect to have it scored again, or with another --average"
             )
         return
     scored = json.loads(json.dumps(contents[scores], ensure_ascii=False).replace(f"{REPO}/", ""))

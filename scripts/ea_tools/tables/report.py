@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools.bench.profile_model import sizes
-from ea_tools.common import REPO, UserError, replacing
+from ea_tools.bench.profile_model import profile
+from ea_tools.common import REPO, UserError, quiet, replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.tables import records
@@ -161,7 +161,8 @@ def _size(table: Table, row: Row, extra: list[str]) -> list[str]:
 @functools.cache
 def _size_of(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
     """Of one model; several tables show the same ones."""
-    (size,) = sizes([(arch, list(flags))])
+    quiet()
+    size = profile(arch, flags)
     return f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"
 
 

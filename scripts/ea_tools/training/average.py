@@ -100,7 +100,7 @@ def select(
     candidates = [(number, path) for number, path in files if number <= (upper_bound or number)]
     if len(candidates) < wanted:
         bound = f" up to {kind} {upper_bound}" if upper_bound else ""
-        raise UserError(f"{folders[0]}: {wanted} {kind} checkpoints are wanted and there are {len(candidates)}{bound}")
+        raise UserError(f"{folders[0]}: expected {wanted} {kind} checkpoints{bound}, found {len(candidates)}")
     return [path for _, path in candidates[-wanted:]]
 
 
@@ -108,8 +108,8 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
 
     Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
-    The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. What is not floating
-    point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
+    The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. Counters and indices are
+    the last checkpoint's. Tied tensors stay tied.
     """
     import torch
 
@@ -147,7 +147,7 @@ def save(state: dict[str, Any], path: Path | str) -> None:
     try:
         with replacing(path) as temporary:
             torch.save(state, temporary)
-    except RuntimeError as error:  # what PyTorch makes of a full disk
+    except RuntimeError as error:  # PyTorch's error for a full disk
         reason, free = str(error).strip().splitlines()[0], shutil.disk_usage(Path(path).parent).free / 2**20
         raise UserError(
             f"{path}: could not be written ({reason}); {free:,.0f} MiB are free there: make room and run it again"
@@ -165,7 +165,7 @@ def holds(path: Path, state: dict[str, Any]) -> bool:
 
 
 def _skeleton(state: dict) -> dict[str, dict]:
-    """What averaged checkpoints must share: settings, and each key's shape and type."""
+    """Averaged checkpoints must share these: settings, and each key's shape and type."""
     tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
     return {"settings": structure(state), "tensors": tensors}
 

@@ -116,7 +116,7 @@ def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
 
 
 def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:
-    """How many runs go at once on the CPU; 0 where they run on GPUs."""
+    """The number of runs side by side on the CPU; 0 where they run on GPUs."""
     if recipes.parse_flags(extra).get("gpus") != ["0"] and launch.gpus()[0]:
         return 0
     return args.at_once or len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Mistakes in architectures and flags of fairseq-train, each told in one line before a run's folder is made.
+"""Mistakes in architectures and flags of fairseq-train, each named in one line before a run's folder is made.
 
 fairseq's own parser finds the mistakes. Its import takes seconds: a command without flags of the user's own does
 without it.
@@ -20,22 +20,23 @@ from ea_tools.common import REPO, UserError
 USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch ARCH --help lists all flags"
 
 
-def check(command: Sequence[str], others: Iterable[str] = (), optional: Collection[str] = ()) -> list[str]:
-    """Refuse an unknown flag, or a value that fairseq does not take.
+def parse(
+    command: Sequence[str], others: Iterable[str] = (), optional: Collection[str] = ()
+) -> tuple[argparse.Namespace, list[str]]:
+    """The parsed words after fairseq-train, or a UserError where fairseq does not take them.
 
     Args:
-        command: the words after fairseq-train.
-        others: flags that are not fairseq's; a misspelt word may mean one of them.
-        optional: names of flags that may be left out of the command.
+        others: our own flags, which a misspelt word may mean.
+        optional: names of flags that may be left out.
 
     Returns:
-        The names among `optional` that the chosen architecture, task, criterion, optimizer or scheduler does not take.
+        The values, and the names among `optional` that the chosen architecture, task or optimizer does not take.
     """
     with _silence():
-        parser, unknown = _parsed(command)
+        parser, args, unknown = _parsed(command)
         left_out = [name for name in optional if f"--{name}" in unknown]
         if left_out:
-            parser, unknown = _parsed(_without(command, left_out))
+            parser, args, unknown = _parsed(_without(command, left_out))
     faults = []
     for word in unknown:
         if word.startswith("--"):
@@ -44,7 +45,7 @@ def check(command: Sequence[str], others: Iterable[str] = (), optional: Collecti
             faults.append(f"{flag}: there is no such flag" + (f"; is {near[0]} meant?" if near else ""))
     if unknown:
         raise UserError(f"{'; '.join(faults) or f'{unknown[0]!r} belongs to no flag'} ({USAGE})")
-    return left_out
+    return args, left_out
 
 
 def check_architecture(arch: str, where: str) -> None:
@@ -62,8 +63,8 @@ def check_architecture(arch: str, where: str) -> None:
         raise UserError(f"{where}{arch}: there is no such architecture; near it are: {', '.join(near)}")
 
 
-def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """fairseq's parser, and the words that it does not know."""
+def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """fairseq's parser, its result, and the words that it does not know."""
     import ea_fairseq  # noqa: F401  (registers the architectures)
 
     # isort: split
@@ -71,7 +72,7 @@ def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]
 
     parser = options.get_training_parser()
     with in_one_line(USAGE):
-        return parser, options.parse_args_and_arch(parser, list(command), parse_known=True)[1]
+        return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
 
 
 @contextlib.contextmanager
@@ -112,8 +113,9 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Inside, fairseq reports nothing of its start."""
-    logging.disable(logging.INFO)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -79,7 +79,7 @@ def parse_line(line: str) -> Entry | None:
     """(tag, update, {name: number}) of a line with numbers, else None. Tags: train_inner, train (an epoch's), valid.
 
     Three forms: log.jsonl, and the simple and json formats of fairseq, with or without date and tag in front. A line
-    that a kill has torn is none, but for what the next process wrote behind it.
+    that a kill has torn is none; the next process may have written an entry behind it.
     """
     if (brace := line.rfind("{")) >= 0:
         try:
@@ -115,7 +115,7 @@ def entries_of(log: str) -> list[Entry]:
 
 
 def join(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries in the order of updates: a process that goes back replaces what came after that update before."""
+    """Entries in the order of updates: a process that goes back replaces the entries after its first update."""
     kept, seen = [], set()
     for tag, update, numbers in entries:
         if kept and (update < kept[-1][1] or (tag, update) in seen):

@@ -166,7 +166,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def filled(form: type[Form], content: Any, where: str) -> Form:
-    """A dataclass from a TOML table. Its fields, and their types, are what the table may have.
+    """A dataclass from a TOML table. The table may have its fields, with values of their types.
 
     Raises:
         UserError: a key is unknown or missing, or a value has another type; the message names it after `where`.
@@ -188,7 +188,7 @@ def filled(form: type[Form], content: Any, where: str) -> Form:
 def _typed(value: Any, hint: Any, where: str) -> Any:
     """A value of TOML, as a field of this type holds it."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is types.UnionType:  # with None, for a key that need not be there
+    if kind is types.UnionType:  # with None: the key may be absent
         return _typed(value, inner[0], where)
     if dataclasses.is_dataclass(kind):
         return filled(kind, value, where)

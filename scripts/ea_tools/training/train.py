@@ -140,7 +140,8 @@ def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, 
     start = plan(recipe, args, flags, Launch.of(args))
     if flags or args.recipe.endswith(".toml") or args.arch not in flag_faults.ours():
         flag_faults.check_architecture(args.arch, "ARCH ")
-        start = start.without(flag_faults.check(start.fairseq_words, args.own_flags, start.optional))
+        _, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
+        start = start.without(left_out)
     return args, flags, start, toml
 
 
