@@ -49,18 +49,14 @@ def last_updates(run):
 # --- what mend() makes of a folder ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 100])
-def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys, size):
+def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys):
     checkpoint(tmp_path / "checkpoint1.pt", 10)
     checkpoint(tmp_path / "checkpoint2.pt", 20)
-    last = checkpoint(tmp_path / "checkpoint_last.pt", 30)
-    os.truncate(last, size)
+    os.truncate(checkpoint(tmp_path / "checkpoint_last.pt", 30), 100)
     assert run_folder.updates(run_folder.mend(tmp_path)) == 20
     assert last_updates(tmp_path) == 20
-    warning = capsys.readouterr().err
-    assert "checkpoint_last.pt: " in warning
-    assert "set aside" in warning
-    assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == size
+    assert "checkpoint_last.pt.damaged" in capsys.readouterr().err
+    assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == 100
 
 
 def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
@@ -97,13 +93,13 @@ def test_the_best_may_be_all_that_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["average3.pt", "eval/test.json"])
-def test_what_came_of_a_run_binds_its_folder(tmp_path, left):
+def test_an_average_or_a_score_binds_the_folder_of_a_run(tmp_path, data, left):
     """Without checkpoints nothing can go on; and another model must not take the place of the one that was scored."""
-    run_folder.claim(tmp_path, {"arch": "a"})
+    run_folder.claim(tmp_path, {"arch": "a"}, "", data)
     (tmp_path / left).parent.mkdir(exist_ok=True)
     (tmp_path / left).touch()
     with pytest.raises(UserError, match="belongs to another run"):
-        run_folder.claim(tmp_path, {"arch": "b"})
+        run_folder.claim(tmp_path, {"arch": "b"}, "", data)
     with pytest.raises(UserError, match="can go on from none of its checkpoints"):
         run_folder.mend(tmp_path)
 
@@ -179,17 +175,8 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
     ):
         with pytest.raises(UserError, match=said):
             run_folder.refuse_other_flags(tmp_path, {**same, name: values})
-    for starts in ([], [{}]):  # of before they were written down
-        (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
-        run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
-
-
-def test_never_silently_from_nothing(tmp_path, capsys):
-    for name in ("checkpoint1.pt", "checkpoint_last.pt"):
-        (tmp_path / name).write_text("not a checkpoint")
-    for _ in range(2):  # the second time everything has been set aside already
-        with pytest.raises(UserError, match="can go on from none of its checkpoints"):
-            run_folder.mend(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"starts": []}))  # as version 0.1.0 left it
+    run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
@@ -297,81 +284,61 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
 # --- whose folder it is -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_belongs_to_one_run(tmp_path):
+def test_a_folder_belongs_to_one_run(tmp_path, data):
     mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
-    run_folder.claim(tmp_path, {**mine, "arch": "mistyped"})
-    run_folder.claim(tmp_path, mine)  # nothing was saved yet
+    run_folder.claim(tmp_path, {**mine, "arch": "mistyped"}, "", data)
+    run_folder.claim(tmp_path, mine, "", data)  # nothing was saved yet
     checkpoint(tmp_path / "checkpoint1.pt", 10)
-    run_folder.claim(tmp_path, mine)
+    run_folder.claim(tmp_path, mine, "", data)
     with pytest.raises(UserError, match="belongs to another run") as refusal:
-        run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"})
+        run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"}, "", data)
     assert "arch: there a, now b" in str(refusal.value)
     assert "ea-beta: there None, now 0.3" in str(refusal.value)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
+        run_folder.claim(tmp_path, mine, "", data)
 
 
 def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     preparation.keep(run, data)
-    run_folder.claim(run, {"data": "x"})
+    run_folder.claim(run, {"data": "x"}, "", data)
     checkpoint(run / "checkpoint1.pt", 10)
     shutil.copytree(data, other)
     lines = (data / "dict.en.txt").read_text().splitlines(keepends=True)
     (other / "dict.en.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
     with pytest.raises(UserError, match=r"dict\.en\.txt, line 1: "):
-        run_folder.claim(run, {"data": "y"}, data=other)
+        run_folder.claim(run, {"data": "y"}, "", other)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "\xe4"])
-def test_a_folder_whose_record_is_torn_is_nobodys(tmp_path, content):
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
-    (tmp_path / "run.json").write_text(content, encoding="latin-1")
-    with pytest.raises(UserError, match=r"run\.json: is torn, or .* choose another --run"):
-        run_folder.claim(tmp_path, {"arch": "a"})
-    assert (tmp_path / "run.json").read_text(encoding="latin-1") == content
-
-
-def test_every_start_is_recorded(tmp_path):
+def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, capsys):
     """The record says on which code and flags each part of a run was trained; starting afresh forgets the last try."""
-    on_cpu = launch.Launch(gpus=0)
 
-    def start(lr, done):
-        run_folder.claim(tmp_path, {"arch": "a"}, "scripts/train.sh")
-        run_folder.record_start(tmp_path, {"user-dir": ["ea_fairseq"], "lr": [lr], "save-dir": ["x"]}, on_cpu, done)
-        return json.loads((tmp_path / "run.json").read_text())["starts"]
+    def start(lr, done, **more):
+        command = f"train.sh a --lr {lr}"
+        run_folder.claim(tmp_path, {"arch": "a"}, command, data)
+        flags = {"user-dir": ["ea_fairseq"], "lr": [lr], "dropout": ["0"], "save-dir": ["x"], **more}
+        run_folder.record_start(tmp_path, flags, launch.Launch(gpus=0), done, command)
+        return json.loads((tmp_path / "run.json").read_text())
 
     start("0.1", 0)
-    starts = start("0.2", 0)  # the first saved nothing
-    assert [one["flags"] for one in starts] == [{"lr": "0.2"}]
-    assert (starts[0]["processes"], starts[0]["updates"]) == (1, 0)
-    assert len(starts[0]["commit"].split()[0]) == 40
-    assert starts[0]["device"].startswith("CPU, ")
-    assert starts[0]["device"].endswith(("thread", "threads"))
+    (first,) = start("0.2", 0)["starts"]  # the first saved nothing
+    assert first["flags"] == {"lr": "0.2", "dropout": "0"}
+    assert (first["processes"], first["updates"]) == (1, 0)
+    assert len(first["commit"].split()[0]) == 40 and first["date"]
+    assert first["device"].startswith("CPU, ")
     checkpoint(tmp_path / "checkpoint1.pt", 10)
-    starts = start("0.3", 10)
-    assert [(one["updates"], one["flags"]["lr"]) for one in starts] == [(0, "0.2"), (10, "0.3")]
-
-
-def test_every_command_is_kept_and_what_differs_is_said(tmp_path, capsys):
-    on_cpu = launch.Launch(gpus=0)
-    for command, lr, done in (("train.sh a --lr 0.1", "0.1", 0), ("train.sh a --lr 0.2 --fp16", "0.2", 10)):
-        run_folder.claim(tmp_path, {"arch": "a"}, command)
-        extra = {"fp16": []} if done else {}
-        run_folder.record_start(tmp_path, {"lr": [lr], "dropout": ["0"], **extra}, on_cpu, done, command)
-        checkpoint(tmp_path / "checkpoint1.pt", 10)
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["command"] == "train.sh a --lr 0.1", "that which began the run"
-    assert [start["command"] for start in record["starts"]] == ["train.sh a --lr 0.1", "train.sh a --lr 0.2 --fp16"]
-    assert all(start["date"] for start in record["starts"])
-    said = capsys.readouterr().err
-    assert "--lr is 0.2 from here on; it was 0.1 " in said
-    assert "--fp16 is given from here on; it was not given" in said
-    assert "dropout" not in said
-
-
-def test_checkpoints_of_unknown_origin_are_not_adopted(tmp_path):
-    checkpoint(tmp_path / "checkpoint_last.pt", 1)
-    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
-        run_folder.claim(tmp_path, {"recipe": "sample"})
+    capsys.readouterr()
+    record = start("0.3", 10, fp16=[])
+    assert record["command"] == "train.sh a --lr 0.2", "the one that began the run"
+    assert [(one["updates"], one["command"]) for one in record["starts"]] == [
+        (0, "train.sh a --lr 0.2"),
+        (10, "train.sh a --lr 0.3"),
+    ]
+    printed = capsys.readouterr().err
+    assert "--lr is 0.3 from here on; it was 0.2 " in printed
+    assert "--fp16 is given from here on; it was not given" in printed
+    assert "dropout" not in printed
 
 
 def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
@@ -504,7 +471,7 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):
 
 @pytest.mark.slow
 def test_own_data_get_a_run_like_any_other(data, tmp_path):
-    """Without a recipe: the one that was made is kept, the run has its locks and logs, and goes on where it was."""
+    """Without a recipe: the one that was made is kept, and the run has its locks and logs."""
     shutil.copytree(data, tmp_path / "mine")
     prep = json.loads((data / "PREP.json").read_text())
     (tmp_path / "mine/PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 120}}}))
@@ -513,10 +480,6 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
     assert recipes.read(str(run / "recipe.toml")).data == tmp_path / "mine"
     assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}
     assert '"bleu"' in (run / "log.jsonl").read_text()  # small text is scored at validations
-    assert script("training.train", *own, "--num-workers", 0, "--max-epoch", 2).returncode == 0
-    steps = [json.loads(line)["step"] for line in (run / "log.jsonl").open() if '"valid"' in line]
-    assert len(steps) == 2 and steps[1] == 2 * steps[0]
-    assert len(json.loads((run / "run.json").read_text())["starts"]) == 2
 
 
 @pytest.mark.slow

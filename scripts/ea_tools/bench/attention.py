@@ -299,7 +299,7 @@ def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) ->
 
 
 def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """Bytes at most during a call, beyond what was there; on the CPU what PyTorch's allocator gave out."""
+    """Bytes at most during a call, beyond those in use before; on the CPU by PyTorch's allocator."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -333,12 +333,12 @@ def floor(
 ) -> dict[str, dict[str, int]]:
     """{pass: {"bytes", "flops"}} that no implementation goes below.
 
-    Bytes and FLOPs are bounds each by itself: what saves the bytes of maps between the passes computes maps twice.
+    Bytes and FLOPs are separate bounds: an implementation that stores no maps between the passes computes them twice.
 
     Args:
-        kernel_size: 0 where nothing is convolved.
+        kernel_size: 0 without a convolution.
         width: bytes of a number.
-        maps: whether maps come from the layer before and go to the next; all others need never leave the processor.
+        maps: whether maps come from the layer before and go to the next. Others need never leave the processor.
     """
     vectors = batch * heads * length * head_dim * width  # one of q, k, v, context, and of their gradients
     map_bytes = batch * heads * length * length * width if maps else 0

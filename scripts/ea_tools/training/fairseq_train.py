@@ -35,7 +35,6 @@ warnings.filterwarnings("ignore", message=r"\n'config' is validated|'pin_memory'
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
-import torch  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
@@ -60,7 +59,6 @@ class LongRunTrainer(Trainer):
         self._taken_up: dict[str, Any] | None = None  # where in an epoch the checkpoint was made that this goes on from
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
-            logger.info(describe(self.get_model(), self.cuda))
             Journal.progress = None
             if cfg.common.log_format == "simple":
                 Journal.progress = Progress(self, cfg.optimization.max_update)
@@ -135,16 +133,6 @@ def fit_place(place: dict[str, Any], batches: int) -> None:
         f"the epoch goes on after batch {place['iterations_in_epoch']:,} of {batches:,}: the checkpoint was made after "
         f"batch {done:,}{f' of {before:,}' if before else ''}, when batches were of another size"
     )
-
-
-def describe(model: torch.nn.Module, cuda: bool) -> str:
-    """The size of the model, and the device that trains it."""
-    every = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones are listed once
-    words = sum(number for name, number in every.items() if "embed_tokens" in name or "output_projection" in name)
-    threads = torch.get_num_threads()
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {threads} thread{'s'[: threads != 1]}"
-    total = sum(every.values())
-    return f"{total:,} parameters, {total - words:,} without embeddings and output projection, on {device}"
 
 
 def _end_diverged(trainer: Trainer, error: FloatingPointError) -> None:
