@@ -74,7 +74,7 @@ def client(address, *words):
     """Have the server run a command, pass on signals, and end with its status."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.connect(address)
-        socket.send_fds(link, [json.dumps([words, os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+        socket.send_fds(link, [json.dumps([words, str(Path.cwd()), dict(os.environ)]).encode()], [0, 1, 2])
         pid = int(link.recv(100))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -164,7 +164,7 @@ def _run(words, environment):
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False)
+        open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
         for number, mode, buffering, errors in ((0, "r", -1, None), (1, "w", -1, None), (2, "w", 1, "backslashreplace"))
     )
     sys.stdout.reconfigure(write_through="-u" in words or "PYTHONUNBUFFERED" in environment)
