@@ -95,17 +95,12 @@ def test_refuses_fewer_than_n(tmp_path):
         average_checkpoints.select([tmp_path], num_epochs=4)
 
 
-def test_the_last_n_are_of_one_run_and_none_counts_twice(tmp_path):
+def test_the_last_n_are_of_one_run(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         epochs(tmp_path / name, 2)
-    path = tmp_path / "one" / "checkpoint1.pt"
-    for inputs in ([tmp_path / "one", tmp_path / "other"], [path]):
-        with pytest.raises(UserError, match="those of one run; give its folder alone"):
-            average_checkpoints.select(inputs, num_epochs=1)
-    (tmp_path / "link.pt").symlink_to(path)
-    with pytest.raises(UserError, match=r"--inputs .*link\.pt: is given twice"):
-        average_checkpoints.select([path, tmp_path / "link.pt"])
+    with pytest.raises(UserError, match="those of one run; give its folder alone"):
+        average_checkpoints.select([tmp_path / "one", tmp_path / "other"], num_epochs=1)
 
 
 def test_an_input_is_never_written_over(tmp_path):

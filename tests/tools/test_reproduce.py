@@ -141,7 +141,6 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     (cell.folder / "eval").mkdir(parents=True)
     references = text.read_lines(recipe.data / "raw" / "test.en")
     hypotheses = references if better else [line.replace("the", "a") for line in references]
-    (cell.folder / "eval" / "test.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
     one = {
         "scores": kinds,
@@ -153,7 +152,9 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
         "command": "x",
     }
     one |= {"references": text.digest(references), "updates": 1500}
-    (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
+    for stem in ("test", "test.beam5.average2"):
+        (cell.folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
+        (cell.folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     flags = (
         recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
     )
@@ -259,14 +260,13 @@ def dry_run(toy, capsys, *flags):
 def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
-    for kind in ("json", "hyp.txt"):
-        shutil.copyfile(plain / "eval" / f"test.{kind}", plain / "eval" / f"test.beam5.average2.{kind}")
+    (evolving / "eval" / "test.beam5.average2.json").unlink()
     score_again(plain, "beam1.average1", 8.0)
     score_again(evolving, "beam1.average1", 8.0)
     written = collect(toy)
     assert "| Plain | 1 | 10.00 (" in written
     assert "| Evolving | 1 |" not in written
-    assert "is by beam1.average1, and this table's scores are by beam5.average2: not taken" in capsys.readouterr().err
+    assert "is by other settings than this table's, beam5.average2: not taken" in capsys.readouterr().err
     score_again(evolving, "beam5.average3", 12.0)
     written = collect(toy, "--average", "3")
     assert "- Beam and averaged checkpoints of the scores of" in written
@@ -280,8 +280,7 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
 def test_a_training_that_had_not_ended_goes_on(toy, capsys):
     """Its score is in the table, with how far it was, and is none that is done."""
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
-    for folder in (plain, evolving):
-        path = folder / "eval" / "test.json"
+    for path in (path for folder in (plain, evolving) for path in folder.glob("eval/*.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
     collect(toy)
     (plain / "checkpoint1.pt").touch()
@@ -419,32 +418,23 @@ def test_scores_before_the_end_of_a_training_are_named(toy):
     for row in ("Plain", "Evolving"):
         pretend(toy, row, 1, 10.0)
     assert "before the end" not in collect(toy)
-    (scored,) = (path for path in toy.glob("runs/*/ea_*/eval/test.json"))
+    (scored,) = toy.glob("runs/*/ea_*/eval/test.beam5.average2.json")
     scored.write_text(json.dumps({**json.loads(scored.read_text()), "unfinished": "1,500 of 9,000 updates"}))
     expected = "- **Scored before the end of their training**: Evolving, toy, seed 1 (1,500 of 9,000 updates)."
     assert collect(toy).count(expected) == 1
 
 
-def test_records_hold_no_path_of_this_machine(tmp_path):
-    (tmp_path / "run" / "eval").mkdir(parents=True)
-    (tmp_path / "run" / "eval" / "test.json").write_text(
-        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"})
-    )
-    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
-    records.keep(tmp_path / "run", tmp_path / "record", "test", "s")
-    kept = {"run": "runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"}
-    assert records.read(tmp_path / "record", "test") == kept
-
-
-def test_the_same_translations_make_the_same_file(tmp_path, monkeypatch):
-    """Else every --collect would change what is under version control."""
-    (tmp_path / "run" / "eval").mkdir(parents=True)
-    (tmp_path / "run" / "eval" / "test.json").write_text('{"settings_name": "s"}')
-    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
+def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch):
+    """Else every --collect would change files under version control."""
+    folder = tmp_path / "run" / "eval"
+    folder.mkdir(parents=True)
+    (folder / "test.s.json").write_text(json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"}))
+    (folder / "test.s.hyp.txt").write_text("a\n")
     made = []
     for when in (1e9, 2e9):
         monkeypatch.setattr(time, "time", lambda when=when: when)
         records.keep(tmp_path / "run", tmp_path / str(when), "test", "s")
+        assert records.read(tmp_path / str(when), "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
         made.append((tmp_path / str(when) / "eval" / "test.hyp.txt.gz").read_bytes())
     assert made[0] == made[1]
 

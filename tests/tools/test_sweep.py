@@ -34,8 +34,9 @@ class Trainings:
         one |= {"averaged": ["a"] * args.average, "settings_name": f"beam5.average{args.average}", "tokenizer": "13a"}
         one |= {"device": "d", "commit": "c" * 40, "date": "now", "command": "scripts/evaluate.sh", "updates": 9}
         (cell.folder / "eval").mkdir(parents=True, exist_ok=True)
-        (cell.folder / "eval" / "valid.json").write_text(json.dumps(one))
-        (cell.folder / "eval" / "valid.hyp.txt").write_text("a\n")
+        for stem in ("valid", "valid.beam5.average10"):
+            (cell.folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
+            (cell.folder / "eval" / f"{stem}.hyp.txt").write_text("a\n")
         return True
 
 

@@ -21,7 +21,7 @@ from ea_tools.bench import options
 from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory
-from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.evolution import Geometry
 from evolving_attention.masks import combine
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -174,24 +174,13 @@ def make_problem(
     )
 
 
-class Given(nn.Module):
-    """A projection that returns a given tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def forward(self, _: Tensor) -> Tensor:
-        """The tensor, whatever comes in."""
-        return self.tensor
-
-
 def ours(problem: Problem) -> Path:
     """The model's own attention, its projections taken out."""
     attention = problem.attention
-    attention.q_proj, attention.k_proj, attention.v_proj = map(Given, (problem.q, problem.k, problem.v))
+    for projection, given in zip(("q_proj", "k_proj", "v_proj"), (problem.q, problem.k, problem.v), strict=True):
+        getattr(attention, projection).forward = lambda _, given=given: given
     attention.out_proj = nn.Identity()
-    q, k = problem.q.detach(), problem.k.detach()  # what would be projected
+    q, k = problem.q.detach(), problem.k.detach()  # inputs of the projections
 
     def run() -> Results:
         if problem.kind == "encoder":
@@ -206,15 +195,16 @@ def ours(problem: Problem) -> Path:
 
 def plain(problem: Problem) -> Path:
     """Section by section as the paper has it."""
-    return partial(composition, problem, problem.attention.evolution)
+    return partial(composition, problem)
 
 
-def composition(problem: Problem, evolution: Evolution) -> Results:
+def composition(problem: Problem) -> Results:
     """Context, and in the encoder the map, by PyTorch's operations one by one."""
     q, k, v = split_heads(problem)
     logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
     masked = combine(problem.padding, problem.future)
-    a_logit = evolution(logits, masked | problem.padding[:, None, :, None], problem.previous)
+    hidden = masked | problem.padding[:, None, :, None]
+    a_logit = problem.attention.evolution(logits, hidden, problem.previous)
     scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).type_as(v)
     context = merge_heads(weights @ v)

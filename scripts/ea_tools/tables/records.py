@@ -26,30 +26,26 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
 
     `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
     """
-    evaluations = [run / "eval" / f"{name}.json" for name in (subset, f"{subset}.{wanted}")]
-    contents = {path: read_json(path) for path in evaluations if path.exists()}
-    scores = next((path for path, content in contents.items() if content["settings_name"] == wanted), None)
-    if scores is None:
-        for path, content in contents.items():
-            say(
-                f"note: {path} is by {content['settings_name']}, and this table's scores are by {wanted}: not taken. "
-                "Run this without --collect to have it scored again, or with another --average"
-            )
+    scores, last, target = (
+        folder / "eval" / f"{name}.json"
+        for folder, name in ((run, f"{subset}.{wanted}"), (run, subset), (record, subset))
+    )
+    if not scores.exists():
+        if last.exists():
+            say(f"note: {last} is by other settings than this table's, {wanted}: not taken; leave out --collect")
         return
-    scored = json.loads(json.dumps(contents[scores], ensure_ascii=False).replace(f"{REPO}/", ""))
-    target = record / "eval" / f"{subset}.json"
-    (record / "eval").mkdir(parents=True, exist_ok=True)
+    scored = json.loads(json.dumps(read_json(scores), ensure_ascii=False).replace(f"{REPO}/", ""))
+    target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
             with replacing(record / name) as temporary:
                 shutil.copyfile(run / name, temporary)
     kept = read_json(target) if target.exists() else {}
-    if {**kept, "paired": None} == {**scored, "paired": None}:
-        return
-    translations = scores.with_suffix(".hyp.txt").read_bytes()
-    with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
-        temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
-    write_json(target, scored)
+    if {**kept, "paired": None} != {**scored, "paired": None}:
+        translations = scores.with_suffix(".hyp.txt").read_bytes()
+        with replacing(target.with_suffix(".hyp.txt.gz")) as temporary:
+            temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
+        write_json(target, scored)
 
 
 def read(record: Path, subset: str) -> dict | None:
@@ -128,7 +124,7 @@ def training(record: Path) -> Training:
         data=written["identity"]["data"],
         commits=_changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
         devices=_changes([_device(start) for start in starts if "device" in start]),
-        precisions=_changes([_precision(start) for start in starts]),
+        precisions=_changes([recipes.precision_of(start["flags"]) for start in starts]),
         hours=_hours(record),
         command=written["command"],
         flags=_changes([recipes.learning_flags(start["flags"]) for start in starts]),
@@ -140,14 +136,10 @@ def _changes(values: list) -> tuple:
     return tuple(value for number, value in enumerate(values) if number == 0 or value != values[number - 1])
 
 
-def _precision(start: dict) -> str:
-    return next((name for name in recipes.PRECISIONS if name in start["flags"]), "fp32")
-
-
 def _device(start: dict) -> str:
     several = f"{start['processes']} x " if start["processes"] > 1 else ""
-    precision = "" if _precision(start) == "fp32" else f", {_precision(start)}"
-    return f"{several}{start['device']}{precision}"
+    precision = recipes.precision_of(start["flags"])
+    return f"{several}{start['device']}" + ("" if precision == "fp32" else f", {precision}")
 
 
 def _hours(record: Path) -> float | None:

@@ -31,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output, runs = Path(args.output), {path.parent.resolve() for path in paths}
         if output.resolve() in {path.resolve() for path in paths}:
             raise UserError(f"--output {output}: is one of the checkpoints to average; give it another name")
-        if not output.parent.is_dir():
-            raise UserError(f"--output {output}: there is no folder {output.parent}; make it first")
         _refuse_trainings_own(output, runs)
         save(average(paths), output)
         print(f"wrote {output}, the average of {len(paths)} checkpoints")
@@ -77,11 +75,9 @@ def select(
 ) -> list[Path]:
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
     paths = [Path(path) for path in inputs]
-    for number, path in enumerate(paths):
+    for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-        if path.resolve() in {other.resolve() for other in paths[:number]}:
-            raise UserError(f"--inputs {path}: is given twice, and would count twice")
     folders = [path for path in paths if path.is_dir()]
     if num_epochs is None and num_updates is None:
         if folders:

@@ -97,10 +97,7 @@ def choose_precision(wanted: str, launch: Launch) -> str:
         return wanted
     if not launch.gpus:
         if products.has_bf16_units():
-            say(
-                "precision: fp32; this CPU has units for bfloat16, try --precision bf16: evolving models trained 1.2 "
-                "to 1.6 times as fast with it on an Intel Xeon with AMX, transformer_lite slower (docs/performance.md)"
-            )
+            say("precision: fp32; this CPU has units for bfloat16, try --precision bf16 (docs/performance.md)")
         return "fp32"
     if not launch.capability:  # --dry-run for another machine
         return "fp32"

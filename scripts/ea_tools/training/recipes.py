@@ -220,6 +220,11 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**base, **own, **{key: _merge(base[key], own[key]) for key in both}}
 
 
+def precision_of(flags: Iterable[str]) -> str:
+    """The precision of a training by fairseq-train with these flags."""
+    return next((name for name in PRECISIONS if name in flags), "fp32")
+
+
 def learning_flags(flags: dict[str, str]) -> dict[str, str]:
     """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
     learning = {name: plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
