@@ -1,8 +1,8 @@
 """Commands of this Python without the seconds in which each of them would import PyTorch and fairseq.
 
-``Popen`` and ``run`` are subprocess's. They replace a command of this Python by a small client: it hands its words,
-folder, environment and streams to a server, which has imported the libraries and forks, and ends as the fork does.
-Every command also has a test that starts it coldly.
+``Popen`` and ``run`` are subprocess's. They replace a command of this Python by a small client, which hands its words,
+folder, environment and streams to a server. The server has imported the libraries, and forks. The client ends as the
+fork does. Every command also has a test that starts it coldly.
 """
 
 import atexit
@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-#: What the server imports. Nothing of this repository: each process imports its modules anew.
+#: The server imports these, and nothing of this repository: each process imports its modules anew.
 LIBRARIES = "matplotlib.figure torch torch._dynamo fairseq fairseq.options sacrebleu sacremoses subword_nmt.apply_bpe"
 #: Python, or PyTorch when it is imported, reads variables with such names: where they differ, the start is a cold one.
 READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "TRITON_INTERPRET")
@@ -107,7 +107,7 @@ def serve(address):
         __import__(name)
     SERVER["address"] = address
     parent = os.getppid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks leave no zombies
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(100)
@@ -127,7 +127,7 @@ def serve(address):
 
 
 def _begin(link):
-    """Be what the client asks for: its streams, folder and environment, then its program."""
+    """Take the client's streams, folder and environment, and run its program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, streams, *_ = socket.recv_fds(link, 2**18, 3)
     link.send(str(os.getpid()).encode())

@@ -1,4 +1,4 @@
-"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name what is wrong."""
+"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name the difference."""
 
 import argparse
 

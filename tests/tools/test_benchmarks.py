@@ -1,4 +1,4 @@
-"""scripts/benchmark_*.sh: what they time is what they say, in fair turns; their JSON; what they refuse."""
+"""scripts/benchmark_*.sh: fair turns, the models that they name, their JSON, and their errors."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ def small(monkeypatch):
 
 
 def result_of(module, path, *flags):
-    """Run a benchmark's command line in this process and read what it wrote."""
+    """Run a benchmark's command line in this process and read its file."""
     module.main([*map(str, flags), "--output", str(path)])
     found = json.loads(path.read_text())
     assert found.keys() >= ORIGIN
@@ -275,7 +275,7 @@ def test_attention(tmp_path, monkeypatch):
 
 
 def test_ours_is_the_models_own_attention():
-    """What the model would compute with projections that are the identity."""
+    """The model with projections that are the identity."""
     problem = benchmark_attention.make_problem(1, "cpu", torch.float32, "encoder", 4, 16, 3, 3)
     own = [benchmark_attention.ours(problem)(), benchmark_attention.plain(problem)()]
     for found, expected in zip(*own, strict=True):

@@ -1,4 +1,4 @@
-"""What training says: a line by time, one sentence at a bad end, what to type next; what is long goes to train.log."""
+"""The screen of a training: a line by time, one sentence at a bad end, the next command; train.log has the rest."""
 
 import logging
 import sys
@@ -71,7 +71,7 @@ def test_divergence_is_one_sentence(tmp_path, caplog):
 
 
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
-    """fairseq saves crash.pt then, too, and raises the error: which is what the user is to see."""
+    """fairseq saves crash.pt then, too, and raises the error, which the user must see."""
     try:
         raise PermissionError("a kernel cannot be compiled")
     except PermissionError:
@@ -86,7 +86,7 @@ def test_bf16_needs_no_tpu():
 
 
 def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
-    """What a link leads to is another checkpoint, which stays; a copy that fails half-way leaves the one before."""
+    """A link's target is another checkpoint, and stays; a copy that fails half-way leaves the one before."""
     for number in (1, 2):
         (tmp_path / f"checkpoint{number}.pt").write_text(f"contents {number}")
     best, source = tmp_path / "checkpoint_best.pt", str(tmp_path / "checkpoint2.pt")
@@ -150,7 +150,7 @@ def no_journal(monkeypatch):
 
 @pytest.fixture
 def logged(tmp_path, caplog, no_journal):
-    """A run's folder; what is opened there is closed again. fairseq-train logs from INFO on, pytest from WARNING."""
+    """A run's folder; its logs are closed again. fairseq-train logs from INFO on, pytest from WARNING."""
     caplog.set_level(logging.INFO)
     handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
     yield tmp_path

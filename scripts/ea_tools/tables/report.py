@@ -60,7 +60,7 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
         differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
         same = texts if texts and one.get("references") == other.get("references") == digest(texts) else None
         test = records.test_against(one["folder"], other["folder"], column.subset, same, lowercase)
-        # The test is of sacreBLEU. Where the other model is better by that, it says nothing of this score.
+        # The test is of sacreBLEU, and holds for this score only if the same model is the better one by both.
         if test and differences[seed] * test["difference"] >= 0:
             p[seed] = test["p"]
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}

@@ -4,7 +4,7 @@ scripts/reproduce.sh is how it is called. Finished runs stay; interrupted ones g
 say "not run". Flags of fairseq-train go to every training run, whose table is then another page:
 --max-update 300 writes results/TABLE-max-update300.md.
 
-Without a GPU, a run on each core goes at once, of one thread each. The small files of a finished run are kept
+Without a GPU, each core trains one run, on one thread. The small files of a finished run are kept
 in results/runs, from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought
 in by putting its files there.
 """

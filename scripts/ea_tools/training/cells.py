@@ -43,12 +43,13 @@ def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: 
     """Refuse a row that train.sh would refuse, before the first of them is started."""
     gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
     for cell in {cell.row.label: cell for cell in cells}.values():
-        words = commands(table, cell, args, extra)[0][1:]
+        words, printed = commands(table, cell, args, extra)[0][1:], io.StringIO()
         try:
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(printed):
                 train.prepare([*words, *gpus, "--dry-run"])
-        except UserError as error:
-            raise UserError(f"{cell.row.label}: {error}") from None
+        except (UserError, SystemExit) as error:  # the latter from argparse, which has printed the reason
+            reason = error if isinstance(error, UserError) else printed.getvalue().strip()
+            raise UserError(f"{cell.row.label}: {reason}") from None
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
