@@ -136,6 +136,7 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
         "scores": kinds,
         "averaged": [],
         "settings_name": "beam5.average2",
+        "tokenizer": "13a",
         "device": "d",
         "commit": COMMIT,
         "date": "now",
@@ -472,6 +473,7 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
+    monkeypatch.setattr(cells, "check", lambda *_: None)
     monkeypatch.setattr(
         cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
     )
@@ -492,6 +494,7 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
     def commands(table, cell, *_):
         return [["false" if cell.row.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.row.label}")]]
 
+    monkeypatch.setattr(cells, "check", lambda *_: None)
     monkeypatch.setattr(cells, "commands", commands)
     with pytest.raises(SystemExit) as end:
         reproduce.main([*map(str, options(toy)), "--gpus", "0"])
@@ -503,7 +506,7 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
     code = "from ea_tools.training import cells\nfrom ea_tools.tables import reproduce\n"
-    code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
+    code += f"cells.check = lambda *_: None\ncells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     pids = toy / "pids"

@@ -46,8 +46,8 @@ Times = dict[str, dict[str, list[list[float]]]]  # kind of measurement -> candid
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # IWSLT'14 De-En's 7,283 validation pairs, every 23rd of the training text, in subwords of its joint 10k code. Log
-# lengths of German and English have these means, standard deviations and correlation. The fit's 5, 50, 95 and 99% quantiles are
-# 6, 19, 58 and 92 German subwords; the text's are 6, 19, 59 and 87.
+# lengths of German and English have these means, standard deviations and correlation. The fit's 5, 50, 95 and 99%
+# quantiles are 6, 19, 58 and 92 German subwords; the text's are 6, 19, 59 and 87.
 LOG_MEAN = (2.960, 2.945)
 LOG_DEVIATION = (0.673, 0.660)
 CORRELATION = 0.971
