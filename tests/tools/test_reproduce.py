@@ -506,7 +506,8 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
     code = "from ea_tools.training import cells\nfrom ea_tools.tables import reproduce\n"
-    code += f"cells.check = lambda *_: None\ncells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
+    code += "cells.check = lambda *_: None\n"
+    code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     pids = toy / "pids"
