@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from helpers import warm
-from helpers.other_models import BART, LM, ROBERTA
+from helpers.other_models import LM, ROBERTA
 from tqdm import tqdm
 
 from ea_tools.bench import __main__ as bench
@@ -44,16 +44,13 @@ def result_of(module, path, *flags):
 
 def test_generated_lengths_are_distributed_as_claimed():
     lengths = benchmark.generate_lengths(40_000, 1)
-    assert lengths.shape == (40_000, 2)
     assert (lengths == benchmark.generate_lengths(40_000, 1)).all()
     assert (lengths != benchmark.generate_lengths(40_000, 2)).any()
-    assert lengths.min() >= 1
-    assert lengths.max() <= 175
+    assert lengths.min() >= 1 and lengths.max() <= 175
     assert (lengths.max(axis=1) <= 1.5 * lengths.min(axis=1)).all()
     logs = numpy.log(lengths)
     assert logs.mean(axis=0) == pytest.approx(benchmark.LOG_MEAN, abs=0.03)
     assert logs.std(axis=0) == pytest.approx(benchmark.LOG_DEVIATION, abs=0.03)
-    assert numpy.corrcoef(logs.T)[0, 1] == pytest.approx(benchmark.CORRELATION, abs=0.01)
     # the real text's
     assert numpy.percentile(lengths[:, 0], [5, 50, 95, 99]) == pytest.approx([6, 19, 59, 87], rel=0.08, abs=0.5)
 
@@ -156,7 +153,6 @@ def test_training_trains_as_the_recipe_does():
 SMALL_MODELS = {
     "lm": [*LM, "--decoder-layers", "1"],
     "roberta_base": [*ROBERTA[: ROBERTA.index("--max-positions")], "--encoder-layers", "1"],
-    "bart_base": [*BART, "--decoder-layers", "1"],
 }
 
 
@@ -176,8 +172,8 @@ def small_models(monkeypatch):
         monkeypatch.setattr(module, "configuration", smaller)
 
 
-@pytest.mark.parametrize("size", SMALL_MODELS)
-def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_models, size):
+@pytest.mark.parametrize("size", ["lm", "roberta_base"])
+def test_training_of_models_with_one_side(tmp_path, small, small_models, size):
     flags = ["--size", size, "--max-tokens", 60, "--memory-batches", 0]
     (result,) = result_of(benchmark_training, tmp_path / "t.json", *small, *flags)["results"]
     assert result["architectures"] == options.PAIRS[size]
@@ -190,14 +186,22 @@ def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_mod
 
 
 @pytest.mark.slow
-def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
-    flags = ["--max-tokens", 40, "--beam", 2, "--batch", "full", "--size"]
-    for size in ("lm", "bart_base"):
-        (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags, size)["results"]
+@pytest.mark.parametrize("size", ["lite", "lm"])
+def test_decoding(tmp_path, small, small_models, size):
+    """Each sentence of a batch gets as many steps; a language model begins it by itself."""
+    flags = ["--size", size, "--max-tokens", 40, "--beam", 2, "--batch", 3, "full"]
+    three, full = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
+    assert (three["batch"], full["batch"], three["beam"]) == ("3", "full", 2)
+    assert all(batch["sentences"] == 3 for batch in three["batches"])
+    assert max(batch["sentences"] for batch in full["batches"]) > 1
+    for result in (three, full):
         steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
         assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
+
+
+def test_an_encoder_decodes_nothing(tmp_path, small):
     with pytest.raises(SystemExit, match="--size roberta_base: such models have an encoder only, and decode nothing"):
-        benchmark_decoding.main(list(map(str, [*small, *flags, "roberta_base", "--output", tmp_path / "r.json"])))
+        benchmark_decoding.main([*small, "--size", "roberta_base", "--output", str(tmp_path / "r.json")])
 
 
 GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
@@ -225,20 +229,6 @@ def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
     bench.main()
     typed = shlex.split(json.loads((tmp_path / "d.json").read_text())["command"])
     assert typed == ["scripts/benchmark_decoding.sh", *map(str, words)]
-
-
-@pytest.mark.slow
-def test_decoding(tmp_path, small):
-    flags = ["--max-tokens", 40, "--beam", 2, "--batch", 1, 3, "full"]
-    found = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)
-    one, three, full = found["results"]
-    assert (one["batch"], three["batch"], full["batch"], one["beam"]) == ("1", "3", "full", 2)
-    assert all(batch["sentences"] == 1 for batch in one["batches"])
-    assert all(batch["sentences"] == 3 for batch in three["batches"])
-    assert max(batch["sentences"] for batch in full["batches"]) > 1
-    for result in (one, three, full):
-        steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
-        assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
 
 
 @pytest.mark.slow
@@ -311,7 +301,7 @@ def test_floor_counts_what_must_be_done(kind):
         (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
     ],
 )
-def test_refused(module, flags, said, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "has_bf16_units", lambda: False)
     output = tmp_path / "result.json"
     with pytest.raises(SystemExit) as caught:

@@ -125,7 +125,7 @@ def test_smaller_steps_are_made_up_for(capsys):
     assert f"effective batch: {2 * int(flags(command)['max-tokens']):,} tokens an update by --update-freq" in said
 
 
-def test_machines(capsys):
+def test_torchrun_starts_the_processes_of_two_machines(capsys):
     """2 machines with 8 GPUs each: torchrun on both, and half the accumulation of the paper's 8."""
     where = ["--nodes", 2, "--node-rank", 1, "--master", "one.example:4000", "--gpus", 8]
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_base", *where)
@@ -136,7 +136,7 @@ def test_machines(capsys):
     assert flags(command)["distributed-world-size"] == "16"
 
 
-def test_machines_without_gpus(capsys):
+def test_two_machines_without_gpus_train_over_gloo(capsys):
     where = ["--nodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--gpus", 0]
     found = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", *where)[0])
     assert found["distributed-init-method"] == "tcp://10.0.0.1:29500"
@@ -144,7 +144,7 @@ def test_machines_without_gpus(capsys):
     assert {"distributed-no-spawn", "cpu"} <= found.keys()
 
 
-def test_slurm(capsys, monkeypatch, tmp_path):
+def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

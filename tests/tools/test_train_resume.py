@@ -223,15 +223,7 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EIO, "Input/output error"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
-    ],
-    ids=["disk", "memory"],
-)
-def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch, error):
+def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch):
     """The next start may read it. A torn one beside it is set aside."""
     for number in (1, 2):
         checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
@@ -240,7 +232,7 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
 
     def unreadable(path, **options):
         if path.name == "checkpoint2.pt":
-            raise error
+            raise OSError(errno.EIO, "Input/output error")
         return read(path, **options)
 
     monkeypatch.setattr(torch, "load", unreadable)
@@ -249,8 +241,6 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged",
     ]  # fmt: skip
-    monkeypatch.undo()
-    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
 
 
 # --- whose folder it is -----------------------------------------------------------------------------------------------
@@ -313,20 +303,13 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     assert "dropout" not in printed
 
 
-def test_what_makes_another_model_is_part_of_a_runs_identity(data, tmp_path):
+def test_flags_of_the_model_are_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
     words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9, "--no-scale-embedding"]
-    words += ["--decoder-normalize-before", "--layernorm-embedding", "--activation-fn", "gelu"]
     args, flags = train.parse([*map(str, words)])
     identity = train.identity(train.plan(recipes.read("sample"), args, flags, launch.Launch(gpus=0)))
     model = {"recipe": "sample", "arch": "ea_transformer_lite", "ea-beta": "0.3", "encoder-layers": "2", "seed": "7"}
-    model |= {"decoder-normalize-before": "", "layernorm-embedding": "", "activation-fn": "gelu"}
-    model |= {
-        "no-scale-embedding": "",
-        "share-all-embeddings": "",
-        "criterion": "label_smoothed_cross_entropy",
-        "optimizer": "adam",
-    }
+    model |= {"no-scale-embedding": "", "share-all-embeddings": "", "optimizer": "adam"}
     assert model.items() <= identity.items()
     assert identity["data"] == train.fingerprint(data)
     assert not {"lr", "max-epoch", "max-tokens", "save-dir", "cpu"} & identity.keys(), "these belong to the launch"

@@ -1,6 +1,6 @@
 """Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
 
-scripts/reproduce.sh is how it is called. Finished runs stay; interrupted ones go on. Cells without a run
+scripts/reproduce.sh calls this. Finished runs stay; interrupted ones go on. Cells without a run
 say "not run". Flags of fairseq-train go to every training run, whose table is then another page:
 --max-update 300 writes results/TABLE-max-update300.md.
 

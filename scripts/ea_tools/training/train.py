@@ -1,4 +1,4 @@
-"""Train a recipe with an architecture, on the GPUs that there are or on the CPU; scripts/train.sh is how it is called.
+"""Train a recipe with an architecture, on the GPUs that there are or on the CPU (scripts/train.sh).
 
 The effective batch is the recipe's on any number of GPUs: the accumulation (--update-freq) makes up for those missing.
 Run the same command again and it goes on, from the newest checkpoint that loads; a finished run says so and stops.
