@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
-from ea_tools.bench import options
-from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
+from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory
 from evolving_attention.evolution import Geometry
@@ -57,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = options.attention(arguments)
     results = []
     with reporting("benchmark_attention"):
-        device = prepare(args)
+        device = common.prepare(args)
         if device == "cpu":
             keep_freed_memory()  # as scripts/train.sh does
         for precision in args.precision:
-            peaks = machine(device, DTYPES[precision])
+            peaks = machine(device, common.DTYPES[precision])
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
             for kind in args.kind:
                 for heads in args.heads:
@@ -69,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         result = measure(args, device, precision, kind, heads, length, peaks)
                         results.append(result)
                         report(result)
-                        write_json(args.output, record("attention", args, device, results))
+                        write_json(args.output, common.record("attention", args, device, results))
     print(f"written: {args.output}")
 
 
 def alive(device: str, error: Exception) -> None:
     """Raise where nothing runs any more on the device, as after an illegal address: no other path would."""
     try:
-        synchronize(device)
+        common.synchronize(device)
     except RuntimeError as lost:
         raise RuntimeError(f"{lost}; after {type(error).__name__}: {error}") from error
 
@@ -92,7 +90,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times, memory and floor of all paths on one problem."""
     batch = max(1, args.tokens // length)
-    problem = make_problem(args.seed, device, DTYPES[precision], kind, heads, length, batch, args.kernel_size)
+    problem = make_problem(args.seed, device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
     baseline = plain(problem)
     expected = results_of(baseline, problem)
     loops = {}
@@ -115,17 +113,14 @@ def measure(
     if not paths:
         raise UserError(f"no path could be measured: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
     label = f"{kind} K={heads} N={length} {precision}"
-    with tqdm(
-        total=calls(len(paths), 2, args.repetitions), desc=label, unit=" calls", mininterval=1, leave=False
-    ) as bar:
-        times = interleave(paths, list(PASSES), args.repetitions, device, bar)
+    times = common.interleave(paths, list(PASSES), args.repetitions, device, label)
     return {
         **{"kind": kind, "heads": heads, "length": length, "batch": batch, "precision": precision},
         "machine": peaks,
         "paths": {
             name: {
                 which: {
-                    "milliseconds": spread([1e3 * row[number] / loops[which] for row in table]),
+                    "milliseconds": common.spread([1e3 * row[number] / loops[which] for row in table]),
                     "memory": memory[name][which],
                     "floor": least(problem, name, peaks)[which],
                 }
@@ -273,10 +268,10 @@ def fastest(call: Callable[[], Any], count: int, device: str) -> float:
     """Seconds of the fastest of `count` calls."""
     seconds = []
     for _ in range(count):
-        synchronize(device)
+        common.synchronize(device)
         start = time.perf_counter()
         call()
-        synchronize(device)
+        common.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 

@@ -200,32 +200,34 @@ def synchronize(device: str) -> None:
 
 
 def interleave(
-    candidates: Mapping[str, Candidate], items: Sequence[Any], repetitions: int, device: str, progress: tqdm
+    candidates: Mapping[str, Candidate], items: Sequence[Any], repetitions: int, device: str, label: str
 ) -> Times:
     """Time all candidates on all items, in turns; each begins as often as the others.
 
     Args:
         candidates: {name: function of an item that returns the number of its tokens}.
         items: batches, or other arguments of the candidates.
-        progress: a bar, moved after each call.
+        label: of the progress bar.
 
     Returns:
         {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
     """
     names = list(candidates)
-    for item in items:  # memory is taken, kernels are chosen and compiled for each shape
-        for name in names:
-            candidates[name](item)
-            progress.update(1)
     times = {kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")}
-    for repetition in range(repetitions):
-        for kind, name in itertools.product(times, names):
-            times[kind][name].append([])
-        for number, item in enumerate(items):
-            first = (repetition + number) % len(names)
-            for name in names[first:] + names[:first]:
-                for kind, value in timed(candidates[name], item, device).items():
-                    times[kind][name][repetition].append(value)
+    rounds = len(items) * (1 + repetitions)
+    with tqdm(total=rounds, desc=label, unit=" rounds", mininterval=1, leave=False) as progress:
+        for item in items:  # memory is taken, kernels are chosen and compiled for each shape
+            for name in names:
+                candidates[name](item)
+            progress.update(1)
+        for repetition in range(repetitions):
+            for kind, name in itertools.product(times, names):
+                times[kind][name].append([])
+            for number, item in enumerate(items):
+                first = (repetition + number) % len(names)
+                for name in names[first:] + names[:first]:
+                    for kind, value in timed(candidates[name], item, device).items():
+                        times[kind][name][repetition].append(value)
                 progress.update(1)
     return times
 
@@ -241,11 +243,6 @@ def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
         "cpu_seconds": time.process_time() - cpu_start,
         "tokens": tokens,
     }
-
-
-def calls(candidates: int, items: int, repetitions: int) -> int:
-    """The number of calls that `interleave` makes of a candidate."""
-    return candidates * items * (1 + repetitions)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

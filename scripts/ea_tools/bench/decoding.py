@@ -15,28 +15,8 @@ from fairseq import utils
 from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
-from tqdm import tqdm
 
-from ea_tools.bench import exported, options
-from ea_tools.bench.common import (
-    DTYPES,
-    Batch,
-    Candidate,
-    calls,
-    configuration,
-    corpus,
-    describe,
-    interleave,
-    make_task,
-    pick,
-    prepare,
-    record,
-    report_speeds,
-    sides_of_model,
-    speeds,
-    task_flags,
-    type_of_numbers,
-)
+from ea_tools.bench import common, exported, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.maps.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.training.products import require_bf16_units
@@ -47,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = options.decoding(arguments)
     results = []
     with reporting("benchmark_decoding"):
-        device = prepare(args)
+        device = common.prepare(args)
         if device == "cpu" and "bf16" in args.precision:
             require_bf16_units()
         if args.exported:
@@ -57,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for beam in args.beam:
                     for batch in args.batch:
                         results.append(measure(args, device, size, precision, beam, batch))
-                        write_json(args.output, record("decoding", args, device, results))
+                        write_json(args.output, common.record("decoding", args, device, results))
     print(f"written: {args.output}")
 
 
@@ -65,15 +45,15 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
     """Speed of one pair of models."""
     architectures = options.PAIRS[size]
     stock = architectures["stock"]
-    if "decoder" not in (sides := sides_of_model(stock)):
+    if "decoder" not in (sides := common.sides_of_model(stock)):
         raise UserError(f"--size {size}: such models have {NAMES[sides]}, and decode nothing")
     # A model brings along the differences between the two.
-    config = configuration(stock, *task_flags(stock), data=args.data or "data", device=device)
+    config = common.configuration(stock, *common.task_flags(stock), data=args.data or "data", device=device)
     config.generation.beam = beam
-    task = make_task(args, config)
+    task = common.make_task(args, config)
     models = {name: random_model(args, task, words) for name, words in architectures.items()}
     limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
-    batches = pick(corpus(args, task, args.subset), args.batches, args.seed, **limits)
+    batches = common.pick(common.corpus(args, task, args.subset), args.batches, args.seed, **limits)
     decoders = {
         name: decoder(task, ready(model, config, precision, device), config, device) for name, model in models.items()
     }
@@ -82,21 +62,18 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
         folders = _exports(size, models, task)
         architectures = {**architectures, **{name: exported.NAMES[name] for name in folders}}
         decoders |= exported.candidates(folders, torch.get_num_threads(), beam, True, task)
-    with tqdm(
-        total=calls(len(decoders), len(batches), args.repetitions), desc=label, unit=" batches", mininterval=1
-    ) as progress:
-        times = interleave(decoders, batches, args.repetitions, device, progress)
+    times = common.interleave(decoders, batches, args.repetitions, device, label)
     result = {
         "size": size,
         "architectures": architectures,
         "precision": precision,
         "beam": beam,
         "batch": batch,
-        "batches": [describe(picked) for picked in batches],
-        **speeds(times),
+        "batches": [common.describe(picked) for picked in batches],
+        **common.speeds(times),
         "times": times,
     }
-    report_speeds(label, result, device)
+    common.report_speeds(label, result, device)
     if args.exported:
         result |= {"ratios": exported.ratios(times), "starts": exported.starts(folders)}
         exported.report(result)
@@ -117,8 +94,8 @@ def _exports(size: str, models: Mapping[str, FairseqModel], task: FairseqTask) -
 
 def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
-    shared = ["--share-all-embeddings"] if sides_of_model(words) == BOTH else []
-    config = configuration(words, *task_flags(words), *shared, data=args.data or "data")
+    shared = ["--share-all-embeddings"] if common.sides_of_model(words) == BOTH else []
+    config = common.configuration(words, *common.task_flags(words), *shared, data=args.data or "data")
     torch.manual_seed(args.seed)
     model = task.build_model(config.model)
     model.load_state_dict(model.state_dict())
@@ -127,16 +104,16 @@ def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> Fai
 
 def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) -> FairseqModel:
     """As fairseq-generate prepares a model."""
-    model.to(device=device, dtype=DTYPES[type_of_numbers(precision, device)])
+    model.to(device=device, dtype=common.DTYPES[common.type_of_numbers(precision, device)])
     model.prepare_for_inference_(config)
     return model
 
 
-def decoder(task: FairseqTask, model: FairseqModel, config: DictConfig, device: str) -> Candidate:
+def decoder(task: FairseqTask, model: FairseqModel, config: DictConfig, device: str) -> common.Candidate:
     """A function that decodes a batch, in as many steps as its targets have, and gives the number of tokens."""
     generator = task.build_generator([model], config.generation)
 
-    def decode(batch: Batch) -> int:
+    def decode(batch: common.Batch) -> int:
         steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
         generator.min_len, generator.max_len_a, generator.max_len_b = steps, 0, steps
         sample = utils.move_to_cuda(batch) if device == "cuda" else batch
