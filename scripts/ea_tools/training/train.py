@@ -22,23 +22,9 @@ from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.metrics import validation_flags
 from ea_tools.preparation import fingerprint, kept_by, require_same
 from ea_tools.text import read_prep
-from ea_tools.training import flag_faults, products, recipes
+from ea_tools.training import flag_faults, products, recipes, run_folder
 from ea_tools.training.launch import Launch, choose_precision, distribution
 from ea_tools.training.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
-from ea_tools.training.run_folder import (
-    LAST,
-    claim,
-    finished,
-    keep_preparation,
-    mend,
-    next_command,
-    record_start,
-    refuse_other_flags,
-    resumable,
-    settle_model,
-    take,
-    updates,
-)
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
 ELSEWHERE = {
@@ -103,33 +89,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_first_model(flags, start.data)
         is_first = start.launch.rank == 0  # of several machines one writes
         if is_first:
-            take(start.run)
-            claim(start.run, identity(start), args.command, start.data)
-            keep_preparation(start.run, start.data)
+            run_folder.take(start.run)
+            run_folder.claim(start.run, identity(start), args.command, start.data)
+            run_folder.keep_preparation(start.run, start.data)
             if toml and not (start.run / "recipe.toml").exists():  # it may have been edited since
                 say(made)
                 with replacing(start.run / "recipe.toml") as temporary:
                     temporary.write_text(toml, encoding="utf-8")
-            last = mend(start.run)
+            last = run_folder.mend(start.run)
         else:
-            last = load(start.run / LAST) if (start.run / LAST).exists() else None
-        if reason := finished(last, start.flags):
-            refuse_other_flags(start.run, flags)
+            last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
+        if reason := run_folder.finished(last, start.flags):
+            run_folder.refuse_other_flags(start.run, flags)
             say(f"{start.run}: this run is finished: {reason}")
             if is_first and not has_model_recorded(start.run):  # a kill came before
-                say(f"the model of {start.run} is {settle_model(start.run).name}")
-            say(f"next: {next_command(start.data, start.run)}")
+                say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
+            say(f"next: {run_folder.next_command(start.data, start.run)}")
             return
-        if last and not resumable(last):
+        if last and not run_folder.resumable(last):
             raise UserError(
                 f"{start.run}: its checkpoints hold no state of the optimizer (--no-save-optimizer-state), so training "
                 "cannot go on from them; scripts/evaluate.sh can score them"
             )
         if is_first:
-            done, every_flag = updates(last) if last else 0, start.flags | start.own_flags
-            record_start(start.run, every_flag, start.launch, done, args.command)
+            done, every_flag = run_folder.updates(last) if last else 0, start.flags | start.own_flags
+            run_folder.record_start(start.run, every_flag, start.launch, done, args.command)
     if last:
-        say(f"{start.run}: goes on after {updates(last):,} updates")
+        say(f"{start.run}: goes on after {run_folder.updates(last):,} updates")
     os.execve(start.command[0], start.command, start.environment)
 
 
