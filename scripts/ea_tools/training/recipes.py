@@ -109,7 +109,7 @@ def read(name: str) -> Recipe:
 
 def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
     content = {name: value for name, value in merged.items() if name != "inherit"}
-    recipe = filled(Recipe, {"name": path.stem if path.suffix == ".toml" else path.name, **content}, str(path))
+    recipe = filled(Recipe, {"name": path.stem, **content}, str(path))
     if min(dataclasses.astuple(recipe.batch)) < 1:
         raise UserError(f"{path}: [batch] has a number below 1")
     if path.parent != FOLDER:  # those in recipes/ have a test, and may name what only fairseq's slow import knows
