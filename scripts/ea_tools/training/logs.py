@@ -181,8 +181,9 @@ def identity(record: Path) -> tuple[dict[str, str], str | None]:
         return {}, None
     content = read_json(record)
     try:
-        flags = content["starts"][0]["flags"] if content["starts"] else {}
-        settings = {**content["identity"], **recipes.learning_flags(flags), "precision": recipes.precision_of(flags)}
+        settings, starts = {**content["identity"]}, content["starts"]
+        flags = starts[0]["flags"] if starts else {}
+        settings |= {**recipes.learning_flags(flags), "precision": recipes.precision_of(flags)}
     except (KeyError, TypeError) as error:
         raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
     return settings, settings.pop("seed", None)
