@@ -1,4 +1,4 @@
-"""Shared by commands: files that are replaced when they are complete, and mistakes that are one line."""
+"""Files are replaced when they are complete, and mistakes are one line."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from ea_data.system import explained
+from ea_data.command_line import explained
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
 
@@ -31,7 +31,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
 
 
 def test_processes_that_write_one_file_have_temporary_files_of_their_own(tmp_path, monkeypatch):
-    """Else one would rename the other's half-written file."""
+    """Else one would rename the unfinished file of the other."""
     with replacing(tmp_path / "file") as mine:
         mine.write_text("mine")
         monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -52,7 +52,7 @@ def test_a_pipe_stays_and_is_written_to(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "out", "")
 
 
-def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
+def test_a_reader_that_closes_the_output_ends_the_command_without_a_message():
     """As in scripts/translate.sh ... | head -2."""
     code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
     pipeline = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -2; echo ${{PIPESTATUS[0]}}"
@@ -60,7 +60,7 @@ def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
     assert (done.stdout, done.stderr) == ("line\nline\n141\n", "")
 
 
-def test_what_the_system_refuses_is_one_line(tmp_path):
+def test_a_refusal_of_the_system_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as end, reporting("tool"):
         (tmp_path / "absent").read_text()
     assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory; check the path"
