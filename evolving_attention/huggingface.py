@@ -186,8 +186,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: the context, B x T x K x D, and the weights where they are asked for.
 
-    query is B x K x T x D; key and value are B x K x S x D. attention_mask broadcasts to B x K x T x S. Its type's
-    lowest number masks. Other numbers are added to the logits.
+    query is B x K x T x D; key and value are B x K x S x D. The mask broadcasts to B x K x T x S. Its type's lowest
+    number masks. Other numbers are added to the logits.
     """
     evolution = module.evolution
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
@@ -265,10 +265,9 @@ def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
 
 
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before a model's forward: new maps. The models within a model return weights where it must return them."""
-    outer = keywords.get("evolving_maps")
-    need_weights = keywords.get("output_attentions") or model.config.output_attentions
-    return arguments, {**keywords, "evolving_maps": _Maps(bool(need_weights or (outer and outer.need_weights)))}
+    """Before a model's forward: new maps."""
+    need_weights = bool(keywords.get("output_attentions", model.config.output_attentions))
+    return arguments, {**keywords, "evolving_maps": _Maps(need_weights)}
 
 
 def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
