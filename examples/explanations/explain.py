@@ -68,7 +68,7 @@ class Classifier:
 
 
 def lime(probabilities: Probabilities, sentence: str, samples: int) -> list[float]:
-    """A score for each word: what it adds to the probability of the class of the whole sentence."""
+    """A score for each word: its share in the probability of the class of the whole sentence."""
     explainer = LimeTextExplainer(split_expression=str.split, bow=False, mask_string="", random_state=1)
     options = {"top_labels": 1, "num_features": len(sentence.split()), "num_samples": samples}
     (weights,) = explainer.explain_instance(sentence, probabilities, **options).as_map().values()

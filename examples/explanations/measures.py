@@ -1,10 +1,10 @@
-"""How faithful an explanation is to a model, and how near to people's: the measures of ERASER (DeYoung et al., 2020).
+"""The measures of ERASER (DeYoung et al., 2020): is an explanation true to its model, and do people agree with it?
 
 An explanation gives each word of a sentence a score. p is the model's probability of its class for the whole sentence.
 
-    comprehensiveness = p - p without the best words     high: the model needs these words
-    sufficiency       = p - p with the best words alone  low: the model needs no others
-    AUPRC             = area under the curve of precision and recall, against the words that people chose
+- Comprehensiveness is p, less p without the best words. It is high where the model needs these words.
+- Sufficiency is p, less p with the best words alone. It is low where the model needs no others.
+- AUPRC is the area under the curve of precision and recall, against the words that people chose.
 
 The first two are means over the best 1, 5, 10, 20 and 50% of the words, at least one word.
 """

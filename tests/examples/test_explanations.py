@@ -23,7 +23,7 @@ def by_words(sentences):
 
 
 def test_faithfulness_counted_by_hand():
-    """Of four words the best 1 to 20% are one word, the best 50% two."""
+    """The best 1 to 20% of four words are one word, the best 50% two."""
     comprehensiveness, sufficiency = faithfulness(by_words, SENTENCE, [0.0, 0.9, 0.5, -1.0])
     # Without "good" 0.4 stays, without "good film" 0.1; "good" alone has 0.6, "good film" 0.9.
     assert comprehensiveness == pytest.approx((4 * 0.5 + 0.8) / 5)
@@ -52,6 +52,7 @@ def test_area_counted_by_hand():
 def test_lime_finds_what_each_word_adds():
     scores = explain.lime(by_words, SENTENCE, samples=200)
     assert scores == pytest.approx([0, 0.5, 0.3, 0], abs=0.05)
+    assert len(explain.lime(by_words, "a good a", samples=20)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,14 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["stock", "evolving"])
 def test_attention_explains_by_the_last_layers_weights_from_cls(folder, kind):
     classifier = explain.Classifier(folder / f"SST-2-{kind}-1")
-    inputs = classifier.tokenizer("unbelievable plot", return_tensors="pt")
+    assert any("evolution" in name for name, _ in classifier.model.named_parameters()) == (kind == "evolving")
+    inputs = classifier.tokenizer("unbelievable plotbad", return_tensors="pt")
+    assert len(inputs.tokens()) > 4
     assert inputs.word_ids() == [None, 0, *([1] * (len(inputs.tokens()) - 3)), None]
     with torch.no_grad():
         weights = classifier.model(**inputs, output_attentions=True).attentions[-1][0, :, 0].mean(0)
-    assert classifier.attention("unbelievable plot") == pytest.approx([weights[1].item(), weights[2:-1].sum().item()])
+    scores = classifier.attention("unbelievable plotbad")
+    assert scores == pytest.approx([weights[1].item(), weights[2:-1].sum().item()])
 
 
 def test_the_command_compares_models_and_methods(folder, capsys):
