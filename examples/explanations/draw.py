@@ -1,6 +1,8 @@
 """Draw the attention maps of classifiers side by side, a mean over heads: ICML 2021, figure 11, on models of your own.
 
-python -m examples.explanations.draw models/cola/CoLA-stock-1 models/cola/CoLA-evolving-1 --out maps.png
+    python -m examples.explanations.draw models/sst2/SST-2-stock-1 models/sst2/SST-2-evolving-1 --out maps.png
+
+All panels have one scale.
 """
 
 import argparse
@@ -16,20 +18,21 @@ SENTENCE = "Mary tried John to go abroad ."
 
 @torch.no_grad()
 def draw(folders: list[Path], sentence: str) -> Figure:
-    """A row for each model, a column for each layer; the panels have one scale."""
-    columns = []
+    """A row for each model, a column for each layer."""
+    rows = []
     for folder in folders:
         classifier = Classifier(folder)
         inputs = classifier.tokenizer(sentence, return_tensors="pt")
         # For each layer T x T.
         maps = [layer[0].mean(0) for layer in classifier.model(**inputs, output_attentions=True).attentions]
-        columns.append((folder.name, inputs.tokens(), maps))
-    layers = len(columns[0][2])
-    figure = Figure(figsize=(3.2 * layers, 3.2 * len(columns)), layout="constrained")
-    grid = figure.subplots(len(columns), layers, squeeze=False)
-    for row, (name, tokens, maps) in zip(grid, columns, strict=True):
-        for number, (axes, weights) in enumerate(zip(row, maps, strict=True), 1):
-            axes.imshow(weights.numpy(), cmap="viridis", vmin=0, vmax=1)
+        rows.append((folder.name, inputs.tokens(), maps))
+    layers = len(rows[0][2])
+    largest = max(weights.max().item() for _, _, maps in rows for weights in maps)
+    figure = Figure(figsize=(3.2 * layers, 3.2 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), layers, squeeze=False)
+    for panels, (name, tokens, maps) in zip(grid, rows, strict=True):
+        for number, (axes, weights) in enumerate(zip(panels, maps, strict=True), 1):
+            axes.imshow(weights.numpy(), cmap="viridis", vmin=0, vmax=largest)
             axes.set_title(f"{name}, layer {number}", fontsize=9)
             axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=8)
             axes.set_yticks(range(len(tokens)), tokens, fontsize=8)
