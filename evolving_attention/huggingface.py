@@ -29,6 +29,11 @@ from .masks import hide_rows
 NAME = "evolving"
 #: the entry of config.json with the arguments of ``evolve``
 SETTINGS = "evolving_attention"
+#: model types whose kinds of attention are known; others may share layers, cut maps into windows, or cap logits
+MODEL_TYPES = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "vit", "deit", "dinov2", "gpt2", "opt"),
+    *("t5", "mt5", "bart", "mbart", "marian", "pegasus", "m2m_100"),
+)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -46,15 +51,14 @@ def evolve(
     New parameters are fresh; all others stay. With ``learn_mix`` and alpha = beta = 0 the model's function stays too.
 
     Args:
-        model: one whose attention goes through ``transformers``' attention interface.
+        model: one of ``MODEL_TYPES``, or made of such models.
         alpha, beta, rule, kernel_size, learn_mix: see ``Evolution``.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a setting that ``Evolution`` does not have, a model that evolves already, or one without attention
-            layers that go through the interface.
+        ValueError: a setting that ``Evolution`` does not have, a model that evolves already, or one of another type.
     """
     settings = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "learn_mix": learn_mix}
     _check(model, settings)
@@ -149,7 +153,8 @@ class EvolvingLayer(DynamicLayer):
 class _Maps:
     """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then."""
 
-    def __init__(self) -> None:
+    def __init__(self, need_weights: bool) -> None:
+        self.need_weights = need_weights
         self.of: dict[str, tuple[Tensor, bool]] = {}
 
     def before(self, module: nn.Module) -> Tensor | None:
@@ -177,11 +182,12 @@ def _attention(
     *,
     evolving_maps: _Maps,
     evolving_cache: Cache | None = None,
-    **others: Any,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: query B x K x T x D, key and value B x K x S x D -> B x T x K x D, and the weights.
+    """The attention function: the context, B x T x K x D, and the weights where they are asked for.
 
-    attention_mask broadcasts to B x K x T x S; the lowest number of its type masks, others are added to the logits.
+    query is B x K x T x D; key and value are B x K x S x D. The mask broadcasts to B x K x T x S. Its type's lowest
+    number masks. Other numbers are added to the logits.
     """
     evolution = module.evolution
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
@@ -212,7 +218,7 @@ def _attention(
         step=layer is not None,
         dropout=dropout,
         keep_map=module.hands_on_map,
-        need_weights=bool(getattr(module.config, "output_attentions", False) or others.get("output_attentions")),
+        need_weights=evolving_maps.need_weights,
     )
     result = attend(call, evolution)
     if result.a_logit is not None:
@@ -260,7 +266,8 @@ def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
 
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a model's forward: new maps."""
-    return arguments, {**keywords, "evolving_maps": _Maps()}
+    need_weights = bool(keywords.get("output_attentions", model.config.output_attentions))
+    return arguments, {**keywords, "evolving_maps": _Maps(need_weights)}
 
 
 def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -284,8 +291,10 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         raise ValueError(f"kernel_size {settings['kernel_size']}: must be a positive odd number")
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
-    if not any(map(_is_attention, model.modules())):
-        raise ValueError(f"{type(model).__name__}: no layer of it uses transformers' attention interface")
+    types = {module.config.model_type for module in model.modules() if _is_attention(module)}
+    unknown = (types or {model.config.model_type}).difference(MODEL_TYPES)
+    if unknown:
+        raise ValueError(f"model type {', '.join(sorted(unknown))}: must be one of {', '.join(MODEL_TYPES)}")
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -297,7 +306,8 @@ def _geometry(name: str, module: nn.Module) -> Geometry:
     """The kind of attention of a module of this name."""
     if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False):
         return Geometry.ENCODER_DECODER
-    if name.endswith("EncDecAttention"):  # of T5
+    # Names in T5 and in BART.
+    if name.endswith(("EncDecAttention", "encoder_attn")):
         return Geometry.ENCODER_DECODER
     causal = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
     return Geometry.DECODER_SELF if causal else Geometry.ENCODER_SELF

@@ -7,6 +7,7 @@ With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces 
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tomllib
@@ -51,6 +52,10 @@ def main(words: list[str] | None = None) -> None:
             # One list for each seed: all metrics of all development sets.
             results = [run(args, evolving, seed, tokenizer, train_rows, devs) for seed in args.seeds]
             print(_row(args, evolving, results), flush=True)
+            if args.out:
+                record = {"settings": vars(args), "evolving": evolving, "results": results}
+                path = args.out / f"{args.task}-{_kind(evolving)}.json"
+                path.write_text(json.dumps(record, default=str, indent=1) + "\n")
     except (DataError, OSError) as error:
         print(f"fine_tune: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
@@ -86,6 +91,10 @@ def run(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    if args.out:
+        folder = args.out / f"{args.task}-{_kind(evolving)}-{seed}"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return [number for dev in devs for number in score(args.task, [y for _, y in dev], predict(model, tokenizer, dev))]
 
 
@@ -140,6 +149,10 @@ def _tensors(
     return inputs, torch.tensor([label for _, label in rows], device=device)
 
 
+def _kind(evolving: bool) -> str:
+    return "evolving" if evolving else "stock"
+
+
 def _row(args: argparse.Namespace, evolving: bool, results: list[list[float]]) -> str:
     name = "BERT, 3 layers of 256, from scratch" if args.from_scratch else args.model
     name += f", evolving, alpha {args.alpha}, beta {args.beta}" if evolving else ""
@@ -163,6 +176,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         help="the papers' settings for this model (default: BERT-Base)",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="raw files (default: download to data/glue)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the models and their scores there")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
     parser.add_argument("--updates", type=int, metavar="N", help="stop after so many")
     parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a row (default: 128)")

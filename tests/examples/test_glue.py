@@ -1,6 +1,7 @@
 """GLUE: reading, metrics, and the command on a few rows."""
 
 import gzip
+import json
 import re
 import urllib.error
 import zipfile
@@ -44,11 +45,15 @@ def write(folder, name):
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsys):
     write(tmp_path, name)
-    fine_tune.main([name, "--from-scratch", "--data", str(tmp_path), "--updates", "1", "--max-length", "16"])
+    options = ["--updates", "1", "--max-length", "16", "--out", str(tmp_path)]
+    fine_tune.main([name, "--from-scratch", "--data", str(tmp_path), *options])
     plain, evolving = capsys.readouterr().out.splitlines()[2:]
     assert "evolving" in evolving and "evolving" not in plain
     numbers = len(TASKS[name].metrics) * len(TASKS[name].dev)
     assert len(re.findall(r"-?\d+\.\d", plain.split("|")[2])) == numbers
+    record = json.loads((tmp_path / f"{name}-evolving.json").read_text())
+    assert "/".join(f"{number:.1f}" for number in record["results"][0]) == evolving.split("|")[-2].strip()
+    assert (tmp_path / f"{name}-evolving-1" / "model.safetensors").is_file()
 
 
 def test_rows_have_sentences_and_classes(tmp_path):

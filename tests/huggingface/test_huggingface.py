@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 import transformers
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoConfig,
+    AutoModel,
     BertConfig,
     BertForMaskedLM,
     BertModel,
@@ -24,22 +29,20 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from evolving_attention import Geometry, huggingface
-from evolving_attention.huggingface import evolve, from_pretrained
+from evolving_attention import RULES, Geometry, huggingface
+from evolving_attention.huggingface import MODEL_TYPES, evolve, from_pretrained
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
 WORDS = {"vocab_size": 30, "max_position_embeddings": 40}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-NO_DROPOUT_IN_GPT2 = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+NO_DROPOUT_IN_GPT2 = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 T5_SIZES = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
 MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, **WORDS, **NO_DROPOUT)),
     "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, **WORDS, **NO_DROPOUT)),
     "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, **NO_DROPOUT, image_size=8, patch_size=4)),
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=8, n_layer=2, n_head=2, vocab_size=30, n_positions=40, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
-        )
+        GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=30, n_positions=40, **NO_DROPOUT_IN_GPT2)
     ),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES, dropout_rate=0, decoder_start_token_id=0)),
 }
@@ -86,6 +89,46 @@ def test_mixes_learnt_from_zero_leave_the_function(name):
     assert any(parameter_name.endswith("evolution.beta") for parameter_name, _ in evolved.named_parameters())
 
 
+#: every name that a configuration of MODEL_TYPES has for a size
+TINY = {"vocab_size": 30, "image_size": 8, "patch_size": 4, "max_position_embeddings": 40, "pad_token_id": 1}
+TINY |= dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size", "word_embed_proj_dim"), 8)
+TINY |= dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers"), 2)
+TINY |= dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_head"), 2)
+TINY |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+TINY |= dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 12)
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_every_model_type_has_the_kinds_of_attention_that_its_layers_are(name):
+    torch.manual_seed(1)
+    model = AutoModel.from_config(AutoConfig.for_model(name, **TINY, d_kv=4)).double().eval()
+    pictures = {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
+    batch = pictures if name in ("vit", "deit", "dinov2") else {"input_ids": torch.randint(3, 30, (2, 6))}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(3, 30, (2, 5))
+    expected = model(**batch)[0]
+    assert_close(evolve(model, 0, 0, learn_mix=True)(**batch)[0], expected)
+    kinds = Counter(module.evolution.geometry for module in model.modules() if hasattr(module, "evolution"))
+    if model.config.is_encoder_decoder:
+        assert kinds == dict.fromkeys(Geometry, 2)
+    else:
+        assert kinds == {Geometry.DECODER_SELF if name in ("gpt2", "opt") else Geometry.ENCODER_SELF: 2}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_weights_are_returned_where_asked_for(name):
+    model = build(name).eval()
+    model.set_attn_implementation("eager")
+    words = {**inputs(name), "output_attentions": True}
+    expected = {key: value for key, value in model(**words).items() if key.endswith("attentions")}
+    actual = evolve(model, alpha=0, beta=0, learn_mix=True)(**words)
+    real = (slice(None), slice(None), slice(2, 4))
+    for key, layers in expected.items():
+        assert len(actual[key]) == len(layers)
+        for weights, others in zip(actual[key], layers, strict=True):
+            assert_close(weights[real], others[real])
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Every call of the attention function: its arguments and its result."""
@@ -119,7 +162,10 @@ def by_loop(module, query, key, value, mask, options, previous):
         if evolution.geometry == Geometry.ENCODER_SELF:
             unseen = hidden | hidden.all(0)[:, None]
         before = None if previous is None else previous[number]
-        numbers = reference.COEFFICIENTS[evolution.rule, before is not None](evolution.alpha, evolution.beta)
+        in_decoder = evolution.geometry != Geometry.ENCODER_SELF
+        # Decoders evolve by this rule as by "evolving".
+        rule = "evolving" if in_decoder and evolution.rule == "evolving-from-second" else evolution.rule
+        numbers = reference.COEFFICIENTS[rule, before is not None](evolution.alpha, evolution.beta)
         convolutions = [] if evolution.conv is None else [(evolution.conv.weight, evolution.conv.bias)]
         picture = [[[logits[h, i, j] for j in range(k.size(1))] for i in range(q.size(1))] for h in range(q.size(0))]
         evolved = reference.evolve(
@@ -134,9 +180,9 @@ def by_loop(module, query, key, value, mask, options, previous):
 
 @pytest.mark.parametrize(
     "name, rule",
-    [("bert", "evolving"), ("roberta", "predictive"), ("vit", "evolving"), ("gpt2", "evolving"), ("t5", "evolving"),
-     ("bert", "evolving-from-second"), ("t5", "residual"), ("vit", "realformer")],
-)  # fmt: skip
+    # T5 has all three kinds of attention, and position biases.
+    [("t5", rule) for rule in RULES] + [(name, "evolving") for name in MODELS if name != "t5"],
+)
 def test_values_and_gradients_equal_the_papers_loops(name, rule, calls):
     """Every attention of a model, its maps handed on from layer to layer."""
     model = build(name, alpha=0.4, beta=0.3, rule=rule)
@@ -196,7 +242,7 @@ def test_what_cannot_work_is_refused_by_name():
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
         model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    with pytest.raises((NotImplementedError, ValueError), match=r"assisted|crop"):
+    with pytest.raises(NotImplementedError, match="assisted decoding, which takes back tokens, does not work"):
         model.generate(words[:1], max_new_tokens=4, assistant_model=build("gpt2"), pad_token_id=0)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="'sdpa' hides the attention map; expected 'evolving'"):
@@ -217,6 +263,11 @@ def test_bad_settings_change_nothing(settings, message):
         evolve(evolve(model))
 
 
+def test_other_model_types_are_refused():
+    with pytest.raises(ValueError, match="model type albert: must be one of bert, "):
+        evolve(AlbertModel(AlbertConfig(**SIZES, **WORDS, embedding_size=8)))
+
+
 def test_eight_threads_share_a_model():
     model, batch = build("t5", alpha=0.4, beta=0.3).eval(), inputs("t5")
     sizes = [6, 4, 5, 3] * 2
@@ -235,7 +286,7 @@ def test_eight_threads_share_a_model():
 
 
 def test_a_copy_of_DataParallel_gives_the_same():
-    """What DataParallel makes for each GPU: copies of every module, joined anew."""
+    """DataParallel copies every module for each GPU, and joins the copies anew."""
     model, batch = build("t5", alpha=0.4, beta=0.3).eval(), inputs("t5")
     copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, copied in copies.items():
@@ -250,15 +301,16 @@ def _cut(batch, size):
     return {name: values[:, :size] for name, values in batch.items()}
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.parametrize("name", MODELS)
 def test_gradient_checkpointing_gives_the_same_gradients(name):
     model = build(name, alpha=0.4, beta=0.3).train()
     expected = _gradients(model, name)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_close(_gradients(model, name), expected)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(RuntimeError, match="use_reentrant=True cuts the gradients"):
-        _gradients(model, name)
+    if name != "gpt2":  # whose layers hand on no maps
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        with pytest.raises(RuntimeError, match="use_reentrant=True cuts the gradients"):
+            _gradients(model, name)
 
 
 def _gradients(model, name):
@@ -267,17 +319,21 @@ def _gradients(model, name):
     return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
-def test_round_trip(tmp_path):
-    model = build("bert", alpha=0.4, beta=0.3, rule="predictive").float().eval()
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name, tmp_path):
+    model = build(name, alpha=0.4, beta=0.3, rule="predictive", learn_mix=True).eval()
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
-    loaded = from_pretrained(BertForMaskedLM, tmp_path).eval()
-    assert type(loaded) is BertForMaskedLM
-    words = inputs("bert")
-    assert torch.equal(loaded(**words).logits, model(**words).logits)
+    loaded = from_pretrained(type(model), tmp_path, dtype=torch.float64).eval()
+    assert type(loaded) is type(model)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert_close(loaded(**inputs(name)).logits, model(**inputs(name)).logits)
+
+
+def test_a_checkpoint_without_evolution_is_named(tmp_path):
+    build("bert").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no 'evolving_attention'"):
-        BertModel(model.bert.config.__class__(**SIZES, **WORDS)).save_pretrained(tmp_path / "plain")
-        from_pretrained(BertModel, tmp_path / "plain")
+        from_pretrained(BertForMaskedLM, tmp_path)
 
 
 def test_a_plain_checkpoint_keeps_every_weight_there_and_back(tmp_path):

@@ -1,0 +1,105 @@
+"""Explanations: the measures against examples counted by hand, and the command on models of one update."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("lime")
+from examples.explanations import draw, explain
+from examples.explanations.measures import auprc, best, faithfulness
+from examples.glue import fine_tune
+
+SENTENCE = "a good film indeed"
+SENTENCES = ("unbelievable film", "good", "bad", "a good film , and a good plot", "so bad a film")
+
+
+def by_words(sentences):
+    """A classifier that adds up words; the probability of the second class is 0.9 for SENTENCE."""
+    second = [0.1 + 0.5 * ("good" in sentence.split()) + 0.3 * ("film" in sentence.split()) for sentence in sentences]
+    return np.array([[1 - p, p] for p in second])
+
+
+def test_faithfulness_counted_by_hand():
+    """The best 1 to 20% of four words are one word, the best 50% two."""
+    comprehensiveness, sufficiency = faithfulness(by_words, SENTENCE, [0.0, 0.9, 0.5, -1.0])
+    # Without "good" 0.4 stays, without "good film" 0.1; "good" alone has 0.6, "good film" 0.9.
+    assert comprehensiveness == pytest.approx((4 * 0.5 + 0.8) / 5)
+    assert sufficiency == pytest.approx((4 * 0.3 + 0.0) / 5)
+    # The wrong words: without them nothing changes, and they alone change everything.
+    comprehensiveness, sufficiency = faithfulness(by_words, SENTENCE, [0.9, 0.0, -1.0, 0.5])
+    assert (comprehensiveness, sufficiency) == (pytest.approx(0), pytest.approx(0.8))
+
+
+def test_faithfulness_is_of_the_class_of_the_whole_sentence():
+    comprehensiveness, _ = faithfulness(lambda sentences: by_words(sentences)[:, ::-1], SENTENCE, [0.0, 0.9, 0.5, 0.0])
+    assert comprehensiveness == pytest.approx((4 * 0.5 + 0.8) / 5)
+
+
+def test_best_words():
+    assert best([1, 3, 3, 2, 0, 0], 0.01) == {1}
+    assert best([1, 3, 3, 2, 0, 0], 0.5) == {1, 2, 3}
+
+
+def test_area_counted_by_hand():
+    # Recall 1/2 at precision 1, then from precision 1/2 to 2/3 at recall 1.
+    assert auprc([True, False, True, False], [0.9, 0.8, 0.7, 0.1]) == pytest.approx(1 / 2 + (1 / 2 + 2 / 3) / 4)
+    assert auprc([True, False], [0.2, 0.1]) == 1
+
+
+def test_lime_finds_what_each_word_adds():
+    scores = explain.lime(by_words, SENTENCE, samples=200)
+    assert scores == pytest.approx([0, 0.5, 0.3, 0], abs=0.05)
+    assert len(explain.lime(by_words, "a good a", samples=20)) == 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """SST-2 of a few rows, and models of one update."""
+    folder = tmp_path_factory.mktemp("explanations")
+    rows = "".join(f"{sentence}\t{int('bad' not in sentence)}\n" for sentence in SENTENCES)
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
+    words = ["--from-scratch", "--data", str(folder), "--updates", "1", "--seeds", "1", "2", "--out", str(folder)]
+    fine_tune.main(["SST-2", *words])
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["stock", "evolving"])
+def test_attention_explains_by_the_last_layers_weights_from_cls(folder, kind):
+    classifier = explain.Classifier(folder / f"SST-2-{kind}-1")
+    assert any("evolution" in name for name, _ in classifier.model.named_parameters()) == (kind == "evolving")
+    inputs = classifier.tokenizer("unbelievable plotbad", return_tensors="pt")
+    assert len(inputs.tokens()) > 4
+    assert inputs.word_ids() == [None, 0, *([1] * (len(inputs.tokens()) - 3)), None]
+    with torch.no_grad():
+        weights = classifier.model(**inputs, output_attentions=True).attentions[-1][0, :, 0].mean(0)
+    scores = classifier.attention("unbelievable plotbad")
+    assert scores == pytest.approx([weights[1].item(), weights[2:-1].sum().item()])
+
+
+def test_the_command_compares_models_and_methods(folder, capsys):
+    explain.main(
+        ["--models", str(folder), "--data", str(folder), "--samples", "5", "--out", str(folder / "results.json")]
+    )
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [(line[0].strip("| "), line[1]) for line in lines] == [
+        (kind, method) for kind in ("stock", "evolving") for method in explain.METHODS
+    ]
+    results = json.loads((folder / "results.json").read_text())["results"]
+    assert all(len(seeds) == 2 and set(seeds[0]["LIME"]) == set(explain.MEASURES) for seeds in results.values())
+
+
+def test_a_folder_without_models_is_named(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        explain.main(["--models", str(tmp_path), "--data", str(folder)])
+    assert f"explain: {tmp_path}: has no SST-2-stock-N" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_panel_for_each_model_and_layer(folder, tmp_path):
+    models = [str(folder / f"SST-2-{kind}-1") for kind in ("stock", "evolving")]
+    assert len(draw.draw([folder / models[0], folder / models[1]], "so good").axes) == 2 * 3
+    draw.main([*models, "--out", str(tmp_path / "maps.png")])
+    assert (tmp_path / "maps.png").stat().st_size > 0
