@@ -192,7 +192,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
     fairseq's own encoder asks whether there is padding, which no graph can. Ours without evolution computes the same.
     """
-    model = copy.deepcopy(model).float().cpu()
+    model = copy.deepcopy(model).float().cpu().requires_grad_(False)
     if not isinstance(model.encoder, EATransformerEncoder):
         model.cfg.ea_alpha = model.cfg.ea_beta = 0.0
         encoder = EATransformerEncoder(model.cfg, model.encoder.dictionary, model.encoder.embed_tokens)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ea_runtime import ExportError, Translator
+from ea_runtime.search import check_whole
 
 
 def main() -> None:
@@ -21,13 +22,13 @@ def main() -> None:
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (default: the export's)")
     parser.add_argument("--n-best", type=int, default=1, metavar="N", help="above 1: score, tab, text; N lines each")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sentences at once (default: 32)")
-    parser.add_argument(
-        "--buffer", type=int, default=1000, metavar="N", help="lines read before the first is translated"
-    )
+    parser.add_argument("--buffer", type=int, default=1000, metavar="N", help="lines read at once (default: 1000)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
     args = parser.parse_args()
     try:
+        for name in ("batch", "buffer"):
+            check_whole(f"--{name}", getattr(args, name))
         if args.serve:
             return _serve(args)
         translator = Translator(args.folder, args.threads)
@@ -40,9 +41,11 @@ def main() -> None:
             sys.stdout.flush()
     except (ExportError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
-    except BrokenPipeError:  # who reads the output has enough of it, as head has
+    except OSError as error:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
-        sys.exit(128 + signal.SIGPIPE)
+        # who reads the output may have enough of it, as head has
+        broken = isinstance(error, BrokenPipeError)
+        sys.exit(128 + signal.SIGPIPE if broken else f"ea_runtime: standard output: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ea_runtime.search import Hypothesis, Settings, search
+from ea_runtime.search import Hypothesis, Settings, check_whole, search
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ FORMAT = 1
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 PAD, EOS, UNK = 1, 2, 3
+#: The most source tokens of a batch: the encoder's memory grows with the square of the sentences' length.
+TOKENS = 4096
 
 
 class ExportError(Exception):
@@ -41,9 +43,12 @@ class Translator:
 
     Raises:
         ExportError: the folder is no export, or files of it are damaged, or of another export, or too new.
+        ValueError: threads is below 1.
     """
 
     def __init__(self, folder: str | Path, threads: int | None = None) -> None:
+        if threads is not None:
+            check_whole("threads", threads)
         self.folder = Path(folder)
         self.description = _description(self.folder)
         from ea_runtime.text import Text  # here, for --help needs none of the packages that split text
@@ -77,7 +82,7 @@ class Translator:
             beam: width of the search; default: the export's, 5.
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
-            batch: sentences at once.
+            batch: sentences at once, fewer where they are long.
             prefixes: for each line, target words that its translation begins with, as the model writes them.
             settings: more of ``Settings``.
 
@@ -105,6 +110,9 @@ class Translator:
         Messages number the lines from `first` on.
         """
         lines = list(lines)
+        check_whole("batch", batch)
+        if prefixes is not None and len(prefixes) != len(lines):
+            raise ValueError(f"prefixes: expected one for each of {len(lines)} lines, not {len(prefixes)}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
@@ -119,8 +127,9 @@ class Translator:
         """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
         results: list[list[Hypothesis]] = [[] for _ in sources]
         by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
-        for begin in range(0, len(by_length), batch):
-            numbers = by_length[begin : begin + batch]
+        while by_length:
+            size = min(batch, max(1, TOKENS // len(sources[by_length[0]])))
+            numbers, by_length = by_length[:size], by_length[size:]
             of = None if prefixes is None else [prefixes[n] for n in numbers]
             found = self.search_ids([sources[n] for n in numbers], settings, of)
             for n, hypotheses in zip(numbers, found, strict=True):
@@ -241,7 +250,7 @@ def _description(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        version, digests = description["format"], description["digests"]
+        version, digests = int(description["format"]), dict(description["digests"])
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"{path}: damaged ({type(error).__name__}: {error}); export the model again") from None
     if version > FORMAT:

@@ -18,6 +18,7 @@ from ea_tools.common import UserError, positive, quiet, reporting, say
 from ea_tools.preparation import of_model
 from ea_tools.training import provenance
 from ea_tools.translating.evaluate import choose_checkpoint, describe
+from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
     from ea_fairseq import Translator
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--out {args.out}: is there already; remove it, or name another folder")
         if not args.run.is_dir():
             raise UserError(f"--run {args.run}: no such folder")
+        if is_export(args.run):
+            raise UserError(f"--run {args.run}: is exported already; name the run that it came from")
         checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
         loaded, state = load_translator(checkpoint, args.run)
         args.out.parent.mkdir(parents=True, exist_ok=True)
