@@ -37,6 +37,8 @@ if __name__ == "__main__":
         (abs(a - b) for n in first for (text, a), (twin, b) in zip(first[n], second[n], strict=True) if text == twin)
     )
     counts = collections.Counter(kinds.values())
-    print(*(f"{counts[name]} {name}" for name in ("same", "tie", "different")), f"scores within {largest:.1e}", sep=", ")
+    print(
+        *(f"{counts[name]} {name}" for name in ("same", "tie", "different")), f"scores within {largest:.1e}", sep=", "
+    )
     for number in [number for number in kinds if kinds[number] != "same"][:20]:
         print(kinds[number], number, *zip(first[number], second[number], strict=True), sep="\n  ")

@@ -1,4 +1,4 @@
-"""Export a trained translation model to ONNX: a folder for ea_runtime, checked against PyTorch before it is left.
+"""Export a translation or language model to ONNX: a folder for ea_runtime, compared with PyTorch before it is left.
 
 Axes: N sentences.
 """
@@ -16,15 +16,22 @@ from typing import TYPE_CHECKING, Any
 from ea_tools.checkpoints import choose, load, section
 from ea_tools.common import UserError, positive, quiet, reporting, say
 from ea_tools.preparation import of_model
+from ea_tools.text import read_prep
 from ea_tools.training import provenance
 from ea_tools.translating.evaluate import choose_checkpoint, describe
 from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ea_fairseq import Translator
 
 #: scores of the exported model may differ by this much from PyTorch's
 CLOSE = {"float32": 1e-3, "int8": 1.0}
+#: fairseq's tasks whose models can be exported
+TASKS = ("translation", "language_modeling")
+#: words of the sentences on which they are compared
+LENGTHS = (1, 2, 5, 9, 17)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_export(args.run):
             raise UserError(f"--run {args.run}: is exported already; name the run that it came from")
         checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
-        loaded, state = load_translator(checkpoint, args.run)
+        loaded, state = load_model(checkpoint, args.run)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".export-") as work:
             folder = Path(work) / "model"
@@ -69,7 +76,7 @@ def _average(args: argparse.Namespace) -> Path:
     return Path(choose_checkpoint(args.run, None, best=False, count=args.average)[0])
 
 
-def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
+def load_model(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
     """A checkpoint's model with its text, and the checkpoint's content.
 
     Raises:
@@ -77,16 +84,31 @@ def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, 
     """
     state = load(checkpoint)
     task = section(state, "task").get("_name", "translation")
-    if task != "translation":
-        raise UserError(f"{checkpoint}: was trained for {task}; only models for translation can be exported")
-    preparation = of_model(checkpoint, state, run)
+    if task not in TASKS:
+        raise UserError(f"{checkpoint}: was trained for {task}; models for {' and '.join(TASKS)} can be exported")
     from ea_fairseq import hub
     from ea_fairseq.export import reason_against
 
-    loaded = hub.translator([checkpoint], preparation.folder)
+    if task == "translation":
+        loaded = hub.translator([checkpoint], of_model(checkpoint, state, run).folder)
+    else:
+        loaded = _language_model(checkpoint, Path(section(state, "task")["data"]))
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
+
+
+def _language_model(checkpoint: Path, data: Path) -> Translator:
+    """A language model in the place of a translation model."""
+    read_prep(data)  # where there is none, it says so
+    from fairseq import checkpoint_utils
+    from fairseq.hub_utils import GeneratorHubInterface
+
+    from ea_fairseq import Translator
+    from ea_runtime.text import Text
+
+    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
+    return Translator(GeneratorHubInterface(cfg, task, models), Text(data), [checkpoint])
 
 
 def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
@@ -94,23 +116,27 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     from ea_fairseq.export import export
 
     model, task = loaded.hub.models[0], loaded.hub.task
-    say("exporting encoder and decoder; it takes about half a minute")
+    say("exporting; it takes about half a minute")
     export(model, folder)
     if int8:
         quantise(folder)
     strip(folder)
     for path in loaded.text.files:
         shutil.copyfile(path, folder / path.name)
-    languages = {"source": task.cfg.source_lang, "target": task.cfg.target_lang}
-    dictionaries = {side: f"dict.{language}.txt" for side, language in languages.items()}
-    for name in set(dictionaries.values()):
-        shutil.copyfile(Path(task.cfg.data) / name, folder / name)
+    kind = section(state, "task")["_name"]
+    sides = {"source": "dict.txt", "target": "dict.txt"}
+    if kind == "translation":
+        sides = {"source": f"dict.{task.cfg.source_lang}.txt", "target": f"dict.{task.cfg.target_lang}.txt"}
+    for name in set(sides.values()):
+        shutil.copyfile(loaded.text.files[0].with_name(name), folder / name)
+    limits = loaded.hub.max_positions
     description: dict[str, Any] = {
+        "task": kind,
         **describe(state),
         "averaged": state.get("extra_state", {}).get("averaged", []),
         "int8": int8,
-        "max_positions": [int(x) for x in loaded.hub.max_positions],
-        "dictionaries": dictionaries,
+        "max_positions": [int(limits)] * 2 if isinstance(limits, int) else [int(limit) for limit in limits],
+        "dictionaries": sides,
         "checkpoint": loaded.checkpoints[0].name,
         "commit": provenance.git_commit(),
     }
@@ -130,7 +156,7 @@ def quantise(folder: Path) -> None:
     """Weights of matrix products in 8 bits, a scale for each output; convolutions and normalisations stay float32."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    for name in ("encoder.onnx", "decoder.onnx"):
+    for name in sorted(path.name for path in folder.glob("*.onnx")):
         given = folder / f"float32-{name}"
         (folder / name).rename(given)
         options = {
@@ -146,44 +172,61 @@ def strip(folder: Path) -> None:
     """Take out what only a debugger reads: where each node comes from, and the shapes in between."""
     import onnx
 
-    for name in ("encoder.onnx", "decoder.onnx"):
-        model = onnx.load(folder / name)
+    for path in folder.glob("*.onnx"):
+        model = onnx.load(path)
         del model.graph.value_info[:]
         for node in model.graph.node:
             del node.metadata_props[:]
-        onnx.save(model, folder / name)
+        onnx.save(model, path)
 
 
 def compare(loaded: Translator, folder: Path, close: float) -> float:
     """The largest difference of scores between the exported model and PyTorch, on made-up sentences.
-
-    Both force PyTorch's translation, so that a tie does not matter.
 
     Raises:
         UserError: they differ by more than `close`.
     """
     import torch
 
-    from ea_runtime import Translator as Runtime
     from ea_runtime.translator import EOS
 
-    runtime, dictionary = Runtime(folder, threads=1), loaded.hub.task.source_dictionary
-    chance = torch.Generator().manual_seed(1)
-    lengths = (1, 2, 5, 9, 17)
-    largest = 0.0
-    for length in lengths:
-        source = torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance)
-        source = torch.cat([source, torch.tensor([EOS])])
-        (expected,) = loaded.hub.generate([source], beam=1)
-        tokens = expected[0]["tokens"].tolist()[:-1]
-        settings = runtime.settings({"beam": 1, "max_len_b": len(tokens)})
-        (found,) = runtime.search_ids([source.tolist()], settings, [tokens])
-        largest = max(largest, abs(found[0].score - float(expected[0]["score"])))
+    dictionary, chance = loaded.hub.task.source_dictionary, torch.Generator().manual_seed(1)
+    words = [torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance) for length in LENGTHS]
+    sentences = [torch.cat([of, torch.tensor([EOS])]) for of in words]
+    is_translation = (folder / "encoder.onnx").is_file()
+    largest = (_compare_translations if is_translation else _compare_language)(loaded, folder, sentences)
     if largest > close:
         raise UserError(
             f"the exported model's scores differ from PyTorch's by {largest:.2g}, more than {close}: nothing kept"
         )
     return largest
+
+
+def _compare_translations(loaded: Translator, folder: Path, sentences: list[Tensor]) -> float:
+    """Both force PyTorch's translation, so that a tie does not matter. Sentences leave the batch at different times."""
+    from ea_runtime import Translator as Runtime
+
+    runtime = Runtime(folder, threads=1)
+    expected = [best for best, *_ in loaded.hub.generate(sentences, beam=1)]
+    prefixes = [best["tokens"].tolist() for best in expected]
+    settings = runtime.settings({"beam": 1, "max_len_b": max(map(len, prefixes))})
+    found = runtime.search_ids([sentence.tolist() for sentence in sentences], settings, prefixes)
+    pairs = zip(found, expected, strict=True)
+    return max(abs(ours.score - float(best["score"])) for (ours,), best in pairs)
+
+
+def _compare_language(loaded: Translator, folder: Path, sentences: list[Tensor]) -> float:
+    """Scores of a token. Sentences leave the batch at different times."""
+    from ea_runtime import LanguageModel
+
+    found = LanguageModel(folder, threads=1).score_ids([sentence.tolist() for sentence in sentences], len(sentences))
+    model, differences = loaded.hub.models[0], []
+    for sentence, ours in zip(sentences, found, strict=True):
+        before = sentence.roll(1)[None]  # the end of a sentence comes before its first word
+        of_words = model.get_normalized_probs(model(before), log_probs=True)[0]
+        expected = float(of_words.gather(1, sentence[:, None]).sum())
+        differences.append(abs(ours.score - expected) / len(sentence))
+    return max(differences)
 
 
 if __name__ == "__main__":
