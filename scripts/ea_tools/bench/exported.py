@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -45,11 +46,11 @@ print(seconds, int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/statu
 def write(models: Mapping[str, FairseqModel], task: FairseqTask, folder: Path) -> dict[str, Path]:
     """Export {"ours": ..., "stock": ...}: a folder for each of NAMES that can be timed here."""
     folders = {name: folder / name.replace(" ", "-") for name in NAMES}
+    folders["exported"].mkdir()
+    export(models["ours"], folders["exported"])
+    shutil.copytree(folders["exported"], folders["exported int8"])
+    quantise(folders["exported int8"])
     for name in ("exported", "exported int8"):
-        folders[name].mkdir()
-        export(models["ours"], folders[name])
-        if name.endswith("int8"):
-            quantise(folders[name])
         _write_text(task, folders[name])
     if importlib.util.find_spec("ctranslate2") is None:
         return {name: path for name, path in folders.items() if name.startswith("exported")}

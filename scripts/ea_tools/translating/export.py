@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from ea_tools.translating.evaluate import choose_checkpoint, describe
 from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
+    from onnx import GraphProto
     from torch import Tensor
 
     from ea_fairseq import Translator
@@ -166,6 +168,67 @@ def quantise(folder: Path) -> None:
         }
         quantize_dynamic(given, folder / name, **options)
         given.unlink()
+        shrink(folder / name)
+
+
+def shrink(path: Path) -> None:
+    """Store in 8 bits what `quantise` leaves: the embedding once more, positions, and convolutions over time."""
+    import onnx
+
+    model = onnx.load(path)
+    _share_embedding(model.graph)
+    _pack(model.graph)
+    onnx.save(model, path)
+
+
+def _share_embedding(graph: GraphProto) -> None:
+    """Where the embedding is the output's matrix, too: read its columns, and leave out the other copy."""
+    from onnx import TensorProto, helper
+
+    stored = {value.name: value for value in graph.initializer}
+    for number, node in enumerate(graph.node):
+        table = node.input[0].removesuffix("_quantized") if node.op_type == "Gather" else ""
+        shared, scales = f"{table}_Transposed_quantized", f"{table}_Transposed_scale"
+        if shared not in stored:
+            continue
+        (after,) = [other for other in graph.node if node.output[0] in other.input]  # DequantizeLinear
+        columns, of_words = [f"{table}_{name}" for name in ("columns", "column_scales")]
+        nodes = [
+            helper.make_node("Gather", [shared, node.input[1]], [columns], axis=1),  # C x R x 1
+            helper.make_node("Gather", [scales, node.input[1]], [of_words], axis=0),  # R x 1
+            helper.make_node("Cast", [columns], [f"{columns}_float"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", [f"{columns}_float", of_words], [f"{columns}_scaled"]),
+            helper.make_node("Transpose", [f"{columns}_scaled"], after.output, perm=[1, 2, 0]),
+        ]
+        for name in (node.input[0], *after.input[1:]):
+            graph.initializer.remove(stored[name])
+        graph.node.remove(after)
+        graph.node.remove(node)
+        for place, new in enumerate(nodes, number):
+            graph.node.insert(place, new)
+        return
+
+
+def _pack(graph: GraphProto) -> None:
+    """Large matrices in 8 bits, a scale for each row. ONNX Runtime unpacks them once, when it loads the model."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    large = [
+        value
+        for value in graph.initializer
+        # the convolutions of maps have four axes
+        if value.data_type == TensorProto.FLOAT and len(value.dims) in (2, 3) and math.prod(value.dims) >= 4096
+    ]
+    for value in large:
+        weight = numpy_helper.to_array(value)
+        scale = np.abs(weight).max(axis=tuple(range(1, weight.ndim)), keepdims=True).clip(1e-9) / 127
+        packed, scales = f"{value.name}_packed", f"{value.name}_scales"
+        graph.initializer.remove(value)
+        graph.initializer.append(numpy_helper.from_array((weight / scale).round().astype(np.int8), packed))
+        graph.initializer.append(numpy_helper.from_array(scale, scales))
+        graph.node.insert(0, helper.make_node("Mul", [f"{packed}_float", scales], [value.name]))
+        graph.node.insert(0, helper.make_node("Cast", [packed], [f"{packed}_float"], to=TensorProto.FLOAT))
 
 
 def strip(folder: Path) -> None:
