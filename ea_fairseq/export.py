@@ -93,7 +93,7 @@ class ExportedStep(nn.Module):
             keys, values: of each layer R x K x t x D.
             rows: of each layer R x K x r x t, the mixed rows above, of decoder self-attention; None where it does not
                 evolve.
-            padding: N x S, True = masked; None, as all of the source, for a language model.
+            padding: N x S, True = masked. A language model has neither padding nor source: all are None.
             source_keys, source_values: of each layer N x K x S x D, of the encoder.
             source_rows: of each layer R x K x r x S, of encoder-decoder attention; likewise.
 

@@ -21,7 +21,7 @@ class LanguageModel(Model):
 
         Args:
             lines: raw text, a sentence each.
-            batch: sentences at once.
+            batch: how many sentences the model reads together.
             first: messages number the lines from here on.
         """
         check_whole("batch", batch)

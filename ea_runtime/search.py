@@ -17,7 +17,7 @@ Step = Callable[..., tuple[NDArray, NDArray]]
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueError for what is no whole number, or is below the least."""
+    """Raise ValueError unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name}: must be a whole number from {least} on, not {value!r}")
 

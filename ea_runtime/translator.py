@@ -119,7 +119,7 @@ class Translator(Model):
             beam: width of the search; default: the export's, 5.
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
-            batch: sentences at once, fewer where they are long.
+            batch: how many sentences the model reads together; fewer where they are long.
             prefixes: for each line, target words that its translation begins with, as the model writes them.
             settings: more of ``Settings``.
 
@@ -197,7 +197,7 @@ class Steps:
 
     Args:
         session: of decoder.onnx.
-        source: by the names of the graph, what the encoder gave, N x heads x S x head size each; and padding: N x S,
+        source: by the names of the graph, the encoder's outputs, N x heads x S x head size each; and padding: N x S,
             True = masked.
     """
 

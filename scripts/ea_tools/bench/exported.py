@@ -32,7 +32,7 @@ NAMES = {
     "ctranslate2 int8": "CTranslate2, plain, int8",
 }
 
-#: Python that starts in a process of its own, translates a sentence, and prints seconds and MiB.
+#: A program that translates a sentence, and prints its seconds and MiB.
 _START = """
 import pathlib, re, sys, time
 begin = time.perf_counter()

@@ -182,7 +182,7 @@ def shrink(path: Path) -> None:
 
 
 def _share_embedding(graph: GraphProto) -> None:
-    """Where the embedding is the output's matrix, too: read its columns, and leave out the other copy."""
+    """An embedding that is shared with the output reads its columns there; the other copy is left out."""
     from onnx import TensorProto, helper
 
     stored = {value.name: value for value in graph.initializer}
