@@ -131,11 +131,15 @@ def candidates(
     return {name: makers[name](folder) for name, folder in folders.items()}
 
 
-def ratios(tokens_and_seconds: Mapping[str, Any]) -> dict[str, Any]:
-    """Speed of each candidate as a share of stock's, pass by pass; of what `interleave` gives."""
+def ratios(times: Mapping[str, Any], clock: str = "seconds") -> dict[str, Any]:
+    """Speed of each candidate as a share of stock's, pass by pass.
+
+    Args:
+        times: the result of `interleave`.
+        clock: "seconds", or "cpu_seconds", which other programs on the machine disturb less.
+    """
     seconds, tokens = (
-        {name: numpy.array(table).sum(axis=1) for name, table in tokens_and_seconds[kind].items()}
-        for kind in ("seconds", "tokens")
+        {name: numpy.array(table).sum(axis=1) for name, table in times[kind].items()} for kind in (clock, "tokens")
     )
     speed = {name: tokens[name] / seconds[name] for name in seconds}
     return {name: spread(speed[name] / speed["stock"]) for name in speed if name != "stock"}
@@ -157,7 +161,7 @@ def starts(folders: Mapping[str, Path]) -> dict[str, dict[str, float]]:
 def report(result: Mapping[str, Any]) -> None:
     """Print the ratios, and how the exported models start."""
     for name, ratio in result["ratios"].items():
-        print(f"  {name} / stock {show(ratio)}")
+        print(f"  {name} / stock {show(ratio)}, by CPU time {show(result['cpu_ratios'][name])}")
     for name, start in result["starts"].items():
         print(f"  {name}: first translation after {start['seconds']:.2f} s, {start['MiB']:.0f} MiB")
 
