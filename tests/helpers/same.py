@@ -12,19 +12,18 @@ def hypotheses(path):
     """The lists of (text, score), by line's number."""
     found = collections.defaultdict(list)
     for line in Path(path).read_text(encoding="utf-8").splitlines():
-        number, text, score = line.rsplit(" ||| ", 2) if line.count(" ||| ") == 2 else line.split("|||")
+        number, text, score = line.split("|||")
         found[int(number)].append((text.strip(), float(score)))
     return found
 
 
 def kind(one, other):
-    """ "same", "tie" (of translations that changed places, by rounding), or "different"."""
+    """ "same", "tie" (some changed places whose scores differ by rounding), or "different"."""
     if any(abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=True)):
         return "different"
     moved = [score for (text, score), (twin, _) in zip(one, other, strict=True) if text != twin]
     if not moved:
         return "same"
-    # a tie of the last place has its other half outside of the list
     scores = [score for _, score in one]
     tied = [place for place in range(1, len(scores)) if abs(scores[place] - scores[place - 1]) < ROUNDING]
     return "tie" if tied and sorted(text for text, _ in one) == sorted(text for text, _ in other) else "different"
