@@ -29,22 +29,23 @@ class Text:
 
     Args:
         folder: what holds PREP.json and the code that splits words, such as RUN/prepared.
+        source: the language of the text to split, by default the source language.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, source: str | None = None) -> None:
         names = ("PREP.json", "code", "sentencepiece.bpe.model", "vocabulary.*")
         #: all files that are read
         self.files = sorted(path for name in names for path in folder.glob(name))
         self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
         self._rules = self.prep.get("rules", {})
-        codes = (self.prep["source_lang"], self.prep["target_lang"])
+        codes = (source or self.prep["source_lang"], self.prep["target_lang"])
         languages = self.prep.get("languages", {})  # code -> language; before it was there, the code's first part
-        source, target = (languages.get(code, code.split("_")[0].lower()) for code in codes)
+        spoken, target = (languages.get(code, code.split("_")[0].lower()) for code in codes)
         self._raw = self.prep["tokenizer"] == "none"
         if not self._raw:
-            self._tokenizer, self._detokenizer = _Moses(source), MosesDetokenizer(target)
-        self._normalizer = MosesPunctNormalizer(source, perl_parity=True) if self._rules.get("normalise") else None
-        self._split = _splitter(folder, self.prep["bpe"], self.prep["source_lang"])
+            self._tokenizer, self._detokenizer = _Moses(spoken), MosesDetokenizer(target)
+        self._normalizer = MosesPunctNormalizer(spoken, perl_parity=True) if self._rules.get("normalise") else None
+        self._split = _splitter(folder, self.prep["bpe"], codes[0])
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""

@@ -174,10 +174,10 @@ class RelativePositions2d(nn.Module):
         self.register_buffer("row_distance", row - row[:, None] + height - 1, persistent=False)  # N x N
         self.register_buffer("column_distance", column - column[:, None] + width - 1, persistent=False)
 
-    def forward(self, q: Tensor) -> Tensor:
-        """q: B x K x N x D, scaled, N = height * width -> B x K x N x N, to be added to the logits."""
+    def forward(self, q: Tensor, keys: int) -> Tensor:
+        """q: B x K x N x D, scaled; keys: N = height * width -> B x K x N x N, to be added to the logits."""
         by_row, by_column = q @ self.rows.T, q @ self.columns.T  # B x K x N x (2 height - 1), (2 width - 1)
-        shape = *q.shape[:3], q.size(2)
+        shape = *q.shape[:3], keys
         return by_row.gather(3, self.row_distance.expand(shape)) + by_column.gather(
             3, self.column_distance.expand(shape)
         )

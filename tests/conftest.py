@@ -1,16 +1,15 @@
 """How pytest runs the tests, and fixtures of all of them.
 
-PyTorch and fairseq are imported by those processes alone that run tests. Where there are several, the one that gives
-them their work has no use for either.
+Only processes that run tests import PyTorch and fairseq. With several of them, the process that distributes the tests
+needs neither.
 """
 
 import gc
 import logging
-import random
 
 import pytest
 from helpers import warm
-from helpers.toy import checkpoints, data, fairseq, run  # noqa: F401  (fixtures, made once in each process)
+from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once in each process)
 
 
 def pytest_addoption(parser):
@@ -52,7 +51,7 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def logging_as_before():
-    """Commands that run in the tests' own process make it quiet; what the next test runs must still be heard."""
+    """Commands that run in this process make its logs quiet; the next test needs them."""
     fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
     level = fairseq_logs.level
     yield
@@ -75,16 +74,10 @@ def each_way(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Binary data: sentences of 1 to 9 words, to be turned round. 200 for training, 30 for validation, 10 for test."""
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(1)
-    for split, size in (("train", 200), ("valid", 30), ("test", 10)):
-        with (folder / f"{split}.de").open("w") as source, (folder / f"{split}.en").open("w") as target:
-            for _ in range(size):
-                words = [f"w{chance.randrange(16)}" for _ in range(chance.randint(1, 9))]
-                print(*words, file=source)
-                print(*reversed(words), file=target)
-    prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", folder / split)]
-    binary = folder / "bin"
-    fairseq("preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", binary, "--joined-dictionary", "--workers", 1)
-    return binary
+    """Binary data: sentences of 1 to 9 words, to be turned round."""
+    from helpers.other_models import preprocess, reversed_pair
+
+    languages = ["-s", "de", "-t", "en", "--joined-dictionary"]
+    return preprocess(
+        tmp_path_factory.mktemp("data") / "corpus", reversed_pair, *languages, train=200, valid=30, test=10
+    )

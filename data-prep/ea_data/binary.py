@@ -1,7 +1,7 @@
 """fairseq's dictionary and binary data, byte for byte as fairseq-preprocess --joined-dictionary writes them.
 
-fairseq-preprocess keeps every sentence's length and address in Python lists, so its memory grows with the corpus, and
-it looks up one word at a time through several layers. This streams: chunks in, numbers out.
+fairseq-preprocess keeps every sentence's length and address in Python lists, so its memory grows with the corpus. This
+module streams: chunks in, numbers out.
 
     dict.XX.txt        a line "subword count" for each, the most frequent first; no special symbols
     SPLIT.S-T.XX.bin   the subwords' numbers, one sentence after the other, each with its end mark

@@ -1,9 +1,31 @@
-"""The parser of every command."""
+"""The common part of all commands: parser, types of arguments, and the error that a user can put right."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import contextlib
+import errno
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+ADVICE = {
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "give the name of a file",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file stands in the place of a folder; choose another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    errno.EROFS: "choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room and run it again"),
+}
+
+
+class UserError(Exception):
+    """A mistake that the user can put right. The message names the file, line, flag or value."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -11,3 +33,70 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
+
+
+def at_least(least: int, kind: Callable[[str], float] = int) -> Callable[[str], Any]:
+    """An argparse type: a number of this kind that is not below `least`."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+        return value
+
+    return number
+
+
+positive = at_least(1)
+
+
+def finite(text: str) -> float:
+    """An argparse type: a number that is neither infinite nor "nan"."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, not {text}")
+    return value
+
+
+def say(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reporting(command: str, again: str = "run it again to go on") -> Iterator[None]:
+    """End the program with one line: status 1 after a UserError or a refusal of the system, 130 after Ctrl-C.
+
+    A reader that closes the output early, as head does, ends the program without a message.
+
+    Args:
+        command: the name that the line begins with.
+        again: the end of the line after Ctrl-C.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a letter shows another one
+            stream.reconfigure(errors="replace")
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"{command}: {error}")
+    except BrokenPipeError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (Python flushes it at its end)
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        sys.exit(f"{command}: {explained(error)}")
+    except UnicodeDecodeError as error:
+        near = error.object[max(error.start - 20, 0) : error.end + 20]
+        sys.exit(f"{command}: a file that was read is not UTF-8 text ({error.reason}), near {near!r}; convert it first")
+    except KeyboardInterrupt:
+        print(f"\n{command}: interrupted; {again}", file=sys.stderr)
+        sys.exit(130)
+
+
+def explained(error: OSError) -> str:
+    """A refusal of the system as a sentence: the file, the fault and the remedy."""
+    if not error.strerror:  # a library raised it, in its own words
+        return str(error)
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]  # not a file's number
+    message = ": ".join(filter(None, (" -> ".join(map(os.fsdecode, names)), error.strerror)))
+    return f"{message}; {ADVICE[error.errno]}" if error.errno in ADVICE else message

@@ -157,8 +157,8 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
-    --bpe-given CODE. Raw text is tokenised by Moses where Moses has rules for both languages, and else not at all:
-    subwords are then made of raw text, by sentencepiece. --like takes all of this from text that was prepared before.
+    --bpe-given CODE. Moses tokenises raw text where it has rules for both languages; else sentencepiece makes subwords
+    of raw text. --like takes all of this from text that was prepared before.
     """
 
     def part(prefix: str) -> tuple[Part, ...]:

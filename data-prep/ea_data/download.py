@@ -13,9 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .command_line import UserError
 from .digest import sha256
 from .parallel import tqdm_options
-from .text import AGAIN, PrepError, reading
+from .text import AGAIN, reading
 
 BLOCK = 1 << 20
 ATTEMPTS = 5
@@ -46,7 +47,7 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
     if size and part.stat().st_size != size:
         arrived = part.stat().st_size
         part.unlink()
-        raise PrepError(f"{url}: {arrived:,} bytes, but {size:,} were expected; nothing was kept")
+        raise UserError(f"{url}: {arrived:,} bytes, but {size:,} were expected; nothing was kept")
     part.rename(path)
 
 
@@ -74,8 +75,8 @@ def _continue(url: str, part: Path) -> None:
         raise HTTPException(f"connection lost after {part.stat().st_size:,} of {total:,} bytes")
 
 
-def _unavailable(url: str, path: Path, error: Exception) -> PrepError:
-    return PrepError(
+def _unavailable(url: str, path: Path, error: Exception) -> UserError:
+    return UserError(
         f"{path.name} is missing, and could not be fetched from {url}\n  ({error})\n"
         f"Get it from there or from elsewhere, put it into a folder, and say --raw FOLDER."
     )
@@ -91,7 +92,7 @@ def _read_whole(path: Path) -> None:
 def verify(files: Iterable[Path], sums: Path, known: dict[str, tuple[int, str]]) -> None:
     """Checks files against `known` (name -> size and SHA-256, 0 and "" if not known) and those recorded in `sums`.
 
-    Files not in `sums` yet are recorded there. Raises PrepError for the first file that differs.
+    Files not in `sums` yet are recorded there. Raises UserError for the first file that differs.
     """
     recorded = {}
     if sums.exists():
@@ -102,14 +103,14 @@ def verify(files: Iterable[Path], sums: Path, known: dict[str, tuple[int, str]])
     for path in files:
         size, digest = known.get(path.name, (0, ""))
         if size and path.stat().st_size != size:
-            raise PrepError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; {AGAIN}")
+            raise UserError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; {AGAIN}")
         if path.name not in recorded and path.suffix in (".gz", ".tgz"):
             _read_whole(path)
         actual = sha256(path)
         if digest and actual != digest:
-            raise PrepError(f"{path}: its SHA-256 is {actual}, but should be {digest}; {AGAIN}")
+            raise UserError(f"{path}: its SHA-256 is {actual}, but should be {digest}; {AGAIN}")
         if actual != recorded.setdefault(path.name, actual):
-            raise PrepError(
+            raise UserError(
                 f"{path}: its SHA-256 is {actual}, but was {recorded[path.name]} at first use;\n"
                 f"{AGAIN}, or delete its line from {sums} if the new one is right"
             )

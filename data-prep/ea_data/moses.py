@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import regex
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 NON_PRINTING = regex.compile(r"\p{C}")
-METACHARACTERS = re.compile(r"[][(){}.*+?|^$\\]")
 
 
 class Tokenizer(MosesTokenizer):
@@ -38,34 +35,12 @@ class Tokenizer(MosesTokenizer):
 
 
 class Normalizer(MosesPunctNormalizer):
-    """sacremoses' normaliser as Moses' own script has it, which published data went by: the same output, faster.
-
-    A substitution is tried only on text with the letters that it needs.
-    """
+    """sacremoses' normaliser as Moses' own script has it, which published data went by."""
 
     def __init__(self, lang: str) -> None:
         super().__init__(lang, perl_parity=True)
-        self._steps = [(_needed(pattern), re.compile(pattern).sub, text) for pattern, text in self.substitutions]
-
-    def normalize(self, text: str) -> str:
-        for needed, substitute, replacement in self._steps:
-            if needed in text:
-                text = substitute(replacement, text)
-        return text.strip()
 
     def clean(self, text: str) -> str:
         """The text normalised, with spaces for characters that do not print, such as soft hyphens."""
         text = self.normalize(text)
         return text if text.isprintable() else NON_PRINTING.sub(" ", text)
-
-
-def _needed(pattern: str) -> str:
-    """A string that any text must hold for `pattern`, of the few forms that Moses uses, to change it; "" if unsure."""
-    if pattern == " +":  # becomes one space, so that one space is no change
-        return "  "
-    for character in pattern:
-        if not character.isascii():
-            return character
-    if METACHARACTERS.search(re.sub(r"\\\W", "", pattern)):
-        return ""
-    return re.sub(r"\\(\W)", r"\1", pattern)

@@ -61,7 +61,7 @@ class FaultsAndLeaks(Faults):
 
 
 def count(rows: list[tuple[bytes, bytes, bytes]], seen: tuple[set[bytes], ...]) -> dict[str, int]:
-    """How many pairs of a split have their source, their target or both in what was seen of the training text."""
+    """The number of pairs of a split whose source, target or both were seen in the training text."""
     sides = ("source", "target", "both")
     return {side: sum(row[at] in seen[at] for row in rows) for at, side in enumerate(sides)}
 

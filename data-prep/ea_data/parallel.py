@@ -1,7 +1,7 @@
 """Parallel text in step: several files are read together, chunk by chunk, worked on by all cores, kept in order.
 
 Memory is bounded: a chunk is at most CHUNK_LINES lines or about CHUNK_BYTES, and a few chunks per worker are in
-flight at any time, whatever the corpus size.
+flight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .text import PrepError
+from .command_line import UserError
 
 CHUNK_LINES = 4000
 CHUNK_BYTES = 1 << 20
@@ -80,7 +80,7 @@ def ordered_map(function: Callable[[Chunk], Any], source: Iterator[Chunk], worke
                 done, future = pending.popleft()
                 yield done, future.result()
         except BrokenProcessPool as error:
-            raise PrepError(
+            raise UserError(
                 "one of the worker processes was killed, probably for want of memory; run it again with fewer --workers"
             ) from error
         except BaseException:

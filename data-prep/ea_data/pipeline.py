@@ -28,23 +28,19 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
+from .command_line import UserError, say
 from .corpus import CODES, Corpus
-from .earlier import Earlier
-from .languages import base_language, first_part
+from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
+from .preparation import Preparation, read_prep
 from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
-from .text import PrepError, checked_lines, count_lines, lower_case_lines
+from .text import checked_lines, count_lines, lower_case_lines
 
 RULES = 4  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
 LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "regex", "numpy")
-
-
-def say(text: str) -> None:
-    """A line for the person at the screen."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Pipeline:
@@ -59,9 +55,10 @@ class Pipeline:
         self.corpus, self.raw, self.out, self.workers, self.command = corpus, raw, out, workers, command
         self.strict = strict
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
-        self.earlier = Earlier.at(corpus.like) if corpus.like else None
+        self.earlier = Preparation.like(corpus.like) if corpus.like else None
         self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
-        self.spoken = self.earlier.languages if self.earlier else tuple(map(base_language, self.languages))  # for Moses
+        # For Moses.
+        self.spoken = self.earlier.moses_languages if self.earlier else tuple(map(base_language, self.languages))
         self.sides = {
             split: [
                 [Side(part, lang, role, raw) for lang, role in zip(self.languages, ROLES, strict=True)]
@@ -81,10 +78,7 @@ class Pipeline:
         stages.refuse_others(self.out)
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
-        try:
-            summary = json.loads((self.out / "PREP.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PrepError(f"{self.out}/PREP.json: is damaged ({error}); --force binarise makes it again") from error
+        summary = read_prep(self.out)
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
@@ -95,28 +89,24 @@ class Pipeline:
         wrong = {split: pairs[split] for split, number in self.corpus.expected.items() if pairs[split] != number}
         if wrong and self.strict:
             numbers = (f"{split} {n:,} pairs (not {self.corpus.expected[split]:,})" for split, n in wrong.items())
-            raise PrepError(f"--strict: {', '.join(numbers)}")
+            raise UserError(f"--strict: {', '.join(numbers)}")
 
     def _stages(self) -> list[Stage]:
         rules = self.corpus.rules
-        tokens = [rules.lowercase, rules.split_dashes, rules.valid_every]
-        tokens += [rules.tokenizer] * (rules.tokenizer != "moses")
-        lengths = [rules.max_ratio, rules.max_length, rules.filter_on, *["overlap"] * rules.drop_test_overlap]
-        renamed = self.spoken != tuple(map(first_part, self.languages)) and rules.tokenizer != "none"
+        lengths = [rules.max_ratio, rules.max_length, rules.drop_test_overlap]
+        lower_case_codes = bool(self.codes and rules.lowercase)  # such text must be lower-case already
         options = {
-            "extract": [RULES, versions(), self.languages, self._fingerprint(), self._checked()],
-            "clean": [rules.normalise, rules.plain_apostrophes, *["NFC"] * rules.nfc, *self.spoken * renamed],
-            "tokenise": [tokens, lengths if rules.filter_on == "words" else None],
+            "extract": [RULES, versions(), self.languages, self._fingerprint(), lower_case_codes, rules.normalise],
+            "clean": [rules.normalise, rules.plain_apostrophes, rules.nfc, self.spoken],
+            "tokenise": [rules.tokenizer, rules.lowercase, rules.split_dashes, rules.valid_every],
             "learn": self._what_is_learnt(),
             "apply": None,
-            "filter": lengths if rules.filter_on == "subwords" else None,
+            "filter": rules.filter_on,
             "binarise": self.corpus.name,
         }
+        at = "tokenise" if rules.filter_on == "words" else "filter"
+        options[at] = [options[at], lengths]
         return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
-
-    def _checked(self) -> list[bool]:
-        """The settings that decide, beside the text, whether it is taken: lower case, and NUL bytes."""
-        return [bool(self.codes and self.corpus.rules.lowercase), self.corpus.rules.normalise]
 
     def _what_is_learnt(self) -> str | list:
         """The settings that decide the subwords and the dictionary, beside the text."""
@@ -189,10 +179,10 @@ class Pipeline:
             if counts[0] != counts[1]:
                 lengths = [f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True)]
                 message = f"{split}: the two sides do not have the same number of lines:"
-                raise PrepError("\n".join([message, *lengths]))
+                raise UserError("\n".join([message, *lengths]))
             total += counts[0]
         if not total:
-            raise PrepError(f"{split}: no lines in {' and '.join(map(str, sides))}")
+            raise UserError(f"{split}: no lines in {' and '.join(map(str, sides))}")
         return total
 
     # --- clean ------------------------------------------------------------------------------------------------------
@@ -244,9 +234,9 @@ class Pipeline:
                     for file, line in zip(valid if kept % every == 0 else train, row, strict=False):
                         file.write(line)
         if not kept:
-            raise PrepError(f"no training pair is left; dropped: {dict(dropped)}")
+            raise UserError(f"no training pair is left; dropped: {dict(dropped)}")
         if rules.valid_every and kept < rules.valid_every:
-            raise PrepError(
+            raise UserError(
                 f"valid: no pair is left: --valid-every {rules.valid_every} of {kept:,} training pairs; "
                 "choose a smaller number"
             )
@@ -263,7 +253,7 @@ class Pipeline:
                 total.update(count)
         if not (words[0] or words[1]):
             files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
-            raise PrepError(f"train: no words to learn subwords from, only empty lines, in {files}")
+            raise UserError(f"train: no words to learn subwords from, only empty lines, in {files}")
         if self.earlier:
             for path in self.earlier.files():
                 shutil.copyfile(path, folder / path.name)
@@ -277,7 +267,7 @@ class Pipeline:
             for lang, side in zip(self.languages, words, strict=True):
                 allowed = subwords.frequent(side, self._codes(folder), rules.vocabulary_threshold)
                 if not allowed:  # which subword-nmt takes for no list at all
-                    raise PrepError(
+                    raise UserError(
                         f"--vocabulary-threshold {rules.vocabulary_threshold}: no {lang} subword is that frequent; "
                         "choose a smaller number"
                     )
@@ -316,7 +306,7 @@ class Pipeline:
         if different:
             message = f"{different:,} of {lines:,} lines of the validation text are not in the subwords of these codes"
             if different > lines / 10:
-                raise PrepError(f"{self.corpus.codes}: {message}: are they of other text?")
+                raise UserError(f"{self.corpus.codes}: {message}: are they of other text?")
             say(f"warning: {self.corpus.codes}: {message}")
 
     # --- filter -----------------------------------------------------------------------------------------------------
@@ -347,7 +337,7 @@ class Pipeline:
                         for file, line in zip(files, row, strict=True):
                             file.write(line)
         if dropped.total() == read:
-            raise PrepError(f"{split}: no pair is left; dropped: {dict(dropped)}")
+            raise UserError(f"{split}: no pair is left; dropped: {dict(dropped)}")
         return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
 
     def _faults(self, split: str) -> Faults:
@@ -366,7 +356,6 @@ class Pipeline:
 
     def binarise(self, folder: Path) -> dict:
         text = self.folder["filter"]
-        say(f"  the same as: {self._equivalent()}")
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
         words = self.earlier.words() if self.earlier else self._dictionary(folder)
         encode = binary.Encode(words)
@@ -410,7 +399,7 @@ class Pipeline:
         return [word for word, _ in words]
 
     def _checks(self) -> dict:
-        """What the report says about the text beyond its counts: see report.py, which says above what it warns."""
+        """The entries of PREP.json about the quality of the text; report.py has the limits for warnings."""
         paths, given = self.text("filter", "valid", raw=True), self.corpus.rules.tokenizer == "given"
         if self.earlier:
             escape = self.earlier.escape
@@ -433,17 +422,6 @@ class Pipeline:
             "overlap_with_training": {split: overlap.count(rows, seen) for split, rows in held_out.items()},
             "duplicate_training_pairs": overlap.duplicates(pairs),
         }
-
-    def _equivalent(self) -> str:
-        """fairseq's own command that would make the same files."""
-        text, (source, target) = self.folder["filter"], self.languages
-        command = f"fairseq-preprocess --joined-dictionary --source-lang {source} --target-lang {target}"
-        command += f" --trainpref {text}/train --validpref {text}/valid --destdir {self.out}"
-        if self.earlier:
-            command += f" --srcdict {self.folder['learn']}/dict.{source}.txt"
-        if self.corpus.tests:
-            command += " --testpref " + ",".join(f"{text}/{name}" for name in self.corpus.test_names())
-        return command
 
     def _binarise(self, folder: Path, split: str, encode: binary.Encode) -> list[int]:
         """Writes .bin and .idx of both sides of a split; returns how many subwords of each are unknown."""

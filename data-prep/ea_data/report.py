@@ -38,9 +38,9 @@ def summarise(
     Args:
         stages: the report of each stage, by its name.
         merges: the number of merges of the subwords, or of pieces of sentencepiece.
-        unknown: each split's unknown subwords, by side; its splits are those of the data, in their order.
+        unknown: each split's unknown subwords, by side, in the order of the data's splits.
         types: the size of the dictionary.
-        command: what was called.
+        command: the command line.
     """
     rules = corpus.rules
     filters = [
@@ -130,42 +130,32 @@ def table(summary: dict, colour: bool) -> str:
 
 def warnings(summary: dict) -> list[str]:
     """The warnings before training."""
-    return [
-        f"warning: {text}"
-        for found in (_too_long, _empty, _unknown, _overlap, _duplicates, _broken, _decomposed)
-        for text in found(summary)
-    ]
+    checks = (_of_splits, _overlap, _duplicates, _broken, _decomposed)
+    return [f"warning: {text}" for check in checks for text in check(summary)]
 
 
-def _too_long(summary: dict) -> Iterator[str]:
-    yield from (
-        f"{split}: its longest {lang} sentence has {longest:,} subwords, more than the {POSITIONS:,} that "
-        f"fairseq's models take;\n  fairseq leaves it out of training, but stops at it elsewhere unless told "
-        f"--skip-invalid-size-inputs-valid-test"
-        for split, facts in summary["splits"].items()
-        for lang, longest in facts["longest"].items()
-        if longest + 1 > POSITIONS
-    )
-
-
-def _empty(summary: dict) -> Iterator[str]:
+def _of_splits(summary: dict) -> Iterator[str]:
+    """Sentences that are too long or empty, and unknown subwords."""
     for split, facts in summary["splits"].items():
+        for lang, longest in facts["longest"].items():
+            if longest + 1 > POSITIONS:
+                yield (
+                    f"{split}: its longest {lang} sentence has {longest:,} subwords, and fairseq's models take "
+                    f"{POSITIONS:,}; fairseq leaves it out of training, and stops at it elsewhere without "
+                    "--skip-invalid-size-inputs-valid-test"
+                )
         for lang, number in facts.get("empty", {}).items():
             if number:
-                what = "BLEU counts their translations as wrong, and chrF leaves them out"
+                effect = ": as references, BLEU counts their translations as wrong, and chrF leaves them out"
                 yield (
                     f"{split}: {number:,} of its {facts['pairs']:,} {lang} sentences are empty"
-                    + (f": as references, {what}" if lang == summary["target_lang"] else "")
+                    + effect * (lang == summary["target_lang"])
                 )
-
-
-def _unknown(summary: dict) -> Iterator[str]:
-    for split, found in summary["splits"].items():
-        for lang, percent in found["unknown_percent"].items():
+        for lang, percent in facts["unknown_percent"].items():
             if percent > MOST_UNKNOWN:
                 yield (
-                    f"{split}: {percent:.1f}% of its {lang} subwords are not in the dictionary, and so unknown to any "
-                    f"model (more than {MOST_UNKNOWN:g}%): is it other text, or tokenised otherwise?"
+                    f"{split}: {percent:.1f}% of its {lang} subwords are not in the dictionary (more than "
+                    f"{MOST_UNKNOWN:g}%), and unknown to any model: is it other text, or tokenised otherwise?"
                 )
 
 
@@ -175,9 +165,9 @@ def _overlap(summary: dict) -> Iterator[str]:
         for side, most in MOST_OVERLAP.items():
             percent = 100 * shared[side] / pairs
             if percent > most:
-                what = "pairs" if side == "both" else f"{side} sentences"
+                sentences = "pairs" if side == "both" else f"{side} sentences"
                 yield (
-                    f"{split}: {percent:.1f}% of its {what} are in the training text, too (more than {most:g}%): "
+                    f"{split}: {percent:.1f}% of its {sentences} are in the training text, too (more than {most:g}%): "
                     "scores will flatter; custom.sh --drop-test-overlap takes them out of the training text"
                 )
                 break
@@ -191,22 +181,21 @@ def _duplicates(summary: dict) -> Iterator[str]:
 
 
 def _broken(summary: dict) -> Iterator[str]:
-    for lang, found in summary.get("round_trip", {}).items():
-        percent = 100 * found["same"] / max(1, found["lines"])
+    """Text that does not come back from tokenising and detokenising."""
+    faults = {
+        "given": "are in the tokens that Moses makes of them; text to translate becomes Moses' tokens, and the model "
+        "will read others than it was trained on",
+        "moses": "come back from tokenising and detokenising as they were, and translations will not, either; "
+        "custom.sh --tokenizer none takes the text as it is",
+        "none": "come back from tokenising and detokenising as they were, and translations will not, either",
+    }
+    for lang, side in summary.get("round_trip", {}).items():
+        percent = 100 * side["same"] / max(1, side["lines"])
         if percent < LEAST_ROUND_TRIP:
-            examples = "".join(f"\n    {text}\n -> {back}" for text, back in found["examples"])
-            if summary["tokenizer"] == "given":
-                yield (
-                    f"valid: only {percent:.1f}% of its {lang} lines are in the tokens that Moses makes of them (less "
-                    f"than {LEAST_ROUND_TRIP:g}%), and by Moses text to translate is made into tokens: the model will "
-                    f"read others than it was trained on; for example:{examples}"
-                )
-                continue
-            hint = "; custom.sh --tokenizer none takes the text as it is" if summary["tokenizer"] == "moses" else ""
+            examples = "".join(f"\n    {text}\n -> {back}" for text, back in side["examples"])
             yield (
-                f"valid: only {percent:.1f}% of its {lang} lines come back from tokenising and detokenising "
-                f"as they were (less than {LEAST_ROUND_TRIP:g}%), and translations will not, either{hint}; "
-                f"for example:{examples}"
+                f"valid: only {percent:.1f}% of its {lang} lines (less than {LEAST_ROUND_TRIP:g}%) "
+                f"{faults[summary['tokenizer']]}; for example:{examples}"
             )
 
 
@@ -214,7 +203,7 @@ def _decomposed(summary: dict) -> Iterator[str]:
     if summary.get("unicode") == "as given":
         yield (
             f"valid: more than {MOST_DECOMPOSED:g}% of its lines have letters and accents as separate characters "
-            "(not in Unicode's form NFC); text to translate will be left as it is too, and has to be like that"
+            "(not in Unicode's form NFC); text to translate keeps its form too, and must be like that"
         )
 
 

@@ -72,7 +72,7 @@ class Tokenise:
 
 
 class Faults:
-    """Chunk of space-separated tokens -> what the length rules say about each pair, None where they say nothing."""
+    """Chunk of space-separated tokens -> the length rules' fault of each pair, or None."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -83,7 +83,7 @@ class Faults:
 
 
 class TokeniseChecked(Tokenise):
-    """Chunk -> (its tokenised lines, what the length rules say about each pair)."""
+    """Chunk -> (its tokenised lines, the length rules' fault of each pair)."""
 
     def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
         super().__init__(languages, rules)

@@ -16,8 +16,9 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .command_line import UserError
 from .corpus import Part
-from .text import PrepError, open_bytes, reading
+from .text import open_bytes, reading
 
 ARCHIVES = (".tgz", ".tar.gz", ".tar")
 DROPPED_TAGS = (b"<url>", b"<talkid>", b"<keywords>")
@@ -28,7 +29,7 @@ SEGMENT_TAGS = re.compile(rb'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 class Side:
     """One side of a part: the file or archive below `raw` that holds it.
 
-    Raises PrepError if there is none.
+    Raises UserError if there is none.
     """
 
     def __init__(self, part: Part, lang: str, role: str, raw: Path) -> None:
@@ -64,7 +65,7 @@ class Side:
         if folder.is_dir():
             where += f"; {folder} is a folder: give what its two files' names begin with, as in {folder}/train"
         has = "there is" if Path(self.member).is_absolute() else f"{raw}: has"
-        raise PrepError(f"{has} no {' and no '.join(names)}{where}")
+        raise UserError(f"{has} no {' and no '.join(names)}{where}")
 
     def fingerprint(self) -> list:
         """Changes when the file is replaced."""
@@ -88,7 +89,7 @@ class Side:
                 if entry.isfile():
                     members.append(name)
         listing = ", ".join(members[:20]) + (", ..." if len(members) > 20 else "")
-        raise PrepError(f"{self.path}: has no member {self.member}; it has {listing or 'none'}")
+        raise UserError(f"{self.path}: has no member {self.member}; it has {listing or 'none'}")
 
 
 def _file_lines(path: Path) -> Iterator[bytes]:

@@ -4,8 +4,7 @@
     NAME.work/2-clean/...
 
 A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
-any other is made again, and so is everything after it. A killed run leaves NAME.work/STAGE.*.tmp and the like, which
-the next run removes.
+any other is made again, and so is everything after it. The next run removes the temporary folders of a killed one.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
-import resource
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,49 +21,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .text import PrepError
+from .command_line import UserError
 
 STAMP = ".stamp.json"
 NAMES = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")
 SUMS = "SHA256SUMS"  # in NAME.work, of the public files; in sha256sum's format: `sha256sum -c SHA256SUMS` works
 LOCK = "lock"  # in NAME.work, from its beginning: a folder without it was not made here
 REPLACED, GONE = "replaced.tmp", ".gone.tmp"
-#: What a killed run leaves in NAME.work.
+#: Left-overs of a killed run in NAME.work.
 LEFT_OVER = (REPLACED, f"{SUMS}.tmp", *(f"*-{name}{GONE}" for name in NAMES), *(f"{name}.*.tmp" for name in NAMES))
 
 
 def work_folder(out: Path) -> Path:
-    """The folder for the stages of the finished folder `out`.
-
-    Raises:
-        PrepError: `out` has no name.
-    """
-    if not out.name:
-        raise PrepError(f"--out {out}: is the root of the file system; name a folder")
+    """The folder for the stages of the finished folder `out`."""
     return out.with_name(out.name + ".work")
 
 
 def refuse_others(out: Path) -> None:
-    """Refuse to work where one of the two folders, `out` and that of its stages, has something that was not made here.
-
-    Raises:
-        PrepError: names the folder.
-    """
+    """Refuse to work where `out` or the folder of its stages holds something that was not made here."""
     work = work_folder(out)
-    if out.exists() and any(out.iterdir()):
-        if not (out / STAMP).exists():
-            raise PrepError(f"{out}: exists and was not made here; move it away or choose another --out")
-        if read_stamp(out) is None:
-            raise PrepError(f"{out / STAMP}: is empty or damaged; move {out} away or choose another --out")
-    if work.exists() and any(work.iterdir()) and not (work / LOCK).exists():
-        raise PrepError(f"{work}: exists and was not made here; move it away or choose another --out")
+    made_here = {out: read_stamp(out) is not None, work: (work / LOCK).exists()}
+    for folder, ours in made_here.items():
+        if folder.exists() and any(folder.iterdir()) and not ours:
+            raise UserError(f"{folder}: exists and was not made here; move it away or choose another --out")
 
 
 def read_stamp(folder: Path) -> dict | None:
     """The stamp of a finished stage; None where there is none, or something else in its place."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (OSError, ValueError):
         return None
     return stamp if isinstance(stamp, dict) and {"key", "report"} <= stamp.keys() else None
 
@@ -110,21 +94,17 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
         for later in stages[position:-1]:  # the last stage's folder is the user's: it stays until it is replaced
             _remove(later.folder)
         say(stage.name)
-        took = _make(stage)
-        if took["seconds"] > 5:
-            say("  {seconds:.0f} s, CPU time {cpu_seconds:.0f} s, peak memory {peak_mib:.0f} MiB".format(**took))
+        _make(stage)
 
 
-def _make(stage: Stage) -> dict[str, float]:
-    """Makes a stage; returns its costs, which its stamp keeps too."""
-    before = _usage()
-    # A new name for every attempt: a process that a killed run left must not write into this one.
-    temporary = Path(tempfile.mkdtemp(".tmp", f"{stage.name}.", stage.work))
-    temporary.chmod(0o777 & ~_umask())
+def _make(stage: Stage) -> None:
+    """Make a stage: fill a folder, which gets its name when it is complete."""
+    # A new name for every process: one that a killed run left must not write into this one.
+    temporary = stage.work / f"{stage.name}.{os.getpid()}.tmp"
+    temporary.mkdir()
     try:
         report = stage.make(temporary)
-        took = {name: value - before[name] for name, value in _usage().items()} | {"peak_mib": _usage()["peak_mib"]}
-        stamp = json.dumps({"key": stage.key, "report": report, "took": took}, indent=1, ensure_ascii=False)
+        stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
         (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
         stage.folder.parent.mkdir(parents=True, exist_ok=True)
         replaced = stage.work / REPLACED
@@ -135,27 +115,6 @@ def _make(stage: Stage) -> dict[str, float]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return took
-
-
-def _usage() -> dict[str, float]:
-    """The costs of this process and its workers so far: wall clock, CPU time, and the most memory of one of them.
-
-    The CPU time of this process alone, which reads, hands out and writes, is what more workers cannot make shorter.
-    """
-    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return {
-        "seconds": time.monotonic(),
-        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in both),
-        "main_cpu_seconds": both[0].ru_utime + both[0].ru_stime,
-        "peak_mib": max(usage.ru_maxrss for usage in both) / 1024,
-    }
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _remove(folder: Path) -> None:
@@ -178,7 +137,7 @@ def alone(work: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if not patience:
-                    raise PrepError(f"{work}: another run is at work here") from error
+                    raise UserError(f"{work}: another run is at work here") from error
                 time.sleep(0.1)
         for left in [path for pattern in LEFT_OVER for path in work.glob(pattern)]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()

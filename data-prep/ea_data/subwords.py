@@ -13,9 +13,10 @@ import sentencepiece
 from subword_nmt import apply_bpe, learn_bpe
 from tqdm import tqdm
 
+from .command_line import UserError
 from .corpus import CODES
 from .parallel import Chunk, tqdm_options
-from .text import PrepError, checked_lines, count_lines, open_bytes, reading
+from .text import checked_lines, count_lines, open_bytes, reading
 
 VERSION = "#version:"  # the first line of a file of codes, with a number
 MOST_SENTENCES = 5_000_000  # sentencepiece learns from no more, for its memory's sake
@@ -28,9 +29,9 @@ def given_codes(path: Path) -> bytes:
         content = b"".join(checked_lines(file, str(path)))
     for number, line in enumerate(content.decode().split("\n")[:-1], 1):
         if len(line.split(" ")) != 2:
-            raise PrepError(f"{path}, line {number}: a merge of BPE is two subwords with a space between, not {line!r}")
+            raise UserError(f"{path}, line {number}: a merge of BPE is two subwords with a space between, not {line!r}")
     if not content:
-        raise PrepError(f"{path}: is empty, and no codes of subword-nmt")
+        raise UserError(f"{path}: is empty, and no codes of subword-nmt")
     return content
 
 
@@ -57,7 +58,7 @@ def count_given_words(chunk: Chunk) -> tuple[Counter, Counter]:
 def learn(words: Counter, merges: int, folder: Path) -> None:
     """Writes folder/code: what `subword-nmt learn-bpe -s merges` learns from text with these words.
 
-    Where no word has two characters, at which subword-nmt stumbles, that is nothing but the first line.
+    subword-nmt fails on text without a word of two characters: the file then is its first line alone.
     """
     learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", **tqdm_options())  # its own has no name
     entries = [f"{word.decode()} {count}" for word, count in words.items()]
@@ -86,7 +87,7 @@ def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = 
             hard_vocab_limit=False,  # a small text has fewer pieces than asked for, as it has fewer merges of BPE
         )  # fmt: skip
     except RuntimeError as error:
-        raise PrepError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error
+        raise UserError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error
     prefix.with_suffix(".bpe.vocab").unlink(missing_ok=True)
 
 

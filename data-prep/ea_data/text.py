@@ -1,8 +1,8 @@
 """Reading text that others made: UTF-8 or refused, one line per "\\n" and nothing else.
 
 Python's str.splitlines (and iteration over files opened as text) also breaks lines at U+2028, U+0085, form feeds or
-lone carriage returns. One of those in one language puts the two sides out of step for the rest of the corpus, so
-everything here works on bytes and splits at b"\\n" alone.
+lone carriage returns. One of those in one language would put the two sides out of step. So everything here works on
+bytes and splits at b"\\n" alone.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from .command_line import UserError
+
 GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
-UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-UTF32_BOMS = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
-
-
+#: Marks at the beginning of a file, longest first -> iconv's name of the encoding.
+WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 AGAIN = "delete it, and fetch it again (the same command does, where it fetched it itself)"
-
-
-class PrepError(Exception):
-    """A fault in the data or the command, worded for the person who has to mend it."""
 
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Turns the errors of a damaged compressed file into a PrepError that names it."""
+    """Turns the errors of a damaged compressed file into a UserError that names it."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise PrepError(f"{path}: truncated or damaged ({error}); {AGAIN}") from error
+        raise UserError(f"{path}: truncated or damaged ({error}); {AGAIN}") from error
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -47,14 +43,14 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
     """Lines of `name` as UTF-8, each ending in one b"\\n".
 
     CRLF becomes LF, a lone carriage return a space, and a byte-order mark at the start is dropped. Bytes that are not
-    UTF-8, and NUL bytes unless `keep_nul` says that a later step removes them, raise PrepError with the line's number.
+    UTF-8, and NUL bytes unless `keep_nul` says that a later step removes them, raise UserError with the line's number.
     """
     lines, number = iter(lines), 0
     while batch := list(islice(lines, 2000)):
         if number == 0 and batch[0].startswith(BOM):
             batch[0] = batch[0].removeprefix(BOM)
         if number == 0:
-            _refuse_other_forms(batch, name)
+            _refuse_other_forms(batch[0], name)
         block = b"".join(batch)
         try:
             block.decode()  # one call a block: a call a line would take as long as the whole rest of this function
@@ -62,59 +58,33 @@ def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> 
             _refuse_undecodable(batch, name, number)
         if b"\0" in block and not keep_nul:
             at = next(i for i, line in enumerate(batch, number + 1) if b"\0" in line)
-            raise PrepError(f"{name}, line {at}: a NUL byte; is the file damaged?")
+            raise UserError(f"{name}, line {at}: a NUL byte; is the file damaged?")
         if b"\r" in block or not block.endswith(b"\n"):
             batch = [_end(line) for line in batch]
         number += len(batch)
         yield from batch
 
 
-def _refuse_other_forms(batch: list[bytes], name: str) -> None:
-    """Refuse a file that begins as compressed by gzip, as UTF-16 or UTF-32, or has no line feed."""
-    if batch[0].startswith(GZIP):
-        raise PrepError(f"{name}: is compressed by gzip; let its name end in .gz, or decompress it: gunzip < {name}")
-    if encoding := wide_encoding(batch[0]):
-        raise PrepError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
-    if len(batch) == 1 and b"\n" not in batch[0] and b"\r" in batch[0]:
-        raise PrepError(f"{name}: its lines end in carriage returns alone; convert it first: tr '\\r' '\\n' < {name}")
+def _refuse_other_forms(line: bytes, name: str) -> None:
+    """Refuse a file that begins as compressed by gzip, as UTF-16 or as UTF-32."""
+    if line.startswith(GZIP):
+        raise UserError(f"{name}: is compressed by gzip; let its name end in .gz, or decompress it: gunzip < {name}")
+    if encoding := wide_encoding(line):
+        raise UserError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
 
 
 def wide_encoding(line: bytes) -> str | None:
-    """iconv's name for the encoding of a file that begins with these bytes, where that is UTF-16 or UTF-32, else None.
-
-    It has that form's mark, or many bytes are zero; where they are tells how many bytes a character has, and their
-    order.
-    """
-    if line.startswith(UTF32_BOMS):
-        return "UTF-32"
-    if line.startswith(UTF16_BOMS):
-        return "UTF-16"
-    if not 5 * line.count(0) >= 2 * len(line) > 2:
-        return None
-    zero = [2 * line[place::4].count(0) > len(line[place::4]) for place in range(4)]  # of each four bytes
-    if zero[2] and zero[3]:
-        return "UTF-32LE"
-    if zero[0] and zero[1]:
-        return "UTF-32BE"
-    return "UTF-16BE" if line[0::2].count(0) > line[1::2].count(0) else "UTF-16LE"
-
-
-def refuse_undecodable_names(names: Iterable[str]) -> None:
-    """Refuse arguments and paths whose bytes are not UTF-8: PREP.json, which names them, could not be written."""
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise PrepError(f"{name!r}: the bytes of this name are not UTF-8; rename the file or folder") from error
+    """iconv's name for the encoding of a file that begins with the mark of UTF-16 or UTF-32, else None."""
+    return next((encoding for mark, encoding in WIDE.items() if line.startswith(mark)), None)
 
 
 def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Lines of `name`, of which the first that is not lower-case raises PrepError with its number."""
+    """Lines of `name`, of which the first that is not lower-case raises UserError with its number."""
     for number, line in enumerate(lines, 1):
         if (text := line.decode()) != text.lower():
-            raise PrepError(
-                f"{name}, line {number}: is not lower-case, as --lowercase says of text in subwords; leave that option "
-                f"out, or lower-case the text before its subwords are made: {text.strip()[:60]}"
+            raise UserError(
+                f"{name}, line {number}: is not lower-case, as --lowercase states of text in subwords; leave that "
+                f"option out, or lower-case the text before it is split: {text.strip()[:60]}"
             )
         yield line
 
@@ -130,7 +100,7 @@ def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
             line.decode()
         except UnicodeDecodeError as error:
             wrong = line[error.start : error.end].hex(" ")
-            raise PrepError(
+            raise UserError(
                 f"{name}, line {at}: byte {error.start + 1} (hex {wrong}) is not UTF-8; "
                 f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
             ) from error

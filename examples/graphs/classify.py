@@ -1,4 +1,4 @@
-"""Classify the nodes of a graph, with and without evolving attention maps; print and write a table.
+"""Classify the nodes of a graph, with and without evolving attention maps.
 
 Data sets: ``karate`` is Zachary's karate club, 34 nodes, 4 communities, one label of each is given. ``digits`` is
 scikit-learn's handwritten digits, each joined to its nearest neighbours; 10 labels of each class are given. A tenth
@@ -9,7 +9,6 @@ of the other nodes chooses the epoch (digits) and the rest are the test. Each se
 
 import argparse
 import copy
-import statistics
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 from examples.graphs.model import EvolvingGAT, accuracy, evaluate
+from examples.report import report
 
 SYSTEMS = {"GAT": (0.0, 0.0), "Evolving GAT": (0.1, 0.1), "Evolving GAT, alpha 0.5": (0.5, 0.1)}
 
@@ -82,18 +82,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("data", choices=DATA)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
     parser.add_argument("--epochs", type=int, default=200, metavar="N", help="(default: 200)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table here")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
-    lines = ["| system | test accuracy, mean | spread | each seed |", "|---|---|---|---|"]
-    for system, shares in SYSTEMS.items():
-        seeds = tqdm(args.seeds, system, disable=None)
-        scores = [100 * run(args.data, *shares, seed, args.epochs) for seed in seeds]
-        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-        each = " ".join(f"{score:.2f}" for score in scores)
-        lines.append(f"| {system} | {statistics.mean(scores):.2f} | {spread:.2f} | {each} |")
-    print("\n".join(lines))
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+    scores = {
+        system: [100 * run(args.data, *shares, seed, args.epochs) for seed in tqdm(args.seeds, system, disable=None)]
+        for system, shares in SYSTEMS.items()
+    }
+    report(scores, args.out, data=args.data, seeds=args.seeds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from evolving_attention import Evolution, Geometry, evolving_attention
+from evolving_attention import Geometry
+from evolving_attention.attention import EvolvingHeads
 from evolving_attention.scores import RelativePositions2d
 
 HEADS = 8
@@ -28,7 +29,7 @@ DEPTHS = {
 }
 
 
-class AugmentedConvolution(nn.Module):
+class AugmentedConvolution(EvolvingHeads):
     """A 3x3 convolution beside attention over all pixels, in the place of a convolution with F channels.
 
     Args:
@@ -50,8 +51,9 @@ class AugmentedConvolution(nn.Module):
         self.qkv = nn.Conv2d(channels, 2 * self.keys + self.values, 1, bias=False)
         self.output = nn.Conv2d(self.values, self.values, 1, bias=False)
         attended = side * stride // self.pool
-        self.positions = RelativePositions2d(attended, attended, self.keys // HEADS)
-        self.evolution = Evolution(Geometry.ENCODER_SELF, HEADS, 3, alpha, beta, first=first)
+        size = self.keys // HEADS
+        self.build_heads(Geometry.ENCODER_SELF, HEADS, size, alpha=alpha, beta=beta, first=first)
+        self.relative_positions = RelativePositions2d(attended, attended, size)
 
     def forward(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """x: B x channels x H x W -> B x F x H' x W', and A_logit, B x K x N x N, the next layer's ``previous``."""
@@ -60,15 +62,8 @@ class AugmentedConvolution(nn.Module):
         height, width = qkv.shape[2:]
         parts = qkv.flatten(2).split([self.keys, self.keys, self.values], dim=1)
         q, k, v = (part.unflatten(1, (HEADS, -1)).transpose(2, 3) for part in parts)  # B x K x N x D
-        evolution, conv = self.evolution, self.evolution.conv
-        attended, a_logit = evolving_attention(
-            *(q, k, v, previous if evolution.uses_previous else None),
-            *(None, None) if conv is None else (conv.weight, conv.bias),
-            alpha=evolution.alpha,
-            beta=evolution.beta,
-            logit_bias=self.positions(q * q.size(-1) ** -0.5),
-        )
-        attended = self.output(attended.transpose(2, 3).reshape(len(x), self.values, height, width))
+        context, a_logit, *_ = self.attend_heads(self.call(q, k, v, previous=previous, keep_map=True))
+        attended = self.output(context.transpose(2, 3).reshape(len(x), self.values, height, width))
         if local.shape[2:] != attended.shape[2:]:
             attended = F.interpolate(attended, local.shape[2:], mode="bilinear")
         return torch.cat([local, attended], dim=1), a_logit
@@ -89,10 +84,8 @@ class EvolvingResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.resnet = ResNetForImageClassification(config)
-        stages = self.resnet.resnet.encoder.stages
-        for number, stage in enumerate(stages if augment else []):
-            if number < len(stages) - 3:
-                continue
+        last = list(enumerate(self.resnet.resnet.encoder.stages))[-3:]
+        for number, stage in last if augment else []:
             for place, block in enumerate(stage.layers):
                 layer = block.layer[1]  # the 3x3 convolution of a bottleneck, the second one of a basic block
                 layer.convolution = AugmentedConvolution(

@@ -6,7 +6,8 @@ X is n x C x T, or a list of C x T arrays of unequal lengths.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,41 +19,31 @@ from torch import Tensor
 from examples.time_series.model import Network
 
 
+@dataclass(eq=False, repr=False)
 class _Trained:
-    """What both estimators share: parameters, padding, scaling and training.
+    """What both estimators share: parameters, padding, scaling and training."""
 
-    Args:
-        layers, d, p, alpha, beta, dropout: see ``Network``.
-        epochs, batch, rate: of RAdam.
-        pretrain_epochs: of restoring masked values, before the task (equation 8).
-        random_state: seed of weights, batches and dropout.
-    """
+    layers: int = 4  # with dilations 1, 2, 4, ...; 0: a GRU
+    d: int = 64  # model size
+    p: float = 0.25  # attention's share of d
+    alpha: float = 0.5  # share of the previous map
+    beta: float = 0.5  # share of the convolution of maps
+    kernel_size: int = 3  # of that convolution
+    dropout: float = 0.1
+    epochs: int = 50
+    batch: int = 64
+    rate: float = 1e-3  # of RAdam; it falls to zero along a cosine
+    pretrain_epochs: int = 0  # of restoring masked values, before the task (equation 8)
+    random_state: int | None = None  # of weights, batches and dropout
 
-    _tags = {  # noqa: RUF012
+    _tags: ClassVar[dict[str, Any]] = {
         "capability:multivariate": True,
         "capability:unequal_length": True,
         "algorithm_type": "deeplearning",
-        "non_deterministic": True,
         "X_inner_type": ["np-list", "numpy3D"],
     }
 
-    def __init__(
-        self,
-        layers: int = 4,
-        d: int = 64,
-        p: float = 0.25,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        dropout: float = 0.1,
-        epochs: int = 100,
-        batch: int = 64,
-        rate: float = 1e-3,
-        pretrain_epochs: int = 0,
-        random_state: int | None = None,
-    ) -> None:
-        self.layers, self.d, self.p, self.alpha, self.beta, self.dropout = layers, d, p, alpha, beta, dropout
-        self.epochs, self.batch, self.rate, self.pretrain_epochs = epochs, batch, rate, pretrain_epochs
-        self.random_state = random_state
+    def __post_init__(self) -> None:
         super().__init__()
 
     @classmethod
@@ -64,25 +55,24 @@ class _Trained:
         self.mean_, self.deviation_ = values.mean(1, keepdims=True), values.std(1, keepdims=True) + 1e-8
         self.length_ = max(one.shape[1] for one in series)
         x, padded = self._tensors(series)
-        generator = torch.random.get_rng_state()
-        torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
-        sizes = {name: getattr(self, name) for name in ("layers", "d", "p", "alpha", "beta", "dropout")}
-        self.network_ = Network(x.size(2), self.length_, outputs, **sizes)
-        self._steps(self.pretrain_epochs, len(x), lambda rows: self.network_.restoration_loss(x[rows], padded[rows]))
-        self._steps(self.epochs, len(x), lambda rows: loss(self.network_(x[rows], padded[rows]), targets[rows]))
-        torch.random.set_rng_state(generator)
-        for layer in self.network_.layers:
-            layer.drop_weight_norm()
-        self.network_.eval()
+        names = ("layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
+            network = Network(x.size(2), self.length_, outputs, **{name: getattr(self, name) for name in names})
+            self.network_ = network.train()
+            self._steps(self.pretrain_epochs, len(x), lambda rows: network.restoration_loss(x[rows], padded[rows]))
+            self._steps(self.epochs, len(x), lambda rows: loss(network(x[rows], padded[rows]), targets[rows]))
+        network.eval()
 
     def _steps(self, epochs: int, count: int, loss: Callable[[Tensor], Tensor]) -> None:
         optimizer = torch.optim.RAdam(self.network_.parameters(), lr=self.rate, betas=(0.9, 0.99))
-        self.network_.train()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs))
         for _ in range(epochs):
             for rows in torch.randperm(count).split(self.batch):
                 optimizer.zero_grad()
                 loss(rows).backward()
                 optimizer.step()
+            schedule.step()
 
     def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Scaled series, n x T x C, and their padding, n x T. What is longer than the longest of `fit` is cut."""

@@ -6,12 +6,13 @@ alpha = beta = 0: DC-Transformer; p = 1 besides: a Transformer (TST); p = 0: dil
 Axes: B batch, T time, C channels, d model size, K heads. Masks: True = padded.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
-from evolving_attention import Evolution, Geometry, evolving_attention
+from evolving_attention import EvolvingAttention, Geometry
 
 HEADS = 8
 FEED_FORWARD = 256
@@ -28,53 +29,40 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class Layer(nn.Module):
-    """One layer. dilation: of the convolution with window 3; first: whether no layer before hands on a map."""
+    """One layer.
 
-    def __init__(self, d: int, p: float, dilation: int, alpha: float, beta: float, first: bool, dropout: float) -> None:
+    Args:
+        d: values of a time.
+        p: attention's share of them.
+        dilation: of the convolution over time, whose window is 3.
+        dropout: of attention weights, and of what is added to x.
+        evolution: see ``Evolution``.
+    """
+
+    def __init__(self, d: int, p: float, dilation: int, dropout: float, **evolution: Any) -> None:
         super().__init__()
         attended = round(p * d)
-        self.dilation, self.dropout = dilation, dropout
-        self.qkv = nn.Linear(d, 3 * d) if attended else None
-        self.output = nn.Linear(d, attended) if attended else None
-        self.evolution = Evolution(Geometry.ENCODER_SELF, HEADS, 3, alpha, beta, first=first) if attended else None
-        convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation) if attended < d else None
-        self.convolution = None if convolution is None else weight_norm(convolution)
+        self.attention = self.convolution = None
+        if attended:
+            self.attention = EvolvingAttention(Geometry.ENCODER_SELF, d, HEADS, dropout, **evolution)
+            self.attention.out_proj = nn.Linear(d, attended)
+        if attended < d:
+            self.convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation)
         self.norms = nn.ModuleList([MaskedBatchNorm(d), MaskedBatchNorm(d)])
         self.feed_forward = nn.Sequential(nn.Linear(d, FEED_FORWARD), nn.GELU(), nn.Linear(FEED_FORWARD, d))
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x: B x T x d, padded: B x T -> B x T x d, and A_logit, B x K x T x T."""
+        """x: B x T x d, zero where padded, B x T -> B x T x d, and A_logit, B x K x T x T, if there is attention."""
         parts, a_logit = [], None
-        if self.qkv is not None:
-            attended, a_logit = self._attend(x, padded, previous)
+        if self.attention is not None:
+            attended, a_logit, *_ = self.attention(x, padding=padded, previous=previous)
             parts.append(attended)
         if self.convolution is not None:
-            past = F.pad(x.transpose(1, 2), (2 * self.dilation, 0))
+            past = F.pad(x.transpose(1, 2), (2 * self.convolution.dilation[0], 0))  # B x d x (before + T)
             parts.append(F.relu(self.convolution(past)).transpose(1, 2))
-        drop = nn.functional.dropout
-        x = self.norms[0](x + drop(torch.cat(parts, dim=-1), self.dropout, self.training), padded)
-        return self.norms[1](x + drop(self.feed_forward(x), self.dropout, self.training), padded), a_logit
-
-    def drop_weight_norm(self) -> None:
-        """Make the convolution a plain one: one with normalised weights cannot be pickled."""
-        if self.convolution is not None:
-            old = self.convolution
-            self.convolution = nn.Conv1d(old.in_channels, old.out_channels, 3, dilation=old.dilation)
-            self.convolution.load_state_dict({"weight": old.weight.detach(), "bias": old.bias.detach()})
-
-    def _attend(self, x: Tensor, padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
-        evolution, conv = self.evolution, self.evolution.conv
-        attended, a_logit = evolving_attention(
-            *(q, k, v, previous if evolution.uses_previous else None),
-            *(None, None) if conv is None else (conv.weight, conv.bias),
-            alpha=evolution.alpha,
-            beta=evolution.beta,
-            mask=padded[:, None, None],
-            hidden=padded[:, None, None] | padded[:, None, :, None],
-            dropout=self.dropout if self.training else 0.0,
-        )
-        return self.output(attended.transpose(1, 2).flatten(2)), a_logit
+        x = self.norms[0](x + self.dropout(torch.cat(parts, dim=-1)), padded)
+        return self.norms[1](x + self.dropout(self.feed_forward(x)), padded), a_logit
 
 
 class Network(nn.Module):
@@ -85,26 +73,18 @@ class Network(nn.Module):
         length: the longest series.
         outputs: classes, or 1 for regression.
         layers: with dilations 1, 2, 4, ...; 0: a GRU of two layers.
-        d, p, alpha, beta, dropout: see the head of this file.
+        d: model size.
+        dropout, options: see ``Layer``.
     """
 
     def __init__(
-        self,
-        channels: int,
-        length: int,
-        outputs: int,
-        layers: int = 4,
-        d: int = 64,
-        p: float = 0.25,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        dropout: float = 0.1,
+        self, channels: int, length: int, outputs: int, layers: int, d: int, dropout: float, **options: Any
     ) -> None:
         super().__init__()
         self.enter = nn.Linear(channels, d)
         self.positions = nn.Parameter(torch.randn(length, d) * 0.02)
         self.layers = nn.ModuleList(
-            Layer(d, p, 2**number, alpha, beta, number == 0, dropout) for number in range(layers)
+            Layer(d, dilation=2**number, dropout=dropout, first=number == 0, **options) for number in range(layers)
         )
         self.gru = None if layers else nn.GRU(d, d, 2, batch_first=True, dropout=dropout)
         self.head = nn.Linear(length * d, outputs)

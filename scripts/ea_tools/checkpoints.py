@@ -9,7 +9,6 @@ import importlib.util
 import pickle
 import re
 import struct
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,19 +23,10 @@ UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 # Settings that decide the meaning of the weights although keys and shapes may agree: heads, alpha, pre-norm and so on.
 _STRUCTURE_PREFIXES = ("ea_", "encoder_", "decoder_", "share_", "adaptive_softmax_")
-_STRUCTURE = {
-    "_name",
-    "arch",
-    "activation_fn",
-    "cross_self_attention",
-    "layernorm_embedding",
-    "no_cross_attention",
-    "no_scale_embedding",
-    "no_token_positional_embeddings",
-    "source_lang",
-    "target_lang",
-}
-
+_STRUCTURE = set(
+    "_name arch activation_fn cross_self_attention layernorm_embedding no_cross_attention no_scale_embedding "
+    "no_token_positional_embeddings source_lang target_lang".split()
+)
 
 #: Errors of reading a file that holds something else, or that the machine cannot read.
 UNREADABLE = (
@@ -94,7 +84,7 @@ def _of_the_machine(error: Exception) -> bool:
 
 @functools.cache
 def _loading() -> ModuleType:
-    """ea_fairseq/loading.py. That file is read alone, since the package around it imports fairseq."""
+    """ea_fairseq/loading.py, read alone: the package around it imports fairseq."""
     spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -168,9 +158,9 @@ def check_dictionaries(
 ) -> None:
     """Refuse a checkpoint whose embeddings are not of this folder's dictionaries; say so where only words differ.
 
-    The number of entries is in the checkpoint. Their words are not: they are those of the folder that it was trained
-    on, where that is still there. That is worth no more than a warning, for since then the folder may have been made
-    again, or its path is relative to another place. `compare_words` is False where the folder is the run's own copy.
+    A checkpoint holds the number of entries and not their words. The words are those of the folder of its training. A
+    difference gives no more than a warning: that folder may have been made again since, or its path is relative to
+    another place. `compare_words` is False where the folder is the run's own copy.
     """
     trained_on = Path(section(state, "task").get("data") or "")
     for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
@@ -183,10 +173,9 @@ def check_dictionaries(
             )
         original = trained_on / path.name
         if compare_words and original.is_file() and _words(original) != words:
-            print(
-                f"warning: {checkpoint} says that it was trained on {trained_on}, and {original} holds other words "
-                f"than {path}: if these are not the ones that it was trained with, what comes out means nothing",
-                file=sys.stderr,
+            say(
+                f"warning: {checkpoint} was trained on {trained_on}, and {original} holds other words than {path}: if "
+                "they are not those of the training, the translations mean nothing"
             )
 
 

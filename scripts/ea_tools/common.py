@@ -1,64 +1,22 @@
-"""The common part of all commands: the repository's root, the error that ends a command, argument types, writing."""
+"""The common part of all commands: the repository's root, quiet libraries, files that appear when they are whole."""
 
-import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import shlex
-import signal
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ea_data.system import explained
+# Commands take these from here.
+from ea_data.command_line import UserError, finite, positive, reporting, say  # noqa: F401
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]
 #: of a line of JSON, except where the line is one measurement
 MOST_LETTERS = 120
-
-
-class UserError(Exception):
-    """Something that the user can put right. The message names the file, line, flag or value that is wrong."""
-
-
-@contextlib.contextmanager
-def reporting(command: str, again: str = "run it again to go on") -> Iterator[None]:
-    """End the program with one line: status 1 where the user can put right what went wrong, 130 at Ctrl-C.
-
-    Where whoever reads the output has closed it, the program ends without a word.
-
-    Args:
-        command: the name that the line begins with.
-        again: the end of the line after Ctrl-C.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a letter shows something else, and ends nothing
-            stream.reconfigure(errors="replace")
-    try:
-        yield
-    except UserError as error:
-        sys.exit(f"{command}: {error}")
-    except BrokenPipeError:  # who reads the output has enough of it, as head has
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
-        sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:
-        sys.exit(f"{command}: {explained(error)}")
-    except UnicodeDecodeError as error:
-        near = error.object[max(error.start - 20, 0) : error.end + 20]
-        sys.exit(f"{command}: a file that was read is not UTF-8 text ({error.reason}), near {near!r}; convert it first")
-    except KeyboardInterrupt:
-        print(f"\n{command}: interrupted; {again}", file=sys.stderr)
-        sys.exit(130)
-
-
-def say(text: str) -> None:
-    """Print a line on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def quiet() -> None:
@@ -68,22 +26,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
     logging.disable(logging.INFO)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
-
-
-def positive(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return value
-
-
-def finite(text: str) -> float:
-    """An argparse type: a number that is neither infinite nor "nan"."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, not {text}")
-    return value
 
 
 def replaceable(path: Path, flag: str = "") -> Path | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported where it is used: plans and tables only need the l
     from sacrebleu.metrics import BLEU
     from sacrebleu.metrics.base import Metric
 
-# Neither scorer's tokeniser can find this in a reference: an unknown word earns nothing, whatever the reference holds.
+#: Stands for <unk> in translations: no reference holds it, so an unknown word earns nothing.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 LABELS = {
@@ -29,14 +29,13 @@ LABELS = {
     "comet": "COMET",
 }
 
-
 #: sacreBLEU's own tokeniser for a script (ISO 15924) of which 13a finds no words, or other words; 13a for all others.
 TOKENIZERS = {
     **dict.fromkeys(("Hans", "Hant", "Hani"), "zh"),
     "Jpan": "ja-mecab",
     **dict.fromkeys(("Kore", "Hang"), "ko-mecab"),
 }
-#: Scripts without spaces between words for which sacreBLEU has no tokeniser of its own.
+#: Other scripts without spaces between words: sacreBLEU has no tokeniser for them.
 WITHOUT_SPACES = frozenset("Khmr Laoo Mymr Thai Tibt".split())
 
 
@@ -51,7 +50,7 @@ def tokenizer_for(language: str) -> str:
 
 
 def check_tokenizer(tokenizer: str, language: str) -> None:
-    """Refuse a tokeniser of sacreBLEU that cannot be had here; warn of one that finds no words in this language."""
+    """Refuse a tokeniser of sacreBLEU that is not there; warn of one that finds no words in this language."""
     bleu(False, tokenizer)
     if tokenizer == "13a" and not known(language):
         say(
@@ -60,8 +59,8 @@ def check_tokenizer(tokenizer: str, language: str) -> None:
         )
     if script(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
         say(
-            f"warning: sacreBLEU's tokeniser {tokenizer} takes what stands between spaces for a word, and {language} "
-            "has few spaces: go by chrF, or choose --tok char, or --tok flores200"
+            f"warning: sacreBLEU's tokeniser {tokenizer} splits words at spaces, and {language} has few: go by chrF, "
+            "or choose --tok char or --tok flores200"
         )
 
 
@@ -74,17 +73,11 @@ def bleu(lowercase: bool, tokenizer: str) -> BLEU:
         raise UserError(f"--tok {tokenizer}: sacreBLEU has {', '.join(BLEU.TOKENIZERS)}")
     try:
         return BLEU(lowercase=lowercase, tokenize=tokenizer)
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, OSError) as error:  # its package, or its model, which it downloads
         extra = tokenizer.removesuffix("-mecab")
-        if extra == tokenizer:
-            raise
         package = f"'sacrebleu[{extra}]=={sacrebleu.__version__}'"
-        raise UserError(
-            f"--tok {tokenizer} needs a package that is not installed; install it: {sys.executable} -m pip install "
-            f"{package} (or choose --tok char)"
-        ) from error
-    except OSError as error:
-        raise UserError(f"--tok {tokenizer}: its model could not be had: {error}") from error
+        remedy = "check the network" if extra == tokenizer else f"install it: {sys.executable} -m pip install {package}"
+        raise UserError(f"--tok {tokenizer}: {error}; {remedy} (or choose --tok char)") from error
 
 
 def score(
@@ -97,43 +90,42 @@ def score(
     tokenizer: str = "13a",
     compounds: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Every kind of score with its signature. The four lists are lines of the same sentences.
+    """Every metric with its signature. The four lists are lines of the same sentences.
 
     sacrebleu            detokenised against raw; with a 95% confidence interval from 1000 bootstrap samples
     chrf                 the same text, by characters
-    tokenised_bleu       Moses tokens on both sides, what the papers' tables hold
+    tokenised_bleu       Moses tokens on both sides, as in the papers' tables
     compound_split_bleu  the same with hyphenated compounds taken apart, as the papers on WMT En-De do
 
     Args:
-        tokenised: translations in Moses tokens, as the model gives them; None where the model writes raw text,
-            which has no tokens: then there are no scores of tokens, either.
+        tokenised: translations in Moses tokens; None where the model writes raw text, which has no tokens.
         detokenised: the same translations as people write text.
         references: as people wrote them.
         tokenised_references: the references in Moses tokens.
         lowercase: whether case is ignored.
         tokenizer: sacreBLEU's, for its BLEU.
-        compounds: whether compound_split_bleu is wanted.
+        compounds: whether to add compound_split_bleu.
     """
-    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics import BLEU, CHRF
 
     raw = _without_unknown(detokenised)
+    interval = bleu(lowercase, tokenizer)
+    resampled = interval.corpus_score(raw, [references], n_bootstrap=1000)
     scores = {
         "sacrebleu": _result(bleu(lowercase, tokenizer), raw, references),
         "chrf": _result(CHRF(lowercase=lowercase), raw, references),
     }
-    if tokenised is not None:
-        tokens = _without_unknown(tokenised)
-        scores["tokenised_bleu"] = _result(_token_bleu(lowercase), tokens, tokenised_references)
-        if compounds:
-            split = [split_compounds(lines) for lines in (tokens, tokenised_references)]
-            scores["compound_split_bleu"] = _result(_token_bleu(lowercase), *split)
-    interval = bleu(lowercase, tokenizer)
-    resampled = interval.corpus_score(raw, [references], n_bootstrap=1000)
     scores["sacrebleu"]["interval"] = {
         "mean": resampled._mean,
         "half_width": resampled._ci,
         "signature": str(interval.get_signature()),
     }
+    if tokenised is not None:
+        pairs = {"tokenised_bleu": (_without_unknown(tokenised), tokenised_references)}
+        if compounds:
+            pairs["compound_split_bleu"] = tuple(map(split_compounds, pairs["tokenised_bleu"]))
+        for name, sides in pairs.items():
+            scores[name] = _result(BLEU(lowercase=lowercase, tokenize="none", force=True), *sides)
     return scores
 
 
@@ -142,8 +134,8 @@ def comet_command() -> str:
     command = shutil.which("comet-score")
     if command is None:
         raise UserError(
-            "--comet needs the command comet-score, which is not on the PATH; COMET wants other versions of packages "
-            "than fairseq, so install it in an environment of its own: pipx install unbabel-comet"
+            "--comet needs the command comet-score, which is not on the PATH; install it apart from fairseq, whose "
+            "packages have other versions: pipx install unbabel-comet"
         )
     return command
 
@@ -154,10 +146,8 @@ def comet(
     """COMET's score of the system, times 100, as a package that the user installs computes it.
 
     Args:
-        model: COMET's name of a model, such as Unbabel/wmt22-comet-da, or the file of one.
-        sources: as people wrote them.
-        translations: as people write text.
-        references: as people wrote them.
+        model: COMET's name of a model, such as Unbabel/wmt22-comet-da, or its file.
+        sources, translations, references: as people write text.
         gpu: whether to run on a GPU.
     """
     texts = {"sources": sources, "translations": translations, "references": references}
@@ -172,8 +162,8 @@ def comet(
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     scores = re.findall(r"\tscore: (-?[\d.]+)\s*$", done.stdout, re.MULTILINE)
     if done.returncode or len(scores) != 1:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
-        raise UserError(f"--comet {model}: comet-score ended with status {done.returncode}: {said[-1].strip()}")
+        output = (done.stderr or done.stdout).strip() or "no message"
+        raise UserError(f"--comet {model}: comet-score ended with status {done.returncode}: {output.splitlines()[-1]}")
     return {"score": 100 * float(scores[0]), "detail": f"COMET = {scores[0]}", "signature": f"model:{model}|times:100"}
 
 
@@ -184,9 +174,8 @@ DECIDED_BY_BLEU = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-m
 def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
-    fairseq takes sacreBLEU too, on text that it detokenises itself. It heeds case, unlike `score` for lower-cased data,
-    where it makes no difference among the model's own translations but lowers the score. Where the corpus is raw text
-    (tokenizer "none"), BLEU is of subwords: fairseq could count only what stands between spaces.
+    fairseq takes sacreBLEU too, on text that it detokenises itself. Unlike `score` for lower-cased data, it minds case.
+    For a corpus of raw text (tokenizer "none") BLEU is of subwords, since fairseq splits words at spaces.
 
     Args:
         prep: the contents of PREP.json.
@@ -203,14 +192,7 @@ def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, st
 
 
 def _without_unknown(lines: Sequence[str]) -> list[str]:
-    """The lines with a mark that no reference holds in the place of unknown words."""
     return [line.replace("<unk>", UNKNOWN) for line in lines]
-
-
-def _token_bleu(lowercase: bool) -> Metric:
-    from sacrebleu.metrics import BLEU
-
-    return BLEU(lowercase=lowercase, tokenize="none", force=True)
 
 
 def _result(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
@@ -221,7 +203,7 @@ def _result(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]
 def split_compounds(lines: Sequence[str]) -> list[str]:
     """Words at hyphens, as the papers on En-De count them: "Rinder-Steak" is three tokens, of which the hyphen is one.
 
-    What aggressive tokenisation has split already ("Rinder @-@ Steak") is joined first, so that both come out alike.
+    Words that aggressive tokenisation has split ("Rinder @-@ Steak") are joined first, so that both come out alike.
     """
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line.replace(" @-@ ", "-")) for line in lines]
 
@@ -237,8 +219,8 @@ def compare(
 ) -> dict[str, Any]:
     """Paired bootstrap test of two systems' detokenised translations: {"identical": ..., "sacrebleu": {...}, ...}.
 
-    p is the chance of a difference at least this large between two systems that are equally good. Of two outputs that
-    are identical it is 1: the test, which counts differences of at least 0, would make it the smallest it knows.
+    p is the chance of a difference at least this large between two systems that are equally good. It is 1 for identical
+    outputs: the test counts differences of at least 0, and would give its smallest p.
     """
     from sacrebleu.metrics import CHRF
     from sacrebleu.significance import PairedTest

@@ -7,10 +7,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers.data_toy import PREP  # noqa: F401  (makes prep importable)
 
 from ea_data import download
-from ea_data.text import PrepError
+from ea_data.command_line import UserError
 
 DATA = bytes(range(256)) * 4000
 
@@ -24,8 +23,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/busy" and len(server.asked) < 3:
             return self.send_error(503)
         start = int(re.findall(r"\d+", self.headers["Range"])[0]) if server.ranges and self.headers["Range"] else 0
-        if start >= len(DATA):
-            return self.send_error(416)
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(DATA) - start))
         self.end_headers()
@@ -51,77 +48,66 @@ def server(monkeypatch):
     server.server_close()
 
 
-def test_whole(server, tmp_path):
+@pytest.mark.parametrize("ranges", [True, False], ids=["resumes", "server starts over"])
+def test_a_download_that_was_cut_off_is_complete(server, tmp_path, ranges):
+    server.ranges, server.cuts = ranges, [300_000, 100_000]
     download.fetch(f"{server.url}/x", tmp_path / "new/x", len(DATA))
     assert (tmp_path / "new/x").read_bytes() == DATA
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("ranges", [True, False], ids=["resumes", "server starts over"])
-def test_cut_off(server, tmp_path, ranges):
-    server.ranges, server.cuts = ranges, [300_000, 100_000]
-    download.fetch(f"{server.url}/x", tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == DATA
     assert server.asked == [None, "bytes=100000-", "bytes=400000-" if ranges else "bytes=300000-"]
 
 
-def test_killed_run_is_taken_up(server, tmp_path):
+def test_a_killed_download_goes_on_and_a_busy_server_is_asked_again(server, tmp_path):
     (tmp_path / "x.part").write_bytes(DATA[:1234])
     download.fetch(f"{server.url}/x", tmp_path / "x")
     assert server.asked == ["bytes=1234-"]
     assert (tmp_path / "x").read_bytes() == DATA
-
-
-def test_busy_server(server, tmp_path):
-    download.fetch(f"{server.url}/busy", tmp_path / "x")
+    server.asked.clear()
+    download.fetch(f"{server.url}/busy", tmp_path / "y")
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize("url", ["{}/missing", "http://127.0.0.1:9/x"])
-def test_dead_link(server, tmp_path, url):
+def test_a_dead_link_says_where_to_put_the_file(server, tmp_path, url):
     url = url.format(server.url)
-    with pytest.raises(PrepError) as error:
+    with pytest.raises(UserError) as error:
         download.fetch(url, tmp_path / "train.de.gz")
-    message = str(error.value)
-    assert message.startswith(f"train.de.gz is missing, and could not be fetched from {url}")
-    assert "--raw FOLDER" in message
+    assert str(error.value).startswith(f"train.de.gz is missing, and could not be fetched from {url}")
+    assert "--raw FOLDER" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_size(server, tmp_path):
-    with pytest.raises(PrepError, match="1,024,000 bytes, but 5 were expected; nothing was kept"):
+def test_a_file_of_another_size_is_not_kept(server, tmp_path):
+    with pytest.raises(UserError, match="1,024,000 bytes, but 5 were expected; nothing was kept"):
         download.fetch(f"{server.url}/x", tmp_path / "x", 5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_checksums(tmp_path):
-    """Recorded at first use in sha256sum's own format, verified after; known ones are verified at once."""
+def test_checksums_are_recorded_at_first_use_and_verified_after(tmp_path):
     file, sums = tmp_path / "a.bin", tmp_path / "SHA256SUMS"
     file.write_bytes(DATA)
     digest = hashlib.sha256(DATA).hexdigest()
     download.verify([file], sums, {})
-    assert sums.read_text() == f"{digest}  a.bin\n"
+    assert sums.read_text() == f"{digest}  a.bin\n", "sha256sum's own format"
     download.verify([file], sums, {"a.bin": (len(DATA), digest)})
     file.write_bytes(DATA[:-1] + b"x")
-    with pytest.raises(
-        PrepError, match=rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"
+    for known, where, message in (
+        ({}, sums, rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"),
+        ({"a.bin": (0, digest)}, tmp_path / "other", rf"a.bin: its SHA-256 is .*, but should be {digest}"),
+        ({"a.bin": (7, "")}, tmp_path / "other", r"a.bin: 1,024,000 bytes, but it should have 7"),
     ):
-        download.verify([file], sums, {})
-    with pytest.raises(PrepError, match=rf"a.bin: its SHA-256 is .*, but should be {digest}"):
-        download.verify([file], tmp_path / "other", {"a.bin": (0, digest)})
-    with pytest.raises(PrepError, match=r"a.bin: 1,024,000 bytes, but it should have 7"):
-        download.verify([file], tmp_path / "other", {"a.bin": (7, "")})
+        with pytest.raises(UserError, match=message):
+            download.verify([file], where, known)
     assert not (tmp_path / "other").exists()
 
 
-def test_what_the_disk_refuses_is_not_tried_again(tmp_path, monkeypatch):
+def test_a_full_disk_is_not_tried_again(tmp_path, monkeypatch):
     tried = []
 
     def refused(url, part):
         tried.append(url)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(download, "PAUSE", 0)
     monkeypatch.setattr(download, "_continue", refused)
     with pytest.raises(OSError, match="No space left"):
         download.fetch("http://x/y", tmp_path / "y")

@@ -40,6 +40,10 @@ def first(text, tmp_path_factory, request):
     return out
 
 
+def require_same(run, data):
+    preparation.require_same(preparation.kept_by(run), preparation.Preparation.at(data), run)
+
+
 def numbers(folder, split, lang):
     """The sentences of binary data as subwords."""
     dictionary = Dictionary.load(str(folder / f"dict.{lang}.txt"))
@@ -56,7 +60,7 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
     for path in one.rglob("*"):
         if path.is_file() and path.name not in (".stamp.json", "PREP.json", "lengths.png"):
             assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path
-    preparation.require_same(preparation.kept_by(tmp_path / "run"), one, tmp_path / "run")
+    require_same(tmp_path / "run", one)
 
     made, dictionary = numbers(one, "test", "de")
     translator = Text(first)
@@ -70,7 +74,7 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
 
 @pytest.mark.parametrize("unicode", ["NFC", "as given"])
 def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
-    """Published corpora are not brought to NFC; what is like them has the form that text to translate gets."""
+    """Published corpora are not brought to NFC; text like theirs has the form that text to translate gets."""
     first, new = tmp_path / "first", tmp_path / "new"
     custom(text / "one", first, "--merges", 60)
     prep = json.loads((first / "PREP.json").read_text())
@@ -78,7 +82,7 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
     (first / "PREP.json").write_text(json.dumps(prep))
     preparation.keep(tmp_path / "run", first)
     custom(text / "two", new, "--like", first, "--drop-test-overlap")
-    preparation.require_same(preparation.kept_by(tmp_path / "run"), new, tmp_path / "run")
+    require_same(tmp_path / "run", new)
     (tokens,) = read(tmp_path / "new.work/3-tokenise/test.de")[1:2]
     assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
@@ -88,13 +92,14 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
     [
         (["--lowercase"], "--lowercase cannot be had with --like"),
         (["--source-lang", "fr"], "is de-en, and the text is to be fr-en"),
-        (["--like", "{tmp}/nothing"], "nothing: has no PREP.json"),
-        (["--like", "{tmp}/differ"], "the dictionaries of the two languages in {tmp}/differ differ"),
-        (["--like", "{tmp}/other"], "{tmp}/other/PREP.json is not of data for translation"),
+        (["--like", "{tmp}/nothing"], "{tmp}/nothing/PREP.json: no such file"),
+        (["--like", "{tmp}/differ"], "{tmp}/differ: the dictionaries of its two languages differ"),
+        (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt: no such file"),
+        (["--like", "{tmp}/other"], "{tmp}/other/PREP.json: source_lang: expected a language, found None"),
         (["--out", "{first}"], "is the folder that the new data would replace"),
     ],
 )
-def test_what_is_refused(text, first, tmp_path, options, message):
+def test_an_earlier_preparation_that_cannot_be_used_is_named(text, first, tmp_path, options, message):
     for name in ("differ", "lacks"):
         shutil.copytree(first, tmp_path / name)
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
@@ -112,14 +117,7 @@ def test_what_is_refused(text, first, tmp_path, options, message):
     assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
 
 
-def test_new_data_want_a_name_of_their_own(text, first):
-    files = ("--train", text / "two/train", "--valid", text / "two/valid")
-    done = script("custom", *LANGUAGES, *files, "--like", first, check=False)
-    assert done.returncode != 0
-    assert "--like wants a --name or --out" in done.stderr
-
-
-def test_other_subwords_are_made_again(text, tmp_path):
+def test_a_changed_earlier_preparation_makes_the_text_again(text, tmp_path):
     first, new = tmp_path / "first", tmp_path / "new"
     custom(text / "one", first, "--merges", 60)
     custom(text / "two", new, "--like", first)

@@ -1,4 +1,4 @@
-"""Our quicker ways to tokenise, normalise and split words give what the libraries give, byte for byte."""
+"""Words are tokenised, normalised and split as by the libraries, byte for byte."""
 
 import re
 import subprocess
@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.data_toy import Rules, pairs, sample, sentences, write
-from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from helpers.data_toy import Rules, pairs, sentences, write
+from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 from ea_data import moses, rules, subwords
 
@@ -21,7 +21,7 @@ AWKWARD = AWKWARD.replace("\n", "|").split("|")
 
 
 @pytest.mark.parametrize(("lang", "dashes"), [("de", False), ("en", True), ("fr", False)])
-def test_tokenizer(lang, dashes):
+def test_tokens_are_sacremoses_s_with_the_last_full_stop_split_off(lang, dashes):
     plain, ours = MosesTokenizer(lang), moses.Tokenizer(lang)
     for line in LINES:
         expected = plain.tokenize(line, dashes, return_str=True)
@@ -36,12 +36,12 @@ def test_tokenizer(lang, dashes):
         ("5 a.m.", "5 a.m ."), ("wait...", "wait ..."), (".", "."), ("", ""), ("a .", "a ."),
     ],
 )  # fmt: skip
-def test_last_word(line, tokens):
+def test_the_last_full_stop_is_split_off(line, tokens):
     assert moses.Tokenizer("en").tokenize(line, return_str=True) == tokens
 
 
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])
-def test_normaliser(lang):
+def test_punctuation_is_normalised_as_moses_does(lang):
     """Moses' punctuation rules, then every non-printing character a space, also as in Moses."""
     plain, ours = MosesPunctNormalizer(lang, perl_parity=True), rules.Normalise((lang, lang))
     for line in LINES + AWKWARD:
@@ -49,17 +49,15 @@ def test_normaliser(lang):
     assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
 
 
-def test_round_trip():
-    """Tokens, detokenised and tokenised again, are the same tokens: detokenising for the score loses nothing."""
-    for lang, side in (("de", 0), ("en", 1)):
-        tokenizer, detokenizer = moses.Tokenizer(lang), MosesDetokenizer(lang)
-        for pair in sample.corpus(500, 20, 20, seed=1)["train"]:
-            tokens = tokenizer.tokenize(f'{pair[side]} "{pair[side]}" (R&D, 3,000)')
-            assert tokenizer.tokenize(detokenizer.detokenize(tokens)) == tokens
-
-
 def chunk(lines):
     return [line.encode() + b"\n" for line in lines]
+
+
+def apply_bpe(folder, lines, *options):
+    """subword-nmt's own command on these lines."""
+    command = [CLI, "apply-bpe", "-c", folder / "theirs", *options]
+    given = write(folder / "in", lines).open("rb")
+    return subprocess.run(command, stdin=given, capture_output=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -76,48 +74,37 @@ def learnt(tmp_path_factory):
     return folder, source, target
 
 
-def test_learn(learnt):
+def test_codes_are_those_that_subword_nmt_learns(learnt, tmp_path):
     folder, source, target = learnt
     words = sum(subwords.count_words((chunk(source), chunk(target))), Counter())
-    subwords.learn(words, 150, folder)
-    assert (folder / "code").read_bytes() == (folder / "theirs").read_bytes()
+    subwords.learn(words, 150, tmp_path)
+    assert (tmp_path / "code").read_bytes() == (folder / "theirs").read_bytes()
 
 
 @pytest.mark.parametrize("cache", [subwords.CACHE_WORDS, 7])
-def test_apply(learnt, monkeypatch, cache):
+def test_words_are_split_as_subword_nmt_splits_them(learnt, monkeypatch, cache):
     monkeypatch.setattr(subwords, "CACHE_WORDS", cache)
     folder, source, target = learnt
-    (folder / "code").write_bytes((folder / "theirs").read_bytes())
     unseen = [" ".join(line.split()[::-1]) + " ungesehenes 東 x" for line in target]
     unseen[:5] = [" vorn", "hinten ", "  beides  ", "zwei  in  der Mitte", "   "]
-    applied = subwords.Apply(folder / "code")((chunk(source), chunk(unseen)))
+    applied = subwords.Apply(folder / "theirs")((chunk(source), chunk(unseen)))
     for lines, ours in zip((source, unseen), applied, strict=True):
-        text = write(folder / "in", lines)
-        theirs = subprocess.run([CLI, "apply-bpe", "-c", folder / "theirs"], stdin=text.open("rb"), capture_output=True)
-        assert b"".join(ours) == theirs.stdout
+        assert b"".join(ours) == apply_bpe(folder, lines)
 
 
-def test_vocabulary_threshold(learnt):
-    """As `subword-nmt apply-bpe --vocabulary --vocabulary-threshold` does."""
+def test_rare_subwords_are_split_as_subword_nmt_splits_them(learnt):
     folder, source, _ = learnt
-    (folder / "code").write_bytes((folder / "theirs").read_bytes())
-    text = write(folder / "in", source)
-    split = subprocess.run([CLI, "apply-bpe", "-c", folder / "theirs"], stdin=text.open("rb"), capture_output=True)
-    counts = Counter(split.stdout.decode().split())
+    split = apply_bpe(folder, source)
+    counts = Counter(split.decode().split())
     write(folder / "counts", [f"{word} {count}" for word, count in counts.items()])
-    options = ["--vocabulary", folder / "counts", "--vocabulary-threshold", "40"]
-    theirs = subprocess.run(
-        [CLI, "apply-bpe", "-c", folder / "theirs", *options], stdin=text.open("rb"), capture_output=True, check=True
-    )
-    allowed = subwords.frequent(subwords.count_words((chunk(source),))[0], folder / "code", 40)
+    theirs = apply_bpe(folder, source, "--vocabulary", folder / "counts", "--vocabulary-threshold", "40")
+    allowed = subwords.frequent(subwords.count_words((chunk(source),))[0], folder / "theirs", 40)
     assert set(allowed) == {word for word, count in counts.items() if count >= 40}
-    ours = subwords.Apply(folder / "code", [allowed, None])((chunk(source), []))[0]
-    assert b"".join(ours) == theirs.stdout
-    assert theirs.stdout != split.stdout  # the threshold did something
+    ours = subwords.Apply(folder / "theirs", [allowed, None])((chunk(source), []))[0]
+    assert b"".join(ours) == theirs != split
 
 
-def test_sentencepiece(learnt):
-    """Joined pieces give the text back."""
+def test_joined_pieces_give_the_text_back(learnt):
     folder, source, target = learnt
     texts = [write(folder / "source", source), write(folder / "target", target)]
     subwords.learn_sentencepiece(texts, 300, folder)
@@ -130,11 +117,15 @@ def test_sentencepiece(learnt):
 @pytest.mark.parametrize(
     ("source", "target", "fault"),
     [
-        (0, 3, "empty"), (3, 0, "empty"), (1, 1, None), (1, 2, "length ratio"),
-        (175, 175, None), (176, 175, "too long"), (175, 176, "too long"),
-        (3, 2, None), (2, 3, None), (30, 20, None), (31, 20, "length ratio"), (20, 31, "length ratio"),
+        (0, 3, "empty"),
+        (3, 0, "empty"),
+        (175, 175, None),
+        (176, 175, "too long"),
+        (30, 20, None),
+        (31, 20, "length ratio"),
+        (20, 31, "length ratio"),
     ],
-)  # fmt: skip
-def test_length_rules(source, target, fault):
-    """Bounds are inclusive, as in Moses' clean-corpus-n."""
+)
+def test_bounds_of_lengths_are_inclusive(source, target, fault):
+    """As in Moses' clean-corpus-n."""
     assert Rules(max_ratio=1.5, max_length=175).fault(source, target) == fault

@@ -25,7 +25,7 @@ def prepared(folder, train, test, **rules):
     return prep, list(zip(*words, strict=True)), report.warnings(prep)
 
 
-def test_everything_is_counted(tmp_path):
+def test_leaks_repetitions_and_empty_lines_are_counted_and_warned_of(tmp_path):
     """A test with one whole pair, one more source and two more targets of the training text, and one empty line."""
     test = (
         [SOURCES[0], SOURCES[1], "der See ist neu.", "die Tür ist neu.", ""],
@@ -47,9 +47,7 @@ def test_everything_is_counted(tmp_path):
     assert [text.split(":")[1] for text in warnings if "empty" in text] == [" test"] * 2
     (of_references,) = [text for text in warnings if "BLEU" in text]
     assert "1 of its 5 en sentences are empty" in of_references
-    table = report.table(prep, colour=False)
-    assert "test: sentences that are in the training text, too: 2 source, 3 target, 1 both" in table
-    assert "training pairs that repeat another: 2" in table
+    assert "training pairs that repeat another: 2" in report.table(prep, colour=False)
 
 
 def test_clean_data_has_no_warning(tmp_path):
@@ -60,9 +58,8 @@ def test_clean_data_has_no_warning(tmp_path):
 def test_unknown_subwords_are_warned_about(tmp_path):
     prep, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["Собака старая."], ["the dog is old red."]))
     assert prep["splits"]["test"]["unknown_percent"]["de"] > 50
-    assert [text.split("%")[1] for text in warnings if text.startswith("warning: test")] == [
-        " of its de subwords are not in the dictionary, and so unknown to any model (more than 1"
-    ]
+    (warning,) = [text for text in warnings if text.startswith("warning: test")]
+    assert "of its de subwords are not in the dictionary (more than 1%)" in warning
 
 
 def test_overlap_is_dropped_from_the_training_text(tmp_path):

@@ -1,4 +1,4 @@
-"""Text in any script comes back as the same text: raw text, subwords, joined again; and what cannot is told."""
+"""Text in any script comes back as the same text: raw text, subwords, joined again; else there is a warning."""
 
 import json
 import unicodedata
@@ -8,9 +8,10 @@ import pytest
 from helpers.data_toy import Pipeline, prepare_command, read, recipe, write
 from helpers.scripts import SENTENCES
 
-from ea_data import report, subwords
+from ea_data import report
 from ea_data.languages import default_tokenizer
 from ea_data.words import words
+from ea_runtime.text import Text
 from ea_tools import text
 
 
@@ -33,16 +34,15 @@ def test_raw_text_survives(tmp_path, language):
     lines = SENTENCES[language]
     data, prep = prepared(tmp_path, "xx", "yy", lines, **RAW)
     assert prep["round_trip"]["xx"] == {"lines": len(lines), "same": len(lines), "decomposed": 0, "examples": []}
-    assert not any("come back" in warning for warning in report.warnings(prep))
-    source, target = text.Source(data, prep), text.Words(prep, "yy")
+    translator = Text(data)
     for line in lines:
-        assert target.detokenize(subwords.join_pieces(source(line))) == " ".join(line.split())
+        assert translator.detokenize(translator.join(translator.subwords(line))) == " ".join(line.split())
     references, _ = text.references(data / "raw/test.yy", prep)
     assert references == lines
 
 
 @pytest.mark.parametrize("language", ["th", "emoji"])
-def test_what_moses_breaks_is_told(tmp_path, language):
+def test_text_that_moses_breaks_gives_a_warning(tmp_path, language):
     """The same text by Moses: the report counts the lines that do not come back and shows some."""
     _, prep = prepared(tmp_path, "xx", "yy", SENTENCES[language], tokenizer="moses", merges=20)
     side = prep["round_trip"]["xx"]
@@ -54,34 +54,36 @@ def test_what_moses_breaks_is_told(tmp_path, language):
     assert "--tokenizer none" in warning
 
 
-def test_what_moses_has_rules_for_it_gets():
+def test_moses_is_the_default_where_it_has_rules():
     for pair in ("de en", "de_AT el", "deu eng", "ger_Latn fre", "lvs_Latn ekk"):
         assert default_tokenizer(*pair.split()) == "moses"
     for language in "th km lo my zh yue ja ko fa ar hi zh_CN zho_Hans tha xx".split():
         assert default_tokenizer("en", language) == default_tokenizer(language, "en") == "none"
 
 
-def test_the_command_chooses_by_language():
-    """And refuses what takes words between spaces for granted."""
-    chosen = prepare_command("--source-lang", "en", "--target-lang", "th").rules
-    assert (chosen.tokenizer, chosen.bpe, chosen.nfc) == ("none", "sentencepiece", True)
-    chosen = prepare_command("--source-lang", "en", "--target-lang", "de").rules
-    assert (chosen.tokenizer, chosen.bpe, chosen.nfc) == ("moses", "subword_nmt", True)
-    chosen = prepare_command("--source-lang", "en", "--target-lang", "de", "--tokenizer", "none").rules
-    assert (chosen.tokenizer, chosen.bpe) == ("none", "sentencepiece")
-    chosen = prepare_command("--source-lang", "en", "--target-lang", "th", "--tokenised").rules
-    assert (chosen.tokenizer, chosen.nfc) == ("given", False), "text in tokens is taken as it is"
+@pytest.mark.parametrize(
+    ("options", "tokenizer", "bpe", "nfc"),
+    [
+        ("--target-lang th", "none", "sentencepiece", True),
+        ("--target-lang de", "moses", "subword_nmt", True),
+        ("--target-lang de --tokenizer none", "none", "sentencepiece", True),
+        ("--target-lang th --tokenised", "given", "subword_nmt", False),
+    ],
+)
+def test_the_tokenizer_follows_from_the_language(options, tokenizer, bpe, nfc):
+    rules = prepare_command("--source-lang", "en", *options.split()).rules
+    assert (rules.tokenizer, rules.bpe, rules.nfc) == (tokenizer, bpe, nfc)
 
 
-@pytest.mark.parametrize("option", [["--bpe", "subword_nmt"], ["--split-dashes"], ["--normalise"]])
-def test_raw_text_is_taken_as_it_is(option, capsys):
+@pytest.mark.parametrize("option", ["--bpe subword_nmt", "--split-dashes", "--normalise"])
+def test_raw_text_takes_no_rules_of_words(option, capsys):
     with pytest.raises(SystemExit):
-        prepare_command("--source-lang", "en", "--target-lang", "th", *option)
-    message = capsys.readouterr().err
-    assert f"{' '.join(option)} cannot be had with --tokenizer none (the default for en and th)" in message
+        prepare_command("--source-lang", "en", "--target-lang", "th", *option.split())
+    flag = option.split()[0]
+    assert f"{flag} cannot be had with --tokenizer none (the default for en and th)" in capsys.readouterr().err
 
 
-def test_an_unknown_code_is_announced(capsys):
+def test_an_unknown_code_gives_a_warning(capsys):
     prepare_command("--source-lang", "deu", "--target-lang", "german")
     said = capsys.readouterr().err
     assert "--target-lang german: is no code of a language" in said
@@ -120,7 +122,7 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
     for split in ("train", "valid", "test"):
         prepared_text = (tmp_path / f"out.work/6-filter/{split}.de").read_text()
         assert "\u0308" not in prepared_text, "an umlaut's dots on their own"
-    source = text.Source(data, prep)
+    source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
     assert unicodedata.is_normalized("NFC", source(DECOMPOSED))
     references, tokens = text.references(data / "raw/test.en", prep)
@@ -129,27 +131,20 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
 
 
 def test_published_text_keeps_its_bytes(tmp_path):
-    """Without nfc, as in every public corpus, nothing is composed; what is typed is, unless the text itself is not."""
+    """Without nfc, as in every public corpus, only typed text is composed, and that where the corpus is."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
     data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
     assert "\u0308" in (tmp_path / "one/out.work/6-filter/train.de").read_text(), "an umlaut's dots on their own"
     assert prep["unicode"] == "NFC"
-    source = text.Source(data, prep)
+    source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
     assert text.references(data / "raw/test.en", prep)[0][-1] == DECOMPOSED
 
     data, prep = prepared(tmp_path / "other", "de", "en", [lines[0], DECOMPOSED], merges=30, nfc=False)
     assert prep["unicode"] == "as given"
     assert any("NFC" in warning for warning in report.warnings(prep))
-    source = text.Source(data, prep)
+    source = Text(data).subwords
     assert source(DECOMPOSED) != source(unicodedata.normalize("NFC", DECOMPOSED))
-
-
-def test_public_corpora_do_not_compose():
-    from ea_data import corpora
-
-    public = [corpora.multi30k("de", "en"), corpora.iwslt14_de_en(), corpora.wmt14_en_de(), corpora.wmt14_en_fr()]
-    assert not any(corpus.rules.nfc for corpus in public)
 
 
 def test_old_folders_compose_what_is_typed(tmp_path):
@@ -157,7 +152,7 @@ def test_old_folders_compose_what_is_typed(tmp_path):
     data, prep = prepared(tmp_path, "de", "en", ["Können Löwen über Zäune springen?"] * 3, merges=30)
     old = {key: value for key, value in prep.items() if key not in ("unicode", "round_trip")} | {"rules": {}}
     (data / "PREP.json").write_text(json.dumps(old))
-    source = text.Source(data, text.read_prep(data))
+    source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
     report.warnings(old)
     report.table(old, colour=False)

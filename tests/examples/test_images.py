@@ -1,4 +1,6 @@
-"""Attention-augmented ResNet with evolving maps: against loops in float64, and its counts."""
+"""Attention-augmented ResNet and ViT with evolving maps: against loops, as plain models, their counts and commands."""
+
+import json
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torch import nn
 from evolving_attention.scores import RelativePositions2d
 
 pytest.importorskip("transformers")
-from transformers import ResNetForImageClassification
+from transformers import ResNetForImageClassification, ViTForImageClassification
 
-from examples.images import digits, resnet
+from examples.images import digits, maps, resnet
 from examples.images.resnet import AugmentedConvolution, EvolvingResNet
 
 SIDE = 3
@@ -30,7 +32,7 @@ def test_relative_positions_equal_a_loop():
         [[relative(positions, q[0, head, i], i, j) for j in range(SIDE**2)] for i in range(SIDE**2)]
         for head in range(2)
     ]
-    torch.testing.assert_close(positions(q)[0], torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(positions(q, SIDE**2)[0], torch.tensor(expected, dtype=torch.float64))
 
 
 def by_loop(layer, x, previous):
@@ -42,7 +44,10 @@ def by_loop(layer, x, previous):
     )
     q = q * q.size(-1) ** -0.5
     logits = [
-        [[q[h, i] @ k[h, j] + relative(layer.positions, q[h, i], i, j) for j in range(pixels)] for i in range(pixels)]
+        [
+            [q[h, i] @ k[h, j] + relative(layer.relative_positions, q[h, i], i, j) for j in range(pixels)]
+            for i in range(pixels)
+        ]
         for h in range(heads)
     ]
     evolution = layer.evolution
@@ -71,20 +76,35 @@ def test_two_layers_equal_loops(monkeypatch):
 
 def test_the_plain_network_is_that_of_transformers():
     torch.manual_seed(1)
-    ours = EvolvingResNet(digits.small_config(), augment=False).eval()
-    plain = ResNetForImageClassification(digits.small_config()).eval()
+    ours = digits.SYSTEMS["ResNet"].build().eval()
+    plain = ResNetForImageClassification(ours.resnet.config).eval()
     plain.load_state_dict(ours.resnet.state_dict())
     x = torch.randn(2, 1, 32, 32)
     torch.testing.assert_close(ours(x), plain(x).logits, rtol=0, atol=0)
 
 
+def test_without_evolution_the_layer_is_an_attention_augmented_convolution():
+    torch.manual_seed(1)
+    layer = AugmentedConvolution(nn.Conv2d(10, 60, 3), SIDE, 0.0, 0.0, False).double()
+    x, pixels = torch.randn(1, 10, SIDE, SIDE, dtype=torch.float64), SIDE**2
+    q, k, v = (
+        part.view(1, resnet.HEADS, -1, pixels).transpose(2, 3)
+        for part in layer.qkv(x).split([layer.keys, layer.keys, layer.values], dim=1)
+    )
+    bias = layer.relative_positions(q * q.size(-1) ** -0.5, pixels)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(2, 3).reshape(1, -1, SIDE, SIDE)
+    expected = torch.cat([layer.convolution(x), layer.output(attended)], dim=1)
+    torch.testing.assert_close(layer(x, torch.randn(1, resnet.HEADS, pixels, pixels))[0], expected)
+    assert layer.evolution.conv is None
+
+
 def test_the_chain_of_maps_breaks_where_the_shape_changes():
-    model = EvolvingResNet(digits.small_config(), 32, alpha=0.5, beta=0.0)
+    model = digits.resnet(alpha=0.5, beta=0.0).build()
     layers = [module.evolution for module in model.modules() if isinstance(module, AugmentedConvolution)]
     assert [evolution.uses_previous for evolution in layers] == [False, True] * 3
-    maps = []
-    model(torch.randn(2, 1, 32, 32), maps)
-    assert [a_logit.size(2) for a_logit in maps] == [64, 64, 16, 16, 4, 4]
+    found = []
+    model(torch.randn(2, 1, 32, 32), found)
+    assert [a_logit.size(2) for a_logit in found] == [64, 64, 16, 16, 4, 4]
 
 
 def test_parameters_of_imagenets_models():
@@ -96,11 +116,66 @@ def test_parameters_of_imagenets_models():
     assert round(plain / 1e6, 2) == 24.63
 
 
+def test_vit_without_evolution_is_that_of_transformers():
+    torch.manual_seed(1)
+    ours, plain = digits.vit(alpha=0.0, beta=0.0).build().eval(), digits.vit().build().eval()
+    assert isinstance(plain, ViTForImageClassification)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(ours(x).logits, plain(x).logits)
+
+
+def test_the_class_token_is_part_of_vits_maps():
+    model = digits.SYSTEMS["EA-ViT"].build()
+    evolution = next(module.evolution for module in model.modules() if hasattr(module, "evolution"))
+    picture = torch.zeros(1, 4, 17, 17)
+    changed = picture.clone()
+    changed[:, :, 0, 0] = 1
+    difference = (evolution.conv(changed) - evolution.conv(picture)).abs().sum(1)[0]
+    assert difference[1, 1] > 0 and difference[2:].abs().max() == 0
+
+
+def test_maps_to_classify_are_the_attention_of_the_centre_pixel():
+    torch.manual_seed(1)
+    model, seen = digits.resnet(3, alpha=0.5, beta=1.0).build().eval(), []
+    layers = [module for module in model.modules() if isinstance(module, AugmentedConvolution)]
+    for layer in layers[:3]:
+        layer.observer = lambda call: seen.append(call.weights)
+    x = torch.rand(2, 1, 32, 32)
+    for actual, weights in zip(maps.centre_maps(model, x), seen, strict=True):
+        expected = weights.unflatten(3, (8, 8)).unflatten(2, (8, 8))[:, :, 4, 4]  # B x K x 8 x 8 of all pixels
+        torch.testing.assert_close(actual, 64 * expected)
+
+
+def test_the_densenet_has_twelve_layers_and_two_poolings():
+    reader = maps.DenseNet()
+    layers = list(reader)
+    pools = [number for number, layer in enumerate(layers) if isinstance(layer, nn.AvgPool2d)]
+    before = [sum(isinstance(layer, maps.Dense) for layer in layers[:number]) for number in (*pools, len(layers))]
+    assert before == [4, 7, 12]
+    assert reader(torch.rand(2, 8, 8, 8)).shape == (2, 10)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A hundred pictures in place of all."""
+    pictures = digits.pictures
+    monkeypatch.setattr(digits, "pictures", lambda side: [values[:100] for values in pictures(side)])
+
+
 @pytest.mark.slow
-def test_the_command_prints_a_row_for_each_system(capsys, monkeypatch):
-    x, classes = digits.pictures()
-    monkeypatch.setattr(digits, "pictures", lambda: (x[:100], classes[:100]))
-    monkeypatch.setattr(digits, "SYSTEMS", {"EA-AA-ResNet": digits.SYSTEMS["EA-AA-ResNet"]})
-    digits.main(["--folds", "1", "--epochs", "1"])
-    (line,) = capsys.readouterr().out.splitlines()[2:]
-    assert "EA-AA-ResNet | 168,842" in line
+def test_the_command_reports_each_system(capsys, few, tmp_path):
+    digits.main(["--folds", "1", "--epochs", "1", "--out", str(tmp_path / "scores.json")])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    kept = json.loads((tmp_path / "scores.json").read_text())
+    assert [row.split(" | ")[0] for row in rows] == [f"| {system}" for system in digits.SYSTEMS]
+    assert kept["parameters"]["EA-AA-ResNet"] == 168842
+    assert len(kept["scores"]["EA-ViT"]) == 1
+
+
+@pytest.mark.slow
+def test_the_command_of_maps_reports_each_layer(capsys, few, monkeypatch):
+    monkeypatch.setattr(maps, "SYSTEMS", {"EA-AA-ResNet": (0.5, 1.0)})
+    maps.main(["--folds", "1", "--epochs", "1"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| EA-AA-ResNet, layer {layer}" for layer in (1, 2, 3)]

@@ -1,13 +1,17 @@
 """EA-DC-Transformer: against loops in float64, DC-Transformer as its limit, padding, causality, aeon's checks."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import reference
 
 pytest.importorskip("aeon")
 from aeon.testing.estimator_checking import parametrize_with_checks
 
-from examples.time_series import model
+from examples.time_series import compare, model
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 from examples.time_series.model import Layer, Network
 
@@ -17,46 +21,66 @@ def test_aeons_checks(check):
     check()
 
 
-def by_loop(layer, x, padded, previous):
-    """One series' attention, T x d: its output before W^O, T x d, and the maps, nested lists."""
-    heads = model.HEADS
-    q, k, v = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in layer.qkv(x).chunk(3, dim=1))
+def by_loop(attention, x, padded, previous):
+    """One series, T x d: the output, T x p d, and the maps, nested lists."""
+    q, k, v = (
+        project(x).unflatten(1, (attention.num_heads, -1)).transpose(0, 1)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     logits = q @ k.transpose(1, 2) * q.size(-1) ** -0.5
     size = len(x)
-    picture = [[[logits[h, i, j] for j in range(size)] for i in range(size)] for h in range(heads)]
-    evolution = layer.evolution
+    picture = [[[one[i, j] for j in range(size)] for i in range(size)] for one in logits]
+    evolution = attention.evolution
     numbers = reference.COEFFICIENTS["evolving", previous is not None](evolution.alpha, evolution.beta)
     conv = [(evolution.conv.weight, evolution.conv.bias)]
     maps = reference.evolve(picture, "encoder", conv, numbers, lambda i, j: bool(padded[i] or padded[j]), previous)
     weights = torch.stack([torch.stack([torch.stack(row) for row in head]) for head in maps])
     weights = weights.masked_fill(padded, float("-inf")).softmax(-1)
-    return (weights @ v).transpose(0, 1).flatten(1), maps
+    return attention.out_proj((weights @ v).transpose(0, 1).flatten(1)), maps
 
 
-def test_two_layers_of_attention_equal_loops(monkeypatch):
+def layer_by_loop(layer, x, padded, previous):
+    """One series through a layer in evaluation whose norms are as at the start, T x d, and its maps."""
+    attended, maps = by_loop(layer.attention, x, padded, previous)
+    weight, bias, dilation = layer.convolution.weight, layer.convolution.bias, layer.convolution.dilation[0]
+    rows = []
+    for time in range(len(x)):
+        taps = [(tap, time - (2 - tap) * dilation) for tap in range(3)]
+        convolved = bias + sum(weight[:, :, tap] @ x[past] for tap, past in taps if past >= 0)
+        rows.append(torch.cat([attended[time], convolved.relu()]))
+    scale = (1 + layer.norms[0].eps) ** -0.5
+    x = (x + torch.stack(rows)) * scale * ~padded[:, None]
+    return (x + layer.feed_forward(x)) * scale * ~padded[:, None], maps
+
+
+def test_two_layers_equal_loops(monkeypatch):
     monkeypatch.setattr(model, "HEADS", 2)
     torch.manual_seed(1)
-    layers = [Layer(8, 0.25, 1, 0.4, 0.6, first, 0.0).double() for first in (True, False)]
+    shares = {"alpha": 0.4, "beta": 0.6}
+    layers = [Layer(8, 0.25, 2**i, 0.1, **shares, first=i == 0).double().eval() for i in range(2)]
     x, padded = torch.randn(1, 5, 8, dtype=torch.float64), torch.tensor([[False] * 4 + [True]])
+    x = x.masked_fill(padded[..., None], 0)
     a_logit, maps = None, None
     for layer in layers:
-        expected, maps = by_loop(layer, x[0], padded[0], maps)
-        actual, a_logit = layer._attend(x, padded, a_logit)
-        torch.testing.assert_close(actual[0, :4], layer.output(expected)[:4])
-        x, _ = layer(x, padded, None)
+        expected, maps = layer_by_loop(layer, x[0], padded[0], maps)
+        x, a_logit = layer(x, padded, a_logit)
+        torch.testing.assert_close(x[0], expected)
+        torch.testing.assert_close(a_logit[0, :, :4, :4], torch.tensor(maps, dtype=torch.float64)[:, :4, :4])
 
 
 def test_the_convolution_is_causal_and_dilated():
-    layer = Layer(8, 0.0, 4, 0.0, 0.0, True, 0.0).double().eval()
+    layer = Layer(8, 0.0, 4, 0.0).double().eval()
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
     layer(x, torch.zeros(1, 12, dtype=torch.bool), None)[0][0, 8].sum().backward()
     assert x.grad[0].abs().sum(1).nonzero().flatten().tolist() == [0, 4, 8]
 
 
-@pytest.mark.parametrize("kind", [{"p": 1.0}, {"p": 0.25}, {"p": 0.0}, {"layers": 0}], ids=["tst", "dc", "conv", "gru"])
+@pytest.mark.parametrize(
+    "kind", [{"p": 1.0}, {"p": 0.25}, {"p": 0.0}, {"p": 1.0, "layers": 0}], ids=["tst", "dc", "conv", "gru"]
+)
 def test_padding_changes_nothing(kind):
     torch.manual_seed(1)
-    network = Network(3, 9, 2, d=16, **{"layers": 2, **kind}).double().eval()
+    network = Network(3, 9, 2, d=16, dropout=0.0, **{"layers": 2, **kind}).double().eval()
     x, padded = torch.randn(2, 9, 3, dtype=torch.float64), torch.zeros(2, 9, dtype=torch.bool)
     padded[0, 6:] = True
     changed = x.masked_fill(padded[..., None], 7.0)
@@ -66,19 +90,95 @@ def test_padding_changes_nothing(kind):
 
 def test_without_evolution_the_attention_is_plain():
     torch.manual_seed(1)
-    layer = Layer(16, 0.25, 1, 0.0, 0.0, False, 0.0).double()
+    attention = Layer(16, 0.25, 1, 0.0, alpha=0.0, beta=0.0).double().attention
     x, padded = torch.randn(2, 6, 16, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.bool)
-    q, k, v = (part.unflatten(2, (8, -1)).transpose(1, 2) for part in layer.qkv(x).chunk(3, dim=2))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer._attend(x, padded, torch.randn(2, 8, 6, 6))[0], layer.output(expected))
-    assert layer.evolution.conv is None
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (project(x).unflatten(2, (model.HEADS, -1)).transpose(1, 2) for project in projections)
+    expected = attention.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, padding=padded, previous=torch.randn(2, 8, 6, 6)).output, expected)
+    assert attention.evolution.conv is None
+
+
+def noise(classes, lengths):
+    """Series of two channels whose mean tells their class."""
+    random = np.random.default_rng(0)
+    return [random.normal(3 * label, 1, (2, length)) for label, length in zip(classes, lengths, strict=True)]
+
+
+SMALL = {"layers": 2, "d": 16, "epochs": 30, "rate": 0.01, "random_state": 0}
+
+
+@pytest.mark.parametrize("lengths", [[9] * 24, [7, 9, 4] * 8], ids=["equal", "unequal"])
+def test_classes_are_learnt(lengths):
+    classes = np.array(["a", "b"] * 12)
+    x = noise(classes == "b", lengths)
+    fitted = EvolvingDCTransformerClassifier(**SMALL).fit(x, classes)
+    assert fitted.score(x, classes) == 1
+    chances = fitted.predict_proba(x)
+    np.testing.assert_allclose(chances.sum(1), 1)
+    assert (fitted.classes_[chances.argmax(1)] == fitted.predict(x)).all()
+
+
+def test_numbers_are_learnt_in_their_own_scale():
+    targets = np.arange(24) / 24
+    x, scaled = noise(targets, [9] * 24), 1000 * targets + 5000
+    predicted = EvolvingDCTransformerRegressor(**SMALL).fit(x, scaled).predict(x)
+    assert np.abs(predicted - scaled).mean() < 100
+
+
+def test_pre_training_comes_before_the_task_and_changes_it():
+    classes = np.arange(24) % 2
+    x = noise(classes, [9] * 24)
+    restored = [
+        EvolvingDCTransformerClassifier(**{**SMALL, "epochs": 0}, pretrain_epochs=epochs).fit(x, classes)
+        for epochs in (0, 40)
+    ]
+    with torch.no_grad(), torch.random.fork_rng():
+        losses = []
+        for fitted in restored:
+            torch.manual_seed(0)
+            losses.append(fitted.network_.restoration_loss(*fitted._tensors(x)))
+    assert losses[1] < 0.8 * losses[0]
+    assert EvolvingDCTransformerClassifier(**SMALL, pretrain_epochs=40).fit(x, classes).score(x, classes) == 1
 
 
 def test_only_masked_values_count_in_pre_training(monkeypatch):
-    network, x = Network(2, 4, 2, layers=1, d=8), torch.randn(3, 4, 2)
+    network, x = Network(2, 4, 2, layers=1, d=8, p=0.5, dropout=0.0), torch.randn(3, 4, 2)
     padded = torch.zeros(3, 4, dtype=torch.bool)
     torch.nn.init.zeros_(network.restore.weight)
     torch.nn.init.zeros_(network.restore.bias)
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.arange(24.0).view(3, 4, 2) / 24)
     expected = x.flatten()[:4].square().mean()  # 0.15 * 24 = 3.6: the first four
     torch.testing.assert_close(network.restoration_loss(x, padded), expected)
+
+
+def test_equation_12_and_ranks_are_means_over_data_sets():
+    scores = {"one": {"A": 0.8, "B": 0.6, "C": 0.4}, "two": {"A": 0.5, "B": 0.5, "C": 0.2}}
+    results = {
+        data: {system: {"scores": {"1": value, "2": value}} for system, value in values.items()}
+        for data, values in scores.items()
+    }
+    rows = compare.table(results, ["one", "two"], ["A", "B", "C"]).splitlines()[2:]
+    assert [row.split(" | ")[3:] for row in rows] == [["1.2", "+29.2% |"], ["1.8", "+12.5% |"], ["3.0", "-41.7% |"]]
+
+
+def test_settings_are_chosen_without_the_test_series(monkeypatch):
+    loaded, load = [], compare.load
+    monkeypatch.setattr(compare, "load", lambda name, split: loaded.append(split) or load(name, split))
+    options = {"layers": [1], "d": [8], "beta": [0.1, 0.9]}
+    assert compare.choose("ItalyPowerDemand", options, {"epochs": 1})["beta"] in options["beta"]
+    assert loaded == ["train"]
+
+
+@pytest.mark.slow
+def test_the_command_keeps_scores_and_makes_none_again(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "SYSTEMS", {"EA-DC-Transformer": {"layers": [1], "d": [8]}})
+    words = ["ItalyPowerDemand", "--epochs", "1", "--seeds", "1", "2", "--out", str(tmp_path / "scores.json")]
+    compare.main([*words, "--ablations"])
+    kept = json.loads((tmp_path / "scores.json").read_text())["ItalyPowerDemand"]
+    assert kept["EA-DC with 5 x 5 convolution"]["settings"] == {"layers": 1, "d": 8, "kernel_size": 5}
+    first = capsys.readouterr().out.splitlines()
+    compare.main([*words, "--ablations"])
+    assert capsys.readouterr().out.splitlines() == first[len(kept) :]
+    with pytest.raises(SystemExit):
+        compare.main(["ItalyPowerDemand", "Covid3Month"])

@@ -1,4 +1,4 @@
-"""What tests share. Importing it lets the processes that tests start find what pyproject.toml makes importable here."""
+"""Helpers of all tests. With them, the processes that tests start find the packages that pyproject.toml names."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,5 @@
 """A headless Chromium for tests, driven through chromedriver's W3C WebDriver protocol: plain HTTP and JSON."""
 
-import base64
 import contextlib
 import json
 import re
@@ -18,7 +17,7 @@ KEYS = {"ArrowLeft": "\ue012", "ArrowUp": "\ue013", "ArrowRight": "\ue014", "Arr
 
 
 def missing():
-    """What is not installed, or None."""
+    """The programs that are not installed, or None."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     return None if chromium and shutil.which("chromedriver") else "Chromium and chromedriver"
 
@@ -47,7 +46,7 @@ class Browser:
         self._post("/url", url=address)
 
     def run(self, script, *arguments):
-        """What a piece of JavaScript returns."""
+        """The value of a piece of JavaScript."""
         return self._post("/execute/sync", script=script, args=list(arguments))
 
     def text(self, selector):
@@ -57,7 +56,7 @@ class Browser:
         self._post(f"/element/{self._find(selector)}/click")
 
     def type(self, selector, text):
-        """Press the keys of a text, in an element that keeps what it holds."""
+        """Press the keys of a text in an element, after its present text."""
         self._post(f"/element/{self._find(selector)}/value", text=text)
 
     def hover(self, selector, x, y):
@@ -72,15 +71,8 @@ class Browser:
         keys = [{"type": kind, "value": KEYS.get(key, key)} for kind in ("keyDown", "keyUp")]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": keys}])
 
-    def screenshot(self, path):
-        """The visible part of the page, as PNG."""
-        path.write_bytes(base64.b64decode(self._ask("GET", f"/session/{self._session}/screenshot")))
-
-    def resize(self, width, height):
-        self._post("/window/rect", width=width, height=height)
-
     def complaints(self):
-        """What the page said on the console, errors included."""
+        """The lines of the console, errors included."""
         return self._post("/se/log", type="browser")
 
     def quit(self):

@@ -1,4 +1,4 @@
-"""What the tests of data-prep/ share: small made-up corpora, and running the pipeline on them."""
+"""Helpers of the tests of data-prep/: small made-up corpora, and the pipeline on them."""
 
 import random
 import subprocess
@@ -73,7 +73,7 @@ def corpus(folder, train=200):
 
 
 def text_only(recipe, raw, out, workers=1):
-    """Every stage but fairseq's, which takes seconds; returns the pipeline, for the texts it made."""
+    """Run every stage but fairseq's, which takes seconds; the pipeline, with the texts that it made."""
     pipeline = Pipeline(recipe, raw, out, workers)
     with stages.alone(pipeline.work):
         stages.run(pipeline.chain[:-1], None, lambda text: None)

@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Where there is no GPU, what imports Triton or makes kernels in here gets the interpreter; others must not."""
+    """Without a GPU, code in this block imports Triton and makes kernels for the interpreter; other code must not."""
     before = os.environ.get("TRITON_INTERPRET")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"

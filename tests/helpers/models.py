@@ -1,20 +1,34 @@
-"""Tiny vocabularies, batches and models, built through fairseq's own parser."""
+"""Tiny vocabularies, batches and models of every kind, built through fairseq's own parser."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
 from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from evolving_attention import evolution, kernels
 
-TINY = (
-    "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 "
-    "--decoder-attention-heads 4 --decoder-layers 2 --dropout 0"
+ENCODER = (
+    "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 --dropout 0"
 ).split()
+TINY = [*ENCODER, "--decoder-attention-heads", "4", "--decoder-layers", "2"]
+LM = (
+    "--decoder-embed-dim 16 --decoder-ffn-embed-dim 24 --decoder-attention-heads 4 --decoder-layers 2 --dropout 0 "
+    "--attention-dropout 0 --decoder-input-dim 16 --decoder-output-dim 16"
+).split()
+ROBERTA = [*ENCODER, "--attention-dropout", "0", "--max-positions", "20"]
+BART = [*TINY, "--max-source-positions", "40", "--max-target-positions", "40"]
+#: part of an architecture's name -> the task and the size of a tiny model
+KINDS = {
+    "transformer_lm": ("language_modeling", LM),
+    "roberta": ("masked_lm", ROBERTA),
+    "bart": ("denoising", BART),
+    "": ("translation", TINY),
+}
 
 
 def small_call():
@@ -30,20 +44,34 @@ def dictionary(size=20):
     return words
 
 
+def kind_of(arch):
+    """The task and the size of a tiny model of this architecture."""
+    return next(kind for name, kind in KINDS.items() if name in arch)
+
+
 def model_args(arch, *flags):
     """Parse flags as fairseq-train does."""
-    parser = options.get_training_parser()
-    return options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", "translation", *map(str, flags)])
+    parser, (task, _) = options.get_training_parser(), kind_of(arch)
+    return options.parse_args_and_arch(parser, ["data", "--arch", arch, "--task", task, *map(str, flags)])
 
 
-def build(arch="ea_transformer_base", *flags, size=TINY, train=False, dtype=torch.float32):
-    """A model with random weights, convolutions included, on a task that is only a pair of dictionaries."""
-    args = model_args(arch, *size, *flags)
+def tiny_task(name):
+    """A task that is only a pair of dictionaries. The last symbol is <mask>, but for translation."""
     words = dictionary()
-    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
-    model = ARCH_MODEL_REGISTRY[arch].build_model(args, task).to(dtype)
-    model.train(train)
-    return model
+    if name != "translation":
+        words.add_symbol("<mask>")
+    return SimpleNamespace(source_dictionary=words, target_dictionary=words, max_positions=lambda: 20)
+
+
+def build(arch="ea_transformer_base", *flags, size=None, train=False, dtype=torch.float32):
+    """A model with random weights, convolutions included."""
+    task, tiny = kind_of(arch)
+    args = model_args(arch, *(tiny if size is None else size), *flags)
+    if arch.startswith("transformer_lm"):  # fairseq's own reads its dataclass only
+        model = build_model(convert_namespace_to_omegaconf(args).model, tiny_task(task))
+    else:
+        model = ARCH_MODEL_REGISTRY[arch].build_model(args, tiny_task(task))
+    return model.to(dtype).train(train)
 
 
 def amplify_(model, factor=4.0):
@@ -67,7 +95,7 @@ def batch(lengths, *, left_pad=False, eos_first=False, words=20, seed=1):
     return tokens
 
 
-#: what every short training here has in common: fairseq's usual recipe, on the CPU
+#: the flags of every short training: fairseq's usual recipe, on the CPU
 TRAINING = (
     "--task translation --optimizer adam --lr 0.002 --lr-scheduler inverse_sqrt --warmup-updates 10 "
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --max-tokens 200 --seed 3 --cpu --no-progress-bar "
@@ -76,31 +104,7 @@ TRAINING = (
 ).split()
 
 
-class EncoderOutput(torch.nn.Module):
-    """An encoder whose result is one tensor, S x B x C."""
-
-    def __init__(self, encoder):
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, tokens):
-        return self.encoder(tokens)["encoder_out"][0]
-
-
 def in_threads(work, count=8):
     """Run work(number) in several threads; the first error of any of them is raised here."""
-    faults = []
-
-    def run(number):
-        try:
-            work(number)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))

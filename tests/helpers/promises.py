@@ -1,7 +1,78 @@
-"""Promises that every model keeps, as checks of one model."""
+"""The promises that every model keeps: the models, and checks of one model."""
 
+import pytest
 import torch
+from fairseq.sequence_generator import SequenceGenerator
 from torch.testing import assert_close
+
+from helpers.models import amplify_, batch, build, dictionary
+
+BASE = "ea_transformer_base --ea-alpha 0.5 --ea-beta 0.5"
+PREDICTIVE = "ea_transformer_base --ea-rule predictive --ea-alpha 0.5"
+#: name of a test case -> architecture and flags
+MODELS = {
+    "kernel 1": f"{BASE} --ea-kernel-size 1",
+    "kernel 3, pre-norm": f"{BASE} --encoder-normalize-before --decoder-normalize-before",
+    "kernel 5": f"{BASE} --ea-kernel-size 5",
+    "no decoder convolution": f"{BASE} --ea-decoder-beta 0",
+    "no cross convolution": f"{BASE} --ea-cross-beta 0",
+    "learnt": f"{BASE} --ea-learn-mix",
+    "predictive": PREDICTIVE,
+    "predictive, 3 convolutions": f"{PREDICTIVE} --ea-conv-layers 3",
+    "residual": "ea_transformer_base --ea-rule residual --ea-alpha 0.5",
+    "realformer": "ea_transformer_base --ea-rule realformer",
+    "multiplicative": f"{BASE} --ea-score multiplicative",
+    "concatenative": "ea_transformer_base --ea-score concatenative --ea-beta 0",
+    "relative": f"{BASE} --ea-relative-positions 2",
+    "relative, not absolute": "ea_transformer_base --ea-beta 0 --ea-relative-positions 3 "
+    "--no-token-positional-embeddings",
+    "relative, additive": f"{PREDICTIVE} --ea-score additive --ea-relative-positions 2",
+    "two branches": "ea_transformer_base --ea-conv-branch --ea-alpha 0 --ea-beta 0",
+    "two branches, predictive": f"{PREDICTIVE} --ea-conv-branch",
+    "two branches, evolving, relative": f"{BASE} --ea-conv-branch --ea-relative-positions 2",
+    "language model": "ea_transformer_lm --ea-beta 0.5 --ea-kernel-size 5",
+    "RoBERTa": "ea_roberta --ea-alpha 0.4 --ea-beta 0.5",
+    "BART": "ea_bart --ea-alpha 0.4 --ea-beta 0.5",
+}
+#: the models with a decoder
+DECODERS = [name for name in MODELS if name != "RoBERTa"]
+
+
+def each_model(names=MODELS):
+    return pytest.mark.parametrize("name", names)
+
+
+def lively(name, **options):
+    """A model in which everything matters: fresh weights leave attention nearly uniform and relative positions zero."""
+    model = amplify_(build(*MODELS[name].split(), **options), 20 if name in ("RoBERTa", "BART") else 4)
+    for key, parameter in model.named_parameters():
+        if ".score." in key or "relative_positions" in key:
+            parameter.data.normal_(std=0.5)  # 1 / sqrt(D), as the scale of dot products; more makes rounding visible
+    return model
+
+
+def has(model, side):
+    """Whether a model has this side: RoBERTa has no decoder, a language model no encoder."""
+    return hasattr(model, "decoder") if side == "decoder" else hasattr(model, "encoder")
+
+
+def outputs(model, source, target):
+    """B x T x V: the scores of a model for the sides that it has."""
+    if not has(model, "decoder"):
+        return model(source)[0]
+    return model(source, None, target)[0] if has(model, "encoder") else model(target)[0]
+
+
+@torch.no_grad()
+def scored(name, model):
+    """The scores of a batch, and beam search's hypotheses of a model for translation."""
+    source, target = batch([6, 3]), batch([5, 4], eos_first=True)
+    scores = outputs(model, source, target)[:, :3]
+    if name in ("language model", "RoBERTa", "BART"):
+        return scores, []
+    generator = SequenceGenerator([model], dictionary(), beam_size=3, max_len_a=0, max_len_b=5)
+    hypotheses = generator({"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}})
+    return scores, [[beam["tokens"].tolist() for beam in beams] for beams in hypotheses]
 
 
 def check_steps(model, source=None, beams=2, dropped=(), steps=8, seed=3):
@@ -31,24 +102,22 @@ def check_steps(model, source=None, beams=2, dropped=(), steps=8, seed=3):
         tokens = torch.cat([tokens[order], new], dim=1)
 
 
-def check_no_future(run, tokens):
-    """A later token changes no earlier output, bit for bit. run: B x T tokens -> B x T x V."""
-    before = run(tokens)
+def check_no_future(model):
+    """A later token changes no earlier output, bit for bit."""
+    source, tokens = batch([6, 4]), batch([7, 7], eos_first=True)
+    before = outputs(model, source, tokens)
     for position in range(1, tokens.size(1)):
         changed = tokens.clone()
         changed[:, position] = 4 + (changed[:, position] - 4 + 7) % 20
-        after = run(changed)
+        after = outputs(model, source, changed)
         assert torch.equal(before[:, :position], after[:, :position])
         assert not torch.equal(before[:, position], after[:, position])
 
 
-def check_alone_or_in_a_batch(run, *sides):
-    """A sentence has the same output alone, but for its padding. run: tokens of each side -> B x T x V.
-
-    sides: B x S and B x T tokens with padding on either side, or one of them.
-    """
-    together = run(*sides)
-    for row, output in enumerate(together):
-        real = [side[row].ne(1) for side in sides]
-        alone = run(*(side[row][words][None] for side, words in zip(sides, real, strict=True)))
-        assert_close(output[real[-1]], alone[0], rtol=1e-5, atol=1e-5)
+def check_alone_or_in_a_batch(model, left_source, left_target):
+    """A sentence has the same output alone, but for its padding, which may stand on either side."""
+    source, target = batch([2, 9, 5], left_pad=left_source), batch([8, 1, 4], left_pad=left_target, eos_first=True)
+    output_side = target if has(model, "decoder") else source
+    for row, together in enumerate(outputs(model, source, target)):
+        alone = outputs(model, *(side[row][side[row].ne(1)][None] for side in (source, target)))
+        assert_close(together[output_side[row].ne(1)], alone[0], rtol=1e-5, atol=1e-5)

@@ -22,8 +22,9 @@ def visible_taps(kind, k):
                 yield a - (k - 1), b - r, a, b
 
 
-#: Section 2's table read again: (rule, whether there is a previous map) -> a, b, c, d, e of
-#: mixed = a previous + b logits, carried = d previous + e logits, A_logit = c ReLU(Conv(mixed)) + (1 - c) carried
+# mixed = a previous + b logits; carried = d previous + e logits; A_logit = c ReLU(Conv(mixed)) + (1 - c) carried
+
+#: (rule, whether there is a previous map) -> a, b, c, d and e, read from the papers
 COEFFICIENTS = {
     ("evolving", False): lambda alpha, beta: (0, 1, beta, 0, 1),
     ("evolving", True): lambda alpha, beta: (alpha, 1 - alpha, beta, alpha, 1 - alpha),
@@ -143,7 +144,7 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
     return torch.stack(output), a_logit
 
 
-def randomised(module, std=0.7):
+def randomised(module, std=0.5):
     """The module in float64 with random weights; alpha and beta keep their values."""
     module = module.double()
     for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""Evolution by any five numbers, as no rule has them: what the kernels are tested with."""
+"""Evolution by any five numbers, also by those of no rule, to test kernels with."""
 
 import torch
 from torch import nn

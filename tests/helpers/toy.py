@@ -1,4 +1,4 @@
-"""A prepared data folder and a trained run, tiny and made in seconds, for the tests of the scripts."""
+"""Tests of the scripts need a prepared data folder and a trained run: here are tiny ones."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def train(data, run, *flags, arch="ea_transformer_base"):
 
 
 def fairseq(name, *args, check=True, timeout=300, cold=False):
-    """Run ``fairseq-NAME --user-dir ea_fairseq ARGS`` in a process of its own; stdout and stderr together."""
+    """Run ``fairseq-NAME --user-dir ea_fairseq ARGS`` in another process; stdout and stderr together."""
     user_dir = [] if name == "preprocess" else ["--user-dir", REPO / "ea_fairseq"]
     command = [Path(sys.executable).parent / f"fairseq-{name}", *args, *user_dir]
     result = (subprocess if cold else warm).run(
@@ -104,7 +104,7 @@ def script(name, *arguments, cold=False, **options):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """One prepared folder for all the tests of a session; nobody writes to it."""
+    """One prepared folder for all the tests of a session; no test writes to it."""
     return prepare(tmp_path_factory.mktemp("prepared") / "toy-de-en")
 
 
@@ -133,7 +133,7 @@ def save_model(data, path, arch, *flags):
 
 
 def save_untrained(args, data, path):
-    """A checkpoint of what this command line describes, for these data."""
+    """A checkpoint of the model that a command line describes, on these data."""
     import torch
     from fairseq import tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

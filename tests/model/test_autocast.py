@@ -13,11 +13,14 @@ from evolving_attention.evolution import Geometry
 SIZE, HEADS, LENGTH, BATCH = 16, 4, 6, 2
 
 
+def autocast(enabled=True):
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+
+
 def encoder(plain):
     """Two layers, the second of which gets the first one's map."""
-    modules = torch.nn.ModuleList(
-        EncoderSelfAttention(SIZE, HEADS, alpha=0.4, beta=0.5, first=first, plain=plain) for first in (True, False)
-    )
+    layers = [EncoderSelfAttention(SIZE, HEADS, alpha=0.4, beta=0.5, first=n == 0, plain=plain) for n in range(2)]
+    modules = torch.nn.ModuleList(layers)
 
     def run(x):
         x, a_logit, _ = modules[0](x, keep_map=True)
@@ -26,7 +29,7 @@ def encoder(plain):
     return modules, run
 
 
-def decoder(plain):
+def decoder(plain=False):
     module = DecoderAttention(Geometry.DECODER_SELF, SIZE, HEADS, beta=0.5, self_attention=True, plain=plain)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return module, lambda x: module(x, x, x, attn_mask=future)[0]
@@ -37,9 +40,27 @@ def steps(plain):
 
     def run(x):
         state = {}
-        return torch.cat([module(row[None], row[None], row[None], incremental_state=state)[0] for row in x])
+        return torch.cat([module(row, row, row, incremental_state=state)[0] for row in x.split(1)])
 
     return module, run
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("build", [encoder, decoder, steps])
+def test_values_and_gradients_are_float32s(build, plain):
+    module, run = build(plain)
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    expected = run(x)
+    gradients = torch.autograd.grad(expected.square().sum(), module.parameters(), allow_unused=True)
+    with autocast():
+        output = run(x)
+    assert output.dtype == torch.bfloat16
+    assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+    ours = torch.autograd.grad(output.float().square().sum(), module.parameters(), allow_unused=True)
+    for (name, parameter), gradient, other in zip(module.named_parameters(), ours, gradients, strict=True):
+        if other is not None:
+            assert gradient.dtype == parameter.dtype
+            assert_close(gradient, other, rtol=0.1, atol=0.02 * other.abs().max().item() + 0.02, msg=name)
 
 
 @pytest.mark.parametrize("rule", ["evolving", "predictive"])
@@ -50,7 +71,7 @@ def test_a_layer_may_be_computed_again_without_it(rule):
     for flags in ([], ["--checkpoint-activations"]):
         torch.manual_seed(1)
         model = build_model("ea_transformer_lite", "--ea-rule", rule, *flags, train=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             logits, _ = model(source, None, target)
         logits.float().square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -58,30 +79,12 @@ def test_a_layer_may_be_computed_again_without_it(rule):
         assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05 * expected.abs().max().item() + 0.01, msg=name)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("build", [encoder, decoder, steps])
-def test_values_and_gradients(build, plain):
-    module, run = build(plain)
-    x = torch.randn(LENGTH, BATCH, SIZE)
-    expected = run(x)
-    gradients = torch.autograd.grad(expected.square().sum(), module.parameters(), allow_unused=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = run(x)
-    assert output.dtype == torch.bfloat16
-    assert_close(output.float(), expected, rtol=0.05, atol=0.02)
-    ours = torch.autograd.grad(output.float().square().sum(), module.parameters(), allow_unused=True)
-    for (name, parameter), mine, theirs in zip(module.named_parameters(), ours, gradients, strict=True):
-        if theirs is not None:
-            assert mine.dtype == parameter.dtype
-            assert_close(mine, theirs, rtol=0.1, atol=0.02 * theirs.abs().max().item() + 0.02, msg=name)
-
-
 @torch.no_grad()
 def test_the_map_of_the_layer_before_counts():
     module = amplify_(EncoderSelfAttention(16, 4, alpha=0.4, beta=0.5))
     x, previous = torch.randn(6, 2, 16), 3 * torch.randn(2, 4, 6, 6)
     expected = module(x, previous=previous)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast():
         output = module(x, previous=previous.bfloat16())[0]
     assert (output.float() - expected).norm() < 0.02 * expected.norm()
     assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
@@ -89,21 +92,20 @@ def test_the_map_of_the_layer_before_counts():
 
 @pytest.mark.parametrize("mixed_first", [True, False])
 @torch.no_grad()
-def test_precision_that_changes_in_the_middle_of_a_search(mixed_first):
-    """One search may begin under mixed precision and go on without it, or the other way round."""
-    module, run = decoder(False)
+def test_a_search_may_change_its_precision_in_the_middle(mixed_first):
+    module, run = decoder()
     x, state, outputs = torch.randn(LENGTH, BATCH, SIZE), {}, []
-    for step, row in enumerate(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=(step < 3) == mixed_first):
-            outputs.append(module(row[None], row[None], row[None], incremental_state=state)[0].float())
+    for step, row in enumerate(x.split(1)):
+        with autocast(enabled=(step < 3) == mixed_first):
+            outputs.append(module(row, row, row, incremental_state=state)[0].float())
     assert_close(torch.cat(outputs), run(x), rtol=0.05, atol=0.02)
 
 
 def test_a_kernel_is_asked_about_convolutions_of_the_queries_type(monkeypatch):
-    """Else it would refuse, and leave the slower way."""
+    """Else it would refuse, and leave the call to a slower way."""
     asked = []
     monkeypatch.setattr(kernels, "kernel_for", lambda call: asked.append(call))
     module, x = EncoderSelfAttention(SIZE, HEADS, beta=0.5), torch.randn(LENGTH, BATCH, SIZE)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast():
         module(x)
     assert {asked[0].q.dtype, asked[0].weight.dtype, asked[0].bias.dtype} == {torch.bfloat16}

@@ -16,8 +16,6 @@ from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Steps
 from evolving_attention.kernels.cpu import steps
 
-DECODERS = [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER]
-
 
 def attention(geometry=Geometry.DECODER_SELF, beta=0.5, size=12):
     """An attention whose maps matter."""
@@ -25,9 +23,9 @@ def attention(geometry=Geometry.DECODER_SELF, beta=0.5, size=12):
     return DecoderAttention(geometry, size, 3, beta=beta, **{side: True}).eval()
 
 
-def run(module, x, state):
-    """Step by step over x, T x B x C, on from what the state holds: T x B x C."""
-    return torch.cat([module(row[None], row[None], row[None], incremental_state=state)[0] for row in x])
+def run(module, x, state, **options):
+    """Step by step over x, T x B x C, from a state: T x B x C."""
+    return torch.cat([module(row, row, row, incremental_state=state, **options)[0] for row in x.split(1)])
 
 
 def at_once(module, x, **options):
@@ -35,34 +33,48 @@ def at_once(module, x, **options):
     return module(x, x, x, **{"attn_mask": future, **options})[0]
 
 
+def started(module, x):
+    """A state after the steps of x."""
+    state = {}
+    run(module, x, state)
+    return state
+
+
 def buffer(module, state):
     return module._get_input_buffer(state)
 
 
+@pytest.mark.parametrize("padded_step", [0, 1, 2])
 @torch.no_grad()
-def test_padding_moves_with_its_hypothesis(each_way):
-    module, x, state = attention(), 3 * torch.randn(4, 2, 12), {}
-    padding = torch.zeros(2, 4, dtype=torch.bool)
-    padding[1, 1] = True
-    for row, mask in zip(x[:3], padding[:, :3].T, strict=True):
-        mask = mask[:, None] if mask.any() else None
-        module(row[None], row[None], row[None], key_padding_mask=mask, incremental_state=state)
-    order = torch.tensor([1, 0])
-    module.reorder_incremental_state(state, order)
-    x, padding = x[:, order], padding[order]
-    expected = at_once(module, x, key_padding_mask=padding)
-    assert_close(run(module, x[3:], state)[0], expected[3], rtol=1e-5, atol=1e-5)
+def test_padding_within_the_prefix_moves_with_its_hypothesis(padded_step, each_way):
+    """Beams that the search ignores may hold padding. fairseq's decoder gives no mask to steps without any."""
+    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, padded_step] = True
+    for step in range(6):
+        if step == 3:
+            order = torch.tensor([1, 0])
+            module.reorder_incremental_state(state, order)
+            x, padding = x[:, order], padding[order]
+        mask = padding[:, step : step + 1]
+        output = run(module, x[step : step + 1], state, key_padding_mask=mask if mask.any() else None)[0]
+        expected, real = at_once(module, x, key_padding_mask=padding)[step], ~padding[:, step]
+        assert output.isfinite().all()
+        assert_close(output[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("added", [0.0, 1.0])
 @torch.no_grad()
 def test_a_step_may_have_a_mask_of_its_own(added, each_way):
-    """It masks and adds, although the steps before had no mask."""
+    """It masks and adds, although the earlier steps had no mask."""
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
     mask = torch.full((6, 6), -torch.inf).triu(1)
     mask[3, :4] = torch.tensor([0, -torch.inf, added, 0])
-    outputs = [run(module, x[:3], state), module(*3 * [x[3:4]], incremental_state=state, attn_mask=mask[3:4, :4])[0]]
-    outputs.append(run(module, x[4:], state))
+    outputs = [
+        run(module, x[:3], state),
+        run(module, x[3:4], state, attn_mask=mask[3:4, :4]),
+        run(module, x[4:], state),
+    ]
     assert_close(torch.cat(outputs), at_once(module, x, attn_mask=mask), rtol=1e-5, atol=1e-5)
 
 
@@ -94,11 +106,10 @@ COPIES = {
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @torch.no_grad()
 def test_a_copied_state_is_continued_in_two_ways(duplicate, each_way):
-    """In turns: what one continuation appends must not reach the other."""
+    """In turns: no continuation sees the steps of the other."""
     module, x = attention(), 3 * torch.randn(3, 4, 2, 12)
     prefix, ends = x[0], x[1:]
-    first = {}
-    run(module, prefix, first)
+    first = started(module, prefix)
     states, outputs = [first, duplicate(first)], [[], []]
     for step in range(4):
         for state, end, output in zip(states, ends, outputs, strict=True):
@@ -107,31 +118,30 @@ def test_a_copied_state_is_continued_in_two_ways(duplicate, each_way):
         assert_close(torch.cat(output), at_once(module, torch.cat([prefix, end]))[4:], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_may_be_wanted_after_steps_without_them(each_way):
-    module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
+def test_steps_with_gradients_may_follow_steps_without(each_way):
+    module, x = attention(), 3 * torch.randn(6, 2, 12)
     with torch.no_grad():
-        run(module, x[:3], state)
+        state = started(module, x[:3])
     output = run(module, x[3:], state)
     assert_close(output, at_once(module, x)[3:], rtol=1e-5, atol=1e-6)
     output.sum().backward()
     assert module.k_proj.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("hypotheses", [2, 6])
 @torch.no_grad()
-def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses):
-    """The kernel would read what lies behind the state."""
+def test_a_step_of_other_hypotheses_than_its_state_has_is_refused():
+    """The kernel would read memory behind the state."""
     module, state = attention(Geometry.ENCODER_DECODER), {}
     source = torch.randn(5, 2, 12).repeat_interleave(2, dim=1)
     module(torch.randn(1, 4, 12), source, source, incremental_state=state)
-    with pytest.raises(ValueError, match=rf"{hypotheses} hypotheses .* of 4"):
-        module(torch.randn(1, hypotheses, 12), source, source, incremental_state=state)
+    for hypotheses in (2, 6):
+        with pytest.raises(ValueError, match=rf"{hypotheses} hypotheses .* of 4"):
+            module(torch.randn(1, hypotheses, 12), source, source, incremental_state=state)
 
 
-@pytest.fixture(params=[True, False], ids=["the kernel's products", "PyTorch's products"])
-def prepared(request, monkeypatch):
-    """The prepared steps that ran. For few hypotheses the kernel projects, for more PyTorch does."""
-    monkeypatch.setattr(steps, "_FEW", 10**9 if request.param else 0)
+@pytest.fixture
+def prepared(monkeypatch):
+    """The prepared steps that ran."""
     ran, run_step = [], Steps.run
     monkeypatch.setattr(Steps, "run", lambda *given: ran.append(run_step(*given)) or ran[-1])
     return ran
@@ -139,8 +149,11 @@ def prepared(request, monkeypatch):
 
 # The kernel's products take vectors and fours of numbers, and threes of hypotheses, then the rest.
 @pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
+@pytest.mark.parametrize("few", [0, 10**9], ids=["PyTorch's products", "the kernel's products"])
 @torch.no_grad()
-def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared):
+def test_prepared_steps_give_the_numbers_of_their_calls(few, size, hypotheses, prepared, monkeypatch):
+    """For few hypotheses the kernel projects, for more PyTorch does."""
+    monkeypatch.setattr(steps, "_FEW", few)
     x, source = 3 * torch.randn(5, hypotheses, size), 3 * torch.randn(4, hypotheses, size)
     own, cross, state = attention(size=size), attention(Geometry.ENCODER_DECODER, size=size), {}
     outputs = torch.cat([cross(row[None], source, source, incremental_state=state)[0] for row in x])
@@ -162,9 +175,9 @@ OTHER_STEPS = {
 
 @pytest.mark.parametrize("what", OTHER_STEPS)
 @torch.no_grad()
-def test_steps_that_are_not_prepared(what, prepared):
+def test_no_step_is_prepared_with(what, prepared):
     module, x = attention(), 3 * torch.randn(4, 2, 12)
-    module.dropout_module.p = 1e-9  # which drops nothing, but is asked about
+    module.dropout_module.p = 1e-9  # drops nothing
     OTHER_STEPS[what](module)
     assert_close(run(module, x, {}), at_once(module, x), rtol=1e-5, atol=1e-5)
     assert not prepared
@@ -172,10 +185,9 @@ def test_steps_that_are_not_prepared(what, prepared):
 
 @torch.no_grad()
 def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
-    """As where keys are cut from outside: the kernel would write past its memory."""
-    module, x, state = attention(), 3 * torch.randn(12, 2, 12), {}
-    run(module, x, state)
-    kept = buffer(module, state)
+    """As where a caller cuts keys: the kernel would write past its memory."""
+    module, x = attention(), 3 * torch.randn(12, 2, 12)
+    kept = buffer(module, started(module, x))
     cut = {name: kept[name][:, :, :3] for name in ("prev_key", "prev_value")}
     states = {}, {}
     module._set_input_buffer(states[0], {**kept, **cut})
@@ -184,7 +196,7 @@ def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
 
 
 @torch.no_grad()
-def test_what_beams_share_is_kept_once(each_way):
+def test_beams_share_one_copy_of_their_sentences_keys(each_way):
     model, source = amplify_(build()), batch([6, 4, 3], left_pad=True)
     order = torch.tensor([0, 0, 1, 1, 2, 2])
     encoded = model.encoder.reorder_encoder_out(model.encoder(source), order)
@@ -199,10 +211,9 @@ def test_what_beams_share_is_kept_once(each_way):
     assert torch.equal(buffer(cross, state)["prev_key"], keys[1:])
 
 
-@pytest.mark.parametrize("geometry", DECODERS)
+@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
 @torch.no_grad()
-def test_any_order_of_anything(geometry, each_way):
-    """Hypotheses of all sentences in any order, more of them than before and fewer."""
+def test_hypotheses_of_all_sentences_may_come_in_any_order_and_number(geometry, each_way):
     module = attention(geometry)
     source, x = torch.randn(5, 4, 12), 3 * torch.randn(6, 4, 12)
     source[:, 1] = source[:, 0]  # the same sentence twice
@@ -224,7 +235,7 @@ def test_any_order_of_anything(geometry, each_way):
 
 
 @pytest.mark.parametrize("step_by_step", [False, True])
-def test_hypotheses_share_their_sentence_where_gradients_are_wanted_too(step_by_step, each_way):
+def test_hypotheses_share_their_sentence_with_gradients_too(step_by_step, each_way):
     module, source = attention(Geometry.ENCODER_DECODER), torch.randn(5, 2, 12)
     x, repeated = 3 * torch.randn(1, 4, 12), source.repeat_interleave(2, dim=1)
     output, _ = module(x, source, source, incremental_state={} if step_by_step else None)
@@ -237,7 +248,7 @@ def test_hypotheses_share_their_sentence_where_gradients_are_wanted_too(step_by_
 
 @torch.no_grad()
 def test_hypotheses_that_are_dropped_at_the_end_leave_the_others():
-    """As in greedy decoding of several sentences, the last of which ends first."""
+    """As in greedy decoding, where the last sentence ends first."""
     model, source = amplify_(build()), batch([6, 4, 3])
     encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.arange(3))
     state, tokens = {}, torch.tensor([[2, 5], [2, 6], [2, 7]])
@@ -262,12 +273,10 @@ def test_the_encoders_output_follows_sentences_not_hypotheses():
 @pytest.mark.parametrize("beta", [0.5, 0.0])
 @torch.no_grad()
 def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):
-    """fairseq's layers take them as prev_self_attn_state; the rows of the map that are missing would count as zero."""
+    """fairseq's layers take them as prev_self_attn_state. Without its rows, the map would continue from zeros."""
     module, x, state = attention(beta=beta), 3 * torch.randn(4, 2, 12), {}
-    run(module, x[:3], state)
-    given = {name: buffer(module, state)[name].clone() for name in ("prev_key", "prev_value")}
-    state = {}
-    module._set_input_buffer(state, given)
+    kept = buffer(module, started(module, x[:3]))
+    module._set_input_buffer(state, {name: kept[name].clone() for name in ("prev_key", "prev_value")})
     if beta:
         with pytest.raises(ValueError, match="rows of earlier steps' maps"):
             run(module, x[3:], state)
@@ -276,7 +285,7 @@ def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):
 
 
 @torch.no_grad()
-def test_layers_without_attention_are_passed_over_where_beams_move():
+def test_moving_beams_passes_over_layers_without_attention():
     """fairseq puts layers of experts (--base-layers) among the decoder's."""
     decoder = build().decoder
     encoded = {"encoder_out": [torch.randn(3, 2, 16)], "encoder_padding_mask": []}

@@ -1,4 +1,4 @@
-"""What PyTorch and its users do to a module, they can do to the convolution: then the plain composition calls it."""
+"""A convolution may be changed as any module of PyTorch may: then the plain composition calls it."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def output(module):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_weight_normalisation(attention):
+def test_weight_normalisation_takes_effect(attention):
     module, doubled = attention(), attention()
     weight_norm(module.evolution.conv)
     assert_close(output(module), output(doubled))
@@ -40,7 +40,7 @@ def test_weight_normalisation(attention):
     assert_close(output(module), output(doubled))
 
 
-def test_pruning(attention):
+def test_pruned_weights_stay_pruned_in_training(attention):
     module, other = attention(), attention()
     for each in (module, other):
         prune.l1_unstructured(each.evolution.conv, "weight", amount=0.5)
@@ -54,7 +54,7 @@ def test_pruning(attention):
 
 
 @torch.no_grad()
-def test_hooks(attention):
+def test_a_forward_hook_takes_effect(attention):
     module, without = attention(), attention()
     module.evolution.conv.register_forward_hook(lambda conv, inputs, result: 0 * result)
     for parameter in without.evolution.conv.parameters():
@@ -63,8 +63,8 @@ def test_hooks(attention):
     assert not torch.allclose(output(module), output(attention()), atol=1e-4)
 
 
-def test_quantisation_noise(attention, monkeypatch):
-    """fairseq's --quant-noise-scalar, which wants a GPU. In training with no noise all is as it was."""
+def test_quantisation_noise_takes_effect(attention, monkeypatch):
+    """fairseq's --quant-noise-scalar, which needs a GPU. Without noise, training gives the same numbers."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     module, rounded, before = attention(), attention(), output(attention())
     quantize_model_(module, p=0, bits=8)

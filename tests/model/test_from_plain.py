@@ -1,258 +1,191 @@
-"""From a checkpoint of fairseq's own model: convolutions start fresh and are named, and nothing else may differ."""
+"""A start from a checkpoint of fairseq's own model: new parameters start fresh and are logged; others must fit."""
 
 import argparse
+import json
 
 import pytest
 import torch
-from helpers.models import amplify_, batch
-from helpers.models import build as translation
-from helpers.other_models import ROBERTA, TRAINING, build, labelled, monolingual, run
+from helpers.models import TINY, TRAINING, amplify_, batch, build
+from helpers.other_models import run
+from helpers.promises import outputs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
-from ea_fairseq import EARobertaModel
-from ea_tools.training.average import average
-
-RESET = ["--reset-optimizer", "--reset-dataloader", "--reset-meters"]
+LEARNT = ["--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0]
+OPTIONS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "gelu"}
+SHARED = "--share-all-embeddings"
 
 
 def checkpoint(path, model, **options):
-    """A checkpoint as fairseq writes it, of which only the model and its options matter here."""
-    args = {"encoder_attention_heads": 4, "activation_fn": "gelu", **options}
-    torch.save({"args": argparse.Namespace(**args), "model": model.state_dict()}, path)
+    """A checkpoint as fairseq writes it; only the model and its options matter here."""
+    torch.save({"args": argparse.Namespace(**{**OPTIONS, **options}), "model": model.state_dict()}, path)
     return path
 
 
-def command_line(path, **options):
-    """What fairseq hands to load_state_dict: the command line, which says where a run starts from."""
-    defaults = {"arch": "any", "encoder_attention_heads": 4, "activation_fn": "gelu"}
-    return argparse.Namespace(**{**defaults, "restore_file": str(path), **options})
+def load(model, path, state=None, **options):
+    """As fairseq loads a checkpoint, or another state, in a run that starts from this checkpoint."""
+    state = torch.load(path, weights_only=True)["model"] if state is None else state
+    command_line = {"arch": "any", **OPTIONS, "restore_file": str(path), **options}
+    return model.load_state_dict(state, model_cfg=argparse.Namespace(**command_line))
 
 
 def fresh_names(model):
     return {key for key in model.state_dict() if ".evolution." in key}
 
 
-def load(model, path, **options):
-    state = torch.load(path, weights_only=True)["model"]
-    return model.load_state_dict(state, model_cfg=command_line(path, **options))
-
-
 @pytest.mark.parametrize("arch, flags", [("roberta", []), ("roberta", ["--ea-learn-mix"]), ("bart_base", [])])
-def test_all_that_is_new_keeps_its_fresh_values_and_is_logged(arch, flags, tmp_path, caplog):
+def test_new_parameters_keep_their_fresh_values_and_are_logged(arch, flags, tmp_path, caplog):
     caplog.set_level("INFO")
     stock, ours = build(arch), build(f"ea_{arch}", *flags)
     before = {name: value.clone() for name, value in ours.state_dict().items()}
     path = checkpoint(tmp_path / "model.pt", stock)
     load(ours, path)
-    after = ours.state_dict()
     assert fresh_names(ours)
-    for name, value in after.items():
+    for name, value in ours.state_dict().items():
         assert torch.equal(value, before[name] if name in fresh_names(ours) else stock.state_dict()[name]), name
     line = next(message for message in caplog.messages if "start fresh" in message)
     assert str(path) in line and all(name in line for name in fresh_names(ours))
 
 
-@torch.no_grad()
-def test_with_learnt_mixes_at_zero_the_function_is_the_plain_models(tmp_path):
-    stock = amplify_(build("roberta"), 20)
-    ours = build("ea_roberta", "--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0)
+@pytest.mark.parametrize(
+    "arch, rule",
+    [("roberta", "evolving"), *(("transformer", rule) for rule in ("evolving", "predictive", "residual"))],
+)
+def test_learnt_mixes_at_zero_leave_the_plain_models_function_and_get_gradients(arch, rule, tmp_path, each_way):
+    stock = amplify_(build(arch, train=True), 20 if arch == "roberta" else 4)
+    ours = build("ea_roberta" if arch == "roberta" else "ea_transformer_base", *LEARNT, "--ea-rule", rule, train=True)
     load(ours, checkpoint(tmp_path / "model.pt", stock))
-    tokens = batch([7, 4, 1])
-    assert_close(ours(tokens)[0][tokens.ne(1)], stock(tokens)[0][tokens.ne(1)], rtol=1e-5, atol=1e-5)
+    source, target = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
+    real = source.ne(1) if arch == "roberta" else target.ne(1)
+    scores, expected = (outputs(model, source, target)[real] for model in (ours, stock))
+    assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    scores.square().mean().backward()
+    shares = [parameter for name, parameter in ours.named_parameters() if name.endswith(("alpha", "beta"))]
+    assert shares and all(share.grad != 0 for share in shares)
 
 
-@pytest.mark.parametrize("where", ["nothing said", "resumed"])
-def test_without_being_told_to_start_from_it_a_plain_checkpoint_is_refused(where, tmp_path):
-    stock, ours = build("roberta"), build("ea_roberta")
-    said = None if where == "nothing said" else command_line("checkpoint_last.pt")
+@pytest.mark.parametrize("restored", [None, "checkpoint_last.pt"], ids=["no start", "resumed"])
+def test_a_plain_checkpoint_is_refused_where_no_run_starts_from_it(restored, tmp_path):
     with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
-        ours.load_state_dict(stock.state_dict(), model_cfg=said)
+        load(build("ea_roberta"), tmp_path / "gone.pt", build("roberta").state_dict(), restore_file=restored)
+
+
+LAYERS = "encoder.sentence_encoder.layers"
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "lost, added, message",
     [
-        (lambda state: state.pop("encoder.sentence_encoder.layers.1.fc1.bias"), r"Missing.*layers\.1\.fc1\.bias"),
-        (lambda state: state.update(stray=torch.zeros(1)), "Unexpected.*stray"),
+        ([f"{LAYERS}.1.fc1.bias"], {}, r"Missing.*layers\.1\.fc1\.bias"),
+        ([], {"stray": torch.zeros(1)}, "Unexpected.*stray"),
         (
-            lambda state: state.update(
-                {"encoder.sentence_encoder.layers.0.self_attn.evolution.conv.bias": torch.zeros(4)}
-            ),
+            [],
+            {f"{LAYERS}.0.self_attn.evolution.conv.bias": torch.zeros(4)},
             r"Missing.*layers\.0\.self_attn\.evolution\.conv\.weight",
         ),
-        (
-            lambda state: state.update({"encoder.lm_head.bias": torch.zeros(7)}),
-            r"lm_head\.bias.*\[7\].*\[25\]",
-        ),
+        ([], {"encoder.lm_head.bias": torch.zeros(7)}, r"lm_head\.bias.*\[7\].*\[25\]"),
     ],
     ids=["missing", "left over", "half evolved", "another dictionary"],
 )
-def test_nothing_else_may_be_missing_or_left_over(change, message, tmp_path):
-    path = checkpoint(tmp_path / "model.pt", build("roberta"))
-    saved = torch.load(path, weights_only=True)
-    change(saved["model"])
-    torch.save(saved, path)
+def test_any_other_mismatch_is_an_error(lost, added, message, tmp_path):
+    state = {name: value for name, value in build("roberta").state_dict().items() if name not in lost} | added
+    torch.save({"args": argparse.Namespace(**OPTIONS), "model": state}, tmp_path / "model.pt")
     with pytest.raises(RuntimeError, match=rf"(?s){message}"):
-        load(build("ea_roberta"), path)
+        load(build("ea_roberta"), tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]])
+@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
 @pytest.mark.parametrize(
-    "options, message",
+    "name, here, there",
     [
-        ({"encoder_attention_heads": 2}, "--encoder-attention-heads is 4 here, and 2 in .*model.pt"),
-        ({"activation_fn": "relu"}, "--activation-fn is gelu here, and relu in .*model.pt"),
+        ("encoder_attention_heads", 4, 2),
+        ("decoder_attention_heads", 4, 2),
+        ("activation_fn", "gelu", "relu"),
+        ("no_scale_embedding", False, True),
+        ("decoder_normalize_before", False, True),
     ],
 )
-def test_heads_that_differ_are_refused_though_every_shape_fits(options, message, flags, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        load(build("ea_roberta", *flags), checkpoint(tmp_path / "model.pt", build("roberta"), **options))
+def test_options_that_differ_are_refused_though_every_shape_fits(name, here, there, flags, tmp_path):
+    path = checkpoint(tmp_path / "model.pt", build("transformer"), **{name: there})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {here} here, and {there} in .*model.pt"):
+        load(build("ea_transformer_base", *flags), path, **{name: here})
 
 
-def evolved_without_convolutions(plain, ours):
-    """What a tool may have made of a trained model."""
-    return {name: value + 1 for name, value in ours.items() if name in plain}
-
-
-def trained_further(plain, ours):
-    """As a run with other betas leaves it behind, that began with the plain model."""
-    return {name: value + 1 for name, value in plain.items()}
-
-
-@pytest.mark.parametrize("change", [evolved_without_convolutions, trained_further])
+@pytest.mark.parametrize("evolved", [True, False], ids=["evolved", "plain"])
 @pytest.mark.parametrize("is_there", [True, False], ids=["the plain checkpoint is there", "and is not"])
-def test_what_began_with_a_plain_checkpoint_is_not_one(change, is_there, tmp_path):
-    """Its convolutions are lost; those that would start fresh again are others'."""
+def test_a_run_that_began_with_a_plain_checkpoint_does_not_lose_its_convolutions(evolved, is_there, tmp_path):
+    """Its parameters without convolutions, as a tool may leave them, are no plain model."""
     plain, ours = build("roberta"), build("ea_roberta")
     path = checkpoint(tmp_path / "model.pt", plain)
-    state = change(plain.state_dict(), ours.state_dict())
+    trained = (ours if evolved else plain).state_dict()
+    state = {name: trained[name] + 1 for name in plain.state_dict()}
     if not is_there:
         path.unlink()
     with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
-        ours.load_state_dict(state, model_cfg=command_line(path))
-
-
-TRANSLATION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "relu"}
+        load(ours, path, state)
 
 
 def test_a_model_without_new_parameters_needs_no_plain_checkpoint_later(tmp_path):
     ours = build("ea_roberta", "--ea-rule", "residual")
-    ours.load_state_dict(ours.state_dict(), model_cfg=command_line(tmp_path / "gone.pt", encoder_attention_heads=2))
+    load(ours, tmp_path / "gone.pt", ours.state_dict(), encoder_attention_heads=2)
 
 
-def test_a_decoders_heads_that_differ_are_refused(tmp_path):
-    path = checkpoint(
-        tmp_path / "model.pt", translation("transformer"), **{**TRANSLATION, "decoder_attention_heads": 2}
-    )
-    with pytest.raises(ValueError, match=r"--decoder-attention-heads is 4 here, and 2 in .*model\.pt"):
-        load(translation("ea_transformer_base"), path, **TRANSLATION)
-
-
-@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]])
+@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
 def test_parameters_that_are_one_only_here_are_refused(flags, tmp_path):
-    """Else the last one of those that are loaded into it would win, and the others be lost."""
-    flag = "--share-all-embeddings"
-    apart, shared = translation("transformer"), translation("transformer", flag)
-    refused = checkpoint(tmp_path / "apart.pt", apart, **TRANSLATION)
+    """Else the last of them would win."""
+    apart = checkpoint(tmp_path / "apart.pt", build("transformer"))
     with pytest.raises(ValueError, match=r"embed_tokens.weight and .* are one parameter here, and two in .*apart.pt"):
-        load(translation("ea_transformer_base", flag, *flags), refused, **TRANSLATION)
-    fits = checkpoint(tmp_path / "shared.pt", shared, **TRANSLATION)
-    for shares in ([flag], []):  # what was one there may become two
-        load(translation("ea_transformer_base", *shares, *flags), fits, **TRANSLATION)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["no_scale_embedding", "decoder_normalize_before"],
-)
-def test_options_without_parameters_are_refused(name, tmp_path):
-    given = checkpoint(tmp_path / "model.pt", translation("transformer"), **TRANSLATION, **{name: True})
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is False here, and True in .*model.pt"):
-        load(translation("ea_transformer_base"), given, **TRANSLATION, **{name: False})
+        load(build("ea_transformer_base", SHARED, *flags), apart)
+    shared = checkpoint(tmp_path / "shared.pt", build("transformer", SHARED))
+    for shares in ([SHARED], []):  # one parameter may become two
+        load(build("ea_transformer_base", *shares, *flags), shared)
 
 
 def names_of_2019(state):
     """The keys by which roberta.base was published: decoder, emb_layer_norm, and one matrix for three projections."""
     old = {}
     for key, value in state.items():
-        key = key.replace("encoder.", "decoder.", 1).replace("layernorm_embedding", "emb_layer_norm")
-        if any(part in key for part in (".q_proj.", ".k_proj.", ".v_proj.")):
-            if ".q_proj." in key:
-                name = key.replace("decoder.", "encoder.", 1)
-                three = [state[_projection(name, part)] for part in "qkv"]
-                old[key.replace("q_proj.", "in_proj_")] = torch.cat(three)
-        else:
-            old[key] = value
+        if ".q_proj." in key:
+            value = torch.cat([state[key.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"])
+        if ".k_proj." not in key and ".v_proj." not in key:
+            key = key.replace("encoder.", "decoder.", 1).replace("layernorm_embedding", "emb_layer_norm")
+            old[key.replace("q_proj.", "in_proj_")] = value
     return old
-
-
-def _projection(name, part):
-    name = name.replace("emb_layer_norm", "layernorm_embedding")
-    return name.replace(".q_proj.", f".{part}_proj.")
 
 
 @torch.no_grad()
 def test_the_keys_of_the_published_checkpoints_are_known(tmp_path):
-    stock, ours = amplify_(build("roberta"), 20), build("ea_roberta", "--ea-alpha", 0, "--ea-beta", 0)
-    evolving = build("ea_roberta")
+    stock = amplify_(build("roberta"), 20)
     old = names_of_2019(stock.state_dict())
     assert "decoder.sentence_encoder.layers.0.self_attn.in_proj_weight" in old
     assert "decoder.sentence_encoder.emb_layer_norm.weight" in old
-    path = tmp_path / "model.pt"
-    torch.save({"args": stock.args, "model": old}, path)
-    load(ours, path)
-    load(evolving, path)
+    torch.save({"args": stock.args, "model": old}, tmp_path / "model.pt")
+    load(build("ea_roberta"), tmp_path / "model.pt")
+    ours = build("ea_roberta", "--ea-alpha", 0, "--ea-beta", 0)
+    load(ours, tmp_path / "model.pt")
     tokens = batch([7, 4, 1])
     assert_close(ours(tokens)[0][tokens.ne(1)], stock(tokens)[0][tokens.ne(1)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    """fairseq's own RoBERTa, trained for a moment and saved by fairseq, its keys then renamed to those of 2019."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    data = monolingual(folder)
-    run(
-        *("train", data, "--task", "masked_lm", "--criterion", "masked_lm", "--arch", "roberta", *ROBERTA, *TRAINING),
-        *("--tokens-per-sample", 20, "--sample-break-mode", "complete", "--save-dir", folder / "run"),
-    )
-    state = torch.load(folder / "run/checkpoint_last.pt", weights_only=True)
-    state["model"] = names_of_2019(state["model"])
-    torch.save(state, folder / "model.pt")
-    return folder
-
-
-def fine_tune(pretrained, data, run_folder, *flags):
-    return run(
-        *("train", data, "--task", "sentence_prediction", "--criterion", "sentence_prediction", *ROBERTA, *TRAINING),
-        *("--arch", "ea_roberta", "--num-classes", 2, "--init-token", 0, "--save-dir", run_folder),
-        *flags,
-    )
+def last_validation(log):
+    """The last validation in fairseq's log of JSON."""
+    return json.loads([line for line in log.splitlines() if '"valid_loss"' in line][-1])
 
 
 @pytest.mark.slow
-def test_fine_tuned_resumed_averaged_and_used(pretrained, tmp_path):
-    """--finetune-from-model starts from the plain checkpoint once; the same command goes on where it was."""
-    data = labelled(tmp_path, pretrained / "bin/dict.txt")
-    start = ["--finetune-from-model", pretrained / "model.pt"]
-    first = fine_tune(pretrained, data, tmp_path / "run", *start, "--max-update", 2)
-    assert "These parameters start fresh: encoder.sentence_encoder.layers.0.self_attn.evolution.conv.weight" in first
-    second = fine_tune(pretrained, data, tmp_path / "run", *start, "--max-update", 4)
-    assert "start fresh" not in second and "checkpoint_last.pt (epoch 1 @ 2 updates)" in second
-    restored = ["--restore-file", pretrained / "model.pt", *RESET]
-    whole = fine_tune(pretrained, data, tmp_path / "whole", *restored, "--max-update", 4)
-    assert "start fresh" in whole
-    resumed, expected = (
-        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("run", "whole")
-    )
-    for name, value in expected.items():
-        assert torch.equal(resumed[name], value), name
-    averaged = average([tmp_path / name / "checkpoint_last.pt" for name in ("run", "whole")])
-    torch.save(averaged, tmp_path / "run/averaged.pt")
-    last, hub = (
-        EARobertaModel.from_pretrained(str(tmp_path / "run"), name, str(data), bpe=None).eval()
-        for name in ("checkpoint_last.pt", "averaged.pt")
-    )
-    tokens = torch.tensor([[0, 5, 6, 7, 2]])
-    assert torch.equal(hub.extract_features(tokens), last.extract_features(tokens))  # of two that are equal
-    assert hub.predict("sentence_classification_head", tokens).shape == (1, 2)
-    assert hub.extract_features(tokens).shape == (1, 5, 16)
+def test_the_first_validation_of_learnt_mixes_is_the_plain_models(corpus, tmp_path):
+    """The learning rate is so small that nothing has changed yet. Log and TensorBoard show alpha and beta."""
+    train = ["train", corpus, *TRAINING, *TINY, "--max-update"]
+    plain = last_validation(run(*train, 12, "--arch", "transformer", "--save-dir", tmp_path / "plain"))
+    start = ["--finetune-from-model", tmp_path / "plain/checkpoint_last.pt", "--lr", 1e-12]
+    folders = ["--save-dir", tmp_path / "ours", "--tensorboard-logdir", tmp_path / "tensorboard"]
+    log = run(*train, 1, "--arch", "ea_transformer_base", *LEARNT, *start, *folders)
+    first = last_validation(log)
+    assert first["valid_loss"] == plain["valid_loss"]
+    fresh = next(line for line in log.splitlines() if "start fresh" in line)
+    assert "encoder.layers.1.self_attn.evolution.alpha" in fresh
+    assert "decoder.layers.0.encoder_attn.evolution.conv.weight" in fresh
+    assert float(first["valid_alpha_encoder_2"]) == float(first["valid_beta_cross_1"]) == 0
+    shown = EventAccumulator(str(tmp_path / "tensorboard" / "valid"))
+    shown.Reload()
+    assert [event.value for event in shown.Scalars("alpha_encoder_2")] == [0]

@@ -1,53 +1,102 @@
-"""Promise 7: a loop-by-loop reading of the paper gives the same numbers and the same gradients."""
+"""Promise 7: a loop-by-loop reading of the papers gives the same numbers and the same gradients, in float64."""
 
 import pytest
 import torch
 from helpers import reference
+from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
-from evolving_attention.evolution import Geometry
+from ea_fairseq.branches import TwoBranchSelfAttention
+from evolving_attention.evolution import RULES, Evolution, Geometry
+from evolving_attention.scores import SCORES
 
 C, K, T, S = 6, 3, 5, 4
+SCORED = [score for score in SCORES if score != "dot"]
+SHORT_REACH = {"relative_positions": 2}
+LEFT, RIGHT = [1, 0, 0, 0], [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    "alpha, beta, k, padding",
+    "options, padding",
     [
-        (0, 0.3, 3, [0, 0, 0, 0, 0]),
-        (0.4, 0, 3, [0, 0, 0, 1, 1]),
-        (0.4, 0.3, 1, [1, 0, 0, 0, 0]),
-        (0.4, 0.3, 3, [0, 0, 0, 1, 1]),
-        (0.4, 0.3, 3, [1, 0, 0, 0, 0]),
-        (1, 1, 5, [0, 0, 0, 1, 1]),
+        ({"alpha": 0}, [0, 0, 0, 0]),
+        ({"beta": 0}, RIGHT),
+        ({"kernel_size": 1}, LEFT),
+        ({"learn_mix": True}, LEFT),
+        ({"alpha": 1, "beta": 1, "kernel_size": 5}, RIGHT),
+        *(({"rule": rule}, RIGHT) for rule in RULES),
+        ({"rule": "predictive", "kernel_size": 1, "learn_mix": True}, RIGHT),
+        ({"rule": "predictive"}, LEFT),
+        ({"rule": "predictive", "conv_layers": 2, "learn_mix": True}, RIGHT),
+        ({"rule": "predictive", "conv_layers": 3}, RIGHT),
+        ({"rule": "residual", "learn_mix": True}, LEFT),
+        (SHORT_REACH, LEFT),
+        *(({"score": score}, padding) for score, padding in zip(SCORED, (LEFT, RIGHT, LEFT), strict=True)),
+        *(({"score": score, **SHORT_REACH}, RIGHT) for score in SCORED),
     ],
+    ids=str,
 )
-def test_two_encoder_layers(alpha, beta, k, padding):
-    layers = [EncoderSelfAttention(C, K, alpha=alpha, beta=beta, kernel_size=k) for _ in range(2)]
-    reference.compare_layers(layers, padding)
+def test_encoder_layers(options, padding):
+    options = {"alpha": 0.4, "beta": 0.3, **options}
+    reference.compare_layers([EncoderSelfAttention(C, K, first=n == 0, **options) for n in range(3)], padding)
 
 
 @pytest.mark.parametrize(
-    "beta, k, padding",
-    [(0.3, 1, [0, 0, 0, 0, 0]), (0.3, 3, [1, 1, 0, 0, 0]), (0.3, 3, [0, 0, 0, 0, 1]), (1, 5, [0, 0, 0, 0, 1])],
-)
-def test_decoder_self_attention(beta, k, padding):
-    module = DecoderAttention(Geometry.DECODER_SELF, C, K, beta=beta, kernel_size=k, self_attention=True)
-    reference.compare_decoder(module, padding)
-
-
-@pytest.mark.parametrize(
-    "beta, k, source_padding, target_padding",
+    "options, padding",
     [
-        (0.3, 1, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (0.3, 3, [1, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (0.3, 3, [0, 0, 1, 1], [1, 1, 0, 0, 0]),
-        (1, 5, [0, 0, 1, 1], [1, 1, 0, 0, 0]),
+        ({"kernel_size": 1}, [0, 0, 0, 0, 0]),
+        ({}, [1, 1, 0, 0, 0]),
+        ({}, [0, 0, 0, 0, 1]),
+        ({"beta": 1, "kernel_size": 5}, [0, 0, 0, 0, 1]),
+        (SHORT_REACH, [0, 0, 0, 0, 1]),
+        *(({"score": score}, [0, 0, 0, 0, 1]) for score in SCORED),
+        *(({"score": score, **SHORT_REACH}, [1, 1, 0, 0, 0]) for score in SCORED),
     ],
+    ids=str,
 )
-def test_encoder_decoder_attention(beta, k, source_padding, target_padding):
-    options = {"kdim": 7, "vdim": 7, "encoder_decoder_attention": True}
-    module = DecoderAttention(Geometry.ENCODER_DECODER, C, K, beta=beta, kernel_size=k, **options)
+def test_decoder_self_attention(options, padding):
+    options = {"beta": 0.3, "self_attention": True, **options}
+    reference.compare_decoder(DecoderAttention(Geometry.DECODER_SELF, C, K, **options), padding)
+
+
+@pytest.mark.parametrize(
+    "options, source_padding, target_padding",
+    [
+        ({"kernel_size": 1}, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ({}, LEFT, [0, 0, 0, 0, 0]),
+        ({}, RIGHT, [1, 1, 0, 0, 0]),
+        ({"beta": 1, "kernel_size": 5}, RIGHT, [1, 1, 0, 0, 0]),
+        ({"score": "multiplicative"}, LEFT, [0, 0, 0, 0, 0]),
+        ({"score": "additive"}, RIGHT, [0, 0, 0, 0, 0]),
+        ({"score": "concatenative", "beta": 0}, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_encoder_decoder_attention(options, source_padding, target_padding):
+    options = {"beta": 0.3, "kdim": 7, "vdim": 7, "encoder_decoder_attention": True, **options}
+    module = DecoderAttention(Geometry.ENCODER_DECODER, C, K, **options)
     reference.compare_cross(module, source_padding, target_padding)
+
+
+def two_branches(module, x, _, kind, padding, __, previous):
+    """One sentence, S x C, through both branches: attention by the reference, the convolution tap by tap."""
+    attended, a_logit = reference.attention(module, x, x, kind, padding, padding, previous)
+    weight, bias = module.conv_branch.weight, module.conv_branch.bias  # C/2 x C x 3
+    rows = []
+    for i in range(len(x)):
+        taps = [(tap, i + tap - 1) for tap in range(3) if 0 <= i + tap - 1 < len(x)]
+        rows.append(bias + sum(weight[:, :, tap] @ x[j] for tap, j in taps if not padding[j]))
+    return torch.cat([attended, torch.stack(rows)], dim=1), a_logit
+
+
+@pytest.mark.parametrize(
+    "rule, alpha, padding",
+    [("evolving", 0, RIGHT), ("evolving", 0.4, LEFT), ("predictive", 0.4, RIGHT)],
+)
+def test_two_branches(rule, alpha, padding):
+    options = {"rule": rule, "alpha": alpha, "beta": 0.3 if alpha else 0}
+    layers = [TwoBranchSelfAttention(2 * C, K, first=n == 0, **options) for n in range(2)]
+    reference.compare_layers(layers, padding, two_branches)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +107,8 @@ def test_encoder_decoder_attention(beta, k, source_padding, target_padding):
         ("cross", {-2: [-1, 0, 1], -1: [-1, 0, 1], 0: [-1, 0, 1]}),
     ],
 )
-def test_receptive_field(kind, rows):
-    """What the loops read for k = 3, against the figure: the columns of each row."""
+def test_the_loops_read_the_figures_neighbours(kind, rows):
+    """For k = 3: the columns of each row."""
     offsets = [(di, dj) for di, dj, _, _ in reference.visible_taps(kind, 3)]
     assert offsets == [(di, dj) for di, columns in rows.items() for dj in columns]
 
@@ -73,3 +122,13 @@ def test_removed_taps_have_no_effect_whatever_they_hold():
         module.evolution.conv.weight[:, :, 1, 2] = float("inf")
     after, _ = module(x, x, x)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
+def test_parts_add_up_to_the_map(rule, first):
+    options = {"rule": rule, "first": first, "conv_layers": 2 if RULES[rule].stackable else 1}
+    evolution = Evolution(Geometry.ENCODER_SELF, K, alpha=0.4, beta=0.3, **options)
+    logits, previous = torch.randn(2, K, S, S), None if first else torch.randn(2, K, S, S)
+    parts = evolution.parts(logits, None, previous)
+    assert_close(sum(part.share * part.map for part in parts.values()), evolution(logits, None, previous))

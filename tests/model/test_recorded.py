@@ -4,7 +4,8 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
-from helpers.models import EncoderOutput, amplify_, batch, build
+from helpers.models import batch, build
+from helpers.promises import each_model, lively
 from torch import nn
 from torch.autograd import forward_ad
 from torch.testing import assert_close
@@ -12,6 +13,8 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
 from evolving_attention import kernels
 from evolving_attention.evolution import Evolution, Geometry
+
+SOURCE, OTHER_SOURCE = batch([6, 3]), batch([6, 5], seed=2)
 
 
 @pytest.fixture
@@ -28,47 +31,41 @@ def asked(monkeypatch):
     return answers
 
 
-class Scores(nn.Module):
-    """A model whose result is the scores alone, B x T x V."""
+class Part(nn.Module):
+    """A function of a module, from tensors to one tensor, as a module."""
 
-    def __init__(self, model):
+    def __init__(self, model, run):
         super().__init__()
-        self.model = model
+        self.model, self.run = model, run
 
-    def forward(self, *tokens):
-        return self.model(*tokens)[0]
-
-
-class OneStep(nn.Module):
-    """The first step of a decoder: the scores of the next word, B x 1 x V."""
-
-    def __init__(self, decoder):
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, tokens, encoder_out, encoder_padding_mask):
-        encoded = {"encoder_out": [encoder_out], "encoder_padding_mask": [encoder_padding_mask]}
-        return self.decoder(tokens, encoder_out=encoded, incremental_state={})[0]
+    def forward(self, *tensors):
+        return self.run(self.model, *tensors)
 
 
-def small_model():
-    return amplify_(build("ea_transformer_base", "--ea-alpha", 0.5, "--ea-beta", 0.5))
+def encoder_of(model):
+    return Part(model.encoder, lambda encoder, tokens: encoder(tokens)["encoder_out"][0])
 
 
-SOURCE, OTHER_SOURCE = batch([6, 3]), batch([6, 5], seed=2)
+def first_step(decoder, tokens, encoder_out, encoder_padding_mask):
+    """The scores of the first word, B x 1 x V."""
+    encoded = {"encoder_out": [encoder_out], "encoder_padding_mask": [encoder_padding_mask]}
+    return decoder(tokens, encoder_out=encoded, incremental_state={})[0]
 
 
+@each_model(["kernel 5", "relative, additive", "two branches, predictive"])
 @torch.no_grad()
-def test_jit_trace_gives_the_numbers_for_other_sentences_too():
-    encoder = EncoderOutput(small_model().encoder)
+def test_a_recorded_encoder_gives_the_numbers_for_other_sentences_too(name):
+    encoder = encoder_of(lively(name))
     traced = torch.jit.trace(encoder, (SOURCE,), check_trace=False)
+    exported = torch.export.export(encoder, (SOURCE,), strict=False).module()
     for source in (SOURCE, OTHER_SOURCE, batch([6, 6], seed=3)):
         assert_close(traced(source), encoder(source), rtol=1e-5, atol=1e-5)
+        assert_close(exported(source), encoder(source), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
-def test_jit_trace_of_a_whole_model_that_learns_its_mixes():
-    model = Scores(amplify_(build("ea_transformer_base", "--ea-learn-mix"))).eval()
+def test_a_traced_model_that_learns_its_mixes_gives_the_numbers():
+    model = Part(lively("learnt"), lambda model, *tokens: model(*tokens)[0])
     inputs = SOURCE, torch.tensor([6, 3]), batch([4, 4], eos_first=True)
     traced = torch.jit.trace(model, inputs, check_trace=False)
     assert_close(traced(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
@@ -78,28 +75,25 @@ def test_jit_trace_of_a_whole_model_that_learns_its_mixes():
 
 
 @torch.no_grad()
+def test_an_exported_step_gives_the_numbers():
+    model = lively("kernel 5")
+    step, tokens = Part(model.decoder, first_step), batch([1, 1], eos_first=True)
+    inputs, others = (
+        (tokens, encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
+        for encoded in map(model.encoder, (SOURCE, OTHER_SOURCE))
+    )
+    exported = torch.export.export(step, inputs, strict=False).module()
+    assert_close(exported(*others), step(*others), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
 def test_jit_script_is_refused_in_one_line(flags):
     with pytest.raises(NotImplementedError, match=r"^torch\.jit\.script cannot read .*: use torch\.export.*$"):
         torch.jit.script(build("ea_transformer_base", *flags))
 
 
-def test_export_of_the_encoder_and_of_one_step():
-    model = small_model()
-    encoder = EncoderOutput(model.encoder)
-    exported = torch.export.export(encoder, (SOURCE,), strict=False).module()
-    for source in (SOURCE, OTHER_SOURCE):
-        assert_close(exported(source), encoder(source), rtol=1e-5, atol=1e-5)
-
-    step, encoded = OneStep(model.decoder), model.encoder(SOURCE)
-    inputs = (batch([1, 1], eos_first=True), encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
-    exported = torch.export.export(step, inputs, strict=False).module()
-    encoded = model.encoder(OTHER_SOURCE)
-    inputs = (inputs[0], encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
-    assert_close(exported(*inputs), step(*inputs), rtol=1e-5, atol=1e-5)
-
-
-def test_torch_func_differentiates_the_plain_composition():
+@pytest.mark.parametrize("gradients", [True, False], ids=["with gradients", "without"])
+def test_transforms_and_forward_mode_differentiate_the_plain_composition(gradients):
     module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
     x, direction = torch.randn(5, 2, 8, requires_grad=True), torch.randn(5, 2, 8)
 
@@ -107,19 +101,14 @@ def test_torch_func_differentiates_the_plain_composition():
         return module(x)[0].square().sum()
 
     (expected,) = torch.autograd.grad(loss(x), x)
-    assert_close(torch.func.grad(loss)(x.detach()), expected, rtol=1e-4, atol=1e-5)
-    _, slope = torch.func.jvp(loss, (x.detach(),), (direction,))
-    assert_close(slope, (expected * direction).sum(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-def test_forward_mode_differentiates_the_plain_composition(gradients):
-    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
-    x, direction = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    _, expected = torch.func.jvp(lambda x: module(x)[0], (x,), (direction,))
-    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
-        slope = forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))[0]).tangent
-    assert_close(slope, expected, rtol=1e-5, atol=1e-5)
+    x = x.detach()
+    assert_close(torch.func.grad(loss)(x), expected, rtol=1e-4, atol=1e-5)
+    with torch.set_grad_enabled(gradients):
+        _, slope = torch.func.jvp(loss, (x,), (direction,))
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(loss(forward_ad.make_dual(x, direction))).tangent
+    for ours in (slope, dual):
+        assert_close(ours, (expected * direction).sum(), rtol=1e-4, atol=1e-4)
 
 
 def hundredfold(evolution):
@@ -143,11 +132,10 @@ def with_a_hook(evolution):
 
 @pytest.mark.parametrize("change", [hundredfold, with_own_forward, with_a_hook])
 @torch.no_grad()
-def test_an_evolution_of_another_kind_is_never_taken_for_one_that_a_kernel_knows(change, asked):
+def test_no_kernel_computes_a_changed_evolution(change, asked):
     module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
-    module(x)
-    assert asked == [True]
     before = module(x, keep_map=True)[1]
+    assert asked == [True]
     change(module.evolution)
     assert_close(module(x, keep_map=True)[1], 100 * before, rtol=1e-4, atol=1e-4)
 
@@ -164,7 +152,7 @@ def test_hooks_on_the_way_back_run(part, kind, asked):
 
 
 @torch.no_grad()
-def test_convolutions_of_half_precision_among_float32_are_not_misread():
+def test_convolutions_of_half_precision_among_float32_are_refused():
     module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
     module.evolution.half()
     with pytest.raises(RuntimeError, match=r"(?i)half|dtype|type"):
@@ -174,57 +162,44 @@ def test_convolutions_of_half_precision_among_float32_are_not_misread():
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @torch.no_grad()
 def test_a_mask_of_floats_is_added(kind, each_way):
-    """As to fairseq's own attention: a bias for each pair of positions, and lowest numbers for masked ones."""
-    options = {"alpha": 0.0, "beta": 0.0}
+    """As to fairseq's attention: a bias for each pair of positions, and lowest numbers for masked ones."""
     if kind == "encoder":
-        module = EncoderSelfAttention(8, 2, **options).eval()
+        module = EncoderSelfAttention(8, 2, beta=0).eval()
     else:
-        module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, self_attention=True, **options).eval()
+        module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, beta=0, self_attention=True).eval()
     x = torch.randn(5, 2, 8)
-
-    def output_of(mask):
-        return module(x, attn_mask=mask)[0] if kind == "encoder" else module(x, x, x, attn_mask=mask)[0]
-
     for lowest in (-torch.inf, -1e8, -1e4):
         bias = torch.randn(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), lowest)
-        output = output_of(bias)
+        output = module(x, attn_mask=bias)[0] if kind == "encoder" else module(x, x, x, attn_mask=bias)[0]
         stock, _ = MultiheadAttention.forward(module, x, x, x, attn_mask=bias)
         assert_close(output, stock, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(output_of(torch.zeros(5, 5)), output, atol=1e-3)
 
 
-def test_a_mask_of_floats_under_autocast(each_way):
-    """The bias has its own type; the logits keep theirs."""
-    module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(5, 2, 8)
-    bias = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = module(x, attn_mask=bias)[0]
-    assert_close(output.float(), module(x, attn_mask=bias)[0], rtol=0.05, atol=0.05)
-
-
-def test_other_masks_are_refused_or_read_as_masks():
+def test_a_mask_may_have_any_type_and_no_other_shape(each_way):
+    """Under autocast, too, where a bias has another type than the logits."""
     module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(4, 1, 8)
     future = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    floats = torch.zeros(4, 4).masked_fill(future, -torch.inf)
     expected = module(x, attn_mask=future)[0]
     assert_close(module(x, attn_mask=future.byte())[0], expected)
-    assert_close(module(x, attn_mask=torch.zeros(4, 4).masked_fill(future, -torch.inf))[0], expected)
+    assert_close(module(x, attn_mask=floats)[0], expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(module(x, attn_mask=floats)[0].float(), expected, rtol=0.05, atol=0.05)
     with pytest.raises(ValueError, match=r"attn_mask must be T x S.*\(4,\)"):
         module(x, attn_mask=future[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @torch.no_grad()
-def test_padding_may_be_told_in_numbers_of_any_type(dtype, each_way):
-    """As to fairseq's own attention: anything but zero is padding."""
+def test_padding_may_have_numbers_of_any_type(dtype, each_way):
+    """As to fairseq's attention: every number but zero is padding."""
     x, y, padding = torch.randn(4, 2, 8), torch.randn(5, 2, 8), torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 2, 1]])
     encoder = EncoderSelfAttention(8, 2, beta=0.5).eval()
     cross = DecoderAttention(Geometry.ENCODER_DECODER, 8, 2, beta=0.5, encoder_decoder_attention=True).eval()
 
     def outputs(padding):
-        whole = Padding(padding, padding[:, -4:])
-        state, rows = {}, []
-        for row in x:
-            rows.append(cross(row[None], y, y, key_padding_mask=padding, incremental_state=state)[0])
+        whole, state = Padding(padding, padding[:, -4:]), {}
+        rows = [cross(row[None], y, y, key_padding_mask=padding, incremental_state=state)[0] for row in x]
         return encoder(y, key_padding_mask=padding)[0], cross(x, y, y, key_padding_mask=whole)[0], torch.cat(rows)
 
     for ours, expected in zip(outputs(padding.to(dtype)), outputs(padding.bool()), strict=True):
@@ -240,9 +215,9 @@ def test_retained_dropout_drops_in_evaluation(each_way):
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("flags", [[], ["--ea-plain"]])
+@pytest.mark.parametrize("flags", [[], ["--ea-plain"]], ids=["kernel", "plain"])
 def test_dropout_has_the_names_by_which_fairseq_asks_for_it(flags):
-    """--retain-dropout-modules names classes of fairseq's, which ours stand for."""
+    """--retain-dropout-modules names fairseq's classes."""
 
     def names(arch, *flags):
         modules = build(arch, *flags).named_modules()

@@ -1,9 +1,10 @@
-"""Promise 4: with alpha = beta = 0 the model is fairseq's own Transformer, keys and outputs."""
+"""Promise 4: with alpha = beta = 0 a model is fairseq's own, keys, outputs and gradients."""
 
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 from helpers.models import amplify_, batch, build
+from helpers.promises import has, outputs
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
@@ -12,71 +13,64 @@ from evolving_attention.evolution import Geometry
 pytestmark = pytest.mark.usefixtures("each_way")
 
 OFF = ["--ea-alpha", 0, "--ea-beta", 0]
+PRE_NORM = ["--encoder-normalize-before", "--decoder-normalize-before"]
+ARCHES = "transformer transformer_lm transformer_lm_gpt roberta roberta_prenorm bart_base mbart_base".split()
 
 
-@pytest.mark.parametrize("flags", [[], ["--encoder-normalize-before", "--decoder-normalize-before"]])
-@pytest.mark.parametrize("left_pad", [True, False])
-def test_model_equals_fairseqs(flags, left_pad):
-    stock = amplify_(build("transformer", *flags))
-    ours = build("ea_transformer_base", *OFF, *flags)
+@pytest.mark.parametrize("arch, flags", [("transformer", PRE_NORM), *((arch, []) for arch in ARCHES)])
+def test_without_evolution_a_model_is_fairseqs(arch, flags):
+    """In training, with dropout 0: in evaluation fairseq's encoder has a fused kernel."""
+    stock = amplify_(build(arch, *flags, train=True), 20 if "bart" in arch else 4)
+    ours = build("ea_transformer_base" if arch == "transformer" else f"ea_{arch}", *OFF, *flags, train=True)
     assert list(ours.state_dict()) == list(stock.state_dict())
     ours.load_state_dict(stock.state_dict())
-    source, tokens = batch([7, 4, 1], left_pad=left_pad), batch([5, 2, 6], eos_first=True)
-
-    for model in (ours, stock):
-        model.train()  # dropout is 0; in this mode fairseq takes the kernel that it trains with
-    encoded, expected = ours.encoder(source), stock.encoder(source)
-    real = source.ne(1).t()
-    assert_close(encoded["encoder_out"][0][real], expected["encoder_out"][0][real], rtol=1e-5, atol=1e-5)
-    ours_logits, stock_logits = ours(source, None, tokens)[0], stock(source, None, tokens)[0]
-    real = tokens.ne(1)
-    assert_close(ours_logits[real], stock_logits[real], rtol=1e-5, atol=1e-5)
-
-    for logits in (ours_logits, stock_logits):
-        logits[real].pow(2).mean().backward()
-    for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
-        assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for left_pad in (True, False):
+        source, target = batch([7, 4, 1], left_pad=left_pad), batch([5, 2, 6], eos_first=True)
+        real = target.ne(1) if has(stock, "decoder") else source.ne(1)
+        scores, expected = (outputs(model, source, target)[real] for model in (ours, stock))
+        assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+        scores.pow(2).mean().backward()
+        expected.pow(2).mean().backward()
+    for (name, parameter), other in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("geometry", list(Geometry))
+@pytest.mark.parametrize("geometry", list(Geometry), ids=lambda geometry: geometry.name)
 @torch.no_grad()
-def test_attention_that_evolves_nothing_equals_fairseqs(geometry):
-    """The module itself, where the model above puts fairseq's in its place."""
-    flags = {"encoder_decoder_attention": True} if geometry == Geometry.ENCODER_DECODER else {"self_attention": True}
-    if geometry == Geometry.ENCODER_SELF:
-        ours = EncoderSelfAttention(12, 3, beta=0)
-    else:
-        ours = DecoderAttention(geometry, 12, 3, beta=0, **flags)
-    stock = MultiheadAttention(12, 3, **flags)
+def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry):
+    """The module itself, because a model has fairseq's in its place."""
+    kind = {"encoder_decoder_attention" if geometry == Geometry.ENCODER_DECODER else "self_attention": True}
+    encoder = geometry == Geometry.ENCODER_SELF
+    ours = EncoderSelfAttention(12, 3, beta=0) if encoder else DecoderAttention(geometry, 12, 3, beta=0, **kind)
+    stock = MultiheadAttention(12, 3, **kind)
     stock.load_state_dict(ours.state_dict())
     x = torch.randn(5, 2, 12)
     y = torch.randn(4, 2, 12) if geometry == Geometry.ENCODER_DECODER else x
     padding = torch.zeros(2, y.size(0), dtype=torch.bool)
     padding[1, -1] = True
     future = torch.full((5, 5), -torch.inf).triu(1) if geometry == Geometry.DECODER_SELF else None
-    if geometry == Geometry.ENCODER_SELF:
+    real = torch.ones(5, 2, dtype=torch.bool)
+    if encoder:
         output, _, weights = ours(x, padding, need_weights=True)
-        weights = weights.mean(dim=1)
+        weights, real = weights.mean(dim=1), ~padding.t()  # padded rows mean nothing
     else:
         output, weights = ours(x, y, y, key_padding_mask=padding, attn_mask=future)
     expected, expected_weights = stock(x, y, y, key_padding_mask=padding, attn_mask=future)
-    real = torch.ones(5, 2, dtype=torch.bool)
-    if geometry == Geometry.ENCODER_SELF:
-        real = ~padding.t()  # padded rows are zero in ours, and of no use in either
     assert_close(output[real], expected[real], rtol=1e-5, atol=1e-6)
     assert_close(weights.transpose(0, 1)[real], expected_weights.transpose(0, 1)[real], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "flags", [["--decoder-embed-dim", 24, "--decoder-attention-heads", 2], ["--no-cross-attention"]]
+    "flags",
+    [["--decoder-embed-dim", 24, "--decoder-attention-heads", 2], ["--no-cross-attention"]],
+    ids=["another width", "no cross-attention"],
 )
 @torch.no_grad()
-def test_attentions_of_ours_are_as_large_as_fairseqs(flags):
+def test_our_attentions_are_as_large_as_fairseqs(flags):
     """A decoder may have other sizes than the encoder. Scores that start as dot products make every attention ours."""
     stock = amplify_(build("transformer", *flags))
     ours = build("ea_transformer_base", *OFF, "--ea-score", "multiplicative", *flags)
     assert {key for key in ours.state_dict() if ".score." not in key} == stock.state_dict().keys()
     torch.nn.Module.load_state_dict(ours, stock.state_dict(), strict=False)
-    source, tokens = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
-    outputs = [model(source, None, tokens)[0][tokens.ne(1)] for model in (ours, stock)]
-    assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    source, target = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
+    assert_close(*(outputs(model, source, target)[target.ne(1)] for model in (ours, stock)), rtol=1e-5, atol=1e-5)

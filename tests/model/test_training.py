@@ -1,9 +1,8 @@
-"""Training through fairseq-train: its knobs, several processes, stopping and going on."""
+"""fairseq's commands train and run our models in many ways: knobs, processes, resumption, searches, tasks."""
 
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -13,75 +12,79 @@ import pytest
 import torch
 from helpers import REPO, warm
 from helpers.models import TINY, TRAINING
-from helpers.toy import fairseq
+from helpers.other_models import run
 
-import ea_fairseq  # noqa: F401  (lets torch.load read our checkpoints)
-
-ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.3"]
 pytestmark = pytest.mark.slow
 
-
-def train(corpus, save_dir, *flags, arch=ARCH):
-    return fairseq("train", corpus, *arch, *TRAINING, "--save-dir", save_dir, *flags).stdout
+ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.3"]
 
 
-def losses(log, name="train_inner"):
-    """The loss at every update."""
-    lines = [json.loads(text) for text in re.findall(rf"\| {name} \| (\{{.*\}})", log)]
-    return [float(line["loss"]) for line in lines]
+def train(data, folder, *flags, arch=ARCH, length=4):
+    """A training of so many updates in this process: its log."""
+    words = [*arch, *TRAINING, "--save-dir", folder, "--max-update", length, "--no-epoch-checkpoints", *flags]
+    return run("train", data, *words)
 
 
-def load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+def updates(log):
+    """The line that fairseq logs at every update."""
+    lines = [line[line.index("{") :] for line in log.splitlines() if '"gnorm"' in line and '"loss"' in line]
+    return [json.loads(line) for line in lines]
+
+
+def losses(log):
+    return [float(line["loss"]) for line in updates(log)]
+
+
+def load(folder):
+    return torch.load(folder / "checkpoint_last.pt", map_location="cpu", weights_only=True)
+
+
+def generated(data, folder, *flags, program="generate"):
+    """The printed text. Hardly trained models find no end, so it has a limit."""
+    words = ["--required-batch-size-multiple", 1, "--batch-size", 8, "--max-len-b", 15, *flags]
+    return run(program, data, "--path", folder / "checkpoint_last.pt", *words)
+
+
+def texts(printed, kind="H"):
+    """The texts of each sentence: hypotheses (H) or references (T)."""
+    found = {}
+    for line in printed.splitlines():
+        if line.startswith(f"{kind}-"):
+            number, *_, text = line.split("\t")
+            found.setdefault(int(number[2:]), []).append(text.split())
+    return found
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--update-freq 2 --encoder-normalize-before --decoder-normalize-before --left-pad-source",
-        "--encoder-layerdrop 0.5 --decoder-layerdrop 0.5 --ea-kernel-size 5",
-        "--checkpoint-activations --ea-kernel-size 1 --ea-alpha 0",
-        "--bf16 --attention-dropout 0.1",
-        "--memory-efficient-fp16 --update-freq 2 --share-decoder-input-output-embed",
+        "--bf16 --attention-dropout 0.1 --update-freq 2 --encoder-normalize-before --decoder-normalize-before "
+        "--left-pad-source",
+        "--memory-efficient-fp16 --encoder-layerdrop 0.5 --decoder-layerdrop 0.5 --ea-kernel-size 5 "
+        "--share-decoder-input-output-embed",
     ],
+    ids=["bf16", "fp16 with LayerDrop"],
 )
-def test_fairseqs_knobs(corpus, tmp_path, flags):
-    curve = losses(train(corpus, tmp_path, "--max-update", 12, "--no-epoch-checkpoints", *flags.split()))
+def test_fairseqs_knobs_train_and_translate(corpus, tmp_path, flags):
+    curve = losses(train(corpus, tmp_path, *flags.split(), length=12))
     assert len(curve) == 12 and all(math.isfinite(loss) for loss in curve)
     assert "layerdrop" in flags or sum(curve[-3:]) < sum(curve[:3])  # dropped layers make the loss jump
-    decoding = ["--beam", 3, "--max-len-b", 15, "--cpu", "--quiet"]
-    output = fairseq("generate", corpus, "--path", tmp_path / "checkpoint_last.pt", *decoding)
-    assert "BLEU4" in output.stdout
+    assert "BLEU4" in generated(corpus, tmp_path, "--beam", 3, "--quiet")
 
 
 def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
-    flags = ["--max-update", "6", "--no-save", "--dropout", "0", "--ddp-backend", "legacy_ddp"]
-    alone = losses(train(corpus, tmp_path, *flags, "--update-freq", 2))
-
+    flags = ["--no-save", "--dropout", "0", "--ddp-backend", "legacy_ddp"]
+    alone = losses(train(corpus, tmp_path, *flags, "--update-freq", 2, length=6))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        Path(sys.executable).parent / "fairseq-train",
-        corpus,
-        "--user-dir",
-        REPO / "ea_fairseq",
-        *ARCH,
-        *TRAINING,
-    ]
-    command += [*flags, "--save-dir", tmp_path, "--distributed-backend", "gloo", "--distributed-world-size", 2]
-    command += ["--distributed-no-spawn", "--distributed-init-method", f"tcp://127.0.0.1:{port}", "--distributed-rank"]
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    command = [Path(sys.executable).parent / "fairseq-train", corpus, "--user-dir", REPO / "ea_fairseq"]
+    command += [*ARCH, *TRAINING, *flags, "--max-update", 6, "--save-dir", tmp_path, "--distributed-no-spawn"]
+    command += ["--distributed-backend", "gloo", "--distributed-world-size", 2]
+    command += ["--distributed-init-method", address, "--distributed-rank"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        warm.Popen(
-            [str(word) for word in [*command, rank]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = [warm.Popen([str(word) for word in [*command, rank]], env=environment, **options) for rank in (0, 1)]
     logs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], logs[0] + logs[1]
     together = losses(logs[0])
@@ -90,15 +93,15 @@ def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
 
 
 # Without this, fairseq composes its batches anew where it resumes in a later epoch, and the runs part.
-RESUMABLE = ["--no-epoch-checkpoints", "--update-epoch-batch-itr", "True"]
+RESUMABLE = ["--update-epoch-batch-itr", "True"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
     """A run of 20 updates: its last checkpoint, and the number of updates in an epoch."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    log = train(corpus, folder, "--max-update", 20, *RESUMABLE)
-    return load(folder / "checkpoint_last.pt"), log.count('"epoch": 1,') - 1
+    log = train(corpus, folder, *RESUMABLE, length=20)
+    return load(folder), sum(line["epoch"] == 1 for line in updates(log))
 
 
 @pytest.mark.parametrize("stop_at", [0.5, 1, 1.5])
@@ -106,11 +109,10 @@ def test_a_resumed_run_is_bit_identical(corpus, tmp_path, undisturbed, stop_at):
     """Stopped in the middle of the first epoch, at its end, or in the middle of the second."""
     expected, per_epoch = undisturbed
     assert 4 < per_epoch < 12
-    train(corpus, tmp_path, "--max-update", int(stop_at * per_epoch), *RESUMABLE)
-    log = train(corpus, tmp_path, "--max-update", 20, *RESUMABLE)
+    train(corpus, tmp_path, *RESUMABLE, length=int(stop_at * per_epoch))
+    log = train(corpus, tmp_path, *RESUMABLE, length=20)
     assert len(losses(log)) == 20 - int(stop_at * per_epoch)
-
-    resumed = load(tmp_path / "checkpoint_last.pt")
+    resumed = load(tmp_path)
     assert resumed["optimizer_history"][-1]["num_updates"] == 20
     for name, tensor in expected["model"].items():
         assert torch.equal(tensor, resumed["model"][name]), name
@@ -119,3 +121,72 @@ def test_a_resumed_run_is_bit_identical(corpus, tmp_path, undisturbed, stop_at):
     for key, moments in theirs.items():
         for name, value in moments.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(ours[key][name])), (key, name)
+
+
+def test_activations_that_are_computed_again_change_no_training(corpus, tmp_path):
+    states = []
+    for name, flags in (("again", ["--checkpoint-activations", "--offload-activations"]), ("kept", [])):
+        train(corpus, tmp_path / name, *flags)
+        states.append(load(tmp_path / name)["model"])
+    for name, tensor in states[1].items():
+        torch.testing.assert_close(states[0][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule, kept", [("evolving", "0,2"), ("predictive", "1,2")])
+def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, rule, kept):
+    """Without the first layer, the next one gets no map; under some rules it then has parameters without use."""
+    drop = ["--encoder-layerdrop", 0.2, "--decoder-layerdrop", 0.2]
+    train(corpus, tmp_path, *drop, arch=[*ARCH, "--ea-rule", rule, "--encoder-layers", 3, "--decoder-layers", 3])
+    overrides = f'{{"encoder_layers_to_keep": "{kept}", "decoder_layers_to_keep": "1"}}'
+    assert len(texts(generated(corpus, tmp_path, "--model-overrides", overrides, "--beam", 2))) == 10
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """The folder of a run of 60 updates."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(corpus, folder, length=60)
+    return folder
+
+
+# Not --diverse-beam-groups: this fairseq looks its groups up by the sentence's number in the corpus, out of bounds.
+@pytest.mark.parametrize(
+    "flags, holds",
+    [
+        ("--sampling --sampling-topp 0.5 --beam 2 --nbest 2 --seed 3", None),
+        ("--diversity-rate 0.5 --beam 6 --nbest 2 --print-alignment", None),
+        ("--prefix-size 2 --beam 3 --nbest 2", lambda words, target: words[:2] == target[:2]),
+        ("--lenpen 0.6 --min-len 3 --max-len-b 7 --beam 2 --nbest 2", lambda words, target: 3 <= len(words) <= 7),
+        ("--score-reference", lambda words, target: words == target),
+    ],
+)
+def test_searches_of_every_kind(corpus, trained, flags, holds):
+    printed = generated(corpus, trained, *flags.split())
+    targets, found = texts(printed, "T"), texts(printed)
+    assert len(found) == 10
+    for number, hypotheses in found.items():
+        assert len(hypotheses) == (2 if "nbest" in flags else 1)
+        assert holds is None or all(holds(words, *targets[number]) for words in hypotheses)
+
+
+def test_retained_dropout_makes_translations_vary(corpus, trained):
+    flags = ["--retain-dropout", "--beam", 1, "--sampling", "--sampling-topk", 1, "--seed"]
+    assert generated(corpus, trained, *flags, 1) != generated(corpus, trained, *flags, 2)
+
+
+def test_interactive_translates(corpus, trained, tmp_path):
+    (tmp_path / "input").write_text("w1 w2 w3\nw4\n")
+    flags = ["--input", tmp_path / "input", "--buffer-size", 8, "--beam", 2]
+    assert len(texts(generated(corpus, trained, *flags, program="interactive"))) == 2
+
+
+def test_several_languages_in_one_model(corpus, tmp_path):
+    """translation_multi_simple_epoch prepends language tokens, and mixes directions in an epoch."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in corpus.glob("*.*"):
+        (data / path.name).symlink_to(path)
+    task = ["--task", "translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs", "de-en,en-de"]
+    task += ["--encoder-langtok", "src", "--decoder-langtok", "--sampling-method", "temperature"]
+    train(data, tmp_path, *task)
+    assert len(texts(generated(data, tmp_path, *task, "-s", "de", "-t", "en", "--beam", 2))) == 10

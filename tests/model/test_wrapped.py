@@ -3,7 +3,6 @@
 Run as a program, ``test_wrapped.py RANK PORT``, it is one of two processes under FSDP.
 """
 
-import os
 import re
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper as fairseqs
+from helpers import warm
 from helpers.models import amplify_, batch, build
 from torch import distributed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
@@ -62,7 +62,7 @@ def test_checkpointing_changes_no_gradient(part, wrap, each_way):
         assert_close(gradient, expected[original], rtol=1e-5, atol=1e-7, msg=name)
 
 
-#: what is wrapped by itself, the inner ones first
+#: the modules that are wrapped, the inner ones first
 LEVELS = {"layers": r"layers\.\d+$", "attentions": r"_attn$", "both": r"_attn$|layers\.\d+$"}
 
 
@@ -70,17 +70,15 @@ def parts_of(model, level):
     return sorted((name for name, _ in model.named_modules() if re.search(LEVELS[level], name)), key=len, reverse=True)
 
 
-def with_fsdp2(model, level, low_precision):
-    mesh = init_device_mesh("cpu", (2,))
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low_precision else {}
+def with_fsdp2(model, level, dtypes):
+    options = {"mesh": init_device_mesh("cpu", (2,)), "mp_policy": MixedPrecisionPolicy(**dtypes)}
     for name in parts_of(model, level):
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
-    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        fully_shard(model.get_submodule(name), **options)
+    return fully_shard(model, **options)
 
 
-def with_fsdp1(model, level, low_precision):
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low_precision else {}
-    precision = MixedPrecision(**dtypes, cast_forward_inputs=low_precision)
+def with_fsdp1(model, level, dtypes):
+    precision = MixedPrecision(**dtypes, cast_forward_inputs=bool(dtypes))
     options = {"device_id": torch.device("cpu"), "use_orig_params": True, "mixed_precision": precision}
     for name in parts_of(model, level):
         parent, _, own = name.rpartition(".")
@@ -96,23 +94,26 @@ def whole_gradients(model):
         return {name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in model.named_parameters()}
 
 
+# Around attentions alone, norms would get bfloat16 beside fairseq's float32 positions, which PyTorch refuses.
+CASES = [(False, level) for level in LEVELS] + [(True, "both")]
+
+
 def worker(rank, port):
     address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2}
     distributed.init_process_group("gloo", **address)
-    for low_precision in (False, True):
+    for low_precision, level in CASES:
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low_precision else {}
         model, batches = model_and_batches()
         expected = gradients(model.bfloat16() if low_precision else model, batches)
         size = max(gradient.float().norm() for gradient in expected.values())
         for wrap in (with_fsdp2, with_fsdp1):
-            # attentions alone would give bfloat16 to norms that fairseq's positions make float32, which PyTorch refuses
-            for level in ("layers", "both") if low_precision else LEVELS:
-                model = wrap(model_and_batches()[0], level, low_precision)
-                loss(model, batches[rank]).backward()
-                ours = whole_gradients(model)
-                assert ours.keys() == expected.keys()
-                errors = [(ours[name] - exact.float()).norm() / size for name, exact in expected.items()]
-                assert max(errors) <= (0.01 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
-                print("equal", wrap.__name__, level, low_precision)
+            model = wrap(model_and_batches()[0], level, dtypes)
+            loss(model, batches[rank]).backward()
+            ours = whole_gradients(model)
+            assert ours.keys() == expected.keys()
+            errors = [(ours[name] - exact.float()).norm() / size for name, exact in expected.items()]
+            assert max(errors) <= (0.01 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
+            print("equal", wrap.__name__, level, low_precision)
     distributed.destroy_process_group()
 
 
@@ -122,17 +123,11 @@ def test_two_processes_under_fsdp_equal_one():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        for rank in range(2)
-    ]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": warm.ENVIRONMENT}
+    ranks = [warm.Popen([sys.executable, __file__, str(rank), port], **options) for rank in range(2)]
     logs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], logs[0]
-    assert logs[0].count("equal") == 10
+    assert logs[0].count("equal") == 2 * len(CASES)
 
 
 if __name__ == "__main__":

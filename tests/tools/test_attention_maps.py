@@ -1,4 +1,4 @@
-"""scripts/attention_maps.py: the parts add up to the map in use, and looking changes nothing."""
+"""Attention maps: their parts add up to the map in use, and looking changes nothing."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_parts_add_up(flags):
         assert torch.allclose(maps.alone("logits")[rows], maps.weights[rows], atol=1e-3) != evolves
 
 
-def test_what_has_no_part_says_so():
+def test_a_part_has_the_share_of_its_rule():
     layers = {
         (m.kind, m.layer): m for m in maps_of(build("ea_transformer_base", "--ea-cross-beta", "0"), *inputs([5], [4]))
     }
@@ -118,7 +118,7 @@ def assert_same(ours, theirs):
 
 
 def assert_close_maps(ours, theirs, cut=lambda map: map):
-    """Every map and part, of which `cut` takes what the other has, where nothing is masked."""
+    """Every map and part where nothing is masked; `cut` takes the other's part of ours."""
     seen = ~theirs.masked.expand_as(theirs.weights)
     torch.testing.assert_close(cut(ours.weights)[seen], theirs.weights[seen], atol=1e-5, rtol=0)
     torch.testing.assert_close(cut(ours.a_logit)[seen], theirs.a_logit[seen], **NEAR)

@@ -1,4 +1,4 @@
-"""What commands share: files that are replaced when they are complete, and mistakes that are one line."""
+"""Files are replaced when they are complete, and mistakes are one line."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from ea_data.system import explained
+from ea_data.command_line import explained
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
 
@@ -31,7 +31,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
 
 
 def test_processes_that_write_one_file_have_temporary_files_of_their_own(tmp_path, monkeypatch):
-    """Else one would rename what the other is still writing."""
+    """Else one would rename the unfinished file of the other."""
     with replacing(tmp_path / "file") as mine:
         mine.write_text("mine")
         monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -67,7 +67,7 @@ def test_a_torn_json_file_is_named(tmp_path, content):
         read_json(tmp_path / "a.json")
 
 
-def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
+def test_a_reader_that_closes_the_output_ends_the_command_without_a_message():
     """As in scripts/translate.sh ... | head -2."""
     code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
     pipeline = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -2; echo ${{PIPESTATUS[0]}}"
@@ -75,7 +75,7 @@ def test_who_reads_the_beginning_alone_ends_the_command_without_a_word():
     assert (done.stdout, done.stderr) == ("line\nline\n141\n", "")
 
 
-def test_what_the_system_refuses_is_one_line(tmp_path):
+def test_a_refusal_of_the_system_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as end, reporting("tool"):
         (tmp_path / "absent").read_text()
     assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory; check the path"
@@ -86,7 +86,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
     [
         (
             OSError(errno.ENOTDIR, "Not a directory", "a/b"),
-            "a/b: Not a directory; a file stands where a folder is wanted",
+            "a/b: Not a directory; a file stands in the place of a folder",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room and run it again"),
         (OSError("a library's own words"), "a library's own words"),

@@ -18,7 +18,7 @@ from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 from ea_tools.training import recipes, train
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
-#: commands that hand on what they do not know to fairseq-train
+#: commands that hand on unknown flags to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
 PARSERS = {
     "fairseq-train": options.get_training_parser,
@@ -53,7 +53,7 @@ def fairseqs(name, *words):
     if name == "fairseq-preprocess":
         return set(PARSERS[name]()._option_string_actions)
     parser = PARSERS[name]()
-    options.parse_args_and_arch(parser, ["data", *words], parse_known=True)  # adds to the parser what they decide
+    options.parse_args_and_arch(parser, ["data", *words], parse_known=True)  # adds flags to the parser
     return set(parser._option_string_actions)
 
 
@@ -61,7 +61,7 @@ def known_to_fairseq(name, command):
     given = dict(zip(command, [*command[1:], ""], strict=True))
     if name != "fairseq-train":
         task = given.get("--task", "language_modeling" if name == "fairseq-eval-lm" else "translation")
-        bpe = ("--bpe", given["--bpe"]) if "--bpe" in given else ()  # which has flags of its own
+        bpe = ("--bpe", given["--bpe"]) if "--bpe" in given else ()  # it has flags, too
         return fairseqs(name, "--path", "x", "--task", task, *bpe)
     arch = given.get("--arch") or next(
         (word for word in command[1:] if re.match("(ea_|pa_|res_|conv_)?[a-z]+_", word)), ""
@@ -74,7 +74,7 @@ def known_to_fairseq(name, command):
 
 
 def faults(command):
-    """What is wrong with a command line, in words."""
+    """The mistakes in a command line, in words."""
     script, *rest = command
     if "--" in rest:  # behind it are flags of fairseq's
         behind = rest[rest.index("--") + 1 :]
@@ -109,7 +109,7 @@ def test_commands_of_a_page_can_be_run(page):
 
 @functools.cache
 def all_flags():
-    """Of every script here and of fairseq's commands, whatever their architecture, task and so on."""
+    """The flags of every script here and of fairseq's commands, with any architecture, task and so on."""
     scripts = [path for folder in ("scripts", "data-prep") for path in sorted((REPO / folder).glob("*.sh"))]
     known = {flag for path in scripts if os.access(path, os.X_OK) and path.name != "lib.sh" for flag in helped(path)}
     runtime = [sys.executable, "-m", "ea_runtime", "--help"]

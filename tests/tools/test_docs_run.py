@@ -49,9 +49,10 @@ TRAINING = {
     "ea_transformer_lm_base": "--decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-input-dim 16 "
     "--decoder-output-dim 16 --optimizer adam --lr 1e-3 --max-tokens 1000 --max-update 3 --cpu",
 }
-SKIPPED = r"scripts/test\.sh|pip install"  # this very suite; test_packaging.py
-# The network; hours of measuring; a server, which does not end; a model or files that only such commands make, or
-# that stand for the reader's own.
+# test.sh is the command of this suite, and test_packaging.py tests installation.
+SKIPPED = r"scripts/test\.sh|pip install"
+# These need the network, hours, or a server, which does not end. Others need a model or files that only such commands
+# make, or name files of the reader.
 PARSED = r"iwslt14-de-en|multi30k\.sh|benchmark_|gpu_report|examples\.glue|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
 PARSED += r"|serve\("
 DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"

@@ -1,4 +1,4 @@
-"""The house: doors that open at once, plans that import nothing heavy, imports that run one way, no circle."""
+"""Structure: commands start fast, plans import nothing heavy, imports have one direction, functions have type hints."""
 
 import ast
 import re
@@ -109,14 +109,30 @@ def test_curves_need_matplotlib_alone(tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
-def modules(*folders):
-    """{dotted name: its syntax tree} of the Python files below these folders of the repository."""
+#: folder -> the folder that its modules are imported from, and the modules of ours that these may import
+PACKAGES = {
+    "evolving_attention": (".", set()),
+    "ea_runtime": (".", set()),
+    "ea_fairseq": (".", {"evolving_attention", "ea_runtime.text"}),
+    "data-prep/ea_data": ("data-prep", {"ea_runtime.text"}),
+    "scripts/ea_tools": ("scripts", {"evolving_attention", "ea_runtime", "ea_fairseq", "ea_data"}),
+    "examples": (".", {"evolving_attention", "ea_runtime.text", "ea_fairseq", "ea_data"}),
+}
+#: what these packages must not import of others
+FOREIGN = {
+    "evolving_attention": {"fairseq"},
+    "ea_runtime": {"fairseq", "torch"},
+    "data-prep/ea_data": {"torch"},
+}
+each_package = pytest.mark.parametrize("package", PACKAGES)
+
+
+def modules(package):
+    """{dotted name: its syntax tree} of the Python files of a package."""
+    root = REPO / PACKAGES[package][0]
     return {
-        ".".join(path.relative_to(REPO / folder).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
-            path.read_text()
-        )
-        for folder in folders
-        for path in (REPO / folder).rglob("*.py")
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for path in (REPO / package).rglob("*.py")
     }
 
 
@@ -133,45 +149,52 @@ def imported(name, tree, is_package):
             yield prefix
 
 
-def graph(*folders):
-    trees = modules(*folders)
+def graph(package):
+    """{module: all dotted names that it imports}"""
+    trees = modules(package)
     packages = {name for name in trees if any(other.startswith(f"{name}.") for other in trees)}
-    return {
-        name: {other for other in imported(name, tree, name in packages) if other in trees and other != name}
-        for name, tree in trees.items()
-    }
+    return packages, {name: set(imported(name, tree, name in packages)) for name, tree in trees.items()}
 
 
-@pytest.mark.parametrize("folder", ["scripts", "data-prep"])
-def test_no_module_imports_itself_by_way_of_others(folder):
+@each_package
+def test_no_module_imports_itself_by_way_of_others(package):
     """Also not in functions or for type hints."""
-    left = graph(folder)
-    packages = {name for name in left if any(other.startswith(f"{name}.") for other in left)}
-    left = {name: others - packages for name, others in left.items() if name not in packages}
-    assert len(left) > 5
+    packages, left = graph(package)
+    left = {name: others - packages - {name} for name, others in left.items() if name not in packages}
+    assert left
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
             del left[name]
     assert not left, f"these import each other: {left}"
 
 
-def test_dependencies_run_one_way():
-    """Commands, ea_tools, then ea_fairseq and ea_data, which know neither ea_tools nor each other."""
-    tops = {
-        folder: {
-            name.split(".")[0] for module, tree in modules(folder).items() for name in imported(module, tree, False)
-        }
-        for folder in ("ea_fairseq", "data-prep/ea_data")
-    }
-    assert "torch" in tops["ea_fairseq"] and "numpy" in tops["data-prep/ea_data"]
-    assert not tops["ea_fairseq"] & {"ea_tools", "ea_data"}
-    assert not tops["data-prep/ea_data"] & {"ea_tools", "ea_fairseq", "torch"}  # fairseq itself has GPT-2's subwords
+@each_package
+def test_dependencies_run_one_way(package):
+    """Commands, ea_tools, ea_fairseq, evolving_attention; all may use ea_runtime.text, and nothing uses examples."""
+    names = {name for others in graph(package)[1].values() for name in others}
+    others = {path.split("/")[-1] for path in PACKAGES} - {package.split("/")[-1]}
+    ours = {name for name in names if name.split(".")[0] in others and name != "ea_runtime"}
+    assert not [name for name in ours if not name.startswith(tuple(PACKAGES[package][1]))]
+    assert not {name.split(".")[0] for name in names} & FOREIGN.get(package, set())
+
+
+@each_package
+def test_every_function_has_type_hints(package):
+    def bare(function):
+        given = function.args
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        missing = [x.arg for x in arguments if x and not x.annotation and x.arg not in ("self", "cls")]
+        return missing or not (function.returns or function.name == "__init__")
+
+    functions = [node for tree in modules(package).values() for node in ast.walk(tree)]
+    functions = [node for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    triton = [node for node in functions if any("triton.jit" in ast.unparse(d) for d in node.decorator_list)]
+    assert len(functions) > 5
+    assert not [node.name for node in functions if node not in triton and bare(node)]
 
 
 def test_no_code_changes_where_modules_are_found():
-    files = [
-        path for folder in ("scripts", "data-prep", "ea_fairseq", "tests") for path in (REPO / folder).rglob("*.py")
-    ]
+    files = [path for folder in (*PACKAGES, "tests") for path in (REPO / folder).rglob("*.py")]
     assert len(files) > 80
     word = "sys" + ".path"
     assert not [path for path in files if word in path.read_text()]

@@ -3,21 +3,21 @@
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, warm
 from helpers.data_toy import sentences as awkward
 from helpers.toy import script
 
 import ea_fairseq
+from ea_data.moses import Normalizer
+from ea_data.subwords import segmenter
 from ea_fairseq.hub import SEARCH_SETTINGS
 from ea_runtime.text import Text
 from ea_tools import preparation
 from ea_tools.checkpoints import choose, load, record_model
-from ea_tools.text import Source
+from ea_tools.text import words_of
 
 CHECKPOINT = "checkpoint3.pt"
 ODD = 'Der Arbeits\u00admarkt ist\u200b „gut“, 1\u00a0000 ,"x'
@@ -48,18 +48,29 @@ def translator(kept):
         {"tokenizer": "given", "escape": False},
     ],
 )
-def test_text_becomes_what_the_tools_make_of_it(data, tmp_path, rules):
+def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
     prep = {**json.loads((data / "PREP.json").read_text()), **rules}
-    for name in ("code", "dict.de.txt", "dict.en.txt"):
-        shutil.copyfile(data / name, tmp_path / name)
+    shutil.copyfile(data / "code", tmp_path / "code")
     (tmp_path / "PREP.json").write_text(json.dumps(prep))
-    ours, tools = Text(tmp_path), Source(tmp_path, prep)
+    stated, language = prep.get("rules", {}), prep.get("languages", {}).get(prep["source_lang"], "de")
+    words, normalizer = words_of(prep, prep["source_lang"]), Normalizer(language)
+    split = segmenter(data / "code").process_line
+    text = Text(tmp_path)
     for line in [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD]:
-        assert ours.subwords(line) == tools(line), line
+        made = normalizer.clean(line) if stated.get("normalise") else line
+        made = made.replace("’", "'") if stated.get("plain_apostrophes") else made
+        made = words.tokenize(made)
+        assert text.subwords(line) == split(made.lower() if prep["lowercase"] else made), line
+    assert text.subwords("Gru\u0308n") == text.subwords("Grün")
 
 
-def test_decomposed_text_is_composed(data):
-    assert Text(data).subwords("Gru\u0308n") == Text(data).subwords("Grün")
+def test_text_of_either_language_is_split_by_its_own_list_of_subwords(data, tmp_path):
+    for name in ("PREP.json", "code"):
+        shutil.copyfile(data / name, tmp_path / name)
+    whole = Text(data).subwords("dog")
+    (tmp_path / "vocabulary.en").write_text("d@@\no@@\ng\n")
+    assert Text(tmp_path).subwords("dog") == whole != "d@@ o@@ g"
+    assert Text(tmp_path, "en").subwords("dog") == "d@@ o@@ g"
 
 
 def test_order_and_empty_lines_are_kept_in_batches(kept):
@@ -150,7 +161,7 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
         (["A.", None], "sentence 2: must be a str, not None"),
     ],
 )
-def test_what_is_no_sentence_is_refused(translator, sentences, message):
+def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
     with pytest.raises((TypeError, ValueError), match=message):
         translator.translate(sentences)
 
@@ -168,7 +179,7 @@ def test_a_model_that_does_not_translate_is_refused(kept, tmp_path):
         ea_fairseq.load(tmp_path, "lm.pt")
 
 
-def test_what_is_missing_is_named(data, run, tmp_path):
+def test_a_missing_file_is_named(data, run, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         ea_fairseq.load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"average7\.pt: no such file"):
@@ -184,10 +195,3 @@ def test_it_translates_as_the_script_does(kept):
     result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)
-
-
-@pytest.mark.slow
-def test_the_extension_knows_none_of_the_tools():
-    code = "import ea_fairseq, sys; print(sorted({'ea_tools', 'prep'} & {name.split('.')[0] for name in sys.modules}))"
-    result = warm.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"

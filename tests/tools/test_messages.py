@@ -48,10 +48,6 @@ def packed(folder, data):
     custom_sh(folder, data, text=gzip.compress(TEXT))
 
 
-def old_mac(folder, data):
-    custom_sh(folder, data, text=TEXT.replace(b"\n", b"\r"))
-
-
 DETOK = ("--eval-bleu", "--eval-bleu-detok", "nosuch")
 
 
@@ -67,7 +63,6 @@ DETOK = ("--eval-bleu", "--eval-bleu-detok", "nosuch")
         (evaluate_sh, (), r"^evaluate.sh: error: .* --data, --run\nevaluate.sh --help lists all options$"),
         (custom_sh, ("--merges", "0"), r"^custom.sh: error: .* at least 1.*\ncustom.sh --help lists all options$"),
         (packed, (), r"^custom.sh: .*train.de: is compressed by gzip; let its name end in \.gz"),
-        (old_mac, (), r"^custom.sh: .*train.de: its lines end in carriage returns alone; .*: tr "),
     ],
 )
 def test_a_mistake_is_named_at_once(command, words, message, tmp_path, data, capsys, monkeypatch):

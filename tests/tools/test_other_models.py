@@ -57,7 +57,7 @@ def test_maps_of_whichever_sides_a_model_has(arch):
     [("roberta", 12, [12, 0, 0]), ("transformer_lm", 8, [0, 6, 0]), ("bart_base", 12, [6, 6, 6])],
 )
 @pytest.mark.slow
-def test_what_evolving_adds_is_its_convolutions(arch, heads, layers):
+def test_evolving_adds_its_convolutions_alone(arch, heads, layers):
     plain, evolving = profile_model.profile(arch), profile_model.profile(f"ea_{arch}")
     assert evolving["parameters"] - plain["parameters"] == sum(layers) * (heads * heads * 9 + heads)
     assert evolving["flops"] > plain["flops"]
@@ -80,7 +80,7 @@ MODELS = {
     "bart": ("ea_bart", "translation", "toy", [*SIDES, "--source-lang", "de", "--target-lang", "en"]),
 }
 WORDS = "the dog , the cat . </s>"
-#: name -> the kinds of attention; one side's words, with what the task puts around them
+#: name -> the kinds of attention; one side's words, between the task's symbols
 SHOWN = {
     "lm": (["decoder"], "predicted", WORDS),
     "stock_lm": (["decoder"], "predicted", WORDS),
@@ -140,7 +140,7 @@ def test_pictures_of_every_model(trained, tmp_path, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_text_is_read_as_the_task_reads_it(trained, name):
-    """Token by token what fairseq's own data set makes of the prepared text, for the first sentences of a split."""
+    """Token by token as fairseq's own data set reads the first sentences of a split."""
     loaded = load_model(getattr(trained, name))
     loaded.task.load_dataset("valid")
     dataset = loaded.task.dataset("valid")
@@ -204,7 +204,7 @@ def test_statistics_do_not_depend_on_batches(trained):
         (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*there are: test, train, valid"),
     ],
 )  # fmt: skip
-def test_what_has_no_meaning_is_refused(trained, tmp_path, tool, name, more, message):
+def test_options_without_a_meaning_are_refused(trained, tmp_path, tool, name, more, message):
     words = [getattr(trained, word, trained.data.get(word, word)) for word in more]
     source = ["--source", TEXT] if tool is draw else []
     with pytest.raises(SystemExit, match=message) as end:

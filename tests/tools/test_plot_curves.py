@@ -83,7 +83,7 @@ def journal(updates, level=10.0, wps=100.0, wpb=200.0):
 
 
 def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags="", **level):
-    """A run's folder as scripts/train.sh leaves it, without what is not read."""
+    """The files of a run's folder that are read, as scripts/train.sh leaves them."""
     folder.mkdir(parents=True)
     lines = list(journal(range(1, 61), **level)) if lines is None else lines
     (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -109,14 +109,14 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path):
     whole = list(journal(range(1, 101)))
     first, second, third = (list(journal(updates)) for updates in (range(1, 48), range(31, 61), range(51, 101)))
     torn = '{"time": 9.9, "tag": "train_inner", "step": 61, "lo'
-    # Other losses in what is thrown away, so that it shows if any is kept.
+    # The dropped lines have other losses, so that a kept one shows.
     first = [re.sub(r'"loss": [\d.]+', '"loss": 99', line) if '"step": 40' in line else line for line in first]
     lines = [*first, *second, torn + third[0], *third[1:], '{"time": 3, "tag": "valid", "step": 100, "loss": 1.']
     killed, undisturbed = make(tmp_path / "killed", lines), make(tmp_path / "undisturbed", whole)
     same(plot_curves.read(killed), plot_curves.read(undisturbed))
 
 
-def test_what_a_new_process_repeats_replaces_what_was_there():
+def test_repeated_updates_replace_the_earlier_ones():
     def entries(*updates):
         return [("train_inner", update, {"loss": loss}) for update, loss in updates]
 
@@ -159,21 +159,16 @@ def lines_of(*folders):
 def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path):
     ours = [make(tmp_path / f"ours{seed}", seed=seed) for seed in (1, 2, 3)]
     other = make(tmp_path / "other", seed=1, flags="--ea-beta 0.3 --gpus 1 --num-workers 4")
+    precise = make(tmp_path / "precise", seed=4, flags="--precision fp32")
     plain = [make(tmp_path / f"plain{seed}", seed=seed, arch="transformer_lite") for seed in (1, 2)]
     assert lines_of(*ours) == [("ea_transformer_lite (seeds 1, 2, 3)", 3)]
+    assert len(lines_of(*ours, precise)) == 2, "another precision is another model"
     assert lines_of(*ours, *plain) == [("ea_transformer_lite (seeds 1, 2, 3)", 3), ("transformer_lite (seeds 1, 2)", 2)]
     assert lines_of(plain[0], *ours[:2], other) == [
         ("transformer_lite", 1),
         ("ea_transformer_lite (seeds 1, 2)", 2),
         ("ea_transformer_lite, ea-beta 0.3", 1),
     ]
-
-
-def test_another_precision_is_another_line(tmp_path):
-    folders = [
-        make(tmp_path / str(seed), seed=seed, flags=f"--precision {p}") for seed, p in ((1, "fp32"), (2, "bf16"))
-    ]
-    assert len(plot_curves.group([plot_curves.read(path) for path in folders])) == 2
 
 
 def test_the_same_seed_twice_is_two_lines(tmp_path):
@@ -234,7 +229,7 @@ def test_picture_table_and_numbers(tmp_path, capsys, suffix):
     assert sorted(path.name for path in out.parent.iterdir()) == sorted(["curves.csv", out.name])
 
 
-def test_mistakes(tmp_path, capsys):
+def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys):
     run = make(tmp_path / "run")
     empty, silent, foreign = (tmp_path / name for name in ("empty", "silent", "foreign"))
     empty.mkdir()
@@ -249,7 +244,6 @@ def test_mistakes(tmp_path, capsys):
         ([silent], "silent/log.jsonl: holds no loss"),
         ([tmp_path / "notes.txt"], "notes.txt: holds no loss; is it fairseq-train's log"),
         ([foreign], "run.json: not what scripts/train.sh writes: 'identity'"),
-        ([run, "--labels", "a", "b"], "--labels: 2 for 1 lines: ea_transformer_lite"),
         ([run, run.parent / "silent" / ".." / "run"], f"given twice: {run}"),
         ([run, "--out", tmp_path / "curves.gif"], "curves.gif: the name must end in .png, .svg, .pdf"),
         ([run, "--x", "days"], "invalid choice: 'days'"),
@@ -279,8 +273,6 @@ def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[0] == "ea_transformer_lite"
     assert labels[1].startswith("transformer_lite (above the picture: ")
-    (marks,) = [line for line in panel.lines if line.get_marker() == "^"]
-    assert set(marks.get_ydata()) == {panel.get_ylim()[1]}
 
 
 def test_a_log_without_a_loss_is_left_out(tmp_path, capsys):

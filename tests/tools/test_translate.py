@@ -1,8 +1,7 @@
 """scripts/translate.sh: raw text in, raw text out, line for line."""
 
-import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -11,27 +10,8 @@ import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
 
 from ea_tools.common import UserError
-from ea_tools.text import Source, Words, decode, read_lines, read_prep
+from ea_tools.text import decode
 from ea_tools.translating import evaluate, translate
-
-
-def test_source_text_becomes_what_the_model_was_trained_on(data):
-    source = Source(data, read_prep(data))
-    assert source("Hund, Katze.").replace("@@ ", "") == "hund , katze ."
-    assert source("  ") == source("") == ""
-
-
-def test_rules_of_the_data_are_followed(data):
-    prep = {**read_prep(data), "lowercase": False}
-    words = Words({"tokenizer": "moses", "rules": {"split_dashes": True, "plain_apostrophes": True}}, "en")
-    assert words.tokenize("state-of-the-art, isn’t it?") == "state @-@ of @-@ the @-@ art , isn &apos;t it ?"
-    assert words.detokenize("state @-@ of @-@ the @-@ art , isn &apos;t it ?") == "state-of-the-art, isn't it?"
-    assert Source(data, prep)("Hund").replace("@@ ", "") == "Hund"
-    normalising = Source(data, {**prep, "rules": {"normalise": True}})
-    assert "„" not in normalising("„Hund“")
-    assert normalising("Arbeits\u00admarkt") == normalising("Arbeits markt"), "as in training text"
-    with pytest.raises(UserError, match=r"sentencepiece\.bpe\.model: no such file"):
-        Source(data, {**prep, "bpe": "sentencepiece"})
 
 
 def test_bad_bytes_are_named():
@@ -40,69 +20,60 @@ def test_bad_bytes_are_named():
         decode(b"ab\xff", "x", 7)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "text").write_bytes("\ufeffeins\n\ufeffzwei\n".encode())
-    assert read_lines(tmp_path / "text") == ["eins", "\ufeffzwei"]
+def output(path, *flags, lines=(b"x\n", b"y\n"), checkpoint=__file__):
+    args = translate.parse(["--checkpoint", str(checkpoint), "--output", str(path), *flags])
+    return translate._output(args, args.checkpoint, lines)
 
 
-def test_output_is_kept_and_gone_on_with(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out")])
-        with translate._output(args, args.checkpoint, [b"eins\n", b"zwei\n"]) as (lines, write, done):
-            assert list(lines) == [b"eins\n", b"zwei\n"], "lines are read ahead of those that are written"
-            write("first")
-            raise KeyboardInterrupt
+def test_an_interrupted_output_goes_on_with_the_same_input(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), output(out, lines=[b"eins\n", b"zwei\n"]) as (lines, write, _):
+        assert list(lines) == [b"eins\n", b"zwei\n"], "lines are read ahead of those that are written"
+        write("first")
+        raise KeyboardInterrupt
     assert (tmp_path / "out.partial").read_text() == "first\n", "written as it came"
-    args.resume = True
     with (tmp_path / "out.partial").open("a") as file:
         file.write("half a li")
+    with pytest.raises(UserError, match=r"out\.partial: holds 1 lines .* go on with --resume"), output(out):
+        pass
     for other, message in [
         ([b"eins, anders\n", b"zwei\n"], "from another input: line 1 is not the same"),
         ([], "holds 1 lines, and the input has only 0"),
     ]:
-        with pytest.raises(UserError, match=message), translate._output(args, args.checkpoint, other) as (lines, *_):
+        with pytest.raises(UserError, match=message), output(out, "--resume", lines=other) as (lines, *_):
             list(lines)
-    with translate._output(args, args.checkpoint, [b"eins\n", b"zwei, anders\n"]) as (lines, write, done):
+    with output(out, "--resume", lines=[b"eins\n", b"zwei, anders\n"]) as (lines, write, done):
         list(lines)
         write(f"after {done}")
-    assert (tmp_path / "out").read_text() == "first\nafter 1\n"
+    assert out.read_text() == "first\nafter 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_other_settings_do_not_go_on_with_it(tmp_path):
-    checkpoint = tmp_path / "average.pt"
+def test_other_settings_do_not_go_on_with_an_output(tmp_path):
+    out, checkpoint = tmp_path / "out", tmp_path / "average.pt"
     checkpoint.write_text("weights")
-
-    def output(*flags):
-        args = translate.parse(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *flags])
-        return translate._output(args, args.checkpoint, [b"x\n", b"y\n"])
-
-    with pytest.raises(KeyboardInterrupt), output("--nbest", "2") as (lines, write, _):
+    with pytest.raises(KeyboardInterrupt), output(out, "--nbest", "2", checkpoint=checkpoint) as (lines, write, _):
         list(lines)
         for line in ("0 ||| a ||| -1", "0 ||| b ||| -2", "1 ||| c ||| -1"):
             write(line)
         raise KeyboardInterrupt
-    with pytest.raises(UserError, match=r"out\.partial: holds 1 lines .* go on with --resume"), output("--nbest", "2"):
-        pass
     for other, message in [
         (["--beam", "4"], "beam 5, and now it is 4"),
-        (["--lenpen", "1.2"], r"lenpen 1\.0, and now it is 1\.2"),
         (["--nbest", "3"], "nbest 2, and now it is 3"),
-        (["--precision", "fp16"], "precision fp32, and now it is fp16"),
         (["--", "--max-len-b", "9"], r"interactive_flags \[\], and now it is \['--max-len-b', '9'\]"),
     ]:
-        with pytest.raises(UserError, match=f"made with {message}"), output("--resume", "--nbest", "2", *other):
+        flags = ["--resume", "--nbest", "2", *other]
+        with pytest.raises(UserError, match=f"made with {message}"), output(out, *flags, checkpoint=checkpoint):
             pass
+    again = ("--nbest", "2", "--resume")
     checkpoint.write_text("Weights")  # made again under its name, and as long
-    with (
-        pytest.raises(UserError, match=r"made with checkpoint .*average\.pt .*, and now"),
-        output("--nbest", "2", "--resume"),
-    ):
+    refused = pytest.raises(UserError, match=r"made with checkpoint .*average\.pt .*, and now")
+    with refused, output(out, *again, checkpoint=checkpoint):
         pass
     checkpoint.write_text("weights")
-    with output("--nbest", "2", "--resume") as (*_, done):
+    with output(out, *again, checkpoint=checkpoint) as (*_, done):
         assert done == 1
-    assert (tmp_path / "out").read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
+    assert out.read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
 
 
 @pytest.mark.parametrize("parse", [translate.parse, evaluate.parse])
@@ -114,20 +85,15 @@ def test_a_length_penalty_is_a_number(parse, value, capsys):
 
 
 def test_two_at_once_do_not_write_one_file(tmp_path):
-    """Each would add its lines to the other's."""
-    args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / "out"), "--resume"])
     code = "import fcntl, sys\nfile = open(sys.argv[1], 'a')\n"
     code += "fcntl.lockf(file, fcntl.LOCK_EX)\nprint('locked', flush=True)\ninput()"
     words = [sys.executable, "-c", code, str(tmp_path / "out.partial")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"locked\n"
         refused = pytest.raises(UserError, match=r"out\.partial: another process writes this file")
-        with refused, translate._output(args, args.checkpoint, []):
+        with refused, output(tmp_path / "out", "--resume"):
             pass
         other.communicate(b"\n")
-    with translate._output(args, args.checkpoint, []):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("name", ["in", "symbolic", "hard"])
@@ -143,32 +109,25 @@ def test_the_input_is_not_replaced(tmp_path, name):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_output_need_not_be_a_plain_file(tmp_path):
-    """What a link leads to is replaced; a pipe is written to, line by line, and stays one."""
-
-    def output(name, *flags):
-        args = translate.parse(["--checkpoint", __file__, "--output", str(tmp_path / name), *flags])
-        return translate._output(args, args.checkpoint, [b"x\n"])
-
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
     (tmp_path / "text").write_text("old\n")
     (tmp_path / "link").symlink_to("text")
-    with output("link") as (lines, write, _):
+    with output(tmp_path / "link") as (lines, write, _):
         list(lines)
         write("new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "text").read_text() == "new\n"
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    with output("pipe") as (lines, write, _):
-        assert list(lines) == [b"x\n"]
+    with output(tmp_path / "pipe") as (lines, write, _):
         write("new")
         assert os.read(reader, 100) == b"new\n"
     os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()
-    with pytest.raises(UserError, match=r"--resume: --output .*pipe is not a file"), output("pipe", "--resume"):
+    refused = pytest.raises(UserError, match=r"--resume: --output .*pipe is not a file")
+    with refused, output(tmp_path / "pipe", "--resume"):
         pass
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match=r"--output .*folder: is a folder"), output("folder"):
+    with pytest.raises(UserError, match=r"--output .*folder: is a folder"), output(tmp_path / "folder"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "pipe", "text"]
 
@@ -202,16 +161,13 @@ def test_lines_come_in_batches_and_those_before_a_fault_are_kept():
 def test_flags_of_fairseq_are_settings_of_the_search(flags, expected):
     args = translate.parse(["--run", "r", "--lenpen", "1.5", "--", *flags])
     assert translate.search_settings(args) == {"beam": 5, "lenpen": 1.5, **expected}
-
-
-def test_flags_that_the_search_does_not_read_are_refused():
     with pytest.raises(UserError, match="-- --constraints: has no effect"):
         translate.search_settings(translate.parse(["--run", "r", "--", "--constraints"]))
 
 
 @pytest.fixture
 def minds_ctrl_c():
-    """What a shell starts in the background ignores Ctrl-C, and so does all that this starts: tests, too."""
+    """A background process of a shell ignores Ctrl-C, and so do its children: tests, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -219,7 +175,7 @@ def minds_ctrl_c():
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_waiting_terminal_is_one_line(run, minds_ctrl_c):
-    """Python used to abort, for a thread held its standard input."""
+    """Python used to abort, since a thread held its standard input."""
     words = [*tool("translating.translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
         [str(word) for word in words],
@@ -258,7 +214,7 @@ def test_lines_stay_in_step(data, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes(data, run, tmp_path):
+def test_mistakes_are_one_line_and_what_came_before_is_kept(data, run, tmp_path):
     (tmp_path / "in").write_bytes(b"Hund.\nKa\xfftze.\n")
     flags = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
     result = script("translate.sh", "--run", run, *flags)
@@ -282,8 +238,8 @@ def test_mistakes(data, run, tmp_path):
 
     assert "has no checkpoint" in error("--run", tmp_path)
     assert "no such folder" in error("--run", tmp_path / "nowhere")
-    for path, what in ((tmp_path / "nope", "no such file"), (tmp_path, "is a folder")):
-        assert f"--input {path}: {what}" in error("--run", run, "--input", path)
+    assert f"--input {tmp_path / 'nope'}: no such file" in error("--run", run, "--input", tmp_path / "nope")
+    assert f"{tmp_path}: Is a directory" in error("--run", run, "--input", tmp_path)
     assert f"there is no folder {tmp_path}/nodir" in error("--run", run, "--output", tmp_path / "nodir" / "out")
     assert "PREP.json: no such file" in error("--run", run, "--data", tmp_path)
     assert "unrecognized arguments: --nonsense" in error("--run", run, "--", "--nonsense")
@@ -295,14 +251,10 @@ def test_mistakes(data, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_line_longer_than_the_model_takes(data, run, tmp_path):
-    copy = shutil.copytree(data, tmp_path / "data")
-    prep = json.loads((copy / "PREP.json").read_text())
-    (copy / "PREP.json").write_text(json.dumps(prep))
+def test_a_line_longer_than_the_model_takes_is_cut_with_a_warning(data, run):
     text = "Hund. " * 1100 + "\nHaus.\n"
-    flags = ["--run", run, "--data", copy, "--beam", 1, "--", "--max-len-b", 5]
+    flags = ["--run", run, "--data", data, "--beam", 1, "--", "--max-len-b", 5]
     result = script("translate.sh", *flags, input=text)
     assert result.returncode == 0, result.stderr
-    assert "Sentence 1 has" in result.stderr
-    assert "1023" in result.stderr
+    assert re.search(r"Sentence 1 has .* 1023", result.stderr)
     assert result.stdout.count("\n") == 2

@@ -1,20 +1,17 @@
-"""Maps of words, and attention rollout: both by loops over pixels; words in every kind of subwords."""
-
-import json
+"""Maps of words, and attention rollout, by loops over pixels; words in both kinds of subwords."""
 
 import numpy as np
 import pytest
 
-from ea_tools.maps.words import merged, rollout, words_of
-from ea_tools.text import Gpt2, Marked, Pieces
+from ea_tools.maps.words import merged, rollout, starts, words_of
 
 
-def words(kind, symbols, unknown=()):
-    return words_of(symbols, [symbol not in unknown for symbol in symbols], kind.starts(symbols), kind.join)
+def words(bpe, symbols, unknown=()):
+    return words_of(symbols, [symbol not in unknown for symbol in symbols], starts(symbols, bpe), bpe)
 
 
 def test_words_of_marked_subwords():
-    found = words(Marked(str), "ein Donau@@ dampf@@ schiff . </s>".split())
+    found = words("subword_nmt", "ein Donau@@ dampf@@ schiff . </s>".split())
     assert found.numbers.tolist() == [0, 1, 1, 1, 2, 3]
     assert found.labels == ["ein", "Donaudampfschiff", ".", "</s>"]
     read = found.read("</s>")
@@ -23,36 +20,18 @@ def test_words_of_marked_subwords():
 
 
 def test_words_of_pieces():
-    found = words(Pieces(str), "▁ein ▁Donau dampf ▁ .".split(), unknown=["dampf"])
+    found = words("sentencepiece", "▁ein ▁Donau dampf ▁ .".split(), unknown=["dampf"])
     assert found.numbers.tolist() == [0, 1, 1, 2, 2]
     assert found.labels == ["ein", "⟨Donaudampf⟩", "."]
-    assert words(Pieces(str), ["▁"]).labels == ["▁"]
-    assert words(Pieces(str), []).labels == []
-
-
-def test_words_of_gpt2s_subwords(tmp_path):
-    """Its dictionary holds numbers; a letter of several bytes may be in several of them."""
-    from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
-
-    symbols = {character: number for number, character in enumerate(bytes_to_unicode().values())}
-    symbols |= {"Ġt": 256, "Ġtr": 257}
-    (tmp_path / "encoder.json").write_text(json.dumps(symbols))
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\nĠ t\nĠt r\n")
-    kind = Gpt2(tmp_path)
-    split = kind.split("ü try").split()
-    assert len(split) == 4  # two bytes, " tr", "y"
-    assert [kind.label(symbol) for symbol in split] == ["\ufffd", "\ufffd", "▁tr", "y"]
-    found = words(kind, split)
-    assert found.numbers.tolist() == [0, 0, 1, 1]
-    assert found.labels == ["ü", "try"]
-    assert kind.label("madeupword0000") == "madeupword0000"
+    assert words("sentencepiece", ["▁"]).labels == ["▁"]
+    assert words("sentencepiece", []).labels == []
 
 
 def test_merging_by_loops():
     rng = np.random.default_rng(0)
     maps = rng.random((2, 5, 4))
     maps[:, 0, 2:] = np.nan  # a row that sees less
-    maps[:, :, 3] = np.nan  # a column that nobody sees
+    maps[:, :, 3] = np.nan  # a column that no row sees
     rows, columns = np.array([0, 0, 1, 2, 2]), np.array([0, 1, 1, 2])
     found = merged(maps, rows, columns)
     assert found.shape == (2, 3, 3)

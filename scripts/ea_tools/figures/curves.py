@@ -1,13 +1,12 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-scripts/plot_curves.sh is how it is called. A RUN is a folder of scripts/train.sh, or a file that holds what
-fairseq-train wrote (its screen, or --log-file; --log-format simple or json). Runs that differ in the seed alone become
-one line, their mean, with the range from the lowest to the highest shaded, as far as all of them have got.
+scripts/plot_curves.sh is how it is called. A RUN is a folder of scripts/train.sh, or fairseq-train's log (its screen,
+or --log-file; --log-format simple or json). Runs that differ in the seed alone become one line, their mean. The range
+from the lowest to the highest is shaded, up to the end of the shortest run.
 
-A training loss is the mean over a stretch between two lines of the log, and stands in the stretch's middle. What a
-process repeats after a kill replaces what the log held from that update on. Time is that between updates, validation
-and saving included; pauses, start-up and the work that a kill lost are not in it. Epochs are updates divided by those
-of one epoch.
+A training loss is the mean over a stretch between two lines of the log, and stands in the stretch's middle. After a
+kill, repeated updates replace the log from there on. Time is that between updates, validation and saving included,
+without pauses, start-up and lost work. Epochs are updates divided by those of one epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ea_data.command_line import Parser
-from ea_tools.common import REPO, UserError, replacing, reporting, say
+from ea_tools.common import REPO, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read
 
@@ -40,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     with reporting("plot_curves"):
         runs = read_all(args.runs)
-        lines = group(runs, args.labels)
+        lines = group(runs)
         with replacing(args.out) as temporary:
-            draw(lines, args.x, args.title, temporary, args.out.suffix[1:])
+            draw(lines, args.x, temporary, args.out.suffix[1:])
         if args.csv:
             with replacing(args.csv) as temporary:
                 write_csv(lines, temporary)
@@ -53,19 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
-    default = REPO / "results" / "curves.png"
-    parser.add_argument(
-        "--out",
-        type=style.output(style.SUFFIXES),
-        default=default,
-        metavar="FILE",
-        help=".png, .svg or .pdf (default: %(default)s)",
-    )
-    parser.add_argument("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")
-    parser.add_argument("--labels", nargs="+", metavar="TEXT", help="names for the lines, in the order of the runs")
-    parser.add_argument("--title", help="(default: the runs' recipe)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="the numbers too, a point a line")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
+    out, names = REPO / "results" / "curves.png", ", ".join(style.SUFFIXES)
+    add("--out", type=style.output(style.SUFFIXES), default=out, metavar="FILE", help=f"{names} (default: {out})")
+    add("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")
+    add("--csv", type=Path, metavar="FILE", help="the numbers too, a point a line")
     args = parser.parse_args(arguments)
     twice = [str(path) for path, count in Counter(path.resolve() for path in args.runs).items() if count > 1]
     if twice:
@@ -99,22 +91,20 @@ class Line:
     runs: list[Run]
 
 
-def group(runs: Sequence[Run], labels: Sequence[str] | None = None) -> list[Line]:
-    """Lines, in the order of the runs. A run without a description, or with the same seed, is a line of its own."""
+def group(runs: Sequence[Run]) -> list[Line]:
+    """Lines, in the order of the runs. A run without a description, or with a repeated seed, is a separate line."""
     groups = {}
     for run in runs:
         key = json.dumps(run.settings, sort_keys=True) if run.settings else str(run.path)
         groups.setdefault(key, []).append(run)
-    named = []
+    lines = []
     for members in groups.values():
+        name = _name(members[0], runs)
         if len({run.seed for run in members}) == len(members):
-            named.append((members, _name(members[0], runs)))
+            lines.append(Line(name + _seeds(members), members))
         else:
-            named += [([run], f"{_name(run, runs)}, {run.path.name}") for run in members]
-    if labels and len(labels) != len(named):
-        raise UserError(f"--labels: {len(labels)} for {len(named)} lines: " + "; ".join(name for _, name in named))
-    names = labels or [name + _seeds(members) for members, name in named]
-    return [Line(name, members) for (members, _), name in zip(named, names, strict=True)]
+            lines += [Line(f"{name}, {run.path.name}", [run]) for run in members]
+    return lines
 
 
 def _name(run: Run, runs: Sequence[Run]) -> str:
@@ -138,7 +128,7 @@ def _seeds(members: Sequence[Run]) -> str:
 
 
 def band(line: Line, quantity: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, mean, lowest, highest) over the runs of a line, as far as all of them have got; empty arrays if nowhere."""
+    """(x, mean, lowest, highest) over the runs of a line, up to the end of the shortest; else empty."""
     curves = []
     for run in line.runs:
         if quantity in run.points:
@@ -189,7 +179,7 @@ def _best(run: Run, name: str, choose: Callable[[np.ndarray], int], digits: int)
     return f"{_loss(values[-1], digits)}: {_loss(values[best], digits)} @ {updates[best]:,.0f}"
 
 
-def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Path, form: str) -> None:
+def draw(lines: Sequence[Line], axes: Sequence[str], path: Path, form: str) -> None:
     """A row of panels for each quantity that there is, a column for each axis."""
     from matplotlib.ticker import MaxNLocator
 
@@ -201,7 +191,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
     figure, panels = style.panels(len(rows), len(axes), size, sharex="col", sharey="row")
     for row, quantity in zip(panels, rows, strict=True):
         for panel, axis in zip(row, axes, strict=True):
-            handles = _panel(panel, lines, quantity, axis, tops.get(quantity))
+            handles = _panel(panel, lines, quantity, axis)
         row[0].set_ylabel(QUANTITIES[quantity])
         if quantity in limits:
             row[0].set_ylim(*limits[quantity])
@@ -210,8 +200,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
         panel.set_xlim(left=0)
         panel.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     recipes = dict.fromkeys(run.settings["recipe"] for line in lines for run in line.runs if run.settings)
-    if title or recipes:
-        figure.suptitle(textwrap.fill(title or ", ".join(recipes), 45 * len(axes)))
+    figure.suptitle(textwrap.fill(", ".join(recipes), 45 * len(axes)))
     labels = [line.label for line in lines]
     wrapped = [textwrap.fill(label, 45 * len(axes), break_on_hyphens=False) for label in labels]
     columns = max(1, int(45 * len(axes) // (max(map(len, labels)) + 8)))
@@ -220,7 +209,7 @@ def draw(lines: Sequence[Line], axes: Sequence[str], title: str | None, path: Pa
 
 
 def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
-    """The line, with a word in its label where a run of it has left the picture, or has no numbers any more."""
+    """The line, with a note in its label where a run of it leaves the picture or ends without a number."""
     for quantity, top in tops.items():
         x, mean, _, _ = band(line, quantity, "updates")
         lost = np.array([not np.isfinite(run.points[quantity][1][-1]) for run in line.runs if quantity in run.points])
@@ -231,17 +220,14 @@ def _marked(line: Line, tops: Mapping[str, float | None]) -> Line:
     return line
 
 
-def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: float | None) -> list[Line2D]:
-    """Draw the lines, and return them for the legend: by itself it leaves out a line with a label like "_old"."""
+def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str) -> list[Line2D]:
+    """Draw the lines, and return them for the legend."""
     handles = []
     looks = zip(cycle(style.COLOURS), cycle(style.LINES), strict=False)
     for line, (colour, dashes) in zip(lines, looks, strict=False):
         x, mean, lowest, highest = band(line, quantity, axis)
         marker = "o" if len(x) <= 30 else None
         handles += panel.plot(x, mean, dashes, color=colour, linewidth=1.6, marker=marker, markersize=3)
-        if top and len(x) and mean[-1] > top:  # marks at the upper edge say where a run is that has diverged
-            above = x[np.flatnonzero(mean <= top).max(initial=-1) + 1 :]
-            panel.plot(above, np.full(len(above), top), "^", color=colour, markersize=6, clip_on=False, zorder=3)
         if len(line.runs) > 1:
             panel.fill_between(x, lowest, highest, color=colour, alpha=0.2, linewidth=0)
     panel.grid(alpha=0.3)
@@ -251,23 +237,20 @@ def _panel(panel: Axes, lines: Sequence[Line], quantity: str, axis: str, top: fl
 def _limits(lines: Sequence[Line], quantity: str) -> tuple[float | None, float | None]:
     """The lowest and the highest value of a loss's axis; None where there is no number.
 
-    The first tenth of training is steep, and would press the rest together. So would a run that has diverged: one that
-    ends at more than twice the highest loss of the line with the lowest. No loss counts for more than twice the first
-    one after that tenth.
+    The first tenth of training is steep, and a diverged run is high: neither may press the others together. So no loss
+    counts for more than twice the first one after that tenth, and no run of twice the lowest such loss counts.
     """
     start = max(run.last for line in lines for run in line.runs) / 10
-    ends, lows = [], []
-    for x, mean, lowest, highest in (band(line, quantity, "updates") for line in lines):
+    tops, lows = [], []
+    for x, _, lowest, highest in (band(line, quantity, "updates") for line in lines):
         later = highest[x >= min(start, x[-1])] if len(x) else x
         later = later[np.isfinite(later)]
         if len(later):
-            ends.append((mean[-1], min(later.max(), 2 * later[0])))
+            tops.append(min(later.max(), 2 * later[0]))
             lows.append(lowest[np.isfinite(lowest)].min())
-    if not ends:
+    if not tops:
         return None, None
-    lowest_limit = min(limit for _, limit in ends)
-    most = 2 * lowest_limit
-    top = 1.02 * max((min(limit, most) for end, limit in ends if end <= most), default=lowest_limit)
+    top = 1.02 * max(top for top in tops if top <= 2 * min(tops))
     return min(lows) - 0.05 * (top - min(lows)), top
 
 

@@ -7,13 +7,13 @@ scripts/plot_growth.sh growth.json --out growth.png
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ea_data.command_line import Parser
-from ea_tools.common import UserError, replacing, reporting
+from ea_tools.common import UserError, read_json, replacing, reporting
 from ea_tools.figures import style
 
 if TYPE_CHECKING:
@@ -46,14 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """The records of benchmark_training.sh --growth."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["benchmark"] != "growth":
-            raise UserError(f"{path}: of the benchmark {record['benchmark']!r}, not of benchmark_training.sh --growth")
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not a result of benchmark_training.sh --growth") from None
-    if not record.get("results"):
-        raise UserError(f"{path}: holds no results; run benchmark_training.sh --growth once more")
+    record = None
+    with contextlib.suppress(UserError):
+        record = read_json(path)
+    if not (isinstance(record, dict) and record.get("benchmark") == "growth" and record.get("results")):
+        raise UserError(f"{path}: not a result of benchmark_training.sh --growth; run that command once more")
     return record
 
 

@@ -1,4 +1,4 @@
-"""Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.py draws them.
+"""Collect a model's attention maps, and the parts that they are mixed of; scripts/plot_attention.sh draws them.
 
     with collect(model) as collected:  # any model, training or not
         model(src_tokens, src_lengths, prev_output_tokens)
@@ -33,10 +33,9 @@ from evolving_attention.masks import combine
 class LayerMaps:
     """One attention's maps in one call of the model: float32 on the CPU, B x K x T x S but where noted.
 
-    weights = softmax(mask(a_logit)), and a_logit is the sum of share times map over the parts, where `masked` is False;
-    the values of parts where it is True mean nothing. The parts, of which a layer has those that its rule has, are
-    "logits", the layer's own scores of queries and keys; "previous", A_logit of the layer before; "convolution",
-    ReLU(Conv(...)) of what the rule lets it read.
+    weights = softmax(mask(a_logit)). Where `masked` is False, a_logit is the sum of share times map over the parts. The
+    rule decides which parts there are: "logits", the layer's own scores of queries and keys; "previous", A_logit of the
+    layer before; "convolution", ReLU(Conv(...)).
     """
 
     kind: str  # a key of KINDS
@@ -59,8 +58,17 @@ class Collected:
     layers: list[LayerMaps] = field(default_factory=list)
 
     def joined(self) -> list[LayerMaps]:
-        """One LayerMaps per attention, the rows of repeated calls (decoding step by step) one under the other."""
-        return joined(self.layers)
+        """One LayerMaps per attention: the rows of repeated decoder calls one under the other.
+
+        For decoding step by step with one beam. Decoder self-attention's maps grow a column with each step; columns
+        that a row did not have yet are zero, and masked.
+        """
+        calls = defaultdict(list)
+        for maps in self.layers:
+            calls[maps.kind, maps.layer].append(maps)
+        if any(kind == "encoder" and len(steps) > 1 for (kind, _), steps in calls.items()):
+            raise ValueError("the encoder ran more than once: these are the maps of several batches")
+        return [_join(steps) for steps in calls.values()]
 
 
 @contextlib.contextmanager
@@ -196,20 +204,6 @@ def _whole(hidden: Tensor | None, like: Tensor) -> Tensor:
     if hidden is None:
         return torch.zeros(batch, 1, rows, columns, dtype=torch.bool)
     return hidden.detach().cpu().expand(batch, 1, rows, columns)
-
-
-def joined(layers: list[LayerMaps]) -> list[LayerMaps]:
-    """One LayerMaps per attention: the rows of repeated decoder calls one under the other, in the order of the calls.
-
-    For decoding step by step without reordering of beams (one beam, or greedily). Decoder self-attention's maps grow a
-    column with each step; columns that a row did not have yet are zero, and masked.
-    """
-    calls = defaultdict(list)
-    for maps in layers:
-        calls[maps.kind, maps.layer].append(maps)
-    if any(kind == "encoder" and len(steps) > 1 for (kind, _), steps in calls.items()):
-        raise ValueError("the encoder ran more than once: these are the maps of several batches")
-    return [_join(steps) for steps in calls.values()]
 
 
 def _join(steps: list[LayerMaps]) -> LayerMaps:

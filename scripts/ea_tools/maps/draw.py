@@ -1,30 +1,27 @@
-"""Draw a model's attention maps for a sentence, beside the parts that they are mixed of; scripts/plot_attention.sh is
-how it is called.
+"""Draw a model's attention maps for a sentence, and their parts; scripts/plot_attention.sh is how it is called.
 
-Each row of the picture is one place (kind, layer, head): the map in use, the map that the layer's own query-key logits
-alone would give, the map that the convolution alone would give and, with --compare, another model's map in the same
-place. One colour scale per row. The .html page, the .npz file and what --bertviz writes hold all layers and heads.
+Each row of the picture is one place: a kind of attention, a layer and a head. It shows the map in use, the map of the
+layer's own query-key logits alone and the map of the convolution alone. With --compare it shows another model's map in
+the same place, too. A row has one colour scale. The .html page, the .npz file and --bertviz hold all layers and heads.
 
 --words merges subwords: attention to a word is the sum over its subwords, attention from a word the mean over them.
---part rollout multiplies the maps through the layers (attention rollout), which says how much of each token is in each
+--part rollout multiplies the maps through the layers (attention rollout). It shows how much of each token is in each
 place after a layer, by attention and residual connections alone.
 
-The model may be one for translation, a BART, a RoBERTa (of which there are encoder maps) or a language model (decoder
-maps), which reads one text: --source.
+The model may be one for translation, a BART, a RoBERTa (encoder maps) or a language model (decoder maps, --source).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ea_data.command_line import Parser
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import UserError, positive, replacing, reporting
+from ea_tools.common import UserError, positive, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.exports import bertviz, numbers, page
@@ -47,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = chosen(look, args)
         with contextlib.ExitStack() as stack:
             for path in dict.fromkeys(args.out):
-                print(f"drawing {path}", file=sys.stderr)
+                say(f"drawing {path}")
                 temporary = stack.enter_context(replacing(path))
                 temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))
             if args.bertviz:
-                print(f"writing {args.bertviz}", file=sys.stderr)
+                say(f"writing {args.bertviz}")
                 stack.enter_context(replacing(args.bertviz)).write_text(bertviz(look), encoding="utf-8")
 
 
@@ -59,62 +56,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run's folder, whose model.json names the checkpoint"
-    )
+    which.add_argument("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint")
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
-    parser.add_argument("--source", required=True, metavar="TEXT", help="a sentence, raw text; it may have a <mask>")
-    parser.add_argument("--target", metavar="TEXT", help="its translation, raw text (default: the model's own)")
-    parser.add_argument("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
-    parser.add_argument("--kind", nargs="+", choices=KINDS, help="of attention (default: all that the model has)")
-    parser.add_argument(
-        "--layer", nargs="+", type=_number_or("all"), metavar="N", help="from 1, or all (default: the middle one)"
-    )
-    parser.add_argument(
-        "--head",
-        nargs="+",
-        type=_number_or("all", "mean"),
-        default=[1],
-        metavar="N",
-        help="from 1, all, or mean (default: 1)",
-    )
-    parser.add_argument(
-        "--part", nargs="+", choices=list(PARTS)[:4], help="columns of the picture (default: all but rollout)"
-    )
-    parser.add_argument("--words", action="store_true", help="maps of words instead of subwords")
-    parser.add_argument("--beam", type=positive, default=5, help="where there is no --target (default: 5)")
-    parser.add_argument(
-        "--out",
-        nargs="+",
-        type=style.output(SUFFIXES),
-        metavar="FILE",
-        help=f"{', '.join(SUFFIXES)} (default: attention.png)",
-    )
-    parser.add_argument("--bertviz", type=Path, metavar="FILE", help="JSON for BertViz's head_view and model_view")
+    add = parser.add_argument
+    add("--source", required=True, metavar="TEXT", help="a sentence, raw text; it may have a <mask>")
+    add("--target", metavar="TEXT", help="its translation, raw text (default: the model's own)")
+    add("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
+    add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's own)")
+    add("--kind", nargs="+", choices=KINDS, help="of attention (default: all that the model has)")
+    number, mean = _number_or("all"), _number_or("all", "mean")
+    add("--layer", nargs="+", type=number, metavar="N", help="from 1, or all (default: the middle one)")
+    add("--head", nargs="+", type=mean, default=[1], metavar="N", help="from 1, all, or mean (default: 1)")
+    add("--part", nargs="+", choices=list(PARTS)[:4], help="columns of the picture (default: all but rollout)")
+    add("--words", action="store_true", help="maps of words instead of subwords")
+    add("--beam", type=positive, default=5, help="where there is no --target (default: 5)")
+    files = ", ".join(SUFFIXES)
+    add("--out", nargs="+", type=style.output(SUFFIXES), metavar="FILE", help=f"{files} (default: attention.png)")
+    add("--bertviz", type=Path, metavar="FILE", help="JSON for BertViz's head_view and model_view")
     args = parser.parse_args(arguments)
     args.out = args.out or ([] if args.bertviz else [Path("attention.png")])
     return args
 
 
 def _number_or(*words: str) -> Callable[[str], int | str]:
-    def parse(text: str) -> int | str:
-        if text in words:
-            return text
-        number = int(text)
-        if number < 1:
-            raise ValueError
-        return number
+    """An argparse type: a number of at least 1, or one of these words."""
 
-    parse.__name__ = " or ".join(["number", *words])  # for argparse's message: invalid ... value
-    return parse
+    def number(text: str) -> int | str:
+        return text if text in words else positive(text)
+
+    return number
 
 
 def examine(args: argparse.Namespace) -> Look:
     """Load the model (and the one to compare with), translate if need be, and collect the maps."""
     from ea_tools.maps.models import load_model
 
-    print("loading", file=sys.stderr)
+    say("loading")
     loaded = load_model(args.run or args.checkpoint, args.data)
     other = load_model(args.compare, args.data or loaded.data) if args.compare else None
     if other and other.sides != loaded.sides:
@@ -125,11 +102,14 @@ def examine(args: argparse.Namespace) -> Look:
         raise UserError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
     source, target = loaded.sentences(args.source, args.target, args.beam)
     tokens, words = _tokens(loaded, source, target)
-    for name, labels in tokens.items():
-        if name != "read":
-            print(f"{name}: {' '.join(labels)}", file=sys.stderr)
-    if args.words:
-        _say_where_words_are_not_known(loaded, tokens)
+    for name, side in (("source", "source"), ("predicted", "target")):
+        if name in tokens:
+            say(f"{name}: {' '.join(tokens[name])}")
+            if args.words and not loaded.has_words(side):
+                say(
+                    f"plot_attention: note: {loaded.prep[f'{side}_lang']} is written without spaces: where its words "
+                    "begin cannot be told, and each subword stands for itself"
+                )
     names = told_apart([one.checkpoint for one in (loaded, other) if one])
     return Look(
         tokens=tokens,
@@ -156,16 +136,6 @@ def _tokens(
     return tokens, words
 
 
-def _say_where_words_are_not_known(loaded: Loaded, tokens: Iterable[str]) -> None:
-    for name, side in (("source", "source"), ("predicted", "target")):
-        if name in tokens and not loaded.has_words(side):
-            print(
-                f"plot_attention: note: {loaded.prep[f'{side}_lang']} is written without spaces, so nothing says which "
-                "subwords make a word: each stands for itself",
-                file=sys.stderr,
-            )
-
-
 def _words(loaded: Loaded) -> tuple[list[str], list[str]]:
     return loaded.task.source_dictionary.symbols, loaded.task.target_dictionary.symbols
 
@@ -180,45 +150,44 @@ def chosen(look: Look, args: argparse.Namespace) -> list[Row]:
     Raises:
         UserError: a layer, head or part that one of the models does not have.
     """
-    rows = []
+    rows, parts = [], args.part or []
     for kind in dict.fromkeys(args.kind or look.kinds):
         layers = look.layers(kind)
         if not layers:
-            raise UserError(
-                f"--kind {kind}: {look.name} has no {KINDS[kind]}; it has {', '.join(KINDS[one] for one in look.kinds)}"
-            )
+            there = ", ".join(KINDS[one] for one in look.kinds)
+            raise UserError(f"--kind {kind}: {look.name} has no {KINDS[kind]}; it has {there}")
         for layer in _spread(args.layer or [(len(layers) + 1) // 2], layers):
-            _must_have(look.maps, look.name, kind, layer)
-            heads = range(1, look.maps[kind, layer].weights.size(1) + 1)
+            heads = range(1, look.maps[kind, layers[0]].weights.size(1) + 1)
             rows += [Row(kind, layer, head) for head in _spread(args.head, heads)]
     for row in rows:
-        _must_have(look.maps, look.name, row.kind, row.layer, row.head)
+        place, kind = (row.kind, row.layer), KINDS[row.kind]
+        _must_have(look.maps, look.name, row)
         if look.baseline:
-            _must_have(look.baseline, f"--compare {look.baseline_name}", row.kind, row.layer, row.head)
-        if "convolution" in (args.part or []) and "convolution" not in look.maps[row.kind, row.layer].parts:
+            _must_have(look.baseline, f"--compare {look.baseline_name}", row)
+        if "convolution" in parts and "convolution" not in look.maps[place].parts:
             raise UserError(
-                f"--part convolution: {look.name} has no convolution in {KINDS[row.kind]}; choose --kind, or --part map"
+                f"--part convolution: {look.name} has no convolution in {kind}; choose --kind, or --part map"
             )
-        if "rollout" in (args.part or []) and (row.kind, row.layer) not in look.rollouts["rollout"]:
+        if "rollout" in parts and place not in look.rollouts["rollout"]:
             raise UserError(
-                f"--part rollout: follows self-attention from layer to layer, and loses its way in {KINDS[row.kind]}, "
-                "where a decoder takes in what an encoder has read: choose --kind encoder"
+                f"--part rollout: follows self-attention from layer to layer, and a decoder that reads an encoder has "
+                f"none in its {kind}; choose --kind encoder"
             )
     return rows
 
 
-def _must_have(maps: Maps, name: str, kind: str, layer: int, head: int | str = "mean") -> None:
-    layers = [number for of_kind, number in maps if of_kind == kind]
-    if layer not in layers:
-        raise UserError(f"--layer {layer}: {name} has {len(layers)} layers with {KINDS[kind]}")
-    heads = maps[kind, layer].weights.size(1)
-    if head != "mean" and head > heads:
-        raise UserError(f"--head {head}: {name} has {heads} heads in {KINDS[kind]}")
+def _must_have(maps: Maps, name: str, row: Row) -> None:
+    layers = [layer for kind, layer in maps if kind == row.kind]
+    if row.layer not in layers:
+        raise UserError(f"--layer {row.layer}: {name} has {len(layers)} layers with {KINDS[row.kind]}")
+    heads = maps[row.kind, row.layer].weights.size(1)
+    if row.head != "mean" and row.head > heads:
+        raise UserError(f"--head {row.head}: {name} has {heads} heads in {KINDS[row.kind]}")
 
 
-def _spread(wanted: Sequence[int | str], there: Iterable[int]) -> list[int | str]:
+def _spread(given: Sequence[int | str], there: Iterable[int]) -> list[int | str]:
     """The chosen values, once each; "all" stands for every one."""
-    return list(dict.fromkeys(one for word in wanted for one in (there if word == "all" else [word])))
+    return list(dict.fromkeys(one for word in given for one in (there if word == "all" else [word])))
 
 
 def render(look: Look, rows: list[Row], parts: list[str] | None, suffix: str) -> bytes:

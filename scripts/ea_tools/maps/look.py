@@ -46,7 +46,7 @@ class Look:
     baseline: Maps  # {} without one
     name: str  # of the model's checkpoint
     baseline_name: str | None
-    in_words: bool = False  # what is shown: words instead of tokens
+    in_words: bool = False  # whether words are shown and not tokens
 
     @property
     def title(self) -> str:
@@ -55,7 +55,7 @@ class Look:
 
     @property
     def parts(self) -> list[str]:
-        """What there is to see of this model but for rollout: its own logits only where they are not all."""
+        """The parts of this model's maps, without rollout; its own logits only beside another part."""
         parts = ["map"]
         if any(len(maps.parts) > 1 for maps in self.maps.values()):
             parts.append("own")

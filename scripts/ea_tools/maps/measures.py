@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where a model is loaded
 Place = tuple[str, str, int]  # statistic, kind of attention, layer
 Sums = np.ndarray  # 2 x sentences: for each sentence the sum over heads and rows, and how many were summed
 
-#: the summands of the logits, by the names of LayerMaps: what the statistics call them
+#: Names of the logits' summands in LayerMaps -> their names in the statistics.
 PARTS = {"logits": "own", "previous": "skip", "convolution": "convolution"}
 RESAMPLES = 1000
 
@@ -51,8 +51,8 @@ def shares(parts: Mapping[str, np.ndarray], visible: np.ndarray) -> dict[str, np
     """
     sizes = {name: spread(part, visible) for name, part in parts.items()}
     total = sum(sizes.values())
-    return {name: np.divide(size, total, out=np.full_like(total, np.nan), where=total > 0)
-            for name, size in sizes.items()}  # fmt: skip
+    total = np.where(total > 0, total, np.nan)
+    return {name: size / total for name, size in sizes.items()}
 
 
 def spread(part: np.ndarray, visible: np.ndarray) -> np.ndarray:

@@ -9,11 +9,10 @@ A language model has no source, and a RoBERTa no target: `loaded.sides`.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,15 @@ from fairseq.data import Dictionary
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
+from ea_data.preparation import SIDES, Preparation
+from ea_runtime.text import Text
 from ea_tools.checkpoints import choose, load, section, settings
 from ea_tools.common import UserError
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
-from ea_tools.maps.words import Words, words_of
+from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
 from ea_tools.preparation import file_difference, of_model
-from ea_tools.text import Source, Subwords, read_prep, subwords
 
 TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
 MASK = "<mask>"
@@ -61,75 +61,56 @@ class Loaded:
 
     def source(self, text: str) -> Sentence:
         """Raw text in the source language, or for an encoder alone."""
-        dictionary, frame = self.task.source_dictionary, self._frame()
-        symbols = [*frame[0], *self._symbols(text, "source"), *frame[1]]
-        return self._sentence(symbols, "source", dictionary)
+        return self._read(text, "source", self.task.source_dictionary)
 
     def target(self, text: str) -> Sentence:
         """Raw text in the target language, or of a language model."""
-        before, after = self._frame()
-        symbols = [*before, *self._symbols(text, "target"), *after]
-        return self._sentence(symbols, "target", self.task.target_dictionary)
+        return self._read(text, "target", self.task.target_dictionary)
 
-    def _frame(self) -> tuple[list[str], list[str]]:
-        """The symbols that the task puts before and after each sentence."""
-        dictionary = self.task.source_dictionary
-        end = dictionary.eos_word
-        if self.task_name in ("masked_lm", "denoising"):
-            return [dictionary.bos_word], [end]
-        return [], [end]
+    def _read(self, text: str, side: str, dictionary: Dictionary) -> Sentence:
+        """Raw text in subwords, between the symbols that the task puts around each sentence.
 
-    def _symbols(self, text: str, side: str) -> list[str]:
-        """The subwords of a sentence; <mask> stays as it is where the model knows it."""
-        known = self.task.source_dictionary.index(MASK) != self.task.source_dictionary.unk()
+        <mask> stays as it is where the model knows it.
+        """
+        split = Text(self.data, self.prep[f"{side}_lang"]).subwords
+        known = dictionary.index(MASK) != dictionary.unk()
         parts = re.split(f"({MASK})", text) if known else [text]
-        split = self._splitter(side)
         symbols = [symbol for part in parts for symbol in ([MASK] if part == MASK else split(part.rstrip()).split())]
         if not symbols:
             raise UserError(f"the {self.called(side)}sentence is empty")
-        return symbols
-
-    def _splitter(self, side: str) -> Callable[[str], str]:
-        """The splitter of raw text on one side."""
-        # Source does what was done to the training text of PREP.json's source language: here, of either.
-        return Source(self.data, {**self.prep, "source_lang": self.prep[f"{side}_lang"]})
-
-    @functools.cached_property
-    def _subwords(self) -> Subwords:
-        return subwords(self.data, self.prep["bpe"], self.prep["source_lang"])
+        begin = [dictionary.bos_word] if self.task_name in ("masked_lm", "denoising") else []
+        return self._sentence([*begin, *symbols, dictionary.eos_word], side, dictionary)
 
     def _sentence(self, symbols: list[str], side: str, dictionary: Dictionary) -> Sentence:
         ids = torch.tensor([dictionary.index(symbol) for symbol in symbols])
         self._must_fit(ids, side)
-        known = [int(number) != dictionary.unk() for number in ids]
-        labels = [self._subwords.label(symbol) for symbol in symbols]
-        labels = [label if word else f"⟨{label}⟩" for label, word in zip(labels, known, strict=True)]
+        known = (ids != dictionary.unk()).tolist()
+        labels = [symbol if word else f"⟨{symbol}⟩" for symbol, word in zip(symbols, known, strict=True)]
         return Sentence(ids, labels, self.words(symbols, side, known))
 
     def words(self, symbols: Sequence[str], side: str, known: Sequence[bool] | None = None) -> Words:
         """The words that subwords belong to; a token of the task or of fairseq, such as </s>, is a word.
 
-        Where a language is written without spaces, nothing says which subwords are a word: each stands for itself.
+        In a language that is written without spaces each subword counts as a word.
         """
-        kind = self._subwords
+        bpe = self.prep["bpe"]
+        begins = [True] * len(symbols)
         if self.has_words(side):
             special = [re.fullmatch(r"</?\w+>", symbol) is not None for symbol in symbols]
             after = [False, *special[:-1]]
-            starts = [any(each) for each in zip(kind.starts(symbols), special, after, strict=True)]
-        else:
-            starts = [True] * len(symbols)
-        return words_of(symbols, known or [True] * len(symbols), starts, kind.join)
+            begins = [any(each) for each in zip(starts(symbols, bpe), special, after, strict=True)]
+        return words_of(symbols, known or [True] * len(symbols), begins, bpe)
 
     @property
     def stem(self) -> str:
-        """The file of a split in the data's folder that holds what the model reads, with {} for the split."""
+        """The name of the model's input in the data's folder, with {} for the split."""
         if self.task_name == "translation":
             source, target = self.prep["source_lang"], self.prep["target_lang"]
             return f"{{}}.{source}-{target}.{source}.bin"
         return "{}.bin"
 
     def has_words(self, side: str) -> bool:
-        """Whether it can be told which subwords of this side make a word."""
+        """Whether the subwords of this side show where a word begins."""
         return self.prep["tokenizer"] == "given" or written_with_spaces(self.prep[f"{side}_lang"])
 
     def _must_fit(self, ids: Tensor, side: str) -> None:
@@ -201,8 +182,8 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     """The model of a run (see ``checkpoints.choose``) or of a checkpoint file, in evaluation mode on the CPU.
 
     Args:
-        data: prepared data to use the model with; by default what its run keeps, or what it was trained on.
-        with_text: the prepared text is wanted, too, of which a run keeps none: by default what it was trained on.
+        data: prepared data to use the model with; by default the run's own copy, or the data of its training.
+        with_text: whether the prepared text is needed, too, of which a run keeps no copy.
 
     Raises:
         UserError: the folder, checkpoint or data cannot be used.
@@ -217,23 +198,26 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         data = trained_for.get("data") or "data that it does not name"
         if not Path(data).is_dir():
             raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
+    given = Path(data) if data else None
     if name == "translation":
-        preparation = of_model(checkpoint, state, path if path.is_dir() else None, Path(data) if data else None)
-        data, prep = Path(data or preparation.folder), preparation.prep
-        overrides = {"data": str(data), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
+        run = path if path.is_dir() else None
+        preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
+        overrides = dict(zip(SIDES, preparation.languages, strict=True))
     else:
-        data = _data_of_one_language(checkpoint, trained_for, Path(data) if data else None)
-        prep = read_prep(data)
-        overrides = {"data": str(data)}
+        preparation = Preparation.at(_data_of_one_language(checkpoint, trained_for, given))
+        overrides = {}
+    folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     try:
         # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
-        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
+        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(checkpoint)], {"data": str(folder), **overrides}
+        )
     except RuntimeError as error:
         if wrong := re.search(r"size mismatch for .*", str(error)):
-            raise UserError(f"{checkpoint} was not trained on {data}: {wrong[0]}") from None
+            raise UserError(f"{checkpoint} was not trained on {folder}: {wrong[0]}") from None
         raise
-    return Loaded(checkpoint, data, prep, model.eval(), task, trained_for)
+    return Loaded(checkpoint, folder, preparation.prep, model.eval(), task, trained_for)
 
 
 def _task_of(state: dict) -> dict[str, Any]:
@@ -247,7 +231,7 @@ def _data_of_one_language(checkpoint: Path, trained_for: dict, given: Path | Non
     trained_on = Path(trained_for.get("data") or "")
     if given is None:
         return trained_on
-    name = "dict.txt"
-    if (trained_on / name).is_file() and (difference := file_difference(trained_on / name, given / name)):
+    dictionary = trained_on / "dict.txt"
+    if dictionary.is_file() and (difference := file_difference(dictionary, given / "dict.txt")):
         raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
     return given

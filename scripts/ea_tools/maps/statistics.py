@@ -1,11 +1,11 @@
 """Attention maps as numbers, for each kind of attention and each layer; scripts/map_statistics.sh is how it is called.
 
-Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, the shares
-of skip connection and convolution in the logits and, where gold alignments are given, alignment error rate. With 95%
-intervals over sentences; with --compare also the paired differences. docs/attention.md has the formulas.
+Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, and the
+shares of skip connection and convolution in the logits. With --gold also the alignment error rate, with --compare the
+paired differences. Intervals are 95% over sentences. docs/attention.md has the formulas.
 
-The model may be one for translation, a BART, a RoBERTa or a language model, over the samples that its task makes of the
-split: with masks for masked_lm and denoising.
+The model may be one for translation, a BART, a RoBERTa or a language model. It reads the samples that its task makes of
+the split, with masks for masked_lm and denoising.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ea_data.command_line import Parser
+from ea_data.command_line import Parser, at_least
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, portable, replacing, reporting
 from ea_tools.figures import style
@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from ea_tools.maps.models import Loaded
 
 SUFFIXES = (".md", ".png", ".svg", ".json")
-BATCH_TOKENS = 1000  # of the longer side, padding included: the maps of all layers are in memory at once
+#: Tokens of the longer side in a batch, padding included; the maps of all layers are in memory.
+BATCH_TOKENS = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,39 +59,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(prog="map_statistics.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--run", required=True, type=Path, metavar="RUN", help="a run's folder, whose model.json names the"
-        " checkpoint, or a checkpoint"
-    )  # fmt: skip
-    parser.add_argument("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: what the run was trained on)")
-    parser.add_argument("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
-    parser.add_argument(
-        "--sentences", type=int, default=200, metavar="N", help="the first N of the subset (default: 200)"
-    )
-    parser.add_argument(
-        "--gold",
-        type=Path,
-        metavar="FILE",
-        help='alignments of the subset: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")',
-    )
-    parser.add_argument(
-        "--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0; in NAACL's format 1)"
-    )
-    parser.add_argument("--gold-target-first", action="store_true", help="its links have the target word first")
-    parser.add_argument(
-        "--out",
-        nargs="+",
-        type=style.output(SUFFIXES),
-        default=[Path("map-statistics.md")],
-        metavar="FILE",
-        help=f"{', '.join(SUFFIXES)} (default: map-statistics.md)",
-    )
+    add = parser.add_argument
+    add("--run", required=True, type=Path, metavar="RUN", help="a run (its model.json names the checkpoint) or a file")
+    add("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")
+    add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's training data)")
+    add("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
+    add("--sentences", type=at_least(2), default=200, metavar="N", help="the first N of the subset (default: 200)")
+    formats = 'alignments: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")'
+    add("--gold", type=Path, metavar="FILE", help=formats)
+    add("--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0; in NAACL's format 1)")
+    files, default = ", ".join(SUFFIXES), [Path("map-statistics.md")]
+    add("--out", nargs="+", type=style.output(SUFFIXES), default=default, metavar="FILE", help=files)
     args = parser.parse_args(arguments)
-    if args.sentences < 2:
-        parser.error("--sentences must be at least 2: the intervals are over sentences")
-    if not args.gold and (args.gold_from is not None or args.gold_target_first):
-        parser.error("--gold-from and --gold-target-first say how to read --gold FILE, which is missing")
+    if args.gold_from is not None and not args.gold:
+        parser.error("--gold-from goes with --gold FILE")
     args.command = ["scripts/map_statistics.sh", *arguments]
     return args
 
@@ -126,23 +108,23 @@ class Sample:
         for side in ("source", "target"):
             dictionary, ids = getattr(loaded.task, f"{side}_dictionary"), pair[side][:-1].tolist()
             if dictionary.unk() in ids:
-                return Pair(number, None, None)  # where the word of an unknown subword ends, nobody knows any more
+                return Pair(number, None, None)  # an unknown subword hides the end of its word
             words.append(loaded.words([dictionary[word] for word in ids], side).numbers)
         check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"--gold, sentence {number + 1}")
         return Pair(number, tuple(words), gold)
 
     def check(self, loaded: Loaded) -> None:
         """Refuse sentences that this model cannot read."""
+        sides = ("source", "target") if loaded.sides == BOTH else ("source",)
         for pair in self.pairs:
-            for side in ("source", "target") if loaded.sides == BOTH else ("source",):
-                # Tasks of one text say no more of a sample than how many tokens there are.
-                item = self._dataset[pair.number] if loaded.sides == BOTH else {}
+            # Tasks of one text state the number of tokens alone.
+            item = self._dataset[pair.number] if loaded.sides == BOTH else {}
+            for side in sides:
                 length = len(item[side]) if side in item else self._length(pair.number)
                 if length > (most := loaded.longest(side)):
-                    name = loaded.called(side) or "text "
                     raise UserError(
-                        f"sentence {pair.number + 1}: its {name}has {length:,} tokens, {loaded.checkpoint} takes "
-                        f"{most:,}; give fewer --sentences"
+                        f"sentence {pair.number + 1}: its {loaded.called(side) or 'text '}has {length:,} tokens, "
+                        f"{loaded.checkpoint} takes {most:,}; give fewer --sentences"
                     )
 
     def _length(self, number: int) -> int:
@@ -172,8 +154,6 @@ def _load(loaded: Loaded, subset: str) -> FairseqDataset:
         ending = path.name.removeprefix(subset)
         there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
         raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
-    if not path.stat().st_size:
-        raise UserError(f"--subset {subset}: {path} is empty")
     loaded.task.load_dataset(subset)
     dataset = loaded.task.dataset(subset)
     if len(dataset) < 2:
@@ -191,7 +171,7 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold | No
             "translations, read off encoder-decoder attention"
         )
     sentences = len(_load(loaded, args.subset))
-    gold = read_gold(args.gold, sentences, args.gold_from, args.gold_target_first)
+    gold = read_gold(args.gold, sentences, args.gold_from)
     if len(gold) != sentences:
         raise UserError(
             f"{args.gold}: has {len(gold):,} lines, and {args.subset} {sentences:,} sentences; the alignments of the "
@@ -262,8 +242,8 @@ def examine(args: argparse.Namespace) -> Report:
         sample.check(loaded)
     if args.gold and not sample.aligned:
         raise UserError(
-            f"{args.gold}: of no sentence that was asked for is there an alignment, or all of them have words that the "
-            "dictionaries do not know"
+            f"{args.gold}: aligns none of the {len(sample.pairs)} sentences, or all of them have words that are not in "
+            "the dictionaries; give more --sentences"
         )
     tallies = [tally(loaded, sample) for loaded in models]
     counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]
@@ -283,24 +263,11 @@ def examine(args: argparse.Namespace) -> Report:
     }
     return Report(
         facts=facts,
-        names=_names([loaded.checkpoint for loaded in models]),
+        names=told_apart([loaded.checkpoint for loaded in models]),
         estimates=[{place: estimate(sums) for place, sums in of_model.items()} for of_model in counted],
         differences=differences,
         mixes=[learnt_mixes(loaded.model) for loaded in models],
     )
-
-
-def _names(checkpoints: Sequence[Path]) -> list[str]:
-    """The runs' names without their common beginning, or with the checkpoints' where they are of one run."""
-    names = [path.absolute().parent.name for path in checkpoints]
-    if len(set(names)) < len(names):
-        return told_apart(checkpoints)
-    if len(names) == 1:
-        return names
-    one, other = (name.split("-") for name in names)
-    while one[0] == other[0] and min(len(one), len(other)) > 1:  # "multi30k-de-en-" says nothing here
-        del one[0], other[0]
-    return ["-".join(one), "-".join(other)]
 
 
 if __name__ == "__main__":

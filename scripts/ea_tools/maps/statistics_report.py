@@ -78,33 +78,30 @@ def table(report: Report) -> str:
             *report.names
         )
     for statistic, title in STATISTICS.items():
-        if rows := _rows(report, statistic):
-            layers = sorted({layer for _, by_layer in rows for layer in by_layer})
-            lines += ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-            for name, by_layer in rows:
-                sign = "+" if name.endswith(DIFFERENCE) else ""
-                lines.append(f"| {name} | {' | '.join(_cell(by_layer.get(layer), sign) for layer in layers)} |")
+        rows = {
+            name: {layer: _cell(one, "+" if name.endswith(DIFFERENCE) else "") for layer, one in by_layer.items()}
+            for name, by_layer in _rows(report, statistic)
+        }
+        lines += _markdown(title, rows)
     for name, mixes in zip(report.names, report.mixes, strict=True):
-        lines += _table_of_mixes(name, mixes)
+        rows = {}
+        for place, value in mixes.items():
+            share, kind, layer = place.split("_")
+            rows.setdefault(f"{kind}: {share}", {})[int(layer)] = f"{value:.4f}"
+        lines += _markdown(f"learnt by {name}", rows)
     lines += ["", *(f"- {name}: `{path}`" for name, path in zip(report.names, facts["checkpoints"], strict=True))]
     lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
     return "\n".join(lines) + "\n"
 
 
-def _table_of_mixes(name: str, mixes: Mapping[str, float]) -> list[str]:
-    """Lines of Markdown: a row for each kind's learnt alpha and beta, a column for each layer; none without any."""
-    rows = {}
-    for place, value in mixes.items():
-        share, kind, layer = place.split("_")
-        rows.setdefault(f"{kind}: {share}", {})[int(layer)] = value
-    if not rows:
+def _markdown(title: str, rows: Mapping[str, Mapping[int, str]]) -> list[str]:
+    """Lines of Markdown: a row for each name, a column for each layer; none without any row."""
+    layers = sorted({layer for cells in rows.values() for layer in cells})
+    if not layers:
         return []
-    layers = sorted(set().union(*rows.values()))
-    lines = ["", f"| learnt by {name} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-    for title, values in rows.items():
-        cells = (f"{values[layer]:.4f}" if layer in values else "-" for layer in layers)
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
+    body = [[name, *(cells.get(layer, "-") for layer in layers)] for name, cells in rows.items()]
+    head = ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
+    return head + [f"| {' | '.join(row)} |" for row in body]
 
 
 def _rows(report: Report, statistic: str) -> list[tuple[str, dict[int, Estimate]]]:
@@ -122,9 +119,7 @@ def of_layers(estimates: Mapping[Place, Estimate], statistic: str, kind: str) ->
     return {place[2]: one for place, one in sorted(estimates.items()) if place[:2] == (statistic, kind)}
 
 
-def _cell(one: Estimate | None, sign: str) -> str:
-    if one is None:
-        return "-"
+def _cell(one: Estimate, sign: str) -> str:
     mean = f"{one.mean:{sign}.3f}"
     return f"{f'**{mean}**' if sign and one.clear else mean} ± {one.half:.3f}"
 

@@ -6,7 +6,7 @@ Axes: K heads, T target (query) length, S source (key) length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,20 +25,36 @@ class Words:
         return Words(numbers, [first, *self.labels][: numbers[-1] + 1])
 
 
-def words_of(
-    symbols: Sequence[str], known: Sequence[bool], starts: Sequence[bool], join: Callable[[Sequence[str]], str]
-) -> Words:
+def starts(symbols: Sequence[str], bpe: str) -> list[bool]:
+    """Whether a word begins with each subword of a sentence.
+
+    SentencePiece marks the space before a word by ▁, subword-nmt marks every subword but the last of a word by @@.
+    """
+    if bpe == "sentencepiece":
+        return [symbol.startswith("▁") for symbol in symbols]
+    return [not before.endswith("@@") for before in ("", *symbols)][: len(symbols)]
+
+
+def join(symbols: Sequence[str], bpe: str) -> str:
+    """The word that consecutive subwords make."""
+    if bpe == "sentencepiece":
+        return "".join(symbols).removeprefix("▁") or "▁"
+    return "".join(symbol.removesuffix("@@") for symbol in symbols)
+
+
+def words_of(symbols: Sequence[str], known: Sequence[bool], starts: Sequence[bool], bpe: str) -> Words:
     """The words of a sentence.
 
     Args:
         symbols: its subwords.
-        known: of each whether the model knows it; a word with one that it does not know stands in ⟨⟩.
-        starts: of each whether a word begins with it; one does with the first.
-        join: what makes a word of its subwords.
+        known: of each whether the model knows it; a word with an unknown one stands in ⟨⟩.
+        starts: of each whether a word begins with it; the first always does.
+        bpe: the kind of subwords, as PREP.json names it.
     """
     begins = [number for number, start in enumerate(starts) if start or not number]
     spans = [slice(*span) for span in itertools.pairwise([*begins, len(symbols)])]
-    labels = [join(symbols[span]) if all(known[span]) else f"⟨{join(symbols[span])}⟩" for span in spans]
+    words = [join(symbols[span], bpe) for span in spans]
+    labels = [word if all(known[span]) else f"⟨{word}⟩" for word, span in zip(words, spans, strict=True)]
     return Words(np.repeat(np.arange(len(spans)), [span.stop - span.start for span in spans]), labels)
 
 
@@ -67,8 +83,8 @@ def _sums(maps: np.ndarray, words: np.ndarray, axis: int) -> np.ndarray:
 def rollout(layers: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Attention rollout (Abnar and Zuidema 2020): how much of each first token is in each place after layer 1, 2, ...
 
-    Each layer's map is the mean over heads, mixed half and half with the identity that stands for the residual
-    connection; the maps of a layer and of all layers before it are multiplied.
+    Each layer's map is the mean over heads, mixed half and half with the identity for the residual connection. The maps
+    of a layer and of all layers before it are multiplied.
 
     Args:
         layers: the self-attention of every layer, K x T x T each, 0 where a pixel is no part of the map.

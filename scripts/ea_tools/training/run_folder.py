@@ -13,7 +13,7 @@ from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
-from ea_tools.preparation import keep, kept_by, require_same
+from ea_tools.preparation import Preparation, keep, kept_by, require_same
 from ea_tools.training.average import average, save, select
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
@@ -68,7 +68,7 @@ def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | No
         before, owner = _read_record(record)
         changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
         if changed == ["data"] and data and (kept := kept_by(run)):
-            require_same(kept, data, run)
+            require_same(kept, Preparation.at(data), run)
         if changed:
             raise UserError(
                 f"{run} belongs to another run; choose another --run\n"
@@ -83,7 +83,7 @@ def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | No
 def keep_preparation(run: Path, data: Path) -> None:
     """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
     if started(run) and (kept := kept_by(run)):
-        require_same(kept, data, run)
+        require_same(kept, Preparation.at(data), run)
     else:
         keep(run, data)
 

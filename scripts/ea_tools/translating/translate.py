@@ -1,9 +1,9 @@
 """Translate raw text with a trained run; scripts/translate.sh is how it is called.
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
-With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; what was
-interrupted goes on with --resume. With --nbest each line gives several, in the form of Moses, NUMBER ||| TRANSLATION
-||| SCORE, where numbers count input lines from 0, and a score is the model's log-probability (base 2) over length.
+With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; --resume goes on
+after an interruption. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION ||| SCORE.
+Numbers count input lines from 0. A score is the model's log-probability (base 2) over length.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import IO, TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ea_data.command_line import Parser
+from ea_data.preparation import Preparation
 from ea_tools.checkpoints import choose, load
-from ea_tools.common import UserError, finite, positive, quiet, replaceable, replacing, reporting
+from ea_tools.common import UserError, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import decode
 from ea_tools.training.flag_faults import in_one_line
 from ea_tools.training.products import use_bf16_products
 from ea_tools.training.recipes import parse_flags
 from ea_tools.translating import exported
-from ea_tools.translating.translators import add_precision, choose_device, parse_both
+from ea_tools.translating.translators import add_search, choose_device, parse_both
 
 if TYPE_CHECKING:
     from ea_fairseq.hub import Translator
@@ -42,7 +43,7 @@ BESIDES_THE_SEARCH = ("cpu", "seed")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: raw text from --input or standard input, translations to --output or standard output."""
     args = parse(arguments)
-    again = "run it again with --resume to go on" if args.output else "nothing is lost of what is above"
+    again = "run it again with --resume to go on" if args.output else "the translations above are complete"
     with reporting("translate", again):
         quiet()
         if exported.is_export(args.run):
@@ -50,10 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint = args.run / "model.json"  # it holds the digests of all files
         else:
             checkpoint = args.checkpoint or choose(args.run)
-        with _input(args.input) as file:
-            _refuse_to_replace(file, args.output)
-            with _output(args, checkpoint, file) as (lines, write, done):
-                translate(args, checkpoint, lines, write, done)
+        with _input(args) as file, _output(args, checkpoint, file) as (lines, write, done):
+            translate(args, checkpoint, lines, write, done)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,53 +64,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
     )
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export"
-    )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data to compare with what the run keeps")
-    parser.add_argument("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
-    parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
-    parser.add_argument(
-        "--lenpen", type=finite, default=1.0, help="length penalty; above 1 favours longer (default: 1)"
-    )
-    parser.add_argument("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
-    add_precision(parser)
-    parser.add_argument("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
-    parser.add_argument(
-        "--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a tty)"
-    )
-    args, flags = parse_both(parser, arguments)
+    add = parser.add_argument
+    add("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export")
+    add("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
+    add("--data", type=Path, metavar="DIR", help="prepared data to compare with the run's own copy")
+    add("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
+    add("--output", type=Path, metavar="FILE", help="(default: standard output)")
+    add_search(parser)
+    add("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
+    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
+    add("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
+    add("--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a terminal)")
+    args, args.interactive_flags = parse_both(parser, arguments)
     if not (args.run or args.checkpoint):
         parser.error("--run or --checkpoint is needed")
     if (args.nbest or 1) > args.beam:
         parser.error(f"--nbest {args.nbest}: is more than --beam {args.beam}")
     if args.resume and not args.output:
         parser.error("--resume goes on with an --output, and none is given")
-    args.interactive_flags = flags
     return args
 
 
 @contextlib.contextmanager
-def _input(path: Path | None) -> Iterator[IO[bytes]]:
-    """The lines of a file, or of standard input, as bytes."""
-    if path is None:
-        # Not sys.stdin: Python aborts where it ends while a thread waits in that object, as at Ctrl-C.
-        with open(sys.stdin.fileno(), "rb", closefd=False) as file:
-            yield file
-    else:
-        if path.is_dir() or not path.exists():
-            raise UserError(f"--input {path}: {'is a folder' if path.is_dir() else 'no such file'}; a text is wanted")
-        with path.open("rb") as file:
-            yield file
-
-
-def _refuse_to_replace(file: IO[bytes], output: Path | None) -> None:
-    """Refuse an --output that is the input itself, by whatever name."""
-    if output and output.exists() and os.path.samestat(os.fstat(file.fileno()), output.stat()):
-        raise UserError(f"--output {output}: is the input, which would be lost; give it another name")
+def _input(args: argparse.Namespace) -> Iterator[IO[bytes]]:
+    """The lines of --input, or of standard input, as bytes; an --output that is the same file is refused."""
+    if args.input and not args.input.exists():
+        raise UserError(f"--input {args.input}: no such file; give a text file")
+    # Not sys.stdin: Python aborts where it ends while a thread waits in that object, as at Ctrl-C.
+    source = args.input or sys.stdin.fileno()
+    with open(source, "rb", closefd=args.input is not None) as file:
+        output = args.output
+        if output and output.exists() and os.path.samestat(os.fstat(file.fileno()), output.stat()):
+            raise UserError(f"--output {output}: is the input, which would be lost; give it another name")
+        yield file
 
 
 @contextlib.contextmanager
@@ -120,8 +105,8 @@ def _output(
 ) -> Iterator[tuple[Iterable[bytes], Callable[[str], None], int]]:
     """The input's lines, a function that writes one line, and how many input lines have been translated before.
 
-    What goes to a file is first FILE.partial, and FILE when it is complete. FILE.partial.jsonl beside it says what it
-    is made of: the settings in its first line, then a digest of each input line, as they are read.
+    A file is first FILE.partial, and FILE when it is complete. FILE.partial.jsonl beside it has the settings in its
+    first line, then a digest of each input line, as they are read.
     """
     if args.output is None:
         sys.stdout.reconfigure(encoding="utf-8")
@@ -173,7 +158,7 @@ def _lock(file: IO[bytes], partial: Path) -> None:
 def _translated_before(
     file: IO[bytes], partial: Path, record: Path, used: dict[str, Any], args: argparse.Namespace
 ) -> list[str]:
-    """Digests of the input lines that an interrupted run has translated; what it wrote of another is cut off."""
+    """Digests of the input lines that an interrupted run has translated; an incomplete translation is cut off."""
     file.seek(0)
     lines = file.read().split(b"\n")[:-1]
     each = args.nbest or 1
@@ -208,11 +193,19 @@ def translate(
     args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0
 ) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
-    translator, settings, source = _translator(args, checkpoint)
+    if exported.is_export(args.run):
+        settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
+        runtime = exported.load(args.run)
+        translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
+    else:
+        data = Preparation.at(args.data) if args.data else None
+        preparation = of_model(checkpoint, load(checkpoint), args.run, data)
+        settings, prep = search_settings(args), preparation.prep
+        translator = load_translator(checkpoint, preparation.folder, args)
     at_terminal = args.input is None and sys.stdin.isatty()
     size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
     prompt = _prompt if at_terminal else lambda text="": None
-    prompt(f"Type a sentence in {source} and press Return; Ctrl-D ends.\n")
+    prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
     with tqdm(unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1) as progress:
         for first, sentences in batches(lines, args.input or "standard input", size, done):
             for number, hypotheses in enumerate(translator.hypotheses(sentences, first=first, **settings), first - 1):
@@ -222,21 +215,8 @@ def translate(
             prompt()
 
 
-def _translator(
-    args: argparse.Namespace, checkpoint: Path
-) -> tuple[Translator | exported.Exported, dict[str, Any], str]:
-    """The translator, the settings of its search, and its source language."""
-    if exported.is_export(args.run):
-        settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
-        runtime = exported.load(args.run)
-        return exported.Exported(runtime, args.batch_size or exported.BATCH), settings, runtime.text.prep["source_lang"]
-    preparation = of_model(checkpoint, load(checkpoint), args.run, args.data)
-    settings = search_settings(args)
-    return load_translator(checkpoint, preparation.folder, args), settings, preparation.prep["source_lang"]
-
-
 def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) -> Translator:
-    """The model with its text, where and in the precision that the command line says."""
+    """The model with its text, on the device and in the precision that the command line states."""
     from ea_fairseq import hub
 
     device = choose_device(args.precision, args.interactive_flags)
@@ -245,9 +225,9 @@ def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) ->
         translator.hub.half()
     elif args.precision == "bf16":
         use_bf16_products()
-    batches = translator.hub.cfg.dataset
     if args.batch_size:
-        batches.batch_size, batches.max_tokens = args.batch_size, None
+        dataset = translator.hub.cfg.dataset
+        dataset.batch_size, dataset.max_tokens = args.batch_size, None
     return translator.to(device)
 
 
@@ -261,20 +241,20 @@ def search_settings(args: argparse.Namespace) -> dict[str, Any]:
     flags = args.interactive_flags
     with in_one_line("the flags after -- are fairseq-interactive's"):
         given = options.get_interactive_generation_parser().parse_args(["--path", "model", *flags])
-    settings = {name.replace("-", "_"): None for name in parse_flags(flags)}
-    if unknown := settings.keys() - {*SEARCH_SETTINGS, *BESIDES_THE_SEARCH}:
-        name = sorted(unknown)[0].replace("_", "-")
-        raise UserError(f"-- --{name}: has no effect on translations here; leave it out")
-    if "seed" in settings:
+    names = [name.replace("-", "_") for name in parse_flags(flags)]
+    for name in names:
+        if name not in (*SEARCH_SETTINGS, *BESIDES_THE_SEARCH):
+            raise UserError(f"-- --{name.replace('_', '-')}: has no effect on translations here; leave it out")
+    if "seed" in names:
         torch.manual_seed(given.seed)
-    chosen = {name: getattr(given, name) for name in settings if name in SEARCH_SETTINGS}
+    chosen = {name: getattr(given, name) for name in names if name in SEARCH_SETTINGS}
     return {"beam": args.beam, "lenpen": args.lenpen, **chosen}
 
 
 def batches(lines: Iterable[bytes], name: Path | str, size: int, done: int = 0) -> Iterator[tuple[int, list[str]]]:
     """The lines after the first `done`, `size` at a time, with the number of the first of each batch, from 1.
 
-    Where a line is no text, those before it come first.
+    The lines before one that is no text are given first.
     """
     first, batch = done + 1, []
     try:

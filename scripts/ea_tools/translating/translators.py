@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ea_tools.common import REPO, UserError
+from ea_tools.common import REPO, UserError, finite, positive
 from ea_tools.training.launch import Launch, choose_precision, gpus
 
-#: fairseq's flags that what is printed and recorded rests on -> where they come from instead.
+#: fairseq's flags whose values are printed and recorded -> where they come from instead.
 SETTLED = {
     **{"--path": "--checkpoint", "--gen-subset": "--subset", "--beam": "--beam", "--lenpen": "--lenpen"},
     **{"--input": "--input", "--nbest": "translate.sh --nbest"},
@@ -36,14 +36,13 @@ def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
     return args, flags
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
-    """Add --precision, which `program` takes."""
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "fp16", "bf16"),
-        default="fp32",
-        help="fp16: on a GPU; bf16: of matrix products alone, on a CPU that has units for it (default: fp32)",
-    )
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the search's own flags and --precision, which `program` takes."""
+    parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
+    penalty = "length penalty; above 1 favours longer (default: 1)"
+    parser.add_argument("--lenpen", type=finite, default=1.0, help=penalty)
+    precision = "fp16: on a GPU; bf16: matrix products on a CPU that has units for it (default: fp32)"
+    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help=precision)
 
 
 def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
@@ -57,14 +56,11 @@ def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
 
 def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
     """The words that start fairseq-generate or fairseq-interactive (`name`); `flags` go to it, and may hold --cpu."""
-    script = Path(sys.executable).with_name(name)
-    # Packages that were installed into another folder (pip's --target) have their programs there.
-    module = name.replace("fairseq-", "fairseq_cli.")
-    itself = [str(script)] if script.exists() else [sys.executable, "-P", "-m", module]
+    itself = [str(Path(sys.executable).with_name(name))]
     choose_device(precision, flags)
     if precision == "fp32":
         return itself
     if precision == "fp16":
         return [*itself, "--fp16"]
-    # -P: what lies beside the script has no say in what it imports.
+    # -P: files beside the script are not imported.
     return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "translating" / "fairseq_bf16.py"), name]

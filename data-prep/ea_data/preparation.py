@@ -1,0 +1,128 @@
+"""A finished preparation of text: PREP.json, and the files beside it that a model needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .command_line import UserError
+from .corpora import PUBLIC
+from .corpus import CODES, Rules
+from .digest import digest_of
+from .languages import language_in
+
+SIDES = ("source_lang", "target_lang")
+#: Entries that PREP.json must have -> their values; () for any word.
+FORM: dict[str, tuple] = {
+    **dict.fromkeys(SIDES, ()),
+    "tokenizer": ("moses", "none", "given"),
+    "lowercase": (True, False),
+    "bpe": tuple(CODES),
+}
+#: Rules for a line of text that PREP.json states under "rules" alone; the other rules there choose lines.
+ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """`folder` holds dictionaries, codes and PREP.json; `prep` is the content of PREP.json."""
+
+    folder: Path
+    prep: dict[str, Any]
+
+    @classmethod
+    def at(cls, folder: Path) -> Preparation:
+        """The preparation in a folder.
+
+        Raises:
+            UserError: PREP.json is missing or not of the form that data-prep/ writes.
+        """
+        return cls(folder, read_prep(folder))
+
+    @classmethod
+    def like(cls, place: Path) -> Preparation:
+        """The complete preparation that a run of scripts/train.sh keeps, or that of a folder of prepared data."""
+        kept = place / "prepared"
+        preparation = cls.at(kept if (kept / "PREP.json").is_file() else place)
+        preparation.words()  # a missing file is reported now and not after hours
+        return preparation
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        """Source and target language, as file names have them."""
+        return self.prep["source_lang"], self.prep["target_lang"]
+
+    @property
+    def moses_languages(self) -> tuple[str, str]:
+        """The languages by whose rules Moses splits and joins the text, source first."""
+        source, target = (language_in(self.prep, code) for code in self.languages)
+        return source, target
+
+    @property
+    def unicode(self) -> str:
+        """The form of Unicode that text is brought to: "NFC" or "as given"."""
+        return self.prep.get("unicode", "NFC")
+
+    @property
+    def escape(self) -> bool:
+        """Whether tokens have Moses' escapes, such as "&apos;"."""
+        return self.prep.get("escape", True)
+
+    def files(self) -> list[Path]:
+        """The files that a model needs: dictionaries, source first; lists of allowed subwords; codes."""
+        names = [
+            f"{kind}.{code}{end}" for kind, end in (("dict", ".txt"), ("vocabulary", "")) for code in self.languages
+        ]
+        return [path for name in (*names, *CODES.values()) if (path := self.folder / name).is_file()]
+
+    def digest(self) -> str:
+        """A digest of PREP.json and `files`."""
+        return digest_of(self.folder, [self.folder / "PREP.json", *sorted(self.files())])[:16]
+
+    def words(self) -> list[str]:
+        """The subwords of the dictionary that both languages share, in the order of their numbers.
+
+        Raises:
+            UserError: a dictionary or the codes are missing, or the dictionaries differ.
+        """
+        needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.prep["bpe"]]]
+        for name in needed:
+            if not (self.folder / name).is_file():
+                raise UserError(f"{self.folder / name}: no such file; prepare that text again")
+        one, other = ((self.folder / name).read_bytes() for name in needed[:2])
+        if one != other:
+            raise UserError(f"{self.folder}: the dictionaries of its two languages differ; prepare that text again")
+        return [line.rsplit(" ", 1)[0] for line in one.decode().split("\n")[:-1]]
+
+    def rules(self, **about_lines: object) -> Rules:
+        """Its rules for a line of text, with other rules that choose lines."""
+        stated = self.prep.get("rules", {})
+        rules = {name: stated[name] for name in ABOUT_TEXT if name in stated}
+        rules |= {name: self.prep[name] for name in ("tokenizer", "lowercase", "bpe")}
+        return Rules(**rules, nfc=self.unicode == "NFC", merges=self.prep["bpe_merges"], **about_lines)
+
+
+def read_prep(folder: Path | str) -> dict[str, Any]:
+    """The content of FOLDER/PREP.json, which data-prep/ writes last; see `Preparation.at`."""
+    path = Path(folder) / "PREP.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; is {folder} a folder made by data-prep/?{_made_by(Path(folder).name)}")
+    try:
+        prep = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}; prepare the text again") from None
+    for name, values in FORM.items():
+        value = prep.get(name) if isinstance(prep, dict) else None
+        if value not in values if values else not isinstance(value, str):
+            expected = f"one of {', '.join(map(str, values))}" if values else "a language"
+            raise UserError(f"{path}: {name}: expected {expected}, found {value!r}; prepare the text again")
+    return prep
+
+
+def _made_by(name: str) -> str:
+    """The command that makes a corpus of this name, where it is a public one."""
+    commands = {f"{corpus}-{pair}": f"{corpus}.sh {pair}" for corpus, (_, pairs) in PUBLIC.items() for pair in pairs}
+    commands |= {corpus: f"{corpus}.sh" for corpus in ("sample", *PUBLIC)}
+    return f" bash data-prep/{commands[name]} makes it" if name in commands else ""

@@ -1,0 +1,94 @@
+"""Classify the attention maps of trained models: ICML 2021, section 5.1, table 7 and appendix B.1, on digits.
+
+    python -m examples.images.maps --out scores.json
+
+AA-ResNet and EA-AA-ResNet are trained as in digits.py, with three layers of 8 x 8 pixels at the start. A DenseNet is
+then trained on one layer's maps alone: the attention of the centre pixel, in all heads. The better it tells the digits
+apart, the more of their shape the maps hold. Training and test pictures are those of the fold.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from examples.images import digits
+from examples.images.resnet import HEADS, EvolvingResNet
+from examples.report import report
+
+SYSTEMS = {"AA-ResNet": (0.0, 0.0), "EA-AA-ResNet": (0.5, 1.0)}
+LAYERS, MAP_SIDE, CLASSES = 3, 8, 10
+#: A tenth of the paper's 256, and doubled at each pooling, as there.
+WIDTH = 24
+
+
+class DenseNet(nn.Sequential):
+    """Twelve dense layers; pictures are halved after the fourth and the seventh."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(HEADS, WIDTH, 3, padding=1))
+        for number, layers in enumerate((4, 3, 5)):
+            width = WIDTH * 2**number
+            growth = width // 4
+            self.extend(Dense(width + place * growth, growth) for place in range(layers))
+            channels = width + layers * growth
+            self.extend([nn.BatchNorm2d(channels), nn.ReLU()])
+            if number < 2:
+                self.extend([nn.Conv2d(channels, 2 * width, 1), nn.AvgPool2d(2)])
+        self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)])
+
+
+class Dense(nn.Module):
+    """A layer whose output stands beside its input: channels -> channels + growth."""
+
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(channels, growth, 3, padding=1, bias=False)
+        self.layers = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), convolution)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.layers(x)], dim=1)
+
+
+@torch.no_grad()
+def centre_maps(model: EvolvingResNet, x: Tensor) -> list[Tensor]:
+    """The first layers' attention of the centre pixel, B x K x 8 x 8 each, a uniform one being 1."""
+    maps: list[Tensor] = []
+    model(x, maps)
+    centre = MAP_SIDE // 2 * (MAP_SIDE + 1)
+    rows = (a_logit[:, :, centre].softmax(-1) for a_logit in maps[:LAYERS])  # B x K x N
+    return [row.unflatten(2, (MAP_SIDE, MAP_SIDE)) * MAP_SIDE**2 for row in rows]
+
+
+def classify(maps: Tensor, classes: Tensor, epochs: int, seed: int) -> nn.Module:
+    """A DenseNet trained by SGD, its rate falling from 0.05 to 0.0001."""
+    torch.manual_seed(seed)
+    model = DenseNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return digits.fit(model, maps, classes, optimizer, epochs, last_rate=1e-4)
+
+
+def main(words: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folds", type=int, default=3, metavar="N", help="how many of five (default: 3)")
+    parser.add_argument("--epochs", type=int, default=30, metavar="N", help="of the DenseNet (default: 30)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
+    args = parser.parse_args(words)
+    x, classes = digits.pictures(digits.SIDE)
+    scores: dict[str, list[float]] = {}
+    for system, (alpha, beta) in SYSTEMS.items():
+        recipe = digits.resnet(LAYERS, alpha=alpha, beta=beta)
+        for seed, (some, others) in enumerate(tqdm(digits.folds(classes, args.folds), system, disable=None)):
+            model = digits.train(recipe, x[some], classes[some], seed)
+            for layer, maps in enumerate(centre_maps(model, x)):
+                reader = classify(maps[some], classes[some], args.epochs, seed)
+                score = digits.accuracy(reader, maps[others], classes[others])
+                scores.setdefault(f"{system}, layer {layer + 1}", []).append(score)
+    report(scores, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Reports of the examples: a table to read, a JSON file with every score, a picture of representations."""
+
+import json
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from sklearn.manifold import TSNE
+
+
+def origin() -> dict[str, str]:
+    """The commit and the device of a measurement."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
+    return {"commit": head.stdout.strip(), "device": device, "torch": torch.__version__}
+
+
+def deviation(scores: list[float]) -> float:
+    """The standard deviation between seeds or folds; 0 where there is one."""
+    return statistics.stdev(scores) if len(scores) > 1 else 0.0
+
+
+def report(scores: dict[str, list[float]], out: Path | None, **settings: Any) -> None:
+    """Print a table of each system's scores; write them to ``out``.
+
+    Args:
+        scores: system -> its score in each fold, or with each seed.
+        out: a file, or None.
+        settings: more entries of the file.
+    """
+    print("| system | mean | standard deviation | each |\n|---|---|---|---|")
+    for system, values in scores.items():
+        each = " ".join(f"{value:.2f}" for value in values)
+        print(f"| {system} | {statistics.mean(values):.2f} | {deviation(values):.2f} | {each} |")
+    if out:
+        out.write_text(json.dumps({**origin(), **settings, "scores": scores}, indent=1) + "\n")
+
+
+def draw_classes(representations: dict[str, np.ndarray], classes: np.ndarray, path: Path) -> None:
+    """t-SNE of each system's representations, n x size, with their mean distance to the centre of their class."""
+    figure = Figure(figsize=(4 * len(representations), 4), layout="constrained")
+    plots = figure.subplots(1, len(representations), squeeze=False)[0]
+    for axes, (system, values) in zip(plots, representations.items(), strict=True):
+        points = TSNE(random_state=0).fit_transform(values)
+        points = (points - points.mean(0)) / points.std(0)
+        labels, numbers = np.unique(classes, return_inverse=True)
+        centres = np.stack([points[numbers == number].mean(0) for number in range(len(labels))])
+        distance = np.linalg.norm(points - centres[numbers], axis=1).mean()
+        axes.scatter(*points.T, c=numbers, cmap="tab10", s=8)
+        axes.set_title(f"{system}: mean distance {distance:.2f}")
+    figure.savefig(path)
