@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-PAD, EOS, UNK = 1, 2, 3
+BOS, PAD, EOS, UNK = range(4)
 #: The most source tokens of a batch: the encoder's memory grows with the square of the sentences' length.
 TOKENS = 4096
 
@@ -87,7 +87,7 @@ class Model:
 
     def words(self, tokens: Iterable[int]) -> str:
         """Target words, their subwords joined, of token ids."""
-        return self.text.join(" ".join(self._target[token] for token in tokens))
+        return self.text.join(" ".join(self._target[token] for token in tokens if token != BOS))
 
     def _text(self, hypothesis: Hypothesis) -> str:
         return self.text.detokenize(self.words(hypothesis.tokens))

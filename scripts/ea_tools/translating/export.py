@@ -23,6 +23,7 @@ from ea_tools.translating.evaluate import choose_checkpoint, describe
 from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
+    from fairseq.data import Dictionary
     from onnx import GraphProto
     from torch import Tensor
 
@@ -244,20 +245,35 @@ def strip(folder: Path) -> None:
 
 
 def compare(loaded: Translator, folder: Path, close: float) -> float:
-    """The largest difference of scores between the exported model and PyTorch, on made-up sentences.
+    """The largest difference of a token's score between the exported model and PyTorch, on made-up sentences.
+
+    Both are given the target, so that a tie does not matter. Targets differ in length: they leave the batch in turn.
 
     Raises:
         UserError: they differ by more than `close`.
     """
     import torch
 
-    from ea_runtime.translator import EOS
+    from ea_runtime import LanguageModel
+    from ea_runtime import Translator as Runtime
 
-    dictionary, chance = loaded.hub.task.source_dictionary, torch.Generator().manual_seed(1)
-    words = [torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance) for length in LENGTHS]
-    sentences = [torch.cat([of, torch.tensor([EOS])]) for of in words]
-    is_translation = (folder / "encoder.onnx").is_file()
-    largest = (_compare_translations if is_translation else _compare_language)(loaded, folder, sentences)
+    model, task = loaded.hub.models[0], loaded.hub.task
+    sources, targets = _sentences(task.source_dictionary, LENGTHS), _sentences(task.target_dictionary, LENGTHS[::-1])
+    is_translation, lists = (folder / "encoder.onnx").is_file(), [target.tolist() for target in targets]
+    if is_translation:
+        runtime = Runtime(folder, threads=1)
+        settings = runtime.settings({"beam": 1, "max_len_b": max(LENGTHS), "unnormalized": True})
+        results = runtime.search_ids([source.tolist() for source in sources], settings, lists)
+        found = [best for (best,) in results]
+    else:
+        found = LanguageModel(folder, threads=1).score_ids(lists, len(lists))
+    largest = 0.0
+    for source, target, ours in zip(sources, targets, found, strict=True):
+        before = target.roll(1)[None]  # the end of a sentence comes before its first word
+        given = (source[None], torch.tensor([len(source)]), before) if is_translation else (before,)
+        of_words = model.get_normalized_probs(model(*given), log_probs=True)[0].detach()
+        expected = float(of_words.gather(1, target[:, None]).sum())
+        largest = max(largest, abs(ours.score - expected) / len(target))
     if largest > close:
         raise UserError(
             f"the exported model's scores differ from PyTorch's by {largest:.2g}, more than {close}: nothing kept"
@@ -265,31 +281,13 @@ def compare(loaded: Translator, folder: Path, close: float) -> float:
     return largest
 
 
-def _compare_translations(loaded: Translator, folder: Path, sentences: list[Tensor]) -> float:
-    """Both force PyTorch's translation, so that a tie does not matter. Sentences leave the batch at different times."""
-    from ea_runtime import Translator as Runtime
+def _sentences(dictionary: Dictionary, lengths: Sequence[int]) -> list[Tensor]:
+    """Random words, and the end of each sentence."""
+    import torch
 
-    runtime = Runtime(folder, threads=1)
-    expected = [best for best, *_ in loaded.hub.generate(sentences, beam=1)]
-    prefixes = [best["tokens"].tolist() for best in expected]
-    settings = runtime.settings({"beam": 1, "max_len_b": max(map(len, prefixes))})
-    found = runtime.search_ids([sentence.tolist() for sentence in sentences], settings, prefixes)
-    pairs = zip(found, expected, strict=True)
-    return max(abs(ours.score - float(best["score"])) for (ours,), best in pairs)
-
-
-def _compare_language(loaded: Translator, folder: Path, sentences: list[Tensor]) -> float:
-    """Scores of a token. Sentences leave the batch at different times."""
-    from ea_runtime import LanguageModel
-
-    found = LanguageModel(folder, threads=1).score_ids([sentence.tolist() for sentence in sentences], len(sentences))
-    model, differences = loaded.hub.models[0], []
-    for sentence, ours in zip(sentences, found, strict=True):
-        before = sentence.roll(1)[None]  # the end of a sentence comes before its first word
-        of_words = model.get_normalized_probs(model(before), log_probs=True)[0]
-        expected = float(of_words.gather(1, sentence[:, None]).sum())
-        differences.append(abs(ours.score - expected) / len(sentence))
-    return max(differences)
+    chance, end = torch.Generator().manual_seed(1), torch.tensor([dictionary.eos()])
+    words = [torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance) for length in lengths]
+    return [torch.cat([of, end]) for of in words]
 
 
 if __name__ == "__main__":
