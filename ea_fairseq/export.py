@@ -1,6 +1,7 @@
 """A translation model as two ONNX graphs: the encoder, and one step of the decoder with its caches as flat tensors.
 
-Both are made of the model's own modules, so a change of the model is a change of its export.
+A language model is the second alone. Both are made of the model's own modules, so a change of the model is a change of
+its export.
 
 Caches are separate for each decoder layer: stacked ones would be split, stacked and copied in every step.
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerModelBase
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from onnxscript import opset20 as op
 from torch import Tensor, nn
 
@@ -71,12 +73,12 @@ class ExportedStep(nn.Module):
         bias: Tensor,
         top: Tensor,
         forced: Tensor,
-        padding: Tensor,
-        source_keys: list[Tensor],
-        source_values: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
         rows: list[Tensor] | None = None,
+        padding: Tensor | None = None,
+        source_keys: list[Tensor] | None = None,
+        source_values: list[Tensor] | None = None,
         source_rows: list[Tensor] | None = None,
     ) -> tuple[Tensor | list[Tensor], ...]:
         """Take a step.
@@ -88,11 +90,11 @@ class ExportedStep(nn.Module):
             bias: V, added to the log-probabilities: minus infinity for words that must not come.
             top: of any numbers; its length is how many next tokens each hypothesis gets.
             forced: R, the token that must come next, as in a prefix; -1: any.
-            padding: N x S, True = masked.
-            source_keys, source_values: of each layer N x K x S x D, of the encoder.
             keys, values: of each layer R x K x t x D.
             rows: of each layer R x K x r x t, the mixed rows above, of decoder self-attention; None where it does not
                 evolve.
+            padding: N x S, True = masked. A language model has neither padding nor source: all are None.
+            source_keys, source_values: of each layer N x K x S x D, of the encoder.
             source_rows: of each layer R x K x r x S, of encoder-decoder attention; likewise.
 
         Returns:
@@ -109,22 +111,30 @@ class ExportedStep(nn.Module):
             x = decoder.layernorm_embedding(x)
         x = x.transpose(0, 1)
 
-        _same_sizes(tokens, order, padding, source_keys, source_values, keys, values, rows or [], source_rows or [])
+        _same_sizes(
+            *(tokens, order, padding, source_keys or [], source_values or []),
+            *(keys, values, rows or [], source_rows or []),
+        )
         caches = []
         for number, layer in enumerate(decoder.layers):
             state: dict[str, Any] = {}
             own = _state(keys[number].index_select(0, order), values[number].index_select(0, order))
-            source = _state(source_keys[number], source_values[number])
             own["rows"] = None if rows is None else rows[number].index_select(0, order)
-            source["rows"] = None if source_rows is None else source_rows[number].index_select(0, order)
-            # fairseq's own attention takes the padding of each sentence, ours that of each hypothesis
-            evolves = isinstance(layer.encoder_attn, EvolvingHeads)
-            hidden = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1) if evolves else padding
-            source |= {"prev_key_padding_mask": hidden, "beams": beams}
             layer.self_attn._set_input_buffer(state, own)
-            layer.encoder_attn._set_input_buffer(state, source)
-            x, *_ = layer(x, x, hidden, state)
-            own, source = (attn._get_input_buffer(state) for attn in (layer.self_attn, layer.encoder_attn))
+            if padding is None:
+                x, *_ = layer(x, incremental_state=state)
+                source = {}
+            else:
+                source = _state(source_keys[number], source_values[number])
+                source["rows"] = None if source_rows is None else source_rows[number].index_select(0, order)
+                # fairseq's own attention takes the padding of each sentence, ours that of each hypothesis
+                evolves = isinstance(layer.encoder_attn, EvolvingHeads)
+                hidden = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1) if evolves else padding
+                source |= {"prev_key_padding_mask": hidden, "beams": beams}
+                layer.encoder_attn._set_input_buffer(state, source)
+                x, *_ = layer(x, x, hidden, state)
+                source = layer.encoder_attn._get_input_buffer(state)
+            own = layer.self_attn._get_input_buffer(state)
             caches.append((own["prev_key"], own["prev_value"], own.get("rows"), source.get("rows")))
         if decoder.layer_norm is not None:
             x = decoder.layer_norm(x)
@@ -143,7 +153,7 @@ class ExportedStep(nn.Module):
 def _same_sizes(
     tokens: Tensor,
     order: Tensor,
-    padding: Tensor,
+    padding: Tensor | None,
     source_keys: list[Tensor],
     source_values: list[Tensor],
     keys: list[Tensor],
@@ -151,18 +161,23 @@ def _same_sizes(
     rows: list[Tensor],
     source_rows: list[Tensor],
 ) -> None:
-    """Tell the tracer which sizes are equal, so that the graph computes none of them twice."""
-    steps, (sentences, length) = keys[0].size(2), padding.shape
-    torch._check(tokens.size(0) == sentences)
+    """Tell the tracer which sizes are equal, so that the graph computes none of them twice.
+
+    The caches hold more hypotheses than `order` where sentences have left the batch.
+    """
+    (before, _, steps, _), sentences = keys[0].shape, tokens.size(0)
+    length = 0 if padding is None else padding.size(1)
+    if padding is not None:
+        torch._check(padding.size(0) == sentences)
     torch._check(order.size(0) == sentences * tokens.size(1))
     for x in (*source_keys, *source_values):
         torch._check(x.size(0) == sentences)
         torch._check(x.size(2) == length)
     for x, columns in (*((x, steps) for x in rows), *((x, length) for x in source_rows)):
-        torch._check(x.size(0) == order.size(0))
+        torch._check(x.size(0) == before)
         torch._check(x.size(3) == columns)
     for x in (*keys, *values):
-        torch._check(x.size(0) == order.size(0))
+        torch._check(x.size(0) == before)
         torch._check(x.size(2) == steps)
 
 
@@ -178,10 +193,14 @@ def _heads(x: Tensor, attention: nn.Module) -> Tensor:
 
 def reason_against(model: nn.Module) -> str | None:
     """Why a model cannot be exported, or None."""
-    if not isinstance(model, TransformerModelBase):
-        return f"{type(model).__name__} is no Transformer with encoder and decoder"
+    if not isinstance(model, TransformerModelBase | TransformerLanguageModel):
+        return f"{type(model).__name__} is neither a Transformer with encoder and decoder nor a language model"
     if model.decoder.adaptive_softmax is not None:
         return "it has an adaptive softmax"
+    if not isinstance(model.decoder.embed_tokens, nn.Embedding):
+        return f"its embedding is {type(model.decoder.embed_tokens).__name__}"
+    if isinstance(model, TransformerLanguageModel):
+        return None
     if model.cfg.cross_self_attention or model.cfg.no_cross_attention:
         return "its decoder has no encoder-decoder attention of its own"
     return None
@@ -192,8 +211,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
     fairseq's own encoder asks whether there is padding, which no graph can. Ours without evolution computes the same.
     """
-    model = copy.deepcopy(model).float().cpu()
-    if not isinstance(model.encoder, EATransformerEncoder):
+    model = copy.deepcopy(model).float().cpu().requires_grad_(False)
+    if isinstance(model, TransformerModelBase) and not isinstance(model.encoder, EATransformerEncoder):
         model.cfg.ea_alpha = model.cfg.ea_beta = 0.0
         encoder = EATransformerEncoder(model.cfg, model.encoder.dictionary, model.encoder.embed_tokens)
         encoder.load_state_dict(model.encoder.state_dict())
@@ -206,17 +225,20 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def export(model: nn.Module, folder: Path) -> None:
-    """Write encoder.onnx and decoder.onnx of a translation model into a folder."""
+    """Write encoder.onnx and decoder.onnx of a translation model into a folder; of a language model the latter."""
     for name in ("onnx_ir", "onnxscript", "torch.onnx"):  # they tell each of their steps
         logging.getLogger(name).setLevel(logging.ERROR)
     model = plain_copy(model)
     layers = len(model.decoder.layers)
-    encoder, step = ExportedEncoder(model).eval(), ExportedStep(model).eval()
-    tokens = torch.full((2, 5), model.decoder.padding_idx + 3)
-    dynamic = {"tokens": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
-    outputs = _of_layers(("source_keys", "source_values"), layers)
-    _write(encoder, folder / "encoder.onnx", {"tokens": tokens}, dynamic, outputs)
-    inputs, dynamic = example(model, encoder(tokens))
+    source = None
+    if isinstance(model, TransformerModelBase):
+        encoder, tokens = ExportedEncoder(model).eval(), torch.full((2, 5), model.decoder.padding_idx + 3)
+        dynamic = {"tokens": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
+        outputs = _of_layers(("source_keys", "source_values"), layers)
+        _write(encoder, folder / "encoder.onnx", {"tokens": tokens}, dynamic, outputs)
+        source = encoder(tokens)
+    step = ExportedStep(model).eval()
+    inputs, dynamic = example(model, source)
     caches = [name for name in ("keys", "values", "rows", "source_rows") if name in inputs]
     outputs = ["best", "words", *_of_layers([f"next_{name}" for name in caches], layers)]
     _write(step, folder / "decoder.onnx", inputs, dynamic, outputs)
@@ -252,14 +274,14 @@ def _lerp(start: Any, end: Any, weight: float) -> Any:
     return op.Add(start, op.Mul(op.Sub(end, start), op.Constant(value_float=weight)))
 
 
-def example(model: nn.Module, source: tuple[list[Tensor], list[Tensor]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs of a step after three others, and which of their axes are dynamic."""
-    source_keys, source_values = source
-    layers = len(source_keys)
-    sentences, heads, length, _ = source_keys[0].shape
-    beams, steps = 3, 4
+def example(
+    model: nn.Module, source: tuple[list[Tensor], list[Tensor]] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs of a step after three others, and which of their axes are dynamic; source: keys and values."""
+    layers = len(model.decoder.layers)
+    sentences, beams, steps = 2, 3, 4
     hypotheses = sentences * beams
-    attention, cross = model.decoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn
+    attention = model.decoder.layers[0].self_attn
     inputs = {
         "tokens": torch.full((sentences, beams), model.decoder.padding_idx + 3),
         "step": torch.tensor([steps]),
@@ -267,19 +289,22 @@ def example(model: nn.Module, source: tuple[list[Tensor], list[Tensor]]) -> tupl
         "bias": torch.zeros(model.decoder.output_projection.weight.size(0)),
         "top": torch.zeros(7),
         "forced": torch.full((hypotheses,), -1),
-        "padding": torch.zeros(sentences, length, dtype=torch.bool),
-        "source_keys": source_keys,
-        "source_values": source_values,
     }
-    dynamic = {"tokens": (0, 1), "order": (0,), "top": (0,), "forced": (0,), "padding": (0, 1), "source_keys": (0, 2)}
-    dynamic |= {"source_values": (0, 2)}
+    dynamic = {"tokens": (0, 1), "order": (0,), "top": (0,), "forced": (0,), "padding": (0, 1)}
+    dynamic |= dict.fromkeys(("source_keys", "source_values"), (0, 2))
     for name in ("keys", "values"):
         shape = (hypotheses, attention.num_heads, steps, attention.head_dim)
         inputs[name], dynamic[name] = [torch.randn(shape) for _ in range(layers)], (0, 2)
-    for name, module, columns in (("rows", attention, steps), ("source_rows", cross, length)):
+    maps = [("rows", attention, steps)]
+    if source is not None:
+        inputs["source_keys"], inputs["source_values"] = source
+        length = source[0][0].size(2)
+        inputs["padding"] = torch.zeros(sentences, length, dtype=torch.bool)
+        maps.append(("source_rows", model.decoder.layers[0].encoder_attn, length))
+    for name, module, columns in maps:
         above = module.evolution.rows_above if isinstance(module, EvolvingHeads) else 0
         if above:
-            inputs[name] = [torch.randn(hypotheses, heads, above, columns) for _ in range(layers)]
+            inputs[name] = [torch.randn(hypotheses, module.num_heads, above, columns) for _ in range(layers)]
             dynamic[name] = (0, 3)
     axes = {name: dict.fromkeys(dynamic.get(name, ()), torch.export.Dim.DYNAMIC) for name in inputs}
     return inputs, {name: [axes[name]] * layers if isinstance(x, list) else axes[name] for name, x in inputs.items()}

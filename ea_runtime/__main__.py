@@ -1,16 +1,19 @@
-"""`python -m ea_runtime DIR < text`: translate standard input, a sentence a line, with an exported model."""
+"""`python -m ea_runtime DIR < text`: translate standard input, a sentence a line, or score it by a language model."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ea_runtime import ExportError, Translator
+from ea_runtime import ExportError, LanguageModel, Translator
+from ea_runtime.search import check_whole
+from ea_runtime.translator import describe, task_of
 
 
 def main() -> None:
@@ -21,35 +24,59 @@ def main() -> None:
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (default: the export's)")
     parser.add_argument("--n-best", type=int, default=1, metavar="N", help="above 1: score, tab, text; N lines each")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sentences at once (default: 32)")
-    parser.add_argument(
-        "--buffer", type=int, default=1000, metavar="N", help="lines read before the first is translated"
-    )
+    parser.add_argument("--buffer", type=int, default=1000, metavar="N", help="lines read at once (default: 1000)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
     args = parser.parse_args()
     try:
+        for name in ("batch", "buffer"):
+            check_whole(f"--{name}", getattr(args, name))
         if args.serve:
             return _serve(args)
-        translator = Translator(args.folder, args.threads)
         sys.stdout.reconfigure(encoding="utf-8")
-        for first, lines in _parts(args.buffer):
-            found = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
-            for hypotheses in found:
-                for text, score in hypotheses or [("", 0.0)] * args.n_best:
-                    print(text if args.n_best == 1 else f"{score:.4f}\t{text}")
-            sys.stdout.flush()
+        is_language = task_of(describe(Path(args.folder))) == LanguageModel.TASK
+        for line in (_score if is_language else _translate)(args):
+            print(line, flush=True)
     except (ExportError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
-    except BrokenPipeError:  # who reads the output has enough of it, as head has
+    except OSError as error:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
-        sys.exit(128 + signal.SIGPIPE)
+        # who reads the output may have enough of it, as head has
+        broken = isinstance(error, BrokenPipeError)
+        sys.exit(128 + signal.SIGPIPE if broken else f"ea_runtime: standard output: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _translate(args: argparse.Namespace) -> Iterator[str]:
+    """The translations of standard input."""
+    translator = Translator(args.folder, args.threads)
+    for first, lines in _parts(args.buffer):
+        found = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
+        for hypotheses in found:
+            for text, score in hypotheses or [("", 0.0)] * args.n_best:
+                yield text if args.n_best == 1 else f"{score:.4f}\t{text}"
+
+
+def _score(args: argparse.Namespace) -> Iterator[str]:
+    """Each line's log-probability and number of tokens; then the perplexity of all, to standard error."""
+    _refuse_search(args, "a language model scores lines, and")
+    model, total, count = LanguageModel(args.folder, args.threads), 0.0, 0
+    for first, lines in _parts(args.buffer):
+        for score, tokens in model.score(lines, args.batch, first):
+            total, count = total + score, count + tokens
+            yield f"{score:.4f}\t{tokens}"
+    if count:
+        print(f"perplexity {math.exp(-total / count):.2f} of {count} tokens", file=sys.stderr)
+
+
+def _refuse_search(args: argparse.Namespace, who: str) -> None:
     if (args.beam, args.lenpen, args.n_best) != (None, None, 1):
-        raise ValueError("--serve takes no --beam, --lenpen and --n-best: each request sets its own")
+        raise ValueError(f"{who} takes no --beam, --lenpen and --n-best")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    _refuse_search(args, "--serve, where each request sets its own,")
     try:
         from ea_runtime.serve import serve
     except ModuleNotFoundError as error:

@@ -16,6 +16,12 @@ from numpy.typing import NDArray
 Step = Callable[..., tuple[NDArray, NDArray]]
 
 
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name}: must be a whole number from {least} on, not {value!r}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the search, by fairseq-generate's names and with its defaults.
@@ -33,14 +39,14 @@ class Settings:
     unnormalized: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("beam", "max_len_b", "min_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < (name != "max_len_b"):
-                raise ValueError(f"{name}: must be a whole number from 1 on, not {value!r}")
+        for name, least in (("beam", 1), ("max_len_b", 0), ("min_len", 1)):
+            check_whole(name, getattr(self, name), least)
         for name in ("lenpen", "unkpen", "max_len_a"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
                 raise ValueError(f"{name}: must be a number, not {value!r}")
+        if abs(self.lenpen) > 10:  # powers of longer lengths overflow
+            raise ValueError(f"lenpen: must be from -10 to 10, not {self.lenpen}")
 
     def max_len(self, source_length: int, longest: int) -> int:
         """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""

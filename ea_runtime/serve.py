@@ -22,6 +22,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from ea_runtime.search import check_whole
 from ea_runtime.translator import Translator
 
 logger = logging.getLogger(__name__)
@@ -162,8 +163,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
         ValueError: batch is below 1.
     """
     limits = limits or Limits()
-    if batch < 1:
-        raise ValueError(f"batch: must be a whole number from 1 on, not {batch}")
+    check_whole("batch", batch)
     batches = Batches(translator, batch)
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     languages = {side: translator.text.prep[f"{side}_lang"] for side in ("source", "target")}
@@ -252,9 +252,6 @@ def _checked(body: bytes, translator: Translator, limits: Limits) -> Asked:
         raise HTTPException(413, f"{len(asked.lines)} lines, but at most {limits.lines} may come in one request")
     if asked.beam is not None and asked.beam > limits.beam:
         raise HTTPException(422, f"beam: at most {limits.beam}, not {asked.beam}")
-    # Larger powers overflow. The condition also refuses NaN.
-    if asked.lenpen is not None and not abs(asked.lenpen) <= 10:
-        raise HTTPException(422, f"lenpen: must be from -10 to 10, not {asked.lenpen}")
     try:
         translator.translate([], asked.beam, asked.lenpen, asked.n_best)  # all its checks, and no work
     except ValueError as error:

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ea_runtime.search import Hypothesis, Settings, search
+from ea_runtime.search import Hypothesis, Settings, check_whole, search
 
 logger = logging.getLogger(__name__)
 
@@ -25,27 +25,36 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-PAD, EOS, UNK = 1, 2, 3
+BOS, PAD, EOS, UNK = range(4)
+#: The most source tokens of a batch: the encoder's memory grows with the square of the sentences' length.
+TOKENS = 4096
 
 
 class ExportError(Exception):
     """The folder holds no usable model; the message names the file and says what to do."""
 
 
-class Translator:
-    """An exported model with its text rules. Several threads may share one.
+class Model:
+    """An exported decoder with its text rules. Several threads may share one.
 
     Args:
         folder: as scripts/export.sh wrote it.
         threads: of one call; default: one for each core.
 
     Raises:
-        ExportError: the folder is no export, or files of it are damaged, or of another export, or too new.
+        ExportError: the folder is no export of this kind, or files of it are damaged, or of another export, or too new.
+        ValueError: threads is below 1.
     """
 
+    TASK: str
+
     def __init__(self, folder: str | Path, threads: int | None = None) -> None:
+        if threads is not None:
+            check_whole("threads", threads)
         self.folder = Path(folder)
-        self.description = _description(self.folder)
+        self.description = describe(self.folder)
+        if (task := task_of(self.description)) != self.TASK:
+            raise ExportError(f"{folder}: is a model for {task}, but {type(self).__name__} reads one for {self.TASK}")
         from ea_runtime.text import Text  # here, for --help needs none of the packages that split text
 
         self.text = Text(self.folder)
@@ -53,12 +62,45 @@ class Translator:
         self._source, self._target = (_dictionary(self.folder / names[side]) for side in ("source", "target"))
         self._ids = {word: number for number, word in enumerate(self._source)}
         self._longest = self.description["max_positions"]  # source, target
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or 0
-        # One level more pads the few channels of maps to 16.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        self._encoder = _session(self.folder / "encoder.onnx", options)
-        self._decoder = _session(self.folder / "decoder.onnx", options)
+        self._symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
+        self._decoder = _session(self.folder / "decoder.onnx", threads)
+
+    def settings(self, given: dict[str, Any]) -> Settings:
+        """The export's settings with these in their place; None stands for the export's."""
+        known = {field.name for field in fields(Settings)}
+        if unknown := given.keys() - known:
+            names, there = ", ".join(sorted(unknown)), ", ".join(sorted(known))
+            raise ValueError(f"{names}: no setting of this search, which has {there}")
+        return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
+
+    def _tokens(self, line: str, number: int) -> list[int]:
+        """Ids of a line's subwords, and the end of the sentence."""
+        if not isinstance(line, str):
+            raise ValueError(f"line {number}: expected text, not {type(line).__name__}")
+        if "\n" in line.rstrip("\n"):
+            raise ValueError(f"line {number}: it has a line break inside; give one sentence a line")
+        ids = [self._ids.get(word, UNK) for word in self.text.subwords(line.rstrip("\n")).split()]
+        room = self._longest[0] - 1
+        if len(ids) > room:
+            logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), room)
+        return [*ids[:room], EOS]
+
+    def words(self, tokens: Iterable[int]) -> str:
+        """Target words, their subwords joined, of token ids."""
+        return self.text.join(" ".join(self._target[token] for token in tokens if token != BOS))
+
+    def _text(self, hypothesis: Hypothesis) -> str:
+        return self.text.detokenize(self.words(hypothesis.tokens))
+
+
+class Translator(Model):
+    """An exported translation model with its text rules; see ``Model``."""
+
+    TASK = "translation"
+
+    def __init__(self, folder: str | Path, threads: int | None = None) -> None:
+        super().__init__(folder, threads)
+        self._encoder = _session(self.folder / "encoder.onnx", threads)
 
     def translate(
         self,
@@ -77,7 +119,7 @@ class Translator:
             beam: width of the search; default: the export's, 5.
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
-            batch: sentences at once.
+            batch: how many sentences the model reads together; fewer where they are long.
             prefixes: for each line, target words that its translation begins with, as the model writes them.
             settings: more of ``Settings``.
 
@@ -105,6 +147,9 @@ class Translator:
         Messages number the lines from `first` on.
         """
         lines = list(lines)
+        check_whole("batch", batch)
+        if prefixes is not None and len(prefixes) != len(lines):
+            raise ValueError(f"prefixes: expected one for each of {len(lines)} lines, not {len(prefixes)}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
@@ -119,44 +164,18 @@ class Translator:
         """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
         results: list[list[Hypothesis]] = [[] for _ in sources]
         by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
-        for begin in range(0, len(by_length), batch):
-            numbers = by_length[begin : begin + batch]
+        while by_length:
+            size = min(batch, max(1, TOKENS // len(sources[by_length[0]])))
+            numbers, by_length = by_length[:size], by_length[size:]
             of = None if prefixes is None else [prefixes[n] for n in numbers]
             found = self.search_ids([sources[n] for n in numbers], settings, of)
             for n, hypotheses in zip(numbers, found, strict=True):
                 results[n] = hypotheses
         return results
 
-    def settings(self, given: dict[str, Any]) -> Settings:
-        """The export's settings with these in their place; None stands for the export's."""
-        known = {field.name for field in fields(Settings)}
-        if unknown := given.keys() - known:
-            names, there = ", ".join(sorted(unknown)), ", ".join(sorted(known))
-            raise ValueError(f"{names}: no setting of this search, which has {there}")
-        return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
-
-    def _tokens(self, line: str, number: int) -> list[int]:
-        """Ids of a line's subwords, and the end of the sentence."""
-        if not isinstance(line, str):
-            raise ValueError(f"line {number}: expected text, not {type(line).__name__}")
-        if "\n" in line.rstrip("\n"):
-            raise ValueError(f"line {number}: it has a line break inside; give one sentence a line")
-        ids = [self._ids.get(word, UNK) for word in self.text.subwords(line.rstrip("\n")).split()]
-        room = self._longest[0] - 1
-        if len(ids) > room:
-            logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), room)
-        return [*ids[:room], EOS]
-
     def _prefix(self, prefix: str) -> list[int]:
         ids = {word: number for number, word in enumerate(self._target)}
         return [ids.get(word, UNK) for word in prefix.split()]
-
-    def words(self, tokens: Iterable[int]) -> str:
-        """Target words, their subwords joined, of token ids."""
-        return self.text.join(" ".join(self._target[token] for token in tokens))
-
-    def _text(self, hypothesis: Hypothesis) -> str:
-        return self.text.detokenize(self.words(hypothesis.tokens))
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -170,8 +189,7 @@ class Translator:
         source = dict(zip(names, self._encoder.run(names, {"tokens": tokens}), strict=True))
         steps = Steps(self._decoder, {**source, "padding": tokens == PAD})
         max_len = settings.max_len(length, self._longest[1])
-        symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
-        return search(steps, len(sources), max_len, settings, **symbols, prefixes=prefixes)
+        return search(steps, len(sources), max_len, settings, **self._symbols, prefixes=prefixes)
 
 
 class Steps:
@@ -179,7 +197,7 @@ class Steps:
 
     Args:
         session: of decoder.onnx.
-        source: by the names of the graph, what the encoder gave, N x heads x S x head size each; and padding: N x S,
+        source: by the names of the graph, the encoder's outputs, N x heads x S x head size each; and padding: N x S,
             True = masked.
     """
 
@@ -234,14 +252,19 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _description(folder: Path) -> dict[str, Any]:
+def task_of(description: dict[str, Any]) -> str:
+    """ "translation" or "language_modeling"."""
+    return description.get("task", "translation")
+
+
+def describe(folder: Path) -> dict[str, Any]:
     """model.json, after a look at all files that it names."""
     path = folder / "model.json"
     if not path.is_file():
         raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        version, digests = description["format"], description["digests"]
+        version, digests = int(description["format"]), dict(description["digests"])
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"{path}: damaged ({type(error).__name__}: {error}); export the model again") from None
     if version > FORMAT:
@@ -260,7 +283,11 @@ def _dictionary(path: Path) -> list[str]:
     return [*SPECIAL, *(line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[0] for line in lines)]
 
 
-def _session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+def _session(path: Path, threads: int | None) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    # One level more pads the few channels of maps to 16.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # On the CPU, the two operations that this fusion joins are several times as fast apart.
     return onnxruntime.InferenceSession(
         path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]

@@ -135,7 +135,8 @@ class EvolvingHeads(nn.Module):
         if self.score is None and self.relative_positions is None and bias is None:
             return None
         scale = q.size(3) ** -0.5
-        k = k.repeat_interleave(q.size(0) // k.size(0), dim=0)
+        # repeat_interleave, which ONNX's exporter gets wrong on this axis
+        k = k[:, None].expand(-1, q.size(0) // k.size(0), -1, -1, -1).flatten(0, 1)
         logits = dot_products(q, k, scale) if self.score is None else self.score(q, k)
         if self.relative_positions is not None:
             logits = logits + self.relative_positions(q * scale, k.size(2))

@@ -1,4 +1,4 @@
-"""An exported model in place of a run gives what the run gives; its faults are named, and lose no output."""
+"""An exported model gives the translations and scores of its run; faults are named, and lose no output."""
 
 import json
 import shutil

@@ -14,4 +14,4 @@ def test_it_translates_captions():
 
 
 def test_it_is_small():
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 9e6
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 6e6

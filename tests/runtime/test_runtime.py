@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers import REPO
-from helpers.toy import ENVIRONMENT, save_model
+from helpers.toy import ENVIRONMENT, TINY, save_model
 
 import ea_fairseq
 from ea_runtime import ExportError, Translator
@@ -97,6 +97,35 @@ def test_translates_text_as_the_python_interface(exported):
     assert [one[0][0] if one else "" for one in best] == expected
 
 
+#: other graphs; export.sh compares each with PyTorch
+OTHERS = {
+    "concatenative, relative": ("ea_transformer_lite", ["--ea-score", "concatenative", "--ea-relative-positions", "3"]),
+    "multiplicative": ("ea_transformer_lite", ["--ea-score", "multiplicative"]),
+    "two convolutions": ("pa_transformer_lite", ["--ea-conv-layers", "2", "--ea-kernel-size", "5"]),
+    "realformer": ("ea_transformer_lite", ["--ea-rule", "realformer"]),
+    "decoder of stock": ("ea_transformer_lite", ["--ea-decoder-beta", "0", "--ea-cross-beta", "0"]),
+    "separate embeddings": ("transformer", []),
+    "learned positions": (
+        "transformer_wmt_en_de_big",
+        ["--encoder-learned-pos", "--decoder-learned-pos", "--encoder-normalize-before", "--decoder-normalize-before"],
+    ),
+}
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_other_models_are_exported_and_translate(system, data, tmp_path, monkeypatch):
+    arch, flags = OTHERS[system]
+    if system == "separate embeddings":
+        monkeypatch.setattr("helpers.toy.TINY", [flag for flag in TINY if flag != "--share-all-embeddings"])
+    run = tmp_path / "run"
+    run.mkdir()
+    save_model(data, run / "checkpoint_last.pt", arch, *flags)
+    preparation.keep(run, data)
+    export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    expected = ea_fairseq.load(run).translate(LINES, beam=2, max_len_b=8)
+    assert Translator(tmp_path / "out", threads=1).translate(LINES, beam=2, max_len_b=8) == expected
+
+
 @pytest.fixture(scope="module")
 def folder(data, tmp_path_factory):
     """An export of random weights."""
@@ -168,7 +197,11 @@ def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
         (["a"], {"bean": 5}, "bean"),
         (["a"], {"beam": 0}, "beam"),
         (["a"], {"lenpen": float("nan")}, "lenpen"),
+        (["a"], {"lenpen": 99}, "lenpen"),
         (["a"], {"n_best": 9}, "n_best"),
+        (["a"], {"batch": 0}, "batch"),
+        (["a"], {"prefixes": []}, "prefixes"),
+        (["a"], {"sampling": True}, "sampling"),
     ],
 )
 def test_bad_input_is_refused(folder, lines, options, says):

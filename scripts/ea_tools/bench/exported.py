@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -31,7 +32,7 @@ NAMES = {
     "ctranslate2 int8": "CTranslate2, plain, int8",
 }
 
-#: Python that starts in a process of its own, translates a sentence, and prints seconds and MiB.
+#: A program that translates a sentence, and prints its seconds and MiB.
 _START = """
 import pathlib, re, sys, time
 begin = time.perf_counter()
@@ -45,11 +46,11 @@ print(seconds, int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/statu
 def write(models: Mapping[str, FairseqModel], task: FairseqTask, folder: Path) -> dict[str, Path]:
     """Export {"ours": ..., "stock": ...}: a folder for each of NAMES that can be timed here."""
     folders = {name: folder / name.replace(" ", "-") for name in NAMES}
+    folders["exported"].mkdir()
+    export(models["ours"], folders["exported"])
+    shutil.copytree(folders["exported"], folders["exported int8"])
+    quantise(folders["exported int8"])
     for name in ("exported", "exported int8"):
-        folders[name].mkdir()
-        export(models["ours"], folders[name])
-        if name.endswith("int8"):
-            quantise(folders[name])
         _write_text(task, folders[name])
     if importlib.util.find_spec("ctranslate2") is None:
         return {name: path for name, path in folders.items() if name.startswith("exported")}
@@ -130,11 +131,15 @@ def candidates(
     return {name: makers[name](folder) for name, folder in folders.items()}
 
 
-def ratios(tokens_and_seconds: Mapping[str, Any]) -> dict[str, Any]:
-    """Speed of each candidate as a share of stock's, pass by pass; of what `interleave` gives."""
+def ratios(times: Mapping[str, Any], clock: str = "seconds") -> dict[str, Any]:
+    """Speed of each candidate as a share of stock's, pass by pass.
+
+    Args:
+        times: the result of `interleave`.
+        clock: "seconds", or "cpu_seconds", which other programs on the machine disturb less.
+    """
     seconds, tokens = (
-        {name: numpy.array(table).sum(axis=1) for name, table in tokens_and_seconds[kind].items()}
-        for kind in ("seconds", "tokens")
+        {name: numpy.array(table).sum(axis=1) for name, table in times[kind].items()} for kind in (clock, "tokens")
     )
     speed = {name: tokens[name] / seconds[name] for name in seconds}
     return {name: spread(speed[name] / speed["stock"]) for name in speed if name != "stock"}
@@ -156,7 +161,7 @@ def starts(folders: Mapping[str, Path]) -> dict[str, dict[str, float]]:
 def report(result: Mapping[str, Any]) -> None:
     """Print the ratios, and how the exported models start."""
     for name, ratio in result["ratios"].items():
-        print(f"  {name} / stock {show(ratio)}")
+        print(f"  {name} / stock {show(ratio)}, by CPU time {show(result['cpu_ratios'][name])}")
     for name, start in result["starts"].items():
         print(f"  {name}: first translation after {start['seconds']:.2f} s, {start['MiB']:.0f} MiB")
 

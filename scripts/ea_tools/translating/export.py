@@ -1,4 +1,4 @@
-"""Export a trained translation model to ONNX: a folder for ea_runtime, checked against PyTorch before it is left.
+"""Export a translation or language model to ONNX: a folder for ea_runtime, compared with PyTorch before it is left.
 
 Axes: N sentences.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -16,14 +17,24 @@ from typing import TYPE_CHECKING, Any
 from ea_tools.checkpoints import choose, load, section
 from ea_tools.common import UserError, positive, quiet, reporting, say
 from ea_tools.preparation import of_model
+from ea_tools.text import read_prep
 from ea_tools.training import provenance
 from ea_tools.translating.evaluate import choose_checkpoint, describe
+from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
+    from fairseq.data import Dictionary
+    from onnx import GraphProto
+    from torch import Tensor
+
     from ea_fairseq import Translator
 
 #: scores of the exported model may differ by this much from PyTorch's
 CLOSE = {"float32": 1e-3, "int8": 1.0}
+#: fairseq's tasks whose models can be exported
+TASKS = ("translation", "language_modeling")
+#: words of the sentences on which they are compared
+LENGTHS = (1, 2, 5, 9, 17)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--out {args.out}: is there already; remove it, or name another folder")
         if not args.run.is_dir():
             raise UserError(f"--run {args.run}: no such folder")
+        if is_export(args.run):
+            raise UserError(f"--run {args.run}: is exported already; name the run that it came from")
         checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
-        loaded, state = load_translator(checkpoint, args.run)
+        loaded, state = load_model(checkpoint, args.run)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".export-") as work:
             folder = Path(work) / "model"
@@ -66,7 +79,7 @@ def _average(args: argparse.Namespace) -> Path:
     return Path(choose_checkpoint(args.run, None, best=False, count=args.average)[0])
 
 
-def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
+def load_model(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
     """A checkpoint's model with its text, and the checkpoint's content.
 
     Raises:
@@ -74,16 +87,31 @@ def load_translator(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, 
     """
     state = load(checkpoint)
     task = section(state, "task").get("_name", "translation")
-    if task != "translation":
-        raise UserError(f"{checkpoint}: was trained for {task}; only models for translation can be exported")
-    preparation = of_model(checkpoint, state, run)
+    if task not in TASKS:
+        raise UserError(f"{checkpoint}: was trained for {task}; models for {' and '.join(TASKS)} can be exported")
     from ea_fairseq import hub
     from ea_fairseq.export import reason_against
 
-    loaded = hub.translator([checkpoint], preparation.folder)
+    if task == "translation":
+        loaded = hub.translator([checkpoint], of_model(checkpoint, state, run).folder)
+    else:
+        loaded = _language_model(checkpoint, Path(section(state, "task")["data"]))
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
+
+
+def _language_model(checkpoint: Path, data: Path) -> Translator:
+    """A language model in the place of a translation model."""
+    read_prep(data)  # where there is none, it says so
+    from fairseq import checkpoint_utils
+    from fairseq.hub_utils import GeneratorHubInterface
+
+    from ea_fairseq import Translator
+    from ea_runtime.text import Text
+
+    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
+    return Translator(GeneratorHubInterface(cfg, task, models), Text(data), [checkpoint])
 
 
 def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
@@ -91,23 +119,27 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     from ea_fairseq.export import export
 
     model, task = loaded.hub.models[0], loaded.hub.task
-    say("exporting encoder and decoder; it takes about half a minute")
+    say("exporting; it takes about half a minute")
     export(model, folder)
     if int8:
         quantise(folder)
     strip(folder)
     for path in loaded.text.files:
         shutil.copyfile(path, folder / path.name)
-    languages = {"source": task.cfg.source_lang, "target": task.cfg.target_lang}
-    dictionaries = {side: f"dict.{language}.txt" for side, language in languages.items()}
-    for name in set(dictionaries.values()):
-        shutil.copyfile(Path(task.cfg.data) / name, folder / name)
+    kind = section(state, "task")["_name"]
+    sides = {"source": "dict.txt", "target": "dict.txt"}
+    if kind == "translation":
+        sides = {"source": f"dict.{task.cfg.source_lang}.txt", "target": f"dict.{task.cfg.target_lang}.txt"}
+    for name in set(sides.values()):
+        shutil.copyfile(loaded.text.files[0].with_name(name), folder / name)
+    limits = loaded.hub.max_positions
     description: dict[str, Any] = {
+        "task": kind,
         **describe(state),
         "averaged": state.get("extra_state", {}).get("averaged", []),
         "int8": int8,
-        "max_positions": [int(x) for x in loaded.hub.max_positions],
-        "dictionaries": dictionaries,
+        "max_positions": [int(limits)] * 2 if isinstance(limits, int) else [int(limit) for limit in limits],
+        "dictionaries": sides,
         "checkpoint": loaded.checkpoints[0].name,
         "commit": provenance.git_commit(),
     }
@@ -127,7 +159,7 @@ def quantise(folder: Path) -> None:
     """Weights of matrix products in 8 bits, a scale for each output; convolutions and normalisations stay float32."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    for name in ("encoder.onnx", "decoder.onnx"):
+    for name in sorted(path.name for path in folder.glob("*.onnx")):
         given = folder / f"float32-{name}"
         (folder / name).rename(given)
         options = {
@@ -137,50 +169,125 @@ def quantise(folder: Path) -> None:
         }
         quantize_dynamic(given, folder / name, **options)
         given.unlink()
+        shrink(folder / name)
+
+
+def shrink(path: Path) -> None:
+    """Store in 8 bits what `quantise` leaves: the embedding once more, positions, and convolutions over time."""
+    import onnx
+
+    model = onnx.load(path)
+    _share_embedding(model.graph)
+    _pack(model.graph)
+    onnx.save(model, path)
+
+
+def _share_embedding(graph: GraphProto) -> None:
+    """An embedding that is shared with the output reads its columns there; the other copy is left out."""
+    from onnx import TensorProto, helper
+
+    stored = {value.name: value for value in graph.initializer}
+    for number, node in enumerate(graph.node):
+        table = node.input[0].removesuffix("_quantized") if node.op_type == "Gather" else ""
+        shared, scales = f"{table}_Transposed_quantized", f"{table}_Transposed_scale"
+        if shared not in stored:
+            continue
+        (after,) = [other for other in graph.node if node.output[0] in other.input]  # DequantizeLinear
+        columns, of_words = [f"{table}_{name}" for name in ("columns", "column_scales")]
+        nodes = [
+            helper.make_node("Gather", [shared, node.input[1]], [columns], axis=1),  # C x R x 1
+            helper.make_node("Gather", [scales, node.input[1]], [of_words], axis=0),  # R x 1
+            helper.make_node("Cast", [columns], [f"{columns}_float"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", [f"{columns}_float", of_words], [f"{columns}_scaled"]),
+            helper.make_node("Transpose", [f"{columns}_scaled"], after.output, perm=[1, 2, 0]),
+        ]
+        for name in (node.input[0], *after.input[1:]):
+            graph.initializer.remove(stored[name])
+        graph.node.remove(after)
+        graph.node.remove(node)
+        for place, new in enumerate(nodes, number):
+            graph.node.insert(place, new)
+        return
+
+
+def _pack(graph: GraphProto) -> None:
+    """Large matrices in 8 bits, a scale for each row. ONNX Runtime unpacks them once, when it loads the model."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    large = [
+        value
+        for value in graph.initializer
+        # the convolutions of maps have four axes
+        if value.data_type == TensorProto.FLOAT and len(value.dims) in (2, 3) and math.prod(value.dims) >= 4096
+    ]
+    for value in large:
+        weight = numpy_helper.to_array(value)
+        scale = np.abs(weight).max(axis=tuple(range(1, weight.ndim)), keepdims=True).clip(1e-9) / 127
+        packed, scales = f"{value.name}_packed", f"{value.name}_scales"
+        graph.initializer.remove(value)
+        graph.initializer.append(numpy_helper.from_array((weight / scale).round().astype(np.int8), packed))
+        graph.initializer.append(numpy_helper.from_array(scale, scales))
+        graph.node.insert(0, helper.make_node("Mul", [f"{packed}_float", scales], [value.name]))
+        graph.node.insert(0, helper.make_node("Cast", [packed], [f"{packed}_float"], to=TensorProto.FLOAT))
 
 
 def strip(folder: Path) -> None:
     """Take out what only a debugger reads: where each node comes from, and the shapes in between."""
     import onnx
 
-    for name in ("encoder.onnx", "decoder.onnx"):
-        model = onnx.load(folder / name)
+    for path in folder.glob("*.onnx"):
+        model = onnx.load(path)
         del model.graph.value_info[:]
         for node in model.graph.node:
             del node.metadata_props[:]
-        onnx.save(model, folder / name)
+        onnx.save(model, path)
 
 
 def compare(loaded: Translator, folder: Path, close: float) -> float:
-    """The largest difference of scores between the exported model and PyTorch, on made-up sentences.
+    """The largest difference of a token's score between the exported model and PyTorch, on made-up sentences.
 
-    Both force PyTorch's translation, so that a tie does not matter.
+    Both are given the target, so that a tie does not matter. Targets differ in length: they leave the batch in turn.
 
     Raises:
         UserError: they differ by more than `close`.
     """
     import torch
 
+    from ea_runtime import LanguageModel
     from ea_runtime import Translator as Runtime
-    from ea_runtime.translator import EOS
 
-    runtime, dictionary = Runtime(folder, threads=1), loaded.hub.task.source_dictionary
-    chance = torch.Generator().manual_seed(1)
-    lengths = (1, 2, 5, 9, 17)
+    model, task = loaded.hub.models[0], loaded.hub.task
+    sources, targets = _sentences(task.source_dictionary, LENGTHS), _sentences(task.target_dictionary, LENGTHS[::-1])
+    is_translation, lists = (folder / "encoder.onnx").is_file(), [target.tolist() for target in targets]
+    if is_translation:
+        runtime = Runtime(folder, threads=1)
+        settings = runtime.settings({"beam": 1, "max_len_b": max(LENGTHS), "unnormalized": True})
+        results = runtime.search_ids([source.tolist() for source in sources], settings, lists)
+        found = [best for (best,) in results]
+    else:
+        found = LanguageModel(folder, threads=1).score_ids(lists, len(lists))
     largest = 0.0
-    for length in lengths:
-        source = torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance)
-        source = torch.cat([source, torch.tensor([EOS])])
-        (expected,) = loaded.hub.generate([source], beam=1)
-        tokens = expected[0]["tokens"].tolist()[:-1]
-        settings = runtime.settings({"beam": 1, "max_len_b": len(tokens)})
-        (found,) = runtime.search_ids([source.tolist()], settings, [tokens])
-        largest = max(largest, abs(found[0].score - float(expected[0]["score"])))
+    for source, target, ours in zip(sources, targets, found, strict=True):
+        before = target.roll(1)[None]  # the end of a sentence comes before its first word
+        given = (source[None], torch.tensor([len(source)]), before) if is_translation else (before,)
+        of_words = model.get_normalized_probs(model(*given), log_probs=True)[0].detach()
+        expected = float(of_words.gather(1, target[:, None]).sum())
+        largest = max(largest, abs(ours.score - expected) / len(target))
     if largest > close:
         raise UserError(
             f"the exported model's scores differ from PyTorch's by {largest:.2g}, more than {close}: nothing kept"
         )
     return largest
+
+
+def _sentences(dictionary: Dictionary, lengths: Sequence[int]) -> list[Tensor]:
+    """Random words, and the end of each sentence."""
+    import torch
+
+    chance, end = torch.Generator().manual_seed(1), torch.tensor([dictionary.eos()])
+    words = [torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance) for length in lengths]
+    return [torch.cat([of, end]) for of in words]
 
 
 if __name__ == "__main__":

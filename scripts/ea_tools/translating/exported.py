@@ -19,7 +19,7 @@ from ea_tools.training.recipes import parse_flags
 
 #: flags after -- that change fairseq's speed, and not its translations
 OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers"}
-#: sentences at once, where the command line does not say
+#: how many sentences the model reads together by default
 BATCH = 32
 
 

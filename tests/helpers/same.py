@@ -1,0 +1,43 @@
+"""Compare two outputs of `translate.sh --nbest N`: `PYTHONPATH=tests .venv/bin/python -m helpers.same ONE OTHER`."""
+
+import collections
+import sys
+from pathlib import Path
+
+#: scores of equal translations may differ by this much, and those of a tie
+CLOSE, ROUNDING = 1e-3, 1e-5
+
+
+def hypotheses(path):
+    """The lists of (text, score), by line's number."""
+    found = collections.defaultdict(list)
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        number, text, score = line.split("|||")
+        found[int(number)].append((text.strip(), float(score)))
+    return found
+
+
+def kind(one, other):
+    """ "same", "tie" (some changed places whose scores differ by rounding), or "different"."""
+    if any(abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=True)):
+        return "different"
+    moved = [score for (text, score), (twin, _) in zip(one, other, strict=True) if text != twin]
+    if not moved:
+        return "same"
+    scores = [score for _, score in one]
+    tied = [place for place in range(1, len(scores)) if abs(scores[place] - scores[place - 1]) < ROUNDING]
+    return "tie" if tied and sorted(text for text, _ in one) == sorted(text for text, _ in other) else "different"
+
+
+if __name__ == "__main__":
+    first, second = map(hypotheses, sys.argv[1:])
+    kinds = {number: kind(first[number], second[number]) for number in first | second}
+    largest = max(
+        (abs(a - b) for n in first for (text, a), (twin, b) in zip(first[n], second[n], strict=True) if text == twin)
+    )
+    counts = collections.Counter(kinds.values())
+    print(
+        *(f"{counts[name]} {name}" for name in ("same", "tie", "different")), f"scores within {largest:.1e}", sep=", "
+    )
+    for number in [number for number in kinds if kinds[number] != "same"][:20]:
+        print(kinds[number], number, *zip(first[number], second[number], strict=True), sep="\n  ")
