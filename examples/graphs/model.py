@@ -24,9 +24,9 @@ class EvolvingGATConv(GATConv):
         heads: K.
         alpha: share of the previous layer's map.
         beta: share of the convolution.
-        first: whether no layer before hands on a map.
+        first: whether this is the first layer, which no map enters.
         kernel_size: 1.
-        concat: whether the heads' values are concatenated, else averaged.
+        concat: concatenate the heads' values, else average them.
         dropout: of the attention weights.
 
     Raises:

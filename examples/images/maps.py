@@ -55,8 +55,7 @@ class Dense(nn.Module):
 @torch.no_grad()
 def centre_maps(model: EvolvingResNet, x: Tensor) -> list[Tensor]:
     """The first layers' attention of the centre pixel, B x K x 8 x 8 each, a uniform one being 1."""
-    maps: list[Tensor] = []
-    model(x, maps)
+    model(x, maps := [])
     centre = MAP_SIDE // 2 * (MAP_SIDE + 1)
     rows = (a_logit[:, :, centre].softmax(-1) for a_logit in maps[:LAYERS])  # B x K x N
     return [row.unflatten(2, (MAP_SIDE, MAP_SIDE)) * MAP_SIDE**2 for row in rows]

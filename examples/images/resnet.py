@@ -51,9 +51,8 @@ class AugmentedConvolution(EvolvingHeads):
         self.qkv = nn.Conv2d(channels, 2 * self.keys + self.values, 1, bias=False)
         self.output = nn.Conv2d(self.values, self.values, 1, bias=False)
         attended = side * stride // self.pool
-        size = self.keys // HEADS
-        self.build_heads(Geometry.ENCODER_SELF, HEADS, size, alpha=alpha, beta=beta, first=first)
-        self.relative_positions = RelativePositions2d(attended, attended, size)
+        self.build_heads(Geometry.ENCODER_SELF, HEADS, self.keys // HEADS, alpha=alpha, beta=beta, first=first)
+        self.relative_positions = RelativePositions2d(attended, attended, self.keys // HEADS)
 
     def forward(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """x: B x channels x H x W -> B x F x H' x W', and A_logit, B x K x N x N, the next layer's ``previous``."""

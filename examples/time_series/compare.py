@@ -35,7 +35,7 @@ SYSTEMS = {
     "DC-Transformer": PLAIN,
     "EA-DC-Transformer": {"alpha": [0.1, 0.5, 0.9], "beta": [0.1, 0.5, 0.9]},
 }
-#: rows of the paper's ablation -> what they change in the settings of EA-DC-Transformer
+#: row of the paper's ablation -> its changes to the settings of EA-DC-Transformer
 ABLATIONS = {
     "EA-DC without convolution": {"beta": 0.0},
     "EA-DC without skip connection": {"alpha": 0.0},

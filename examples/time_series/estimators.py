@@ -21,7 +21,7 @@ from examples.time_series.model import Network
 
 @dataclass(eq=False, repr=False)
 class _Trained:
-    """What both estimators share: parameters, padding, scaling and training."""
+    """The common part of both estimators: parameters, padding, scaling and training."""
 
     layers: int = 4  # with dilations 1, 2, 4, ...; 0: a GRU
     d: int = 64  # model size
@@ -75,7 +75,7 @@ class _Trained:
             schedule.step()
 
     def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Scaled series, n x T x C, and their padding, n x T. What is longer than the longest of `fit` is cut."""
+        """Scaled series, n x T x C, and their padding, n x T. Series longer than the longest of `fit` are cut."""
         x = torch.zeros(len(series), self.length_, series[0].shape[0])
         padded = torch.ones(len(series), self.length_, dtype=torch.bool)
         for number, one in enumerate(series):

@@ -34,8 +34,8 @@ class Layer(nn.Module):
     Args:
         d: values of a time.
         p: attention's share of them.
-        dilation: of the convolution over time, whose window is 3.
-        dropout: of attention weights, and of what is added to x.
+        dilation: of the convolution over time. Its window is 3.
+        dropout: of attention weights and of both summands.
         evolution: see ``Evolution``.
     """
 
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x: B x T x d, zero where padded, B x T -> B x T x d, and A_logit, B x K x T x T, if there is attention."""
+        """x: B x T x d, zero where padded, B x T -> B x T x d, and A_logit, B x K x T x T, or None."""
         parts, a_logit = [], None
         if self.attention is not None:
             attended, a_logit, *_ = self.attention(x, padding=padded, previous=previous)
@@ -72,9 +72,8 @@ class Network(nn.Module):
         channels: C.
         length: the longest series.
         outputs: classes, or 1 for regression.
-        layers: with dilations 1, 2, 4, ...; 0: a GRU of two layers.
-        d: model size.
-        dropout, options: see ``Layer``.
+        layers: their dilations are 1, 2, 4, .... With 0 the model is a GRU of two layers.
+        d, dropout, options: see ``Layer``.
     """
 
     def __init__(

@@ -73,6 +73,14 @@ def test_permuting_nodes_permutes_the_output(graph):
     torch.testing.assert_close(permuted, network(x, edges)[order])
 
 
+def test_the_network_hands_maps_on(graph):
+    """With alpha = 1 and beta = 0 all layers have the first one's map."""
+    network = EvolvingGAT(5, 3, 2, layers=3, heads=4, alpha=1.0, beta=0.0).double().eval()
+    network(*graph)[:, 0].sum().backward()
+    assert network.layers[0].att_src.grad.abs().max() > 0
+    assert all(layer.att_src.grad.abs().max() == 0 for layer in network.layers[1:])
+
+
 def test_larger_windows_are_refused():
     with pytest.raises(ValueError, match=r"kernel_size 3: .* no order"):
         EvolvingGATConv(5, 3, 4, kernel_size=3)

@@ -68,6 +68,14 @@ def test_two_layers_equal_loops(monkeypatch):
         torch.testing.assert_close(a_logit[0, :, :4, :4], torch.tensor(maps, dtype=torch.float64)[:, :4, :4])
 
 
+def test_the_network_hands_maps_on():
+    """With alpha = 1 and beta = 0 all layers have the first one's map."""
+    network = Network(3, 9, 2, layers=3, d=16, p=0.5, dropout=0.0, alpha=1.0, beta=0.0)
+    network(torch.randn(2, 9, 3), torch.zeros(2, 9, dtype=torch.bool)).sum().backward()
+    slopes = [layer.attention.q_proj.weight.grad.abs().max() for layer in network.layers]
+    assert slopes[0] > 0 and slopes[1] == slopes[2] == 0
+
+
 def test_the_convolution_is_causal_and_dilated():
     layer = Layer(8, 0.0, 4, 0.0).double().eval()
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
