@@ -375,12 +375,13 @@ def test_kills_change_nothing(data, tmp_path):
             went_on += b"goes on after" in line
             if b"Start iterating" in line:
                 break
-        deadline = time.monotonic() + rng.uniform(0, 1.2)
-        writing = number % 2  # every other one dies while a checkpoint is being written
-        while process.poll() is None and (writing or time.monotonic() < deadline):
-            if writing and list(killed.glob("*.tmp")):
-                break
-            time.sleep(0.001)  # and leave the core to whom it is about
+        # Every other one dies while a checkpoint is being written, the others after one.
+        writing = number % 2
+        awaited = "*.tmp" if writing else "checkpoint*.pt"
+        while process.poll() is None and not list(killed.glob(awaited)):
+            time.sleep(0.001)
+        if not writing:
+            time.sleep(rng.uniform(0, 1.2))
         process.send_signal(signal.SIGKILL)
         struck += process.wait() == -signal.SIGKILL and bool(list(killed.glob("*.tmp")))
         process.stdout.close()
