@@ -43,7 +43,7 @@ benchmark() {   # NAME FILE FLAGS...: one command; what all benchmarks here have
     commands=("scripts/benchmark_$1.sh --device cuda --repetitions 3 --output ${output@Q}/$2.json ${*:3}")
 }
 
-# Set `commands`, one shell command each, to what a step runs in the repository's folder.
+# Set `commands` to the shell commands that a step runs in the repository's folder.
 plan() {
     local models="--size base lite --precision bf16 fp16 fp32"
     case $1 in

@@ -4,7 +4,7 @@
 #   scripts/reproduce.sh table5 | table6 | multi30k-laptop | ... | FILE.toml  [options] [fairseq-train flags]
 #
 # For example: scripts/reproduce.sh table6 --seeds 1 2 3
-#              scripts/reproduce.sh multi30k-laptop --nice 19      # on the CPU as many runs at once as there are cores
+#              scripts/reproduce.sh multi30k-laptop --nice 19      # on the CPU each core trains one run
 # Run it again and it goes on. All options: scripts/reproduce.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -5,8 +5,8 @@
 #
 # Needs Python 3.11 or 3.12 and, on 3.11, a C++ compiler: fairseq is built from source there, about two minutes.
 # The interpreter is $PYTHON if set, else the first of python3, python3.12, python3.11 that is new enough.
-# pip's own variables work as ever, for example PIP_INDEX_URL, or PIP_EXTRA_INDEX_URL for a CPU-only PyTorch.
-# Safe to run again: it returns at once where nothing has changed, and takes up an installation that was cut off.
+# pip's own variables apply, for example PIP_INDEX_URL, or PIP_EXTRA_INDEX_URL for a CPU-only PyTorch.
+# Safe to run again: it returns quickly if nothing has changed, and completes an installation that was cut off.
 set -euo pipefail
 
 case ${1:-} in

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train every combination of some flags' values, score each on the validation set, confirm the best with other seeds.
+# Train every combination of some flags' values, score each on the validation set, train the best with other seeds.
 #
 #   scripts/sweep.sh RECIPE ARCH --grid FLAG VALUE... [--grid FLAG VALUE...] [options] [fairseq-train flags]
 #

@@ -16,7 +16,7 @@ cd "$repo"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # A process for each core, and a thread for each process: threads that wait for each other are slower. Each process has
-# its share of the tests in their order, for neighbours share what is expensive to make; who is done takes from others.
+# its share of the tests in their order, because neighbours share expensive fixtures; an idle one takes tests from others.
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)   # it would count the threads of a process
 export OMP_NUM_THREADS=1
 exec "$python" -m pytest --numprocesses "$cores" --dist worksteal "$@"

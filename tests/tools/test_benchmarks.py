@@ -1,15 +1,15 @@
-"""scripts/benchmark_*.sh: what they time is what they say, in fair turns; their JSON; what they refuse."""
+"""scripts/benchmark_*.sh: fair turns, the models that they name, their JSON, and their errors."""
 
 import json
 import shlex
+import subprocess
 import sys
 
 import numpy
 import pytest
 import torch
 from helpers import warm
-from helpers.other_models import BART, LM, ROBERTA
-from tqdm import tqdm
+from helpers.other_models import LM, ROBERTA
 
 from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
@@ -25,16 +25,16 @@ SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]
 ORIGIN = {"command", "commit", "device", "versions", "date", "threads", "options", "load_average", "results"}
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Flags of a benchmark that takes a second."""
-    path = tmp_path_factory.mktemp("lengths") / "lengths"
-    path.write_text("".join(f"{3 + number % 20} {2 + number % 20}\n" for number in range(200)))
-    return [*SMALL, "--lengths", path]
+@pytest.fixture
+def small(monkeypatch):
+    """Flags of a benchmark that takes a second: its sentences are few and short."""
+    lengths = numpy.array([(3 + number % 20, 2 + number % 20) for number in range(200)])
+    monkeypatch.setattr(benchmark, "generate_lengths", lambda count, seed: lengths)
+    return SMALL
 
 
 def result_of(module, path, *flags):
-    """Run a benchmark's command line in this process and read what it wrote."""
+    """Run a benchmark's command line in this process and read its file."""
     module.main([*map(str, flags), "--output", str(path)])
     found = json.loads(path.read_text())
     assert found.keys() >= ORIGIN
@@ -43,41 +43,23 @@ def result_of(module, path, *flags):
 
 def test_generated_lengths_are_distributed_as_claimed():
     lengths = benchmark.generate_lengths(40_000, 1)
-    assert lengths.shape == (40_000, 2)
     assert (lengths == benchmark.generate_lengths(40_000, 1)).all()
     assert (lengths != benchmark.generate_lengths(40_000, 2)).any()
-    assert lengths.min() >= 1
-    assert lengths.max() <= 175
+    assert lengths.min() >= 1 and lengths.max() <= 175
     assert (lengths.max(axis=1) <= 1.5 * lengths.min(axis=1)).all()
     logs = numpy.log(lengths)
     assert logs.mean(axis=0) == pytest.approx(benchmark.LOG_MEAN, abs=0.03)
     assert logs.std(axis=0) == pytest.approx(benchmark.LOG_DEVIATION, abs=0.03)
-    assert numpy.corrcoef(logs.T)[0, 1] == pytest.approx(benchmark.CORRELATION, abs=0.01)
     # the real text's
     assert numpy.percentile(lengths[:, 0], [5, 50, 95, 99]) == pytest.approx([6, 19, 59, 87], rel=0.08, abs=0.5)
 
 
-def test_lengths_from_a_file(tmp_path):
-    path = tmp_path / "lengths"
-    path.write_text("12 14\n3 2\n")
-    assert benchmark.read_lengths(path).tolist() == [[12, 14], [3, 2]]
-    for content, said in (("1 2\n3\n", ":2: two lengths"), ("1 0\n", ":1: two lengths"), ("", "holds no lengths")):
-        path.write_text(content)
-        with pytest.raises(UserError, match=said):
-            benchmark.read_lengths(path)
-
-
-def corpus(*flags):
-    """Task and data set as a benchmark makes them."""
-    args = options.training(["--max-tokens", "300", *map(str, flags)])
+def test_batches_are_fairseqs(monkeypatch):
+    lengths = numpy.array([(5 + number % 50, 4 + number % 50) for number in range(500)])
+    monkeypatch.setattr(benchmark, "generate_lengths", lambda count, seed: lengths)
+    args = options.training(["--max-tokens", "300"])
     task = benchmark.make_task(args, benchmark.configuration("transformer"))
-    return task, benchmark.corpus(args, task, "train")
-
-
-def test_batches_are_fairseqs(tmp_path):
-    path = tmp_path / "lengths"
-    path.write_text("".join(f"{5 + number % 50} {4 + number % 50}\n" for number in range(500)))
-    task, sentences = corpus("--lengths", path)
+    sentences = benchmark.corpus(args, task, "train")
     batches = benchmark.pick(sentences, 6, 1, max_tokens=300)
     assert len(batches) == 6
     for batch in batches:
@@ -88,18 +70,16 @@ def test_batches_are_fairseqs(tmp_path):
             assert (side == task.target_dictionary.eos()).sum(dim=1).eq(1).all()
     with pytest.raises(UserError, match="no sentence has at most 4 tokens"):
         benchmark.pick(sentences, 6, 1, max_tokens=4)
-    sources = sorted(benchmark.describe(batch)["source"] for batch in batches)
-    assert sources[0] < 20
-    assert sources[-1] > 45
-    assert sorted(sources) != [benchmark.describe(batch)["source"] for batch in batches]  # not by length: shuffled
+    sources = [benchmark.describe(batch)["source"] for batch in batches]
+    assert min(sources) < 20 and max(sources) > 45
+    assert sorted(sources) != sources, "not by length: shuffled"
 
 
 def test_candidates_take_turns():
     called = []
     candidates = {name: lambda item, name=name: called.append((name, item)) or 7 for name in ("ours", "stock")}
-    with tqdm(total=benchmark.calls(2, 3, 4), disable=None) as progress:
-        times = benchmark.interleave(candidates, "abc", 4, "cpu", progress)
-    assert len(called) == benchmark.calls(2, 3, 4) == 2 * 3 * 5
+    times = benchmark.interleave(candidates, "abc", 4, "cpu", "label")
+    assert len(called) == 2 * 3 * 5
     timed = called[6:]  # after the warm-up
     for pair in zip(timed[::2], timed[1::2], strict=True):
         assert {name for name, _ in pair} == {"ours", "stock"}
@@ -142,11 +122,7 @@ def test_training(tmp_path, small):
     assert result["ratio"]["median"] == pytest.approx(one_pass["stock"] / one_pass["ours"])
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("pa3", ("predictive", 3, False)), ("realformer", ("realformer", 1, False)), ("conv", ("evolving", 1, True))],
-)
-def test_the_papers_other_systems_have_their_flags(size, expected):
+def test_the_papers_other_systems_have_their_flags(size="pa3", expected=("predictive", 3, False)):
     config = benchmark.configuration(options.PAIRS[size]["ours"], *benchmark.task_flags(options.PAIRS[size]["ours"]))
     made = vars(config.model)
     assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == expected
@@ -175,7 +151,6 @@ def test_training_trains_as_the_recipe_does():
 SMALL_MODELS = {
     "lm": [*LM, "--decoder-layers", "1"],
     "roberta_base": [*ROBERTA[: ROBERTA.index("--max-positions")], "--encoder-layers", "1"],
-    "bart_base": [*BART, "--decoder-layers", "1"],
 }
 
 
@@ -191,12 +166,11 @@ def small_models(monkeypatch):
     def options_of(pair):
         return options.PAIRS[pair].values()
 
-    for module in (benchmark_training, benchmark_decoding):
-        monkeypatch.setattr(module, "configuration", smaller)
+    monkeypatch.setattr(benchmark, "configuration", smaller)
 
 
-@pytest.mark.parametrize("size", SMALL_MODELS)
-def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_models, size):
+@pytest.mark.parametrize("size", ["lm", "roberta_base"])
+def test_training_of_models_with_one_side(tmp_path, small, small_models, size):
     flags = ["--size", size, "--max-tokens", 60, "--memory-batches", 0]
     (result,) = result_of(benchmark_training, tmp_path / "t.json", *small, *flags)["results"]
     assert result["architectures"] == options.PAIRS[size]
@@ -209,39 +183,39 @@ def test_training_of_models_with_one_side_and_of_bart(tmp_path, small, small_mod
 
 
 @pytest.mark.slow
-def test_decoding_of_language_models_and_of_bart(tmp_path, small, small_models):
-    flags = ["--max-tokens", 40, "--beam", 2, "--batch", "full", "--size"]
-    for size in ("lm", "bart_base"):
-        (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags, size)["results"]
+@pytest.mark.parametrize("size", ["lite", "lm"])
+def test_decoding(tmp_path, small, small_models, size):
+    """Each sentence of a batch gets as many steps; a language model begins it by itself."""
+    flags = ["--size", size, "--max-tokens", 40, "--beam", 2, "--batch", 3, "full"]
+    three, full = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
+    assert (three["batch"], full["batch"], three["beam"]) == ("3", "full", 2)
+    assert all(batch["sentences"] == 3 for batch in three["batches"])
+    assert max(batch["sentences"] for batch in full["batches"]) > 1
+    for result in (three, full):
         steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
         assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
+
+
+def test_an_encoder_decodes_nothing(tmp_path, small):
     with pytest.raises(SystemExit, match="--size roberta_base: such models have an encoder only, and decode nothing"):
-        benchmark_decoding.main(list(map(str, [*small, *flags, "roberta_base", "--output", tmp_path / "r.json"])))
+        benchmark_decoding.main([*small, "--size", "roberta_base", "--output", str(tmp_path / "r.json")])
 
 
 GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
 
 
 @pytest.mark.slow
-def test_growth_and_its_plot(tmp_path):
+def test_growth_its_plot_and_the_memory_of_each_model_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     path = tmp_path / "g.json"
-    found = result_of(benchmark_training, path, *GROWTH, "--longest", 32, "--memory-batches", 0)
+    found = result_of(benchmark_training, path, *GROWTH, "--longest", 32)
     assert [result["length"] for result in found["results"]] == [16, 32]
     for result in found["results"]:
         assert result["batches"] == [
             {"sentences": 64 // result["length"], "source": result["length"], "target": result["length"], "tokens": 64}
         ]
-    plot_growth.main([str(path)])
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_memory_of_each_model_alone(tmp_path):
-    path = tmp_path / "g.json"
-    with warm.use():
-        (result,) = result_of(benchmark_training, path, *GROWTH, "--longest", 16)["results"]
-    # an optimizer keeps two numbers for each parameter
-    assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in result["memory"].values())
+        # an optimizer keeps two numbers for each parameter
+        assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in result["memory"].values())
     plot_growth.main([str(path), "--out", str(tmp_path / "g.svg")])
     assert "<svg" in (tmp_path / "g.svg").read_text()
 
@@ -252,28 +226,6 @@ def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
     bench.main()
     typed = shlex.split(json.loads((tmp_path / "d.json").read_text())["command"])
     assert typed == ["scripts/benchmark_decoding.sh", *map(str, words)]
-
-
-@pytest.mark.slow
-def test_decoding(tmp_path, small):
-    flags = ["--max-tokens", 40, "--beam", 2, "--batch", 1, 3, "full"]
-    found = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)
-    one, three, full = found["results"]
-    assert (one["batch"], three["batch"], full["batch"], one["beam"]) == ("1", "3", "full", 2)
-    assert all(batch["sentences"] == 1 for batch in one["batches"])
-    assert all(batch["sentences"] == 3 for batch in three["batches"])
-    assert max(batch["sentences"] for batch in full["batches"]) > 1
-    for result in (one, three, full):
-        steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
-        assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
-
-
-@pytest.mark.slow
-def test_decoding_of_trained_runs(tmp_path, data, run):
-    flags = ["--run-pair", run, run, "--data", data, "--beam", 1, "--batch", "full"]
-    (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *SMALL, *flags)["results"]
-    assert result["architectures"] == {"ours": "ea_transformer_base", "stock": "ea_transformer_base"}
-    assert result["times"]["tokens"]["ours"] == result["times"]["tokens"]["stock"]
 
 
 @pytest.mark.slow
@@ -310,7 +262,7 @@ def test_attention(tmp_path, monkeypatch):
 
 
 def test_ours_is_the_models_own_attention():
-    """What the model would compute with projections that are the identity."""
+    """The model with projections that are the identity."""
     problem = benchmark_attention.make_problem(1, "cpu", torch.float32, "encoder", 4, 16, 3, 3)
     own = [benchmark_attention.ours(problem)(), benchmark_attention.plain(problem)()]
     for found, expected in zip(*own, strict=True):
@@ -342,12 +294,11 @@ def test_floor_counts_what_must_be_done(kind):
         (benchmark_training, ["--recipe", "nonsense"], "there is no recipe 'nonsense'"),
         (benchmark_training, ["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
         (benchmark_training, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
-        (benchmark_decoding, ["--run-pair", "a", "b"], "--run-pair needs the --data"),
         (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
         (plot_growth, [__file__], "not a result of benchmark_training.sh --growth"),
     ],
 )
-def test_refused(module, flags, said, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "has_bf16_units", lambda: False)
     output = tmp_path / "result.json"
     with pytest.raises(SystemExit) as caught:

@@ -52,21 +52,6 @@ def test_a_pipe_stays_and_is_written_to(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "out", "")
 
 
-def test_a_folder_is_no_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in (tmp_path, "."):
-        with pytest.raises(UserError, match="is a folder; give the name of a file"):
-            write(path, "")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xe9"])
-def test_a_torn_json_file_is_named(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.json: not JSON: "):
-        read_json(tmp_path / "a.json")
-
-
 def test_a_reader_that_closes_the_output_ends_the_command_without_a_message():
     """As in scripts/translate.sh ... | head -2."""
     code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
@@ -81,30 +66,23 @@ def test_a_refusal_of_the_system_is_one_line(tmp_path):
     assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory; check the path"
 
 
-@pytest.mark.parametrize(
-    "error, said",
-    [
-        (
-            OSError(errno.ENOTDIR, "Not a directory", "a/b"),
-            "a/b: Not a directory; a file stands in the place of a folder",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room and run it again"),
-        (OSError("a library's own words"), "a library's own words"),
-    ],
-)
-def test_the_system_s_errors_in_words(error, said):
-    assert explained(error).startswith(said)
-    assert ";" in said or explained(error) == said
+def test_an_error_of_a_full_disk_says_what_to_do():
+    assert explained(OSError(errno.ENOSPC, "No space left on device")) == (
+        "No space left on device; make room and run it again"
+    )
 
 
 def test_json_is_whole_or_not_there(tmp_path):
-    write_json(tmp_path / "a.json", {"path": tmp_path, "word": "é", "name": "a\udcff"})
-    assert read_json(tmp_path / "a.json") == {"path": str(tmp_path), "word": "é", "name": "a\udcff"}
-    before = (tmp_path / "a.json").read_bytes()
-    assert "é".encode() in before
+    path = tmp_path / "a.json"
+    write_json(path, {"path": tmp_path, "word": "é", "name": "a\udcff"})
+    assert read_json(path) == {"path": str(tmp_path), "word": "é", "name": "a\udcff"}
+    before = path.read_bytes()
     with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"word": {1, 2}})
-    assert (tmp_path / "a.json").read_bytes() == before
+        write_json(path, {"word": {1, 2}})
+    assert path.read_bytes() == before
+    path.write_bytes(b'{"a": ')
+    with pytest.raises(UserError, match=r"a\.json: not JSON: "):
+        read_json(path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 

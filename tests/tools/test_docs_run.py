@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -91,16 +92,15 @@ def warm_environment(clone, address):
     programs.mkdir(parents=True)
     shutil.copy(clone / "requirements.txt", clone / ".venv" / ".requirements")
     for name in ("python", *pages.FAIRSEQ):
-        (programs / name).write_text(
-            f"#!{sys.executable}\nimport sys\nfrom helpers import warm\nwarm.Server._address = {address!r}\n"
-            f"sys.exit(warm.run([{str(Path(sys.executable).with_name(name))!r}, *sys.argv[1:]]).returncode)\n"
-        )
+        words = warm.client_words(address, [str(Path(sys.executable).with_name(name))])
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         (programs / name).chmod(0o755)
-    code = "import sys; from helpers import warm; warm.Server.serve(sys.argv[1])"
+    code = "import sys; from helpers import warm; warm.serve(sys.argv[1])"
     command = [sys.executable, "-P", "-c", code, address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(clone)) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(clone)) as server:
         assert server.stdout.readline() == b"ready\n"
         yield
+        server.terminate()
 
 
 def environment(clone):

@@ -3,14 +3,11 @@
 import ast
 import re
 import resource
-import shutil
 import subprocess
 import sys
 
 import pytest
 from helpers import REPO
-
-from ea_tools.tables import reproduce
 
 HEAVY = ("torch", "fairseq", "matplotlib", "sacrebleu", "sacremoses", "sentencepiece", "subword_nmt")
 DOORS = {
@@ -52,7 +49,7 @@ def test_every_command_has_a_door():
         for path in folder.rglob("*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    assert mains - commands <= {"training.fairseq_train", "translating.fairseq_bf16", "training.fairseq_flags"}, (
+    assert mains - commands <= {"training.fairseq_train", "translating.fairseq_bf16"}, (
         "only what commands themselves start has no door"
     )
     assert commands <= mains
@@ -80,24 +77,6 @@ def test_a_door_opens_in_any_folder_whatever_lies_there(tmp_path):
 
 def test_a_plan_of_a_training_imports_nothing_heavy():
     assert imports("training.train", "sample", "ea_transformer_lite", "--dry-run", "--gpus", 0) == set()
-
-
-@pytest.mark.slow
-def test_a_plan_of_a_sweep_leaves_the_heavy_ones_to_another_process(tmp_path):
-    """It asks fairseq which flags there are, in a process that ends."""
-    grid = ["--grid", "ea-beta", "0", "0.1"]
-    folders = ["--runs", tmp_path / "runs", "--results", tmp_path / "results"]
-    assert imports("tables.sweep", "sample", "ea_transformer_lite", *grid, *folders, "--dry-run") == set()
-
-
-@pytest.mark.slow
-def test_a_table_of_what_was_run_needs_no_pytorch(tmp_path):
-    """Parameters and FLOPs of its models are counted once, here, and then known."""
-    shutil.copytree(REPO / "results", tmp_path / "results")
-    folders = ["--runs", tmp_path / "runs", "--results", tmp_path / "results"]
-    command = [str(word) for word in ("multi30k-laptop", "--collect", *folders)]
-    reproduce.main(command)
-    assert imports("tables.reproduce", *command) <= {"matplotlib", "sacrebleu", "sacremoses"}
 
 
 def test_curves_need_matplotlib_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""What a training on the CPU frees is kept for its next step."""
+"""A training on the CPU keeps freed memory for its next step."""
 
 import os
 import subprocess
@@ -36,7 +36,4 @@ def test_a_freed_block_is_used_again():
         pytest.skip("this C library has no mallopt")
     assert pages < 100
     assert pages_of_a_second_block()[1] > 1000, "without it, the system has to give all of them again"
-
-
-def test_what_the_user_decided_stays():
-    assert pages_of_a_second_block("keep", MALLOC_ARENA_MAX="2")[0] == 0
+    assert pages_of_a_second_block("keep", MALLOC_ARENA_MAX="2")[0] == 0, "the user has decided"

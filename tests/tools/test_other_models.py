@@ -16,7 +16,7 @@ from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close
 
-from ea_tools.bench import decoding, profile_model
+from ea_tools.bench import profile_model
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError
 from ea_tools.maps import draw, statistics
@@ -211,14 +211,6 @@ def test_options_without_a_meaning_are_refused(trained, tmp_path, tool, name, mo
         tool.main([*map(str, ["--run", getattr(trained, name), *source, "--out", tmp_path / "a.png", *words])])
     assert "\n" not in end.value.code
     assert not list(tmp_path.iterdir())
-
-
-def test_a_pair_of_runs_to_decode_must_translate(trained, tmp_path):
-    (tmp_path / "run").mkdir()
-    shutil.copyfile(trained.lm, tmp_path / "run/checkpoint_best.pt")
-    command = ["--run-pair", tmp_path / "run", tmp_path / "run", "--data", trained.data["text"], "--device", "cpu"]
-    with pytest.raises(SystemExit, match=r"--run-pair .*run: was trained for language_modeling; runs for translation"):
-        decoding.main(list(map(str, [*command, "--output", tmp_path / "a.json"])))
 
 
 def test_text_without_its_preparation_is_refused(trained, tmp_path):

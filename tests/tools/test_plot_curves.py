@@ -82,7 +82,7 @@ def journal(updates, level=10.0, wps=100.0, wpb=200.0):
             yield json.dumps({"time": 1.0, "tag": "train", **numbers})
 
 
-def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags="", **level):
+def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags=None, **level):
     """The files of a run's folder that are read, as scripts/train.sh leaves them."""
     folder.mkdir(parents=True)
     lines = list(journal(range(1, 61), **level)) if lines is None else lines
@@ -92,8 +92,8 @@ def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags="", **lev
     )
     ours = {"recipe": "toy", "arch": arch, "data": "1925d0", "seed": str(seed)}
     ours |= {"ea-alpha": "0.1"} if arch.startswith("ea_") else {}
-    command = f"scripts/train.sh toy {arch} --run {folder} --gpus 0 --seed {seed} {flags}"
-    (folder / "run.json").write_text(json.dumps({"identity": ours, "command": command}))
+    starts = [{"flags": {"seed": str(seed), "cpu": "", **(flags or {})}}]
+    (folder / "run.json").write_text(json.dumps({"identity": ours, "starts": starts}))
     return folder
 
 
@@ -158,8 +158,8 @@ def lines_of(*folders):
 
 def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path):
     ours = [make(tmp_path / f"ours{seed}", seed=seed) for seed in (1, 2, 3)]
-    other = make(tmp_path / "other", seed=1, flags="--ea-beta 0.3 --gpus 1 --num-workers 4")
-    precise = make(tmp_path / "precise", seed=4, flags="--precision fp32")
+    other = make(tmp_path / "other", seed=1, flags={"ea-beta": "0.3", "num-workers": "4"})
+    precise = make(tmp_path / "precise", seed=4, flags={"bf16-products": ""})
     plain = [make(tmp_path / f"plain{seed}", seed=seed, arch="transformer_lite") for seed in (1, 2)]
     assert lines_of(*ours) == [("ea_transformer_lite (seeds 1, 2, 3)", 3)]
     assert len(lines_of(*ours, precise)) == 2, "another precision is another model"
@@ -179,11 +179,14 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
 def test_a_run_of_own_data_is_known(tmp_path):
     folder = make(tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
-    record["command"] = "scripts/train.sh --data data/x ea_transformer_lite --gpus 0 --lr 5e-4"
+    record["starts"][0]["flags"]["lr"] = "5e-4"
     (folder / "run.json").write_text(json.dumps(record))
     run = plot_curves.read(folder)
     assert run.seed == "1"
-    assert run.settings == {key: record["identity"][key] for key in run.settings.keys() - {"lr"}} | {"lr": "5e-4"}
+    assert run.settings == {key: record["identity"][key] for key in run.settings.keys() - {"lr", "precision"}} | {
+        "lr": "0.0005",
+        "precision": "fp32",
+    }
 
 
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):

@@ -52,19 +52,16 @@ def test_command_line():
     result = script("bench.profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
     assert result.stderr == "", "no deprecations, and nothing that fairseq reports while it starts"
     assert "10 source tokens" in result.stdout and "target" not in result.stdout
-    result = script("bench.profile_model", "--arch", "nonsense")
-    assert result.returncode == 2
-    assert "there is no --arch nonsense" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lstm"], "--arch lstm: only what is made and called as fairseq's Transformers are can be counted: "),
+        (["nonsense"], "--arch nonsense: there is no such architecture"),
         (["ea_transformer_lite", "--encoder-attention-heads", "3"], "--arch ea_transformer_lite --encoder-attention"),
         (["ea_transformer_lite", "--ea-alfa", "1"], "--ea-alfa: there is no such flag; is --ea-alpha meant?"),
     ],
+    ids=["architecture", "value", "flag"],
 )
 def test_a_mistake_is_one_line(capsys, words, message):
     with pytest.raises(SystemExit) as end:

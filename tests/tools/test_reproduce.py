@@ -1,4 +1,4 @@
-"""scripts/reproduce.sh: what is missing is run, what is done is not, and the table says where its numbers are from."""
+"""scripts/reproduce.sh: only missing cells are run, and the table names the source of its numbers."""
 
 import dataclasses
 import gzip
@@ -79,20 +79,10 @@ def test_tables_share_their_runs():
     five, six = tables.read("table5"), tables.read("table6")
     cells = [table.cell(table.row("EA-Transformer-Lite"), "iwslt14-de-en", 1, "runs") for table in (five, six)]
     assert cells[0].folder == cells[1].folder
-    other = six.cell(six.row("w/o skip connection"), "iwslt14-de-en", 1, "runs", ["--max-update", "9"])
-    assert other.folder.name == "ea_transformer_lite-ea-alpha0-max-update9-seed1"
-    folders = {six.cell(row, "iwslt14-de-en", seed, "runs").folder for row in six.rows for seed in (1, 2)}
-    assert len(folders) == 2 * len(six.rows)
-
-
-def test_other_values_are_another_run():
-    """Nothing of a value is lost that tells it from another: `--update-freq 1,2` is not `12`."""
-    table = tables.read("table6")
-    names = [
-        table.cell(table.rows[0], "iwslt14-de-en", 1, "runs", ["--update-freq", value]).folder.name
-        for value in ("1,2", "12")
-    ]
-    assert names == ["transformer_lite-update-freq1_2-seed1", "transformer_lite-update-freq12-seed1"]
+    row = six.row("w/o skip connection")
+    for flags, name in ((["--max-update", "9"], "max-update9"), (["--update-freq", "1,2"], "update-freq1_2")):
+        folder = six.cell(row, "iwslt14-de-en", 1, "runs", flags).folder
+        assert folder.name == f"ea_transformer_lite-ea-alpha0-{name}-seed1"
 
 
 def test_a_rows_own_precision_is_what_it_compares():
@@ -134,26 +124,28 @@ COMMIT = "c" * 40
 
 
 def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
-    """What a run by the table's recipe leaves behind, with this score; returns its folder."""
+    """Write the files of a run by the table's recipe, with this score; returns its folder."""
     table = tables.read(str(toy / "tiny.toml"))
     recipe, found = recipes.read(table.columns[0].recipe), table.row(row)
     cell = table.cell(found, table.columns[0].recipe, seed, toy / "runs")
     (cell.folder / "eval").mkdir(parents=True)
     references = text.read_lines(recipe.data / "raw" / "test.en")
     hypotheses = references if better else [line.replace("the", "a") for line in references]
-    (cell.folder / "eval" / "test.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
     one = {
         "scores": kinds,
         "averaged": [],
         "settings_name": "beam5.average2",
+        "tokenizer": "13a",
         "device": "d",
         "commit": COMMIT,
         "date": "now",
         "command": "x",
     }
     one |= {"references": text.digest(references), "updates": 1500}
-    (cell.folder / "eval" / "test.json").write_text(json.dumps(one))
+    for stem in ("test", "test.beam5.average2"):
+        (cell.folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
+        (cell.folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     flags = (
         recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
     )
@@ -176,7 +168,7 @@ def test_a_table_that_nobody_ran(toy):
 
 
 def test_numbers_in_the_table(toy):
-    """Three seeds and a baseline: mean, deviation, difference, each seed's p, and what follows in words."""
+    """Three seeds and a baseline: mean, deviation, difference, each seed's p, and the conclusion in words."""
     for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
         pretend(toy, "Plain", seed, plain, better=plain > evolving)
         pretend(toy, "Evolving", seed, evolving, better=evolving > plain)
@@ -226,19 +218,8 @@ def test_runs_that_are_not_alike_are_told(toy):
     assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
 
 
-@pytest.mark.parametrize("flag", ["fp16", "memory-efficient-bf16"])
-def test_any_way_to_be_less_precise_is_told(toy, flag):
-    """And is no other model."""
-    pretend(toy, "Plain", 1, 10.0)
-    pretend(toy, "Evolving", 1, 11.0, **{flag: True})
-    written = collect(toy)
-    assert f"fp32: Plain, toy, seed 1. {flag}: Evolving, toy, seed 1." in written
-    assert f"CPU, two cores, {flag} |" in written
-    assert "was not trained by this table's recipe" not in written
-
-
 def test_runs_of_another_precision_are_told(toy):
-    """Where none of the rows is there to compare precisions."""
+    """Unless a row is there to compare precisions."""
     pretend(toy, "Plain", 1, 10.0)
     pretend(toy, "Evolving", 1, 11.0, **{"bf16-products": True})
     line = "- Precision of training differs or is not known. fp32: Plain, toy, seed 1. bf16-products: Evolving, toy, "
@@ -251,20 +232,8 @@ def test_runs_of_another_precision_are_told(toy):
     assert "Precision" not in written
 
 
-def test_runs_of_before_what_is_recorded_now(toy):
-    """An older run.json has the command alone: the flags are read from it, and the rest is not recorded."""
-    folder = pretend(toy, "Plain", 1, 10.0)
-    record = json.loads((folder / "run.json").read_text())
-    command = f"scripts/train.sh {toy}/toy.toml transformer {' '.join(TINY)} --seed 1 --max-epoch 3"
-    (folder / "run.json").write_text(json.dumps({"identity": record["identity"], "command": command}))
-    written = collect(toy)
-    assert "max-epoch 3, the recipe says 2" in written
-    assert "| 1.25 | not recorded; scored on d | not recorded | cccccccccc, now |" in written
-    assert "not recorded: Plain, toy, seed 1" in written
-
-
 def score_again(run, name, score):
-    """What evaluate.sh leaves behind after another evaluation, by other settings."""
+    """Write the files of another evaluation, by other settings."""
     one = json.loads((run / "eval" / "test.json").read_text())
     one |= {"settings_name": name, "scores": {kind: {**old, "score": score} for kind, old in one["scores"].items()}}
     for stem in ("test", f"test.{name}"):
@@ -273,25 +242,22 @@ def score_again(run, name, score):
 
 
 def dry_run(toy, capsys, *flags):
-    """What is said of the first two cells, seed 1, and what would be run of them."""
-    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "1", *flags, "--dry-run"])
-    table = tables.read(args.table)
+    """The output of a dry run of two rows, seed 1."""
     capsys.readouterr()
-    cells.run_missing(table, reproduce.wanted(table, args, extra)[:2], args, extra)
+    reproduce.main([*map(str, options(toy)), "--rows", "Plain", "Evolving", *flags, "--dry-run"])
     return capsys.readouterr()
 
 
 def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
-    for kind in ("json", "hyp.txt"):
-        shutil.copyfile(plain / "eval" / f"test.{kind}", plain / "eval" / f"test.beam5.average2.{kind}")
+    (evolving / "eval" / "test.beam5.average2.json").unlink()
     score_again(plain, "beam1.average1", 8.0)
     score_again(evolving, "beam1.average1", 8.0)
     written = collect(toy)
     assert "| Plain | 1 | 10.00 (" in written
     assert "| Evolving | 1 |" not in written
-    assert "is by beam1.average1, and this table's scores are by beam5.average2: not taken" in capsys.readouterr().err
+    assert "is by other settings than this table's, beam5.average2: not taken" in capsys.readouterr().err
     score_again(evolving, "beam5.average3", 12.0)
     written = collect(toy, "--average", "3")
     assert "- Beam and averaged checkpoints of the scores of" in written
@@ -305,15 +271,14 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
 def test_a_training_that_had_not_ended_goes_on(toy, capsys):
     """Its score is in the table, with how far it was, and is none that is done."""
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
-    for folder in (plain, evolving):
-        path = folder / "eval" / "test.json"
+    for path in (path for folder in (plain, evolving) for path in folder.glob("eval/*.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
     collect(toy)
     (plain / "checkpoint1.pt").touch()
     said = dry_run(toy, capsys, "--average", "2")
     assert f"--run {plain} " in said.out
     assert "done already: Plain" not in said.err
-    assert "Evolving" in next(line for line in said.err.splitlines() if "7 of 80 updates, and there are no" in line)
+    assert "Evolving" in next(line for line in said.err.splitlines() if "(7 of 80 updates), and there are no" in line)
 
 
 def test_seeds_choose_what_is_run_and_hide_nothing(toy):
@@ -343,23 +308,25 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
     ("before", "after", "message"),
     [
         ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: score comet: no table and no sweep makes it"),
-        ('"Evolving"', '"Plain"', "tiny.toml: several rows have the label 'Plain'; give each a label of its own"),
+        ('"Evolving"', '"Plain"', "tiny.toml: the label 'Plain' is there twice; give each a different one"),
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
-        ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: given twice"),
+        ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
         ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
+        ("flags = [", "flags = [3, ", "tiny.toml: rows: flags = 3: expected str"),
         ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
-        ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9': is not in "),
+        ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9' is not in "),
         ('"transformer"', '"ea_transformer_base"', "tiny.toml: the rows 'Plain' and 'Evolving' would share one run"),
     ],
+    ids=["comet", "label", "key", "seeds", "arch", "type", "flag", "subset", "twice"],
 )
-def test_tables_that_would_show_what_nobody_made(toy, before, after, message):
+def test_a_mistake_in_a_table_is_named(toy, before, after, message):
     path = toy / "tiny.toml"
     path.write_text(path.read_text().replace("paper = {", "#").replace(before, after, 1))
     with pytest.raises(UserError, match=re.escape(message)):
         tables.read(str(path))
 
 
-def test_a_row_without_flags_of_the_recipe(toy):
+def test_a_row_without_flags_of_the_recipe(toy, capsys):
     """train.sh takes each --without itself; the page and the comparison with the recipe have no such flag."""
     path = toy / "tiny.toml"
     without = ["--without", "patience", "--without", "keep-last-epochs"]
@@ -368,22 +335,12 @@ def test_a_row_without_flags_of_the_recipe(toy):
     written = collect(toy)
     assert "was not trained by this table's recipe" not in written
     assert "| Plain | 1 | 10.00 (" in written
-    table = tables.read(str(path))
-    args, extra = reproduce.parse([*map(str, options(toy)), "--seeds", "2"])
-    train_words, _ = cells.commands(table, reproduce.wanted(table, args, extra)[0], args, extra)
-    assert train_words[-6:] == [*without, "--seed", "2"]
-
-
-def test_parameters_are_those_of_the_flags_for_all_rows(toy):
-    sizes = [re.search(r"\| Plain \| ([\d,]+) \|", collect(toy))[1]]
-    collect(toy, "--encoder-layers", "1", "--gpus", "0")
-    sizes.append(re.search(r"\| Plain \| ([\d,]+) \|", (toy / "results/tiny-encoder-layers1.md").read_text())[1])
-    first, other = (int(size.replace(",", "")) for size in sizes)
-    assert other < first
+    reproduce.main([*map(str, options(toy)), "--rows", "Plain", "--seeds", "2", "--dry-run"])
+    assert f"{' '.join(without)} --seed 2\n" in capsys.readouterr().out
 
 
 def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
-    """Where the model writes raw text, there are no tokens to score."""
+    """A model of raw text gives no tokens to score."""
     monkeypatch.setattr(tables, "read_prep", lambda data: {"tokenizer": "none"})
     with pytest.raises(UserError, match=r"Toy: score tokenised_bleu: needs text in tokens, and .* is raw text"):
         tables.read(str(toy / "tiny.toml"))
@@ -396,11 +353,11 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
     for given in ([], ["--update-freq", "2,4"], ["--max-tokens", "128"]):
         args, flags = train.parse([str(recipe), "transformer", *TINY, "--seed", "1", "--gpus", "0", *given])
         start = train.plan(recipes.read(args.recipe), args, flags, launch.Launch.of(args))
-        trained = records.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
+        trained = recipes.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
         assert "eval-bleu" in start.flags
         expected = records.recipe_flags(start.recipe, args.arch, flags)
         assert records.differences(records.Training(flags=(trained,)), expected) == [], given
-        assert trained[records.BATCH] == ("512,1024" if "2,4" in given else "256")
+        assert trained[recipes.BATCH] == ("512,1024" if "2,4" in given else "256")
 
 
 @pytest.mark.parametrize(("of_test", "p"), [(1.2, {1: 0.002}), (-1.2, {})])
@@ -417,7 +374,7 @@ def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, m
 def test_the_batch_is_that_of_all_processes():
     one = {"max-tokens": "512", "update-freq": "4"}
     for flags in (one, {**one, "distributed-world-size": "2", "update-freq": "2"}):
-        assert records.learning_flags(flags) == {records.BATCH: "2048"}
+        assert recipes.learning_flags(flags) == {recipes.BATCH: "2048"}
 
 
 @pytest.mark.parametrize(
@@ -426,10 +383,9 @@ def test_the_batch_is_that_of_all_processes():
         ({1: 0.5, 2: 1.5}, {}, "better in 2, not tested"),
         ({1: 0.5, 2: 1.5}, {1: 0.01}, "better in 2, significantly in 1 of 1 that were tested"),
         ({1: 0.5, 2: 1.5}, {1: 0.01, 2: 0.3}, "better in 2, significantly in 1."),
-        ({2: 0.5}, {}, "+1.00 with seed 2 alone: better, not tested."),
-        ({2: 0.5}, {2: 0.01}, "better, significantly."),
-        ({2: 0.5}, {2: 0.3}, "better, not significantly."),
+        ({2: 0.5}, {2: 0.3}, "+1.00 with seed 2 alone: better, not significantly."),
     ],
+    ids=["untested", "one of two tested", "tested", "one seed"],
 )
 def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, differences, p, verdict):
     """The test needs the reference texts, which are not in the records. One seed is not counted."""
@@ -445,32 +401,23 @@ def test_scores_before_the_end_of_a_training_are_named(toy):
     for row in ("Plain", "Evolving"):
         pretend(toy, row, 1, 10.0)
     assert "before the end" not in collect(toy)
-    (scored,) = (path for path in toy.glob("runs/*/ea_*/eval/test.json"))
+    (scored,) = toy.glob("runs/*/ea_*/eval/test.beam5.average2.json")
     scored.write_text(json.dumps({**json.loads(scored.read_text()), "unfinished": "1,500 of 9,000 updates"}))
     expected = "- **Scored before the end of their training**: Evolving, toy, seed 1 (1,500 of 9,000 updates)."
     assert collect(toy).count(expected) == 1
 
 
-def test_records_hold_no_path_of_this_machine(tmp_path):
-    (tmp_path / "run" / "eval").mkdir(parents=True)
-    (tmp_path / "run" / "eval" / "test.json").write_text(
-        json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"})
-    )
-    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
-    records.keep(tmp_path / "run", tmp_path / "record", "test", "s")
-    kept = {"run": "runs/x", "checkpoint": "runs/x/1.pt", "settings_name": "s"}
-    assert records.read(tmp_path / "record", "test") == kept
-
-
-def test_the_same_translations_make_the_same_file(tmp_path, monkeypatch):
-    """Else every --collect would change what is under version control."""
-    (tmp_path / "run" / "eval").mkdir(parents=True)
-    (tmp_path / "run" / "eval" / "test.json").write_text('{"settings_name": "s"}')
-    (tmp_path / "run" / "eval" / "test.hyp.txt").write_text("a\n")
+def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch):
+    """Else every --collect would change files under version control."""
+    folder = tmp_path / "run" / "eval"
+    folder.mkdir(parents=True)
+    (folder / "test.s.json").write_text(json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"}))
+    (folder / "test.s.hyp.txt").write_text("a\n")
     made = []
     for when in (1e9, 2e9):
         monkeypatch.setattr(time, "time", lambda when=when: when)
         records.keep(tmp_path / "run", tmp_path / str(when), "test", "s")
+        assert records.read(tmp_path / str(when), "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
         made.append((tmp_path / str(when) / "eval" / "test.hyp.txt.gz").read_bytes())
     assert made[0] == made[1]
 
@@ -480,10 +427,12 @@ def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     pretend(toy, "Plain", 1, 10.0)
     own = collect(toy, "--gpus", "0")
     assert "10.00" in own
-    assert collect(toy, "--max-update", "7") == own
-    other = (toy / "results" / "tiny-max-update7.md").read_text()
-    assert other.splitlines()[0].endswith(", all with --max-update 7")
+    assert collect(toy, "--encoder-layers", "1") == own
+    other = (toy / "results" / "tiny-encoder-layers1.md").read_text()
+    assert other.splitlines()[0].endswith(", all with --encoder-layers 1")
     assert "10.00" not in other
+    sizes = [re.search(r"\| Plain \| ([\d,]+) \|", page)[1].replace(",", "") for page in (own, other)]
+    assert int(sizes[1]) < int(sizes[0]), "the parameters are those of the flags"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])
@@ -514,10 +463,11 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
 
 
 def test_runs_on_the_cpu(toy, monkeypatch):
-    """As many at once as asked for, each on one thread and with the priority that was asked for."""
+    """--at-once sets their number and --nice their priority; each has one thread."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
+    monkeypatch.setattr(cells, "check", lambda *_: None)
     monkeypatch.setattr(
         cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
     )
@@ -538,6 +488,7 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
     def commands(table, cell, *_):
         return [["false" if cell.row.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.row.label}")]]
 
+    monkeypatch.setattr(cells, "check", lambda *_: None)
     monkeypatch.setattr(cells, "commands", commands)
     with pytest.raises(SystemExit) as end:
         reproduce.main([*map(str, options(toy)), "--gpus", "0"])
@@ -549,6 +500,7 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
     code = "from ea_tools.training import cells\nfrom ea_tools.tables import reproduce\n"
+    code += "cells.check = lambda *_: None\n"
     code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
@@ -566,21 +518,22 @@ def test_a_run_does_not_outlive_its_command(toy):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["table7"],
-            "no such table; there are multi30k, multi30k-laptop, ",
-        ),
+        (["table7"], "no such table; expected multi30k, multi30k-laptop, "),
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
+        (["table5", "--recipes", "sample"], "--recipes sample: the table has iwslt14-de-en"),
         (["table5", "--seed", "1"], "use --seeds"),
-        *((["table5", f"--{name}", "x"], f"--{name}: ") for name in ("run", "arch")),
-        (["table5", "--colect"], "reproduce: Transformer-Lite: --colect: there is no such flag; is --collect meant?"),
+        (["table5", "--colect"], "reproduce: Transformer-Lite: --colect: there is no such flag"),
+        (
+            ["table5", "--cpu"],
+            "reproduce: Transformer-Lite: train.sh: error: --cpu is not to be given here: use --gpus 0",
+        ),
         (
             ["table5", "--rows", "EA-", "--ea-alfa", "0"],
             "EA-Transformer-Lite: --ea-alfa: there is no such flag; is --ea-",
         ),
     ],
 )
-def test_mistakes(arguments, message, capsys):
+def test_a_mistake_on_the_command_line_is_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as refusal:
         reproduce.main([*arguments, "--dry-run"])
     assert message in f"{refusal.value}{capsys.readouterr().err}"
@@ -611,13 +564,9 @@ def test_missing_cells_are_run_once(toy, run):
 
 
 def test_cells_without_their_data_are_failures(monkeypatch, tmp_path):
-    """What was asked for was not done: a status of 0 would tell a script that it was."""
+    """A status of 0 would tell a script that they were run."""
     read = recipes.read
     monkeypatch.setattr(cells.recipes, "read", lambda name: dataclasses.replace(read(name), data=tmp_path / "nowhere"))
-    where = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    args, extra = reproduce.parse(["multi30k", "--seeds", "1", *where])
-    table = tables.read(args.table)
-    chosen = reproduce.wanted(table, args, extra)
-    failed = cells.run_missing(table, chosen, args, extra)
-    assert len(failed) == len(chosen) > 0
-    assert all(line.endswith("nowhere is not prepared, see data-prep/") for line in failed)
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    with pytest.raises(SystemExit, match=r"EA-Transformer-Lite, .*, seed 1: not run, .*nowhere is not prepared, see"):
+        reproduce.main(["multi30k-laptop", "--seeds", "1", *folders])

@@ -1,4 +1,4 @@
-"""The tables of speed in docs/performance.md and docs/kernels.md are what the records in results/ say."""
+"""The tables of speed in docs/performance.md and docs/kernels.md agree with the records in results/."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What training says: a line by time, one sentence at a bad end, what to type next; what is long goes to train.log."""
+"""The screen of a training: a line by time, one sentence at a bad end, the next command; train.log has the rest."""
 
 import logging
 import sys
@@ -30,56 +30,29 @@ for (owner, name), own in zip(CHANGED, BEFORE, strict=True):
     setattr(owner, name, own)
 
 
-class Clock:
-    """In the place of the module `time`."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(fairseq_train, "time", found)
-    return found
-
-
-def progress(monkeypatch, max_update=0, max_epoch=0):
-    trainer = SimpleNamespace(updates=0)
-    trainer.get_num_updates = lambda: trainer.updates
-    optimization = SimpleNamespace(max_update=max_update, max_epoch=max_epoch)
+def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, caplog):
+    clock, trainer = SimpleNamespace(now=100.0), SimpleNamespace(updates=0)
+    clock.monotonic, trainer.get_num_updates = lambda: clock.now, lambda: trainer.updates
+    monkeypatch.setattr(fairseq_train, "time", clock)
     values = {"loss": torch.tensor(5.25), "wps": 1234.5}
     monkeypatch.setattr(fairseq_train.metrics, "get_smoothed_values", lambda name: values)
-    return trainer, fairseq_train.Progress(trainer, SimpleNamespace(optimization=optimization))
-
-
-def steps(trainer, shown, clock, number, seconds, batches=1000):
-    for _ in range(number):
-        clock.now += seconds
-        trainer.updates += 1
-        shown.after_a_step(1, trainer.updates, batches)
-
-
-def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, clock, caplog):
     caplog.set_level(logging.INFO, "train")
-    trainer, shown = progress(monkeypatch, max_update=201)
-    steps(trainer, shown, clock, 60, 1)
+    shown = fairseq_train.Progress(trainer, max_update=201)
+
+    def steps(seconds):
+        for _ in range(60):
+            clock.now += seconds
+            trainer.updates += 1
+            shown.after_a_step(1, trainer.updates, 1000)
+
+    steps(1)
     assert len(caplog.records) == 6, "one in ten seconds, however short or long the steps are"
     first = caplog.records[0].getMessage()
-    assert first == "epoch 1, batch 10 of 1,000, update 10: loss 5.250, 1,234 words a second, 0:03:11 left at most"
+    assert first == "epoch 1, batch 10 of 1,000, update 10 of 201: loss 5.250, 1,234 words a second"
     caplog.clear()
     clock.now += 3600
-    steps(trainer, shown, clock, 60, 10)
+    steps(10)
     assert 1 <= len(caplog.records) <= 4, "after an hour one in five minutes"
-
-
-def test_the_time_left_is_the_epochs_where_nothing_else_is_known(monkeypatch, clock, caplog):
-    caplog.set_level(logging.INFO, "train")
-    trainer, shown = progress(monkeypatch)
-    steps(trainer, shown, clock, 2, 20, batches=5)
-    assert caplog.records[-1].getMessage().endswith("0:01:00 left of this epoch")
 
 
 def test_divergence_is_one_sentence(tmp_path, caplog):
@@ -92,13 +65,13 @@ def test_divergence_is_one_sentence(tmp_path, caplog):
             fairseq_train.LongRunTrainer.save_checkpoint(trainer, str(tmp_path / "crash.pt"), {})
     assert end.value.code == 1
     (record,) = caplog.records
-    assert "training has diverged: after 7 updates, with a learning rate of 1e+06" in record.getMessage()
+    assert "training has diverged after 7 updates, with a learning rate of 1e+06: gradients are" in record.getMessage()
     assert "lower --lr" in record.getMessage()
     assert not list(tmp_path.iterdir())
 
 
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
-    """fairseq saves crash.pt then, too, and raises the error: which is what the user is to see."""
+    """fairseq saves crash.pt then, too, and raises the error, which the user must see."""
     try:
         raise PermissionError("a kernel cannot be compiled")
     except PermissionError:
@@ -107,14 +80,13 @@ def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arch", ["transformer", "ea_transformer_base"])
-def test_bf16_needs_no_tpu(arch):
-    args = model_args(arch, "--bf16", "--save-dir", "none")
+def test_bf16_needs_no_tpu():
+    args = model_args("ea_transformer_base", "--bf16", "--save-dir", "none")
     assert not fairseq_train._configuration_without_tpu(args).common.tpu
 
 
 def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
-    """What a link leads to is another checkpoint, which stays; a copy that fails half-way leaves the one before."""
+    """A link's target is another checkpoint, and stays; a copy that fails half-way leaves the one before."""
     for number in (1, 2):
         (tmp_path / f"checkpoint{number}.pt").write_text(f"contents {number}")
     best, source = tmp_path / "checkpoint_best.pt", str(tmp_path / "checkpoint2.pt")
@@ -178,7 +150,7 @@ def no_journal(monkeypatch):
 
 @pytest.fixture
 def logged(tmp_path, caplog, no_journal):
-    """A run's folder; what is opened there is closed again. fairseq-train logs from INFO on, pytest from WARNING."""
+    """A run's folder; its logs are closed again. fairseq-train logs from INFO on, pytest from WARNING."""
     caplog.set_level(logging.INFO)
     handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
     yield tmp_path
@@ -242,7 +214,6 @@ def test_a_run_that_diverges(data, tmp_path):
     result = script("training.train", "sample", "ea_transformer_lite", *flags)
     assert result.returncode == 1
     assert "training has diverged" in result.stdout
-    assert "parameters, " in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
     assert "'_name'" not in result.stdout, "fairseq's configuration"
     assert "'_name'" in (tmp_path / "run" / "train.log").read_text()

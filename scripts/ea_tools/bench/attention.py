@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
-from ea_tools.bench import options
-from ea_tools.bench.common import DTYPES, calls, interleave, prepare, record, spread, synchronize
+from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory
-from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.evolution import Geometry
 from evolving_attention.masks import combine
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -57,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = options.attention(arguments)
     results = []
     with reporting("benchmark_attention"):
-        device = prepare(args)
+        device = common.prepare(args)
         if device == "cpu":
             keep_freed_memory()  # as scripts/train.sh does
         for precision in args.precision:
-            peaks = machine(device, DTYPES[precision])
+            peaks = machine(device, common.DTYPES[precision])
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
             for kind in args.kind:
                 for heads in args.heads:
@@ -69,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         result = measure(args, device, precision, kind, heads, length, peaks)
                         results.append(result)
                         report(result)
-                        write_json(args.output, record("attention", args, device, results))
+                        write_json(args.output, common.record("attention", args, device, results))
     print(f"written: {args.output}")
 
 
 def alive(device: str, error: Exception) -> None:
     """Raise where nothing runs any more on the device, as after an illegal address: no other path would."""
     try:
-        synchronize(device)
+        common.synchronize(device)
     except RuntimeError as lost:
         raise RuntimeError(f"{lost}; after {type(error).__name__}: {error}") from error
 
@@ -92,7 +90,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times, memory and floor of all paths on one problem."""
     batch = max(1, args.tokens // length)
-    problem = make_problem(args.seed, device, DTYPES[precision], kind, heads, length, batch, args.kernel_size)
+    problem = make_problem(args.seed, device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
     baseline = plain(problem)
     expected = results_of(baseline, problem)
     loops = {}
@@ -115,17 +113,14 @@ def measure(
     if not paths:
         raise UserError(f"no path could be measured: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
     label = f"{kind} K={heads} N={length} {precision}"
-    with tqdm(
-        total=calls(len(paths), 2, args.repetitions), desc=label, unit=" calls", mininterval=1, leave=False
-    ) as bar:
-        times = interleave(paths, list(PASSES), args.repetitions, device, bar)
+    times = common.interleave(paths, list(PASSES), args.repetitions, device, label)
     return {
         **{"kind": kind, "heads": heads, "length": length, "batch": batch, "precision": precision},
         "machine": peaks,
         "paths": {
             name: {
                 which: {
-                    "milliseconds": spread([1e3 * row[number] / loops[which] for row in table]),
+                    "milliseconds": common.spread([1e3 * row[number] / loops[which] for row in table]),
                     "memory": memory[name][which],
                     "floor": least(problem, name, peaks)[which],
                 }
@@ -174,24 +169,13 @@ def make_problem(
     )
 
 
-class Given(nn.Module):
-    """A projection that returns a given tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def forward(self, _: Tensor) -> Tensor:
-        """The tensor, whatever comes in."""
-        return self.tensor
-
-
 def ours(problem: Problem) -> Path:
     """The model's own attention, its projections taken out."""
     attention = problem.attention
-    attention.q_proj, attention.k_proj, attention.v_proj = map(Given, (problem.q, problem.k, problem.v))
+    for projection, given in zip(("q_proj", "k_proj", "v_proj"), (problem.q, problem.k, problem.v), strict=True):
+        getattr(attention, projection).forward = lambda _, given=given: given
     attention.out_proj = nn.Identity()
-    q, k = problem.q.detach(), problem.k.detach()  # what would be projected
+    q, k = problem.q.detach(), problem.k.detach()  # inputs of the projections
 
     def run() -> Results:
         if problem.kind == "encoder":
@@ -206,15 +190,16 @@ def ours(problem: Problem) -> Path:
 
 def plain(problem: Problem) -> Path:
     """Section by section as the paper has it."""
-    return partial(composition, problem, problem.attention.evolution)
+    return partial(composition, problem)
 
 
-def composition(problem: Problem, evolution: Evolution) -> Results:
+def composition(problem: Problem) -> Results:
     """Context, and in the encoder the map, by PyTorch's operations one by one."""
     q, k, v = split_heads(problem)
     logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
     masked = combine(problem.padding, problem.future)
-    a_logit = evolution(logits, masked | problem.padding[:, None, :, None], problem.previous)
+    hidden = masked | problem.padding[:, None, :, None]
+    a_logit = problem.attention.evolution(logits, hidden, problem.previous)
     scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).type_as(v)
     context = merge_heads(weights @ v)
@@ -283,10 +268,10 @@ def fastest(call: Callable[[], Any], count: int, device: str) -> float:
     """Seconds of the fastest of `count` calls."""
     seconds = []
     for _ in range(count):
-        synchronize(device)
+        common.synchronize(device)
         start = time.perf_counter()
         call()
-        synchronize(device)
+        common.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -299,7 +284,7 @@ def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) ->
 
 
 def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """Bytes at most during a call, beyond what was there; on the CPU what PyTorch's allocator gave out."""
+    """Bytes at most during a call, beyond those in use before; on the CPU by PyTorch's allocator."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -333,12 +318,12 @@ def floor(
 ) -> dict[str, dict[str, int]]:
     """{pass: {"bytes", "flops"}} that no implementation goes below.
 
-    Bytes and FLOPs are bounds each by itself: what saves the bytes of maps between the passes computes maps twice.
+    Bytes and FLOPs are separate bounds: an implementation that stores no maps between the passes computes them twice.
 
     Args:
-        kernel_size: 0 where nothing is convolved.
+        kernel_size: 0 without a convolution.
         width: bytes of a number.
-        maps: whether maps come from the layer before and go to the next; all others need never leave the processor.
+        maps: whether maps come from the layer before and go to the next. Others need never leave the processor.
     """
     vectors = batch * heads * length * head_dim * width  # one of q, k, v, context, and of their gradients
     map_bytes = batch * heads * length * length * width if maps else 0

@@ -1,7 +1,7 @@
 """The common part of the benchmarks: sentences of realistic lengths, fairseq's batches, fair timing, one JSON file.
 
-Other work on a machine changes times from second to second. So the candidates take turns on the same batches, each
-turn begins with another of them, and the results are medians of ratios between neighbours in time, with quartiles.
+Other work on a machine changes times from second to second. So the candidates take turns on the same batches, and each
+turn begins with another of them. The results are medians of ratios between neighbours in time, with quartiles.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ea_tools.training.provenance import provenance
 
 Batch = dict[str, Any]  # as fairseq collates it
 Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did
-Times = dict[str, dict[str, list[list[float]]]]  # what was measured -> candidate -> repetition -> batch
+Times = dict[str, dict[str, list[list[float]]]]  # kind of measurement -> candidate -> repetition -> batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# IWSLT'14 De-En as subwords of its joint 10k code: mean and standard deviation of log length, German and English, and
-# their correlation, over the 7,283 validation pairs, every 23rd of the training text. The fit's 5, 50,
-# 95 and 99% quantiles are 6, 19, 58 and 92 German subwords; the text's are 6, 19, 59 and 87.
+# IWSLT'14 De-En's 7,283 validation pairs, every 23rd of the training text, in subwords of its joint 10k code. Log
+# lengths of German and English have these means, standard deviations and correlation. The fit's 5, 50, 95 and 99%
+# quantiles are 6, 19, 58 and 92 German subwords; the text's are 6, 19, 59 and 87.
 LOG_MEAN = (2.960, 2.945)
 LOG_DEVIATION = (0.673, 0.660)
 CORRELATION = 0.971
@@ -93,19 +93,6 @@ def generate_lengths(count: int, seed: int) -> numpy.ndarray:
     return lengths[:count]
 
 
-def read_lengths(path: Path) -> numpy.ndarray:
-    """count x 2 integers from lines like "12 14"."""
-    lengths = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        words = line.split()
-        if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise UserError(f"{path}:{number}: two lengths are wanted, as in '12 14', not {line!r}")
-        lengths.append([int(word) for word in words])
-    if not lengths:
-        raise UserError(f"{path}: holds no lengths")
-    return numpy.array(lengths)
-
-
 def configuration(
     model: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
 ) -> DictConfig:
@@ -149,12 +136,11 @@ def make_task(args: argparse.Namespace, config: DictConfig) -> FairseqTask:
 
 
 def corpus(args: argparse.Namespace, task: FairseqTask, split: str) -> FairseqDataset:
-    """The data set of --data, or random words in sentences of --lengths or of generated lengths."""
+    """The data set of --data, or random words in sentences of generated lengths."""
     if args.data:
         task.load_dataset(split)
         return task.dataset(split)
-    lengths = read_lengths(args.lengths) if args.lengths else generate_lengths(SENTENCES, args.seed)
-    return random_sentences(task, lengths, args.seed)
+    return random_sentences(task, generate_lengths(SENTENCES, args.seed), args.seed)
 
 
 def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> FairseqDataset:
@@ -214,32 +200,34 @@ def synchronize(device: str) -> None:
 
 
 def interleave(
-    candidates: Mapping[str, Candidate], items: Sequence[Any], repetitions: int, device: str, progress: tqdm
+    candidates: Mapping[str, Candidate], items: Sequence[Any], repetitions: int, device: str, label: str
 ) -> Times:
     """Time all candidates on all items, in turns; each begins as often as the others.
 
     Args:
-        candidates: {name: function of an item, which gives the number of tokens that it did}.
-        items: batches, or whatever the candidates take.
-        progress: its update(1) is called after each call.
+        candidates: {name: function of an item that returns the number of its tokens}.
+        items: batches, or other arguments of the candidates.
+        label: of the progress bar.
 
     Returns:
         {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
     """
     names = list(candidates)
-    for item in items:  # memory is taken, kernels are chosen and compiled for each shape
-        for name in names:
-            candidates[name](item)
-            progress.update(1)
     times = {kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")}
-    for repetition in range(repetitions):
-        for kind, name in itertools.product(times, names):
-            times[kind][name].append([])
-        for number, item in enumerate(items):
-            first = (repetition + number) % len(names)
-            for name in names[first:] + names[:first]:
-                for kind, value in timed(candidates[name], item, device).items():
-                    times[kind][name][repetition].append(value)
+    rounds = len(items) * (1 + repetitions)
+    with tqdm(total=rounds, desc=label, unit=" rounds", mininterval=1, leave=False) as progress:
+        for item in items:  # memory is taken, kernels are chosen and compiled for each shape
+            for name in names:
+                candidates[name](item)
+            progress.update(1)
+        for repetition in range(repetitions):
+            for kind, name in itertools.product(times, names):
+                times[kind][name].append([])
+            for number, item in enumerate(items):
+                first = (repetition + number) % len(names)
+                for name in names[first:] + names[:first]:
+                    for kind, value in timed(candidates[name], item, device).items():
+                        times[kind][name][repetition].append(value)
                 progress.update(1)
     return times
 
@@ -257,11 +245,6 @@ def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
     }
 
 
-def calls(candidates: int, items: int, repetitions: int) -> int:
-    """The number of calls that `interleave` makes of a candidate."""
-    return candidates * items * (1 + repetitions)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = numpy.percentile(values, (25, 50, 75))
@@ -271,9 +254,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def speeds(times: Times) -> dict[str, Any]:
     """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives.
 
-    A pass is one repetition over all batches, and its ratio that of two sums taken at the same time. The ratios batch
-    by batch are more, and stand outliers better, but every batch counts the same there, short or long. By CPU time,
-    passes do not see what else the machine was busy with; with several threads they see their waiting for each other.
+    A pass is one repetition over all batches; its ratio is that of two sums taken at the same time. The ratios batch by
+    batch stand outliers better, but count short and long batches alike. CPU time leaves out other work on the machine,
+    but counts threads that wait for each other.
     """
     seconds, cpu_seconds, tokens = (
         {name: numpy.array(table) for name, table in times[kind].items()}
@@ -304,7 +287,7 @@ def show(quartiles: Mapping[str, float], digits: int = 2) -> str:
 
 
 def record(name: str, args: argparse.Namespace, device: str, results: Sequence[Mapping]) -> dict[str, Any]:
-    """What goes into the JSON file: where, with what and how the results were made, then the results."""
+    """The content of the JSON file: place, versions and settings of the results, then the results."""
     return {
         "benchmark": name,
         "command": shlex.join(sys.argv),

@@ -11,8 +11,8 @@ from ea_data.command_line import Parser
 from ea_tools.common import REPO, positive
 from ea_tools.maps import KINDS
 
-#: Ours and what it is compared with, each as words after --arch: the papers' two sizes, fairseq's other Transformers,
-#: and the papers' other translation systems.
+#: Pairs of models, ours and stock, as words after --arch: the papers' two sizes, fairseq's other Transformers, and the
+#: papers' other translation systems.
 PAIRS = {
     "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
     "base": {"ours": "ea_transformer_base", "stock": "transformer"},
@@ -44,15 +44,15 @@ PATHS = ("ours", "plain", "compiled", "sdpa")
 def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The operation alone, from projected queries, keys and values to the context: time, memory, share of the floor.
 
-      ours      what the model's attention does between its projections, whichever path it takes here
-      plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax
-      compiled  torch.compile of it
-      sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing
+      ours      the model's attention between its projections, by the path that it takes here.
+      plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax.
+      compiled  torch.compile of it.
+      sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing.
 
-    The floor is what no implementation can go below: every input read and every output written once, every product
-    counted once, at the speed that a copy and a matrix product reach on this machine. A batch holds --tokens / N
-    sentences of N tokens, of which half end in padding. Forward is measured without gradients, as in decoding. A
-    RoBERTa has the encoder's attention, a language model the decoder's.
+    The floor is a lower bound for every implementation. It reads every input, writes every output and computes every
+    product once, as fast as a copy and a matrix product are on this machine. A batch holds --tokens / N sentences of N
+    tokens; half of them end in padding. Forward is measured without gradients, as in decoding. A RoBERTa has the
+    encoder's attention, a language model the decoder's.
 
         scripts/benchmark_attention.sh --threads 2 --longest 256
         scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
@@ -79,18 +79,16 @@ def _sentences(text: str) -> str:
 def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The speed of decoding, ours and fairseq's Transformer: fairseq-generate without its start-up.
 
-    Both models stand in one process and take turns on the same batches. Tokens are counted as fairseq-generate counts
-    them: those of the best hypotheses. Models with random weights never end a sentence by themselves: each of their
-    sentences is decoded for as many steps as the targets of its batch have tokens on average. --run-pair takes two
-    trained runs for translation instead. A language model (lm) writes such sentences without a source. --exported adds
-    our model exported, in float32 and in 8 bits, and CTranslate2 with the plain one, where that is installed.
+    Both models stand in one process and take turns on the same batches. Tokens are those of the best hypotheses, as
+    fairseq-generate counts them. Models with random weights end no sentence: each gets as many steps as the targets of
+    its batch have tokens on average. A language model (lm) writes such sentences without a source. --exported adds our
+    model exported, in float32 and in 8 bits. It adds CTranslate2 with the plain one, where that is installed.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
-        scripts/benchmark_decoding.sh --run-pair runs/OURS runs/STOCK --data data/multi30k-de-en
+        scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
     """
     parser = _parser("decoding", decoding.__doc__)
     parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
-    parser.add_argument("--run-pair", nargs=2, type=Path, metavar=("OURS", "STOCK"), help="two trained runs instead")
     _add_precision(parser)
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
     parser.add_argument(
@@ -107,20 +105,17 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
     parser.add_argument("--exported", action="store_true", help="also exported models, and CTranslate2 if it is there")
     _add_corpus(parser)
-    args = parser.parse_args(arguments)
-    if args.run_pair and not args.data:
-        parser.error("--run-pair needs the --data of its runs")
-    return args
+    return parser.parse_args(arguments)
 
 
 def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The speed of training, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
 
-    Both models stand in one process and take turns on the same batches, with the recipe's flags. Peak memory is
-    measured in a process of its own for each model, over many batches of many shapes, as in a real epoch. With
-    --growth, batches of sentences of one length each, from 16 to 2048 tokens, take the place of the corpus;
-    scripts/plot_growth.sh draws them. A language model (lm) and a RoBERTa read the source alone, by their own task and
-    criterion, with the recipe's other flags; --data is then a folder that data-prep/one-side.sh made.
+    Both models stand in one process and take turns on the same batches, with the recipe's flags. A process for each
+    model measures its peak memory, over many batches of many shapes, as in a real epoch. With --growth, batches of one
+    length each, from 16 to 2048 tokens, replace the corpus. scripts/plot_growth.sh draws them. A language model (lm)
+    and a RoBERTa read the source alone, by their own task and criterion. Their --data is a folder of
+    data-prep/one-side.sh.
 
         scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16
@@ -152,7 +147,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.growth and args.output == parser.get_default("output"):
         args.output = args.output.with_name("benchmark_growth.json")
     if args.memory_batches < 0:
-        parser.error(f"--memory-batches {args.memory_batches}: a number of batches, or 0 for none, is wanted")
+        parser.error(f"--memory-batches {args.memory_batches}: expected a number of batches, or 0 for none")
     return args
 
 
@@ -191,12 +186,10 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
     """Options that say which sentences; `corpus` and `pick` read them."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--lengths",
+    parser.add_argument(
+        "--data",
         type=Path,
-        metavar="FILE",
-        help="source and target length of one pair a line (default: generated, distributed as in IWSLT'14 De-En)",
+        metavar="DIR",
+        help="prepared data, data/NAME (default: generated sentences, as long as in IWSLT'14 De-En)",
     )
-    which.add_argument("--data", type=Path, metavar="DIR", help="prepared data, data/NAME")
     parser.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")

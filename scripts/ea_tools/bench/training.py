@@ -17,27 +17,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
-from ea_tools.bench import options
-from ea_tools.bench.common import (
-    POSITIONS,
-    Batch,
-    Candidate,
-    calls,
-    configuration,
-    corpus,
-    describe,
-    interleave,
-    make_task,
-    pick,
-    prepare,
-    random_sentences,
-    record,
-    report_speeds,
-    sides_of_model,
-    speeds,
-    task_flags,
-    type_of_numbers,
-)
+from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.maps.sides import BOTH, DECODER, ENCODER
 from ea_tools.training.memory import keep_freed_memory
@@ -54,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else [str(word) for word in arguments]
     args = options.training(arguments)
     with reporting("benchmark_training"):
-        device = prepare(args)
+        device = common.prepare(args)
         if device == "cpu":
             keep_freed_memory()  # as scripts/train.sh does
             if "bf16" in args.precision:
@@ -67,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for precision in args.precision:
                 for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]:
                     results.append(measure(args, arguments, device, size, precision, length))
-                    write_json(args.output, record("growth" if args.growth else "training", args, device, results))
+                    write_json(
+                        args.output, common.record("growth" if args.growth else "training", args, device, results)
+                    )
     print(f"written: {args.output}")
 
 
@@ -84,15 +66,14 @@ def measure(
     batches = choose(args, trainers["ours"].task, length, args.batches)
     label = f"{size} {precision}" + (f", {length} tokens" if length else "")
     steps = {name: training_step(of_model) for name, of_model in trainers.items()}
-    with tqdm(total=calls(2, len(batches), args.repetitions), desc=label, unit=" steps", mininterval=1) as progress:
-        times = interleave(steps, batches, args.repetitions, device, progress)
+    times = common.interleave(steps, batches, args.repetitions, device, label)
     result = {
         "size": size,
         "precision": precision,
         "length": length,
         "architectures": options.PAIRS[size],
-        "batches": [describe(batch) for batch in batches],
-        **speeds(times),
+        "batches": [common.describe(batch) for batch in batches],
+        **common.speeds(times),
         "times": times,
     }
     if args.memory_batches:
@@ -100,7 +81,7 @@ def measure(
             name: memory_alone(arguments, arch=arch, precision=precision, length=length)
             for name, arch in tqdm(options.PAIRS[size].items(), desc=f"{label}, memory", unit=" models")
         }
-    report_speeds(label, result, device)
+    common.report_speeds(label, result, device)
     for name, used in result.get("memory", {}).items():
         print(
             f"  {options.PAIRS[size][name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, "
@@ -112,40 +93,45 @@ def measure(
 def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -> Trainer:
     """fairseq's trainer with everything as the recipe has it; `model`: words after --arch, as in options.PAIRS."""
     recipe = read(args.recipe)
-    precision = type_of_numbers(precision, device)
+    precision = common.type_of_numbers(precision, device)
     flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
-    sides = sides_of_model(model)
+    sides = common.sides_of_model(model)
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
-    longest = max(POSITIONS, args.longest) if args.growth else POSITIONS
-    flags = [*task_flags(model, longest), *spell_flags(flags), "--max-tokens", args.max_tokens or recipe.batch.tokens]
-    config = configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
+    longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
+    flags = [
+        *common.task_flags(model, longest),
+        *spell_flags(flags),
+        "--max-tokens",
+        args.max_tokens or recipe.batch.tokens,
+    ]
+    config = common.configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
-    task = make_task(args, config)
+    task = common.make_task(args, config)
     trainer = Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
     trainer.save_checkpoint = lambda *_: None  # a step that fails would leave a checkpoint before it says why
     return trainer
 
 
-def training_step(trainer: Trainer) -> Candidate:
+def training_step(trainer: Trainer) -> common.Candidate:
     """A function that trains on a batch and gives its number of tokens."""
 
-    def step(batch: Batch) -> int:
+    def step(batch: common.Batch) -> int:
         trainer.train_step([batch], raise_oom=True)  # else fairseq leaves the batch out, and it would count as done
         return batch["ntokens"]
 
     return step
 
 
-def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, count: int) -> list[Batch]:
+def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, count: int) -> list[common.Batch]:
     """The batches to time: `count` of the corpus, or one of sentences of `length` tokens, end of sentence included."""
     max_tokens = args.max_tokens or read(args.recipe).batch.tokens
     if length:
         sentences = max(1, max_tokens // length)
-        dataset = random_sentences(task, numpy.full((sentences, 2), length - 1), args.seed)
+        dataset = common.random_sentences(task, numpy.full((sentences, 2), length - 1), args.seed)
         return [dataset.collater([dataset[index] for index in range(sentences)])]
-    return pick(corpus(args, task, "train"), count, args.seed, max_tokens=max_tokens)
+    return common.pick(common.corpus(args, task, "train"), count, args.seed, max_tokens=max_tokens)
 
 
 def memory_alone(arguments: Sequence[str], **what: Any) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Records: the small files of finished runs, kept in results/runs so that a fresh clone can write every table again.
 
-results/runs/RECIPE/NAME/run.json            what was trained: recipe, command, every start with its commit and device
+results/runs/RECIPE/NAME/run.json            the training: recipe, command; commit, device, flags of every start
                          log.jsonl           losses and speeds
                          eval/SPLIT.json     scores, and the paired tests against other runs
                          eval/SPLIT.hyp.txt.gz
@@ -8,29 +8,16 @@ results/runs/RECIPE/NAME/run.json            what was trained: recipe, command, 
 
 import contextlib
 import gzip
-import io
 import json
-import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ea_tools.common import REPO, UserError, read_json, replacing, say, write_json
 from ea_tools.metrics import DECIDED_BY_BLEU, compare
-from ea_tools.tables.table import LAUNCH
 from ea_tools.text import digest
-from ea_tools.training import logs, recipes, train
+from ea_tools.training import logs, recipes
 
-PRECISIONS = ("bf16-products", *sorted(train.OF_PRECISION))  # flags without which a training is of float32
-#: Flags that say how and where a run was launched, and not what it learns. Precision and batch have words of their own.
-NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
-    "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
-    "cpu", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
-    "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
-    "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
-    "eval-bleu-print-samples", "eval-tokenized-bleu",
-}  # fmt: skip
-BATCH = "tokens an update"
 UNKNOWN = "not recorded"
 
 
@@ -39,36 +26,26 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
 
     `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
     """
-    evaluations = [run / "eval" / f"{name}.json" for name in (subset, f"{subset}.{wanted}")]
-    contents = {path: read_json(path) for path in evaluations if path.exists()}
-    scores = next((path for path, content in contents.items() if settings(content) == wanted), None)
-    if scores is None:
-        for path, content in contents.items():
-            say(
-                f"note: {path} is by {settings(content)}, and this table's scores are by {wanted}: not taken. Run this "
-                "without --collect to have it scored again, or with another --average"
-            )
+    scores, last, target = (
+        folder / "eval" / f"{name}.json"
+        for folder, name in ((run, f"{subset}.{wanted}"), (run, subset), (record, subset))
+    )
+    if not scores.exists():
+        if last.exists():
+            say(f"note: {last} is by other settings than this table's, {wanted}: not taken; leave out --collect")
         return
-    scored = json.loads(json.dumps(contents[scores], ensure_ascii=False).replace(f"{REPO}/", ""))
-    target = record / "eval" / f"{subset}.json"
-    (record / "eval").mkdir(parents=True, exist_ok=True)
+    scored = json.loads(json.dumps(read_json(scores), ensure_ascii=False).replace(f"{REPO}/", ""))
+    target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
             with replacing(record / name) as temporary:
                 shutil.copyfile(run / name, temporary)
     kept = read_json(target) if target.exists() else {}
-    if {**kept, "paired": None} == {**scored, "paired": None}:
-        return
-    translations = scores.with_suffix(".hyp.txt").read_bytes()
-    with replacing(record / "eval" / f"{subset}.hyp.txt.gz") as temporary:
-        temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
-    write_json(target, scored)
-
-
-def settings(scored: dict) -> str:
-    """By which settings a score was made, as evaluate.sh names them; older records hold the settings and no name."""
-    lenpen = f".lenpen{scored['lenpen']:g}" if scored.get("lenpen", 1) != 1 else ""
-    return scored.get("settings_name") or f"beam{scored.get('beam')}{lenpen}.average{len(scored['averaged'])}"
+    if {**kept, "paired": None} != {**scored, "paired": None}:
+        translations = scores.with_suffix(".hyp.txt").read_bytes()
+        with replacing(target.with_suffix(".hyp.txt.gz")) as temporary:
+            temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
+        write_json(target, scored)
 
 
 def read(record: Path, subset: str) -> dict | None:
@@ -110,7 +87,7 @@ def test_against(
         baseline=other,
         references=references,
         lowercase=lowercase,
-        tokenizer=scored.get("tokenizer", "13a"),
+        tokenizer=scored["tokenizer"],
         kinds=["sacrebleu"],
     )
     kept = {"translations": digests, **tests["sacrebleu"]}
@@ -123,7 +100,7 @@ def test_against(
 
 @dataclass(frozen=True)
 class Training:
-    """A run's training by run.json and log.jsonl; a value that an older run lacks is UNKNOWN."""
+    """A run's training by run.json and log.jsonl; the first runs' records lack commits and devices."""
 
     recipe: str = UNKNOWN
     data: str = UNKNOWN  # the digest of the training data
@@ -141,17 +118,16 @@ def training(record: Path) -> Training:
     if not path.exists():
         return Training()
     written = read_json(path)
-    starts = written.get("starts", [])
-    flags = [learning_flags(start["flags"]) for start in starts] or [_flags_of_command(written["command"])]
+    starts = written["starts"]
     return Training(
         recipe=written["identity"]["recipe"],
         data=written["identity"]["data"],
-        commits=_changes([start["commit"] or UNKNOWN for start in starts]),
-        devices=_changes([_device(start) for start in starts]),
-        precisions=_changes([_precision(start) for start in starts]),
+        commits=_changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
+        devices=_changes([_device(start) for start in starts if "device" in start]),
+        precisions=_changes([recipes.precision_of(start["flags"]) for start in starts]),
         hours=_hours(record),
         command=written["command"],
-        flags=_changes(flags),
+        flags=_changes([recipes.learning_flags(start["flags"]) for start in starts]),
     )
 
 
@@ -160,14 +136,10 @@ def _changes(values: list) -> tuple:
     return tuple(value for number, value in enumerate(values) if number == 0 or value != values[number - 1])
 
 
-def _precision(start: dict) -> str:
-    return next((name for name in PRECISIONS if name in start["flags"]), "fp32")
-
-
 def _device(start: dict) -> str:
     several = f"{start['processes']} x " if start["processes"] > 1 else ""
-    precision = "" if _precision(start) == "fp32" else f", {_precision(start)}"
-    return f"{several}{start['device']}{precision}"
+    precision = recipes.precision_of(start["flags"])
+    return f"{several}{start['device']}" + ("" if precision == "fp32" else f", {precision}")
 
 
 def _hours(record: Path) -> float | None:
@@ -177,16 +149,6 @@ def _hours(record: Path) -> float | None:
     except UserError:
         return None
     return float(hours[-1]) if len(hours) else None
-
-
-def learning_flags(flags: dict[str, str]) -> dict[str, str]:
-    """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
-    learning = {name: recipes.plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
-    if "max-tokens" in flags:
-        tokens = int(flags["max-tokens"]) * int(flags.get("distributed-world-size", 1))
-        frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
-        learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
-    return learning
 
 
 def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dict[str, str]:
@@ -199,16 +161,8 @@ def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dic
     words = recipes.parse_flags(recipes.spell_flags(chosen))
     flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
     # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
-    batch = {} if "update-freq" in given else {BATCH: str(recipe.batch.total)}
-    return learning_flags(flags) | batch
-
-
-def _flags_of_command(command: str) -> dict[str, str]:
-    """The learning flags of an older run, which wrote down its command alone."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        args, given = train.parse(shlex.split(command)[1:])
-    recipe = recipes.read(args.recipe)
-    return recipe_flags(recipe, args.arch, given | {"without": args.without})
+    batch = {} if "update-freq" in given else {recipes.BATCH: str(recipe.batch.total)}
+    return recipes.learning_flags(flags) | batch
 
 
 def differences(training: Training, wanted: dict[str, str]) -> list[str]:

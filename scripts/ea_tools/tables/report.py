@@ -2,17 +2,18 @@
 
 import contextlib
 import functools
+import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ea_tools.bench.profile_model import sizes
-from ea_tools.common import REPO, UserError, replacing
+from ea_tools.bench.profile_model import profile
+from ea_tools.common import REPO, UserError, quiet, replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.tables import records
-from ea_tools.tables.table import LAUNCH, Column, Row, Table
+from ea_tools.tables.table import Column, Row, Table
 from ea_tools.text import digest, read_prep, references
 from ea_tools.training import recipes, train
 
@@ -20,25 +21,19 @@ from ea_tools.training import recipes, train
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
     """{(row label, column label): {"results": {seed: scores}, "mean", "deviation", "differences", "p", "paper"}}."""
     summaries = {}
-    for row in table.rows:
-        for column in table.columns:
-            results = {}
-            for seed in seeds:
-                folder = table.cell(row, column.recipe, seed, runs, extra).folder
-                if (one := records.read(folder, column.subset)) and column.score in one["scores"]:
-                    results[seed] = {**one, "folder": folder}
-            summaries[row.label, column.label] = _summary(results, column, row)
-    for row in table.rows:
-        for column in table.columns:
-            if row.baseline:
-                cell, baseline = summaries[row.label, column.label], summaries[row.baseline, column.label]
-                cell.update(_against(cell["results"], baseline["results"], column))
+    for row, column in itertools.product(table.rows, table.columns):
+        results = {}
+        for seed in seeds:
+            folder = table.cell(row, column.recipe, seed, runs, extra).folder
+            if (one := records.read(folder, column.subset)) and column.score in one["scores"]:
+                results[seed] = {**one, "folder": folder}
+        means = _mean([one["scores"][column.score]["score"] for one in results.values()])
+        summaries[row.label, column.label] = {"results": results, **means, "paper": row.published(column)}
+    for row, column in itertools.product(table.rows, table.columns):
+        if row.baseline:
+            cell, baseline = summaries[row.label, column.label], summaries[row.baseline, column.label]
+            cell.update(_against(cell["results"], baseline["results"], column))
     return summaries
-
-
-def _summary(results: dict[int, dict], column: Column, row: Row) -> dict:
-    scores = [one["scores"][column.score]["score"] for one in results.values()]
-    return {"results": results, **_mean(scores), "paper": row.published(column)}
 
 
 def _mean(values: list[float]) -> dict[str, float | None]:
@@ -54,20 +49,18 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
     if not seeds:
         return {}
     texts, lowercase = None, True
-    with contextlib.suppress(UserError):  # without the data there are no references, and the tests made before are told
+    with contextlib.suppress(UserError):  # without the data there are no references; records keep the earlier tests
         data = recipes.read(column.recipe).data
         prep = read_prep(data)
-        texts, lowercase = (
-            references(data / "raw" / f"{column.subset}.{prep['target_lang']}", prep)[0],
-            prep["lowercase"],
-        )
+        texts, _ = references(data / "raw" / f"{column.subset}.{prep['target_lang']}", prep)
+        lowercase = prep["lowercase"]
     differences, p = {}, {}
     for seed in seeds:
         one, other = results[seed], baseline[seed]
         differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
         same = texts if texts and one.get("references") == other.get("references") == digest(texts) else None
         test = records.test_against(one["folder"], other["folder"], column.subset, same, lowercase)
-        # It is of sacreBLEU, and says nothing of a score by which the other model is the better one.
+        # The test is of sacreBLEU, and holds for this score only if the same model is the better one by both.
         if test and differences[seed] * test["difference"] >= 0:
             p[seed] = test["p"]
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}
@@ -80,27 +73,19 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
     """
     picture = any(cell["mean"] is not None for cell in summaries.values())
     text = markdown(table, summaries, f"{table.name}.png" if picture else None, extra)
+    with replacing(folder / f"{table.name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if picture:
+        with replacing(folder / f"{table.name}.png") as temporary:
+            draw(table, summaries, temporary)
     pages = [folder / "README.md"]
     if folder.resolve() == (REPO / "results").resolve():
         pages += [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
     changed = [page for page in pages if page.exists() and show_in(page, table, summaries)]
-    write_page(folder, table.name, text, functools.partial(draw, table, summaries) if picture else None)
+    print(text)  # last: it fails where the reader has gone
+    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
     for page in changed:
         print(f"brought up to date: {page}")
-
-
-def write_page(folder: Path, name: str, text: str, draw_to: Callable[[Path], None] | None) -> None:
-    """Write FOLDER/NAME.md and, where there is something to draw, .png; then print the text, and where it is.
-
-    This comes last: printing fails where the reader has gone.
-    """
-    with replacing(folder / f"{name}.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    if draw_to:
-        with replacing(folder / f"{name}.png") as temporary:
-            draw_to(temporary)
-    print(text)
-    print(f"written: {folder / name}.md" + (", .png" if draw_to else ""))
 
 
 def show_in(page: Path, table: Table, summaries: dict) -> bool:
@@ -154,14 +139,14 @@ def _size(table: Table, row: Row, extra: list[str]) -> list[str]:
         for name, value in recipes.read(table.columns[0].recipe).flags_for(row.arch).items()
         if name.startswith(("ea-", "encoder-", "decoder-")) and name not in args.without
     }
-    given = {name: value for name, value in flags.items() if name not in LAUNCH}
+    given = {name: value for name, value in flags.items() if name not in recipes.LAUNCH}
     return list(_size_of(row.arch, tuple(recipes.spell_flags(model | given))))
 
 
 @functools.cache
 def _size_of(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
-    """Of one model; several tables show the same ones."""
-    (size,) = sizes([(arch, list(flags))])
+    quiet()
+    size = profile(arch, flags)
     return f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"
 
 
@@ -186,24 +171,25 @@ SIGNIFICANT = 0.05
 
 
 def verdicts(table: Table, summaries: dict) -> list[str]:
-    """For every row with a baseline: in how many seeds it is better or worse, and in how many significantly.
+    """Conclusions: for every row with a baseline, in how many seeds it is better or worse, and significantly so.
 
-    And which scores are of trainings that had not come to their end.
+    A last line names scores of trainings that had not ended.
     """
-    lines = []
-    for row in table.rows:
-        for column in table.columns:
-            cell = summaries[row.label, column.label]
-            if not cell.get("differences"):
-                continue
+    lines, early = [], {}
+    for row, column in itertools.product(table.rows, table.columns):
+        cell = summaries[row.label, column.label]
+        for seed, one in cell.get("results", {}).items():
+            if one.get("unfinished"):
+                early[f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({one['unfinished']})"] = None
+        if cell.get("differences"):
             number = len(cell["differences"])
             seeds = f"over {number} seeds" if number > 1 else f"with seed {next(iter(cell['differences']))} alone"
             lines.append(
                 f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} {seeds}: "
                 f"{'; '.join(_outcomes(cell)) or 'no difference'}."
             )
-    if early := scored_early(table, summaries):
-        lines.append(f"- {early}")
+    if early:
+        lines.append(f"- **Scored before the end of their training**: {'; '.join(early)}.")
     if lines:
         lines += [
             "",
@@ -213,34 +199,21 @@ def verdicts(table: Table, summaries: dict) -> list[str]:
     return lines
 
 
-def scored_early(table: Table, summaries: dict) -> str:
-    """A sentence about the runs whose training was not at its end when they were scored, or nothing."""
-    early = {}
-    for row in table.rows:
-        for column in table.columns:
-            for seed, one in summaries[row.label, column.label].get("results", {}).items():
-                if one.get("unfinished"):
-                    early[f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({one['unfinished']})"] = None
-    return f"**Scored before the end of their training**: {'; '.join(early)}." if early else ""
-
-
 def _outcomes(cell: dict) -> list[str]:
-    """Better, worse or both: in how many seeds, where there are several, and what the tests say of them."""
-    outcomes = []
+    """The numbers of seeds that are better and worse, with the results of their tests."""
+    outcomes, several = [], len(cell["differences"]) > 1
     for word, sign in (("better", 1), ("worse", -1)):
         seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
         p = [cell["p"][seed] for seed in seeds if seed in cell["p"]]
         significant = sum(value < SIGNIFICANT for value in p)
-        if not seeds:
-            continue
         if not p:
             tests = "not tested"
-        elif len(cell["differences"]) == 1:
-            tests = "significantly" if significant else "not significantly"
+        elif several:
+            tests = f"significantly in {significant}" + (f" of {len(p)} that were tested" * (len(p) < len(seeds)))
         else:
-            untested = f" of {len(p)} that were tested" if len(p) < len(seeds) else ""
-            tests = f"significantly in {significant}{untested}"
-        outcomes.append(f"{word}{f' in {len(seeds)}' if len(cell['differences']) > 1 else ''}, {tests}")
+            tests = "significantly" if significant else "not significantly"
+        if seeds:
+            outcomes.append(f"{word}{f' in {len(seeds)}' * several}, {tests}")
     return outcomes
 
 
@@ -249,7 +222,7 @@ def _outcomes(cell: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Made:
-    """A run that the table shows: which cell it is, how it was trained, and its scores by split."""
+    """A run that the table shows: its cell, its training, and its scores by split."""
 
     row: Row
     recipe: str
@@ -263,29 +236,20 @@ class Made:
 
 def provenance(table: Table, summaries: dict, extra: list[str]) -> list[str]:
     """The lines of a report that say of every score how and where it was made."""
-    runs = made(table, summaries)
+    runs = {}
+    for row, column in itertools.product(table.rows, table.columns):
+        for seed, one in summaries[row.label, column.label]["results"].items():
+            new = Made(row, column.recipe, seed, records.training(one["folder"]), {})
+            runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = one
+    runs = list(runs.values())
     if not runs:
         return ["## Where the numbers come from", "", "Nothing has been run yet."]
-    return [
-        *("## Each seed", "", *_seed_rows(table, summaries), ""),
-        *("## Where the numbers come from", "", *unlike(runs, extra), "", *_run_rows(runs), "", *_signatures(runs), ""),
-        *(f"- {run}: {', then '.join(f'`{command}`' for command in _commands(run))}" for run in runs),
-    ]
-
-
-def made(table: Table, summaries: dict) -> list[Made]:
-    """The runs that the table shows."""
-    runs = {}
-    for row in table.rows:
-        for column in table.columns:
-            for seed, one in summaries[row.label, column.label]["results"].items():
-                new = Made(row, column.recipe, seed, records.training(one["folder"]), {})
-                runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = one
-    return list(runs.values())
-
-
-def _commands(run: Made) -> list[str]:
-    return [run.training.command, *(one["command"] for one in run.scores.values())]
+    lines = ["## Each seed", "", *_seed_rows(table, summaries), "", "## Where the numbers come from", ""]
+    lines += [*unlike(runs, extra), "", *_run_rows(runs), "", *_signatures(runs), ""]
+    for run in runs:
+        commands = [run.training.command, *(one["command"] for one in run.scores.values())]
+        lines.append(f"- {run}: {', then '.join(f'`{command}`' for command in commands)}")
+    return lines
 
 
 def _seed_rows(table: Table, summaries: dict) -> list[str]:
@@ -311,7 +275,7 @@ def _seed_cell(cell: dict, column: Column, seed: int) -> str:
 
 
 def unlike(runs: list[Made], extra: list[str]) -> list[str]:
-    """Whether the runs are alike, and if not, in what: recipe, flags, data, references, settings, precision, commit."""
+    """The differences of the runs in recipe, flags, data, references, settings, precision and commit."""
     lines, by_others = [], {}
     for run in runs:
         recipe = recipes.read(run.recipe)
@@ -332,14 +296,14 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
             scored = {str(run): run.scores[subset] for run in same if subset in run.scores}
             texts = {run: one.get("references") for run, one in scored.items()}
             lines += _kinds(f"References of {recipe}, {subset}", texts)
-            by = {run: records.settings(one) for run, one in scored.items()}
+            by = {run: one["settings_name"] for run, one in scored.items()}
             lines += _kinds(f"Beam and averaged checkpoints of the scores of {recipe}, {subset}", by)
     # Rows that ask for a precision compare it. A run without a record of its starts is named below, for its commit.
     precisions = {
         str(run): " and then ".join(run.training.precisions)
         for run in runs
         if run.training.precisions
-        and not {"precision", *records.PRECISIONS} & recipes.parse_flags(run.row.flags).keys()
+        and not {"precision", *recipes.PRECISIONS} & recipes.parse_flags(run.row.flags).keys()
     }
     lines += _kinds("Precision of training", precisions)
     commits = {str(run): " and then ".join(map(short_commit, run.training.commits)) or None for run in runs}
@@ -359,13 +323,13 @@ def _kinds(what: str, values: dict[str, str | None]) -> list[str]:
 
 
 def short_commit(commit: str | None) -> str:
-    """The first ten digits of a commit, and what follows it in words."""
+    """The first ten digits of a commit, and the words after it."""
     first, _, rest = (commit or records.UNKNOWN).partition(" ")
     return f"{first[:10]} {rest}".strip()
 
 
 def _run_rows(runs: list[Made]) -> list[str]:
-    """A line for each run: how long and on what it was trained, at which commits it was trained and scored."""
+    """A line for each run: its length, time and device, and the commits of its training and its scores."""
     head = ["Run", "Updates", "Averaged", "Hours", "Trained on", "Trained at", "Scored at"]
     lines = [markdown_row(head), markdown_row(["---", "---:", "---:", "---:", "---", "---", "---"])]
     for run in runs:
@@ -398,12 +362,11 @@ def _all(values: Iterable[str]) -> str:
 
 
 def _signatures(runs: list[Made]) -> list[str]:
-    """What the scores are: each kind's signature by sacreBLEU."""
+    """Each kind of score with its signatures by sacreBLEU."""
     kinds = {}
-    for run in runs:
-        for one in run.scores.values():
-            for name, score in one["scores"].items():
-                kinds.setdefault(LABELS[name], {})[score["signature"]] = None
+    for one in (one for run in runs for one in run.scores.values()):
+        for name, score in one["scores"].items():
+            kinds.setdefault(LABELS[name], {})[score["signature"]] = None
     return [f"- {name}: {', '.join(f'`{signature}`' for signature in kinds[name])}" for name in kinds]
 
 

@@ -1,8 +1,8 @@
 """Tables to reproduce: recipes/tables/*.toml, or a file of the user's own of the same form.
 
 title = "..."
-seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise; [1] where it is not given
-[[column]]    recipe, label, score (a key of scores.LABELS, but comet), subset ("test" where it is not given)
+seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
+[[column]]    recipe, label, score (a key of metrics.LABELS, but comet), subset (default: "test")
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ea_data.languages import base_language
 from ea_tools.common import UserError
@@ -25,8 +23,7 @@ from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, recipes
 
 FOLDER = recipes.FOLDER / "tables"
-KEYS = ("title", "seeds", "column", "row")  # of a table's file
-# What every run of a table or a sweep has from elsewhere. As flags for all of them these would misdirect each.
+# As flags for every run of a table or a sweep these would misdirect each.
 ELSEWHERE = {
     "seed": "use --seeds",
     "run": "use --runs",
@@ -84,7 +81,12 @@ class Table:
     title: str
     columns: list[Column]
     rows: list[Row]
-    seeds: list = field(default_factory=lambda: [1])
+    seeds: list[int] = field(default_factory=lambda: [1])
+
+    @property
+    def recipes(self) -> list[str]:
+        """The recipes of the columns, each once."""
+        return list(dict.fromkeys(column.recipe for column in self.columns))
 
     def row(self, label: str) -> Row:
         """The row of this label."""
@@ -95,7 +97,7 @@ class Table:
         return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
-        """The cell with its folder below `runs`, whose name says what was trained, so that tables share runs."""
+        """The cell with its folder below `runs`. The folder's name describes the model, so that tables share runs."""
         name = file_name([row.arch, *_slug(_learnt_by(row) | learning(extra))])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / f"{name}-seed{seed}")
 
@@ -111,19 +113,14 @@ class Table:
         return replace(self, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
 
 
-# How and where a model is trained, which is no part of what it is.
-LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard", "wandb"}
-LAUNCH |= {"num-workers", "log-interval", "log-format"}
-
-
-def learning(words: Iterable[str], launch: Iterable[str] = LAUNCH) -> recipes.Flags:
+def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> recipes.Flags:
     """The words about the model and its learning, without those of `launch`."""
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
 def _learnt_by(row: Row) -> recipes.Flags:
     """The settings of the model in a row's flags. A row that asks for a precision is there to compare it."""
-    return learning(row.flags, LAUNCH - {"precision"})
+    return learning(row.flags, recipes.LAUNCH - {"precision"})
 
 
 def _slug(flags: recipes.Flags) -> list[str]:
@@ -132,7 +129,7 @@ def _slug(flags: recipes.Flags) -> list[str]:
 
 
 def file_name(parts: Iterable[str]) -> str:
-    """The parts with dashes between them. A digest ends what is too long for a file's name of 255 bytes."""
+    """The parts with dashes between them. A digest shortens a name that a disk would not take."""
     name = "-".join(parts)
     if len(name.encode()) <= 200:
         return name
@@ -140,78 +137,49 @@ def file_name(parts: Iterable[str]) -> str:
 
 
 def names() -> list[str]:
-    """The tables of translations in recipes/tables that can be read."""
-    found = []
-    for path in FOLDER.glob("*.toml"):
-        with contextlib.suppress(UserError, OSError):
-            if "column" in recipes.read_toml(path):
-                found.append(path.stem)
-    return sorted(found)
+    """The tables of translations in recipes/tables."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml") if "column" in recipes.read_toml(path))
 
 
 def read(name: str) -> Table:
     """A table by its name in recipes/tables, or by its path."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        raise UserError(
-            f"{name}: no such table; there are {', '.join(names())}, and files of your own that end in .toml"
-        )
+        raise UserError(f"{name}: no such table; expected {', '.join(names())}, or a .toml file of your own")
     content = recipes.read_toml(path)
-    flag_faults.check_keys(path, content, KEYS)
-    try:
-        table = Table(
-            name=path.stem,
-            title=content["title"],
-            columns=[Column(**column) for column in content["column"]],
-            rows=[Row(**row) for row in content["row"]],
-            seeds=content.get("seeds", [1]),
-        )
-    except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]} is missing") from None
-    except TypeError as error:
-        raise UserError(f"{path}: {error}") from None
+    content = {{"column": "columns", "row": "rows"}.get(key, key): value for key, value in content.items()}
+    table = recipes.filled(Table, {"name": path.stem, **content}, str(path))
     check_seeds(f"{path}: seeds", table.seeds)
-    for part in (*table.columns, *table.rows):
-        for name in ("recipe", "label", "score", "subset", "arch"):
-            if not isinstance(value := getattr(part, name, ""), str):
-                raise UserError(f"{path}: {name} = {value!r}: must be text in quotation marks")
-    labels = [row.label for row in table.rows]
-    for row in table.rows:
-        _check_row(f"{path}: {row.label}:", row)
-        if row.baseline and row.baseline not in labels:
-            raise UserError(f"{path}: the baseline {row.baseline!r} of {row.label!r} is no row")
-    for kind, its_labels in (("rows", labels), ("columns", [column.label for column in table.columns])):
-        if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
-            raise UserError(f"{path}: several {kind} have the label {twice!r}; give each a label of its own")
-    for row, other in itertools.combinations(table.rows, 2):
-        if (row.arch, _slug(_learnt_by(row))) == (other.arch, _slug(_learnt_by(other))):
-            raise UserError(
-                f"{path}: the rows {row.label!r} and {other.label!r} would share one run, for their architecture and "
-                "flags are the same, or as good as the same in a folder's name"
-            )
-    for column in table.columns:
-        recipe = recipes.read(column.recipe)
-        check_score(f"{path}: {column.label}: score", column.score, recipe)
-        texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
-        if (recipe.data / "PREP.json").is_file() and column.subset not in texts:
-            raise UserError(
-                f"{path}: {column.label}: subset {column.subset!r}: is not in {recipe.data}; there are: "
-                f"{', '.join(texts)}"
-            )
+    check(str(path), table)
     return table
 
 
-def _check_row(where: str, row: Row) -> None:
-    """Refuse what would be found when the row is trained, or when all is trained and the page is written."""
-    flag_faults.check_architecture(row.arch, f"{where} arch ")
-    if not (isinstance(row.flags, list) and all(isinstance(word, str) for word in row.flags)):
-        raise UserError(f'{where} flags = {row.flags!r}: must be a list of texts, as in ["--lr", "1e-3", "--fp16"]')
-    if not (isinstance(row.paper, dict) and all(isinstance(number, int | float) for number in row.paper.values())):
-        raise UserError(f"{where} paper = {row.paper!r}: must be numbers by recipe, as in {{ iwslt14-de-en = 33.8 }}")
-    try:
-        check_flags("--", recipes.parse_flags(row.flags))
-    except UserError as error:
-        raise UserError(f"{where} flags: {error}") from None
+def check(where: str, table: Table) -> None:
+    """Refuse a table that would fail only when it is trained, or when its page is written."""
+    labels, learnt = [row.label for row in table.rows], {}
+    for row in table.rows:
+        flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
+        check_flags(f"{where}: {row.label}: flags: --", recipes.parse_flags(row.flags))
+        if row.baseline and row.baseline not in labels:
+            raise UserError(f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row")
+        other = learnt.setdefault((row.arch, *_slug(_learnt_by(row))), row)
+        if other is not row:
+            raise UserError(
+                f"{where}: the rows {other.label!r} and {row.label!r} would share one run: they have the same "
+                "architecture and flags"
+            )
+    for its_labels in (labels, [column.label for column in table.columns]):
+        if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
+            raise UserError(f"{where}: the label {twice!r} is there twice; give each a different one")
+    for column in table.columns:
+        recipe = recipes.read(column.recipe)
+        check_score(f"{where}: {column.label}: score", column.score, recipe)
+        texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
+        if texts and column.subset not in texts:
+            raise UserError(
+                f"{where}: {column.label}: subset {column.subset!r} is not in {recipe.data}; there are: "
+                f"{', '.join(texts)}"
+            )
 
 
 def check_flags(where: str, names: Iterable[str]) -> None:
@@ -221,18 +189,16 @@ def check_flags(where: str, names: Iterable[str]) -> None:
             raise UserError(f"{where}{name}: {ELSEWHERE[name]}")
 
 
-def check_seeds(where: str, seeds: Any) -> None:
-    """Refuse anything but different whole numbers: a seed that is given twice would be trained by two at once."""
-    if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-        raise UserError(f"{where} = {seeds!r}: must be a list of whole numbers, as in [1, 2, 3]")
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"{where} {' '.join(map(str, seeds))}: given twice")
+def check_seeds(where: str, seeds: Sequence[int]) -> None:
+    """Refuse a seed that is given twice: two runs would train it in one folder."""
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"{where} {' '.join(map(str, seeds))}: expected different whole numbers")
 
 
 def check_score(where: str, score: str, recipe: recipes.Recipe) -> None:
-    """Refuse a score that the cells of a table never get, for evaluate.sh does not make it of this recipe's text."""
+    """Refuse a score that evaluate.sh does not make of this recipe's text."""
     languages, raw = (recipe.source_lang, recipe.target_lang), False
-    with contextlib.suppress(UserError):  # where nothing is prepared yet, nobody knows
+    with contextlib.suppress(UserError):  # the data need not be prepared yet
         raw = read_prep(recipe.data)["tokenizer"] == "none"
     if score not in LABELS:
         raise UserError(f"{where} {score!r} is not one of {', '.join(LABELS)}")

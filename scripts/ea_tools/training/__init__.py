@@ -1,1 +1,1 @@
-"""What trains a model: recipes, launching, the run's folder."""
+"""Training a model: recipes, launching, the run's folder."""

@@ -31,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output, runs = Path(args.output), {path.parent.resolve() for path in paths}
         if output.resolve() in {path.resolve() for path in paths}:
             raise UserError(f"--output {output}: is one of the checkpoints to average; give it another name")
-        if not output.parent.is_dir():
-            raise UserError(f"--output {output}: there is no folder {output.parent}; make it first")
         _refuse_trainings_own(output, runs)
         save(average(paths), output)
         print(f"wrote {output}, the average of {len(paths)} checkpoints")
@@ -77,11 +75,9 @@ def select(
 ) -> list[Path]:
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
     paths = [Path(path) for path in inputs]
-    for number, path in enumerate(paths):
+    for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-        if path.resolve() in {other.resolve() for other in paths[:number]}:
-            raise UserError(f"--inputs {path}: is given twice, and would count twice")
     folders = [path for path in paths if path.is_dir()]
     if num_epochs is None and num_updates is None:
         if folders:
@@ -100,7 +96,7 @@ def select(
     candidates = [(number, path) for number, path in files if number <= (upper_bound or number)]
     if len(candidates) < wanted:
         bound = f" up to {kind} {upper_bound}" if upper_bound else ""
-        raise UserError(f"{folders[0]}: {wanted} {kind} checkpoints are wanted and there are {len(candidates)}{bound}")
+        raise UserError(f"{folders[0]}: expected {wanted} {kind} checkpoints{bound}, found {len(candidates)}")
     return [path for _, path in candidates[-wanted:]]
 
 
@@ -108,8 +104,8 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
 
     Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
-    The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. What is not floating
-    point (counters, indices) is the last checkpoint's. Tied tensors stay tied.
+    The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. Counters and indices are
+    the last checkpoint's. Tied tensors stay tied.
     """
     import torch
 
@@ -147,7 +143,7 @@ def save(state: dict[str, Any], path: Path | str) -> None:
     try:
         with replacing(path) as temporary:
             torch.save(state, temporary)
-    except RuntimeError as error:  # what PyTorch makes of a full disk
+    except RuntimeError as error:  # PyTorch's error for a full disk
         reason, free = str(error).strip().splitlines()[0], shutil.disk_usage(Path(path).parent).free / 2**20
         raise UserError(
             f"{path}: could not be written ({reason}); {free:,.0f} MiB are free there: make room and run it again"
@@ -165,7 +161,7 @@ def holds(path: Path, state: dict[str, Any]) -> bool:
 
 
 def _skeleton(state: dict) -> dict[str, dict]:
-    """What averaged checkpoints must share: settings, and each key's shape and type."""
+    """Averaged checkpoints must share these: settings, and each key's shape and type."""
     tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
     return {"settings": structure(state), "tensors": tensors}
 

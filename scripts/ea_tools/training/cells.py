@@ -1,12 +1,10 @@
-"""The cells of a table: what trains and scores one, and running those that have no result yet, side by side.
-
-scripts/reproduce.sh fills the papers' tables in this way, scripts/sweep.sh a grid of its own.
-"""
+"""The cells of a table: the commands that train and score one, and running those without a result, side by side."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import queue
 import shlex
@@ -14,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -24,7 +22,7 @@ from tqdm import tqdm
 from ea_tools.common import REPO, UserError, positive
 from ea_tools.tables import records
 from ea_tools.tables.table import Cell, Table
-from ea_tools.training import flag_faults, launch, recipes, train
+from ea_tools.training import launch, recipes, train
 from ea_tools.translating import evaluate
 
 
@@ -41,29 +39,17 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add("--dry-run", action="store_true", help="print what would be run")
 
 
-def training_flags(recipe: recipes.Recipe, arch: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of fairseq-train for a run of train.sh with these words; those for train.sh itself are left out.
-
-    The second list names the flags of the recipe, which train.sh leaves out where fairseq-train does not take them.
-    """
-    _, flags = train.parse([recipe.name, arch, "--data", "data", *words])
-    of_recipe = recipe.flags_for(arch)
-    optional = [name for name in of_recipe if name not in flags]
-    return ["data", "--arch", arch, *recipes.spell_flags({**of_recipe, **flags})], optional
-
-
-def check_flags(cells: Iterable[Cell], extra: Sequence[str], by_user: bool, others: Iterable[str]) -> None:
-    """Refuse what fairseq-train would refuse in one of the cells, before the first of them is started.
-
-    The last two arguments are those of `flag_faults.check`.
-    """
-    of_rows = {cell.row.label: cell for cell in cells}
-    for cell in of_rows.values():
-        words, optional = training_flags(recipes.read(cell.recipe), cell.row.arch, [*cell.row.flags, *extra])
+def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> None:
+    """Refuse a row that train.sh would refuse, before the first of them is started."""
+    gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
+    for cell in {cell.row.label: cell for cell in cells}.values():
+        words, printed = commands(table, cell, args, extra)[0][1:], io.StringIO()
         try:
-            flag_faults.check(cell.row.arch, words, by_user, others, optional)
-        except UserError as error:
-            raise UserError(f"{cell.row.label}: {error}") from None
+            with contextlib.redirect_stderr(printed):
+                train.prepare([*words, *gpus, "--dry-run"])
+        except (UserError, SystemExit) as error:  # the latter from argparse, which has printed the reason
+            reason = error if isinstance(error, UserError) else printed.getvalue().strip()
+            raise UserError(f"{cell.row.label}: {reason}") from None
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
@@ -77,27 +63,28 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
             without_data.append(f"{cell}: not run, {data} is not prepared, see data-prep/")
         else:
             missing.append(cell)
+    check(table, missing, args, extra)
     if args.dry_run:
         for cell in missing:
             for command in commands(table, cell, args, extra):
                 print(shlex.join(command))
         return []
-    free = slots(args.gpus_per_run, cpu_runs(args, extra))
-    places = queue.SimpleQueue()
-    for slot in free:
-        places.put(slot)
-    side_by_side = len(free) > 1
+    environments = slots(args.gpus_per_run, cpu_runs(args, extra))
+    free = queue.SimpleQueue()
+    for environment in environments:
+        free.put(environment)
 
     def run(cell: Cell) -> str | None:
-        slot = places.get()
+        slot = free.get()
         try:
-            return None if run_cell(table, cell, args, extra, slot, side_by_side) else str(cell)
+            went_well = run_cell(table, cell, args, extra, slot, quiet=len(environments) > 1)
         finally:
-            places.put(slot)
+            free.put(slot)
+        return None if went_well else str(cell)
 
-    with _ending_the_runs(), ThreadPoolExecutor(len(free)) as pool:
+    with _ending_the_runs(), ThreadPoolExecutor(len(environments)) as pool:
         outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
-    return [*without_data, *(outcome for outcome in outcomes if outcome)]
+    return [*without_data, *filter(None, outcomes)]
 
 
 def record(cell: Cell, args: argparse.Namespace) -> Path:
@@ -106,7 +93,7 @@ def record(cell: Cell, args: argparse.Namespace) -> Path:
 
 
 def settings(args: argparse.Namespace) -> str:
-    """What evaluate.sh calls the settings by which `commands` lets it score."""
+    """The name that evaluate.sh gives to the settings in `commands`."""
     return evaluate.settings_name(evaluate.parse(["--data", "", "--run", "", "--average", str(args.average)]))
 
 
@@ -116,29 +103,21 @@ def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
     A score by other settings, or from before the end of its training, is made again where the run's checkpoints are
     still there; else it stays.
     """
-    kept = record(cell, args)
-    scores = [one for folder in (kept, cell.folder) if (one := records.read(folder, subset))]
-    by_these = [one for one in scores if records.settings(one) == settings(args)]
-    if not scores or any(not one.get("unfinished") for one in by_these):
-        return bool(scores)
-    if any(cell.folder.glob("checkpoint*.pt")):
+    scores = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
+    if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in scores):
+        return True
+    if not scores or any(cell.folder.glob("checkpoint*.pt")):
         return False
-    if by_these:
-        say(
-            f"note: {cell}: the score of {subset} is from before the end of its training, {by_these[0]['unfinished']}, "
-            f"and there are no checkpoints to go on from; to train it from nothing, remove {kept}"
-        )
-    else:
-        has, wanted = records.settings(scores[0]), settings(args)
-        say(
-            f"note: {cell}: the score of {subset} is by {has}, not {wanted}, and there are no checkpoints to score "
-            "again"
-        )
+    early = f", before the end of its training ({scores[0]['unfinished']})" if scores[0].get("unfinished") else ""
+    say(
+        f"note: {cell}: the score of {subset} is by {scores[0]['settings_name']}{early}, and there are no checkpoints "
+        f"to make one by {settings(args)}; to train it from nothing, remove {record(cell, args)}"
+    )
     return True
 
 
 def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:
-    """How many runs go at once on the CPU; 0 where they run on GPUs."""
+    """The number of runs side by side on the CPU; 0 where they run on GPUs."""
     if recipes.parse_flags(extra).get("gpus") != ["0"] and launch.gpus()[0]:
         return 0
     return args.at_once or len(os.sched_getaffinity(0))
@@ -150,7 +129,7 @@ _ending = threading.Event()
 
 @contextlib.contextmanager
 def _ending_the_runs() -> Iterator[None]:
-    """Let no run outlive this process where it is told to end; they go on when the command is given again."""
+    """At SIGTERM, end the runs too; they go on when the command is given again."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         _ending.set()
@@ -183,7 +162,7 @@ def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
 
 
 def free_gpus() -> list[str]:
-    """The numbers of the GPUs on which nothing runs, as nvidia-smi tells it, of those in CUDA_VISIBLE_DEVICES."""
+    """The numbers of the GPUs in CUDA_VISIBLE_DEVICES on which nothing runs, by nvidia-smi."""
 
     def ask(what: str) -> list[str]:
         command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
@@ -199,7 +178,7 @@ def free_gpus() -> list[str]:
 
 
 def commands(table: Table, cell: Cell, args: argparse.Namespace, extra: list[str]) -> list[list[str]]:
-    """What makes one cell: train, then translate and score each split."""
+    """The commands of one cell: train, then translate and score each split."""
     scripts, data = REPO / "scripts", str(recipes.read(cell.recipe).data)
     train = [str(scripts / "train.sh"), cell.recipe, cell.row.arch, "--run", str(cell.folder)]
     evaluate = [str(scripts / "evaluate.sh"), "--data", data, "--run", str(cell.folder), "--average", str(args.average)]

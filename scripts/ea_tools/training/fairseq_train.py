@@ -2,12 +2,12 @@
 
 - the count of --patience survives a resume
 - checkpoint_last.pt and checkpoint_best.pt are replaced in one step, so that no kill can leave half of one
-- a full disk ends the run with a message, the earlier checkpoints untouched
-- SAVE_DIR/train.log holds what is on the screen and what is too long for it: the command, the configuration, the model,
-  the traceback of an error; SAVE_DIR/log.jsonl holds the numbers for programs
+- a full disk ends the run with a message, and leaves the earlier checkpoints as they are
+- SAVE_DIR/train.log holds the screen, the command, the configuration, the model and the traceback of an error
+- SAVE_DIR/log.jsonl holds the numbers for programs
 - on a CPU, memory that a step frees is kept for the next one
-- --bf16-products, before the data: float32 products are made in the CPU's units for bfloat16
-- a line by time says how it goes; divergence, Ctrl-C and errors end in one sentence, and success with what to do next
+- --bf16-products, before the data: the CPU's units for bfloat16 make float32 products
+- a line comes by time; divergence, Ctrl-C and errors end in one sentence, and success with the next command
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -24,20 +23,18 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Deprecations inside fairseq and hydra, which nobody who trains can do anything about.
+# Deprecations inside fairseq and hydra: users cannot change them.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"hydra|fairseq")
 warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
 warnings.filterwarnings("ignore", message=r"\n'config' is validated|'pin_memory' argument")
 
-logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that nobody needs here
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
-import torch  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
@@ -50,7 +47,7 @@ from ea_tools.training.memory import keep_freed_memory  # noqa: E402
 from ea_tools.training.run_folder import next_command, settle_model  # noqa: E402
 
 logger = logging.getLogger("train")
-LOG_ALONE = {"log_alone": True}  # what belongs into train.log and not on the screen
+LOG_ALONE = {"log_alone": True}  # for train.log, and not for the screen
 
 
 class LongRunTrainer(Trainer):
@@ -62,14 +59,15 @@ class LongRunTrainer(Trainer):
         self._taken_up: dict[str, Any] | None = None  # where in an epoch the checkpoint was made that this goes on from
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
-            logger.info(describe(self.get_model(), self.cuda))
-            Journal.progress = Progress(self, cfg) if cfg.common.log_format == "simple" else None
+            Journal.progress = None
+            if cfg.common.log_format == "simple":
+                Journal.progress = Progress(self, cfg.optimization.max_update)
 
     def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> EpochBatchIterating:
         """An epoch's batches, the same ones whichever process makes them."""
-        # fairseq groups sentences into batches once, by a seed that depends on the epoch in which it does: the first,
-        # or the one in which a run is taken up again. Always as in the first, a resumed run sees the same batches.
-        # Where each epoch has batches of its own (--update-epoch-batch-itr, some data), they are the epoch's.
+        # fairseq groups sentences into batches once, by a seed made of the present epoch's number. A resumed run sees
+        # the same batches only where it is always the first epoch's. --update-epoch-batch-itr, and some data, make
+        # batches anew in each epoch.
         first_serve = self._first_may_serve()
         batches = super().get_train_iterator(1 if first_serve else epoch, *args, **kwargs)
         if epoch != 1 and first_serve and not self._first_may_serve():  # the data were loaded only now
@@ -81,14 +79,14 @@ class LongRunTrainer(Trainer):
         return batches
 
     def _first_may_serve(self) -> bool:
-        """Whether the first epoch's batches serve for all, as far as can be said before the data are loaded."""
+        """Whether all epochs may have the first one's batches; it is sure only when the data are loaded."""
         if self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr:
             return False
         data = self.task.datasets.get(self.cfg.dataset.train_subset)
         return data is None or self.task.can_reuse_epoch_itr(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint."""
+        """The content of a checkpoint."""
         state = super().state_dict()
         # Validation starts its metrics afresh; --eval-bleu's are NumPy arrays, which no safe torch.load takes.
         state["extra_state"]["metrics"].pop("valid", None)
@@ -100,7 +98,7 @@ class LongRunTrainer(Trainer):
             error = sys.exc_info()[1]
             if isinstance(error, FloatingPointError):  # whose operation fairseq is about to look for
                 _end_diverged(self, error)
-            return None  # fairseq goes on to raise it; the checkpoints that there are are what a run goes on from
+            return None  # fairseq raises the error next
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
         place = {**extra_state["train_iterator"], "batches_in_epoch": self._batches_in_epoch}
@@ -137,72 +135,36 @@ def fit_place(place: dict[str, Any], batches: int) -> None:
     )
 
 
-def describe(model: torch.nn.Module, cuda: bool) -> str:
-    """How large the model is, and what it is trained on."""
-    every = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones are listed once
-    words = sum(number for name, number in every.items() if "embed_tokens" in name or "output_projection" in name)
-    threads = torch.get_num_threads()
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {threads} thread{'s'[: threads != 1]}"
-    total = sum(every.values())
-    return f"{total:,} parameters, {total - words:,} without embeddings and output projection, on {device}"
-
-
 def _end_diverged(trainer: Trainer, error: FloatingPointError) -> None:
     """End the program: gradients are not numbers any more, and no later update can mend that."""
-    if "inconsistent between workers" in str(error) and not re.search(r"\b(nan|inf)\b", str(error)):
-        logger.critical(f"{error}\nThe checkpoints that there are stay as they are.")
-        sys.exit(1)
     lr, done = trainer.get_lr(), trainer.get_num_updates()
     logger.critical(
-        f"training has diverged: after {done:,} updates, with a learning rate of {lr:g}, gradients are infinite or not "
-        "numbers. The checkpoints that there are stay as they are. Start a new run with a lower --lr, more "
-        "--warmup-updates or a --clip-norm."
+        f"training has diverged after {done:,} updates, with a learning rate of {lr:g}: {error}\nThe checkpoints that "
+        "there are stay as they are. Start a new run with a lower --lr, more --warmup-updates or a --clip-norm."
     )
     sys.exit(1)
 
 
 class Progress:
-    """Says by time how training goes: every ten seconds in the first two minutes, then ever more rarely.
+    """Logs a line about the training every ten seconds in the first two minutes, then ever more rarely."""
 
-    It reads the meters that fairseq keeps, and changes none of them.
-    """
-
-    def __init__(self, trainer: Trainer, cfg: DictConfig) -> None:
-        self._trainer, self._max_update = trainer, cfg.optimization.max_update
-        self._max_epoch = cfg.optimization.max_epoch
-        self._began = self._said = time.monotonic()
-        self._first = None  # (time, updates) when the first update was done: what came before it says little of speed
+    def __init__(self, trainer: Trainer, max_update: int) -> None:
+        self._trainer, self._max_update = trainer, max_update
+        self._began = self._logged = time.monotonic()
 
     def after_a_step(self, epoch: int, batch: int, batches: int) -> None:
-        """Print a line where it is time for one. `batch` of `batches` in this epoch have been trained on."""
-        now, done = time.monotonic(), self._trainer.get_num_updates()
-        self._first = self._first or (now, done)
-        if now - self._said < min(600, max(10, (now - self._began) / 12)):
+        """Log a line where it is time for one. `batch` of `batches` in this epoch have been trained on."""
+        now = time.monotonic()
+        if now - self._logged < min(600, max(10, (now - self._began) / 12)):
             return
-        self._said = now
+        self._logged = now
         values = metrics.get_smoothed_values("train")
-        line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {done:,}"
-        if "loss" in values:
-            line += f": loss {float(values['loss']):.3f}"
-        if "wps" in values:
-            line += f", {float(values['wps']):,.0f} words a second"
-        logger.info(line + self._left(now, done, epoch, batch, batches))
-
-    def _left(self, now: float, done: int, epoch: int, batch: int, batches: int) -> str:
-        """The time that is left by the speed so far, to the end of the run where that is known, else of the epoch."""
-        since, at_first = self._first
-        if done == at_first or not batch:
-            return ""
-        per_update = (now - since) / (done - at_first)
-        updates, end = (batches - batch) * done / ((epoch - 1) * batches + batch), "of this epoch"
-        limits = []
+        line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {self._trainer.get_num_updates():,}"
         if self._max_update:
-            limits.append(self._max_update - done)
-        if self._max_epoch:
-            limits.append(updates + (self._max_epoch - epoch) * batches * done / ((epoch - 1) * batches + batch))
-        if limits:
-            updates, end = min(limits), "at most"
-        return f", {timedelta(seconds=round(max(0, updates) * per_update))} left {end}"
+            line += f" of {self._max_update:,}"
+        if "loss" in values and "wps" in values:
+            line += f": loss {float(values['loss']):.3f}, {float(values['wps']):,.0f} words a second"
+        logger.info(line)
 
 
 def copy_in_one_step(source: str, target: str, overwrite: bool = False) -> bool:
@@ -230,7 +192,7 @@ def _room_on_disk(path: Path) -> Iterator[None]:
 
 
 class Journal(progress_bar.BaseProgressBar):
-    """A progress bar that also writes what it shows as lines of JSON."""
+    """A progress bar that also writes its numbers as lines of JSON."""
 
     file = None  # SAVE_DIR/log.jsonl, in the one process that writes it
     progress: Progress | None = None  # in the same process
@@ -245,12 +207,12 @@ class Journal(progress_bar.BaseProgressBar):
                 self.progress.after_a_step(self.epoch, number, len(self.batches))
 
     def log(self, stats: Mapping[str, Any], tag: str | None = None, step: int | None = None) -> None:
-        """What fairseq logs in the middle of an epoch."""
+        """Log in the middle of an epoch."""
         self._write(stats, tag, step)
         self.bar.log(stats, tag=tag, step=step)
 
     def print(self, stats: Mapping[str, Any], tag: str | None = None, step: int | None = None) -> None:
-        """What fairseq prints at the end of an epoch and of a validation."""
+        """Print at the end of an epoch, and of a validation."""
         self._write(stats, tag, step)
         self.bar.print(stats, tag=tag, step=step)
 
@@ -324,7 +286,7 @@ def _value(words: list[str], flag: str, default: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    """fairseq-train; what happens to it is said in a sentence, and at length in train.log."""
+    """fairseq-train; it ends in a sentence on the screen, and at length in train.log."""
     if words[:1] == [f"--{products.FLAG}"]:
         products.use_bf16_products()
         words = sys.argv[1:] = words[1:]  # fairseq reads them there
@@ -342,7 +304,7 @@ def main(words: list[str]) -> None:
     except Exception as error:
         logger.error("this ended the training:", exc_info=True, extra=LOG_ALONE)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # Of another process's error torch.multiprocessing gives the whole traceback, which ends in what went wrong.
+        # torch.multiprocessing gives the whole traceback of another process; the error is its last line.
         of_another = type(error).__name__ == "ProcessRaisedException"
         said = next(reversed(lines) if of_another else iter(lines), "")
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)

@@ -46,7 +46,7 @@ class Launch:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
         if port and not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise UserError(f"--master {master}: what follows the colon is no port, a number from 1 to 65535")
+            raise UserError(f"--master {master}: expected a port after the colon, 1 to 65535")
         return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
 
     @property
@@ -97,10 +97,7 @@ def choose_precision(wanted: str, launch: Launch) -> str:
         return wanted
     if not launch.gpus:
         if products.has_bf16_units():
-            say(
-                "precision: fp32; this CPU has units for bfloat16, try --precision bf16: evolving models trained 1.2 "
-                "to 1.6 times as fast with it on an Intel Xeon with AMX, transformer_lite slower (docs/performance.md)"
-            )
+            say("precision: fp32; this CPU has units for bfloat16, try --precision bf16 (docs/performance.md)")
         return "fp32"
     if not launch.capability:  # --dry-run for another machine
         return "fp32"
@@ -115,8 +112,8 @@ def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, s
     One machine: fairseq starts a process for each GPU. Several: torchrun does, on each machine. Several without GPUs:
     one process on each, for which fairseq needs every flag.
     """
-    python = [sys.executable, "-u", "-P"]  # -P: what lies beside fairseq_train.py has no say in what it imports
-    # From these, which a cluster or a container may set, fairseq would find out by itself how many processes there are.
+    python = [sys.executable, "-u", "-P"]  # -P: it imports nothing that lies beside fairseq_train.py
+    # A cluster or a container may set these. fairseq would take the number of processes from them.
     told = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
     if launch.nodes == 1:  # and from these its port, the same one for all trainings in a job
         told |= {"SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID"}

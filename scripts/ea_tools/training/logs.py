@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ea_tools.common import UserError
-from ea_tools.tables.table import LAUNCH
-from ea_tools.training.recipes import parse_flags
-from ea_tools.training.train import data_last, first_flag
+from ea_tools.common import UserError, read_json
+from ea_tools.training import recipes
 
-OF_A_START = LAUNCH - {"precision"} | {"run", "data"}  # what two starts of one run may differ in
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
 AXES = ("updates", "epochs", "hours")
 
@@ -83,7 +79,7 @@ def parse_line(line: str) -> Entry | None:
     """(tag, update, {name: number}) of a line with numbers, else None. Tags: train_inner, train (an epoch's), valid.
 
     Three forms: log.jsonl, and the simple and json formats of fairseq, with or without date and tag in front. A line
-    that a kill has torn is none, but for what the next process wrote behind it.
+    that a kill has torn is none; the next process may have written an entry behind it.
     """
     if (brace := line.rfind("{")) >= 0:
         try:
@@ -119,7 +115,7 @@ def entries_of(log: str) -> list[Entry]:
 
 
 def join(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries in the order of updates: a process that goes back replaces what came after that update before."""
+    """Entries in the order of updates: a process that goes back replaces the entries after its first update."""
     kept, seen = [], set()
     for tag, update, numbers in entries:
         if kept and (update < kept[-1][1] or (tag, update) in seen):
@@ -180,14 +176,14 @@ def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
 
 
 def identity(record: Path) -> tuple[dict[str, str], str | None]:
-    """(settings, seed) of run.json: the run's settings, and the rest of its command."""
+    """(settings, seed) of run.json: the run's settings, and the flags of its first start."""
     if not record.exists():
         return {}, None
+    content = read_json(record)
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        settings, words = dict(content["identity"]), data_last(shlex.split(content["command"])[1:])
-        given = {name: " ".join(values) for name, values in parse_flags(words[first_flag(words) :]).items()}
-    except (ValueError, KeyError, TypeError, UserError) as error:
+        settings, starts = {**content["identity"]}, content["starts"]
+        flags = starts[0]["flags"] if starts else {}
+        settings |= {**recipes.learning_flags(flags), "precision": recipes.precision_of(flags)}
+    except (KeyError, TypeError) as error:
         raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
-    settings |= {name: value for name, value in given.items() if name not in OF_A_START}
     return settings, settings.pop("seed", None)

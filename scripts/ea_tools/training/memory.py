@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: Names of glibc's mallopt(3) for what it maps by itself, and for what it gives back.
+#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back.
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory() -> bool:
     """Have the C library keep freed memory. Returns whether it could be asked to.
 
-    glibc gives blocks of more than 32 MiB back to the system when they are freed, and the system clears every page of
-    them when the next step maps them again: docs/performance.md has the cost. Where a variable whose name begins
-    with MALLOC_ is set, the user has decided already.
+    glibc gives freed blocks of more than 32 MiB back to the system. When the next step maps them again, the system
+    clears every page: docs/performance.md has the cost. A variable MALLOC_* is the user's own decision.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return False

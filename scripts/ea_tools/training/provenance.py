@@ -1,4 +1,4 @@
-"""Where, when and with what something was computed: what every record of a run and of a score holds."""
+"""The place, time and versions of a computation: every record of a run and of a score holds them."""
 
 import datetime
 import os

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import difflib
 import json
 import tomllib
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ea_tools.common import REPO, UserError
 from ea_tools.text import read_prep
 from ea_tools.training import flag_faults
 
 FOLDER = REPO / "recipes"
-KEYS = ("inherit", "data", "source-lang", "target-lang", "eval-bleu", "batch", "flags", "arch")  # of a recipe's file
+
+#: Flags of the launch, which make no other model.
+LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard", "wandb"}
+LAUNCH |= {"num-workers", "log-interval", "log-format"}
+#: fairseq-train's flags of a precision; the first is that of ea_tools.training.fairseq_train
+PRECISIONS = ("bf16-products", "amp", "bf16", "fp16", "memory-efficient-bf16", "memory-efficient-fp16")
+#: Flags that change nothing in the learning. Precision and batch are reported by themselves.
+NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
+    "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
+    "cpu", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
+    "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
+    "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
+    "eval-bleu-print-samples", "eval-tokenized-bleu",
+}  # fmt: skip
+BATCH = "tokens an update"
 
 Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
+Form = TypeVar("Form")
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One task: where its data are, its batch, its flags."""
+    """One task: the place of its data, its batch, its flags. The keys of a recipe's file are these fields."""
 
     name: str
     data: Path
@@ -48,26 +64,23 @@ class Recipe:
     target_lang: str
     batch: Batch
     flags: dict[str, Any]
-    architectures: dict[str, dict[str, Any]]
+    arch: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # flags of single architectures
     eval_bleu: bool = False  # BLEU and sample translations at each validation, where the text is small enough for it
 
     def flags_for(self, arch: str) -> dict[str, Any]:
         """The flags with the architecture's own in the place of the common ones; false leaves one out."""
-        flags = {**self.flags, **self.architectures.get(arch, {})}
+        flags = {**self.flags, **self.arch.get(arch, {})}
         return {name: value for name, value in flags.items() if value is not False}
 
 
 def names() -> list[str]:
-    """The recipes that have a data set, their own or an inherited one; the others are there to be inherited.
+    """The recipes that have a data set, their own or an inherited one; the others are there to be inherited."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml") if "data" in _inherited(path))
 
-    One that cannot be read, for somebody is writing it, maybe, is left out: it must not stop what needs another.
-    """
-    found = []
-    for path in FOLDER.glob("*.toml"):
-        with contextlib.suppress(UserError, OSError):
-            if "data" in _inherited(path):
-                found.append(path.stem)
-    return sorted(found)
+
+def common_flags() -> set[str]:
+    """The flags of the recipes here. One of them may belong to a part that the user replaced by another."""
+    return {name for path in FOLDER.glob("*.toml") for name in read_toml(path).get("flags", {})}
 
 
 def plain(value: str) -> str:
@@ -83,43 +96,26 @@ def said(value: str | None) -> str:
     return "not given" if value is None else value or "given"
 
 
-def refuse_as_architecture(word: str) -> None:
-    """Refuse a recipe's name in the place of an architecture's: the two were given in the wrong order."""
-    if (FOLDER / f"{word}.toml").is_file() and word in names():  # most are none: names() reads every recipe
-        raise UserError(
-            f"{word} is a recipe, and stands where an architecture is wanted: RECIPE comes first, then ARCH"
-        )
-
-
 def read(name: str) -> Recipe:
     """The recipe `name` of recipes/, or of a file of the user's own, together with its ancestors."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     merged = _inherited(path) if path.is_file() else {}
     if not path.is_file() or (path.parent == FOLDER and "data" not in merged):
-        if name.endswith(".toml"):
-            raise UserError(f"{name}: no such file; a recipe of your own is wanted, or the name of one of those here")
         near = difflib.get_close_matches(name, names(), n=1)
         meant = f" (is {near[0]} meant?)" if near else ""
-        raise UserError(f"there is no recipe {name!r}{meant}; there are: {', '.join(names())}")
+        raise UserError(f"there is no recipe {name!r}{meant}; there are: {', '.join(names())}, and .toml files")
     return _recipe(path, merged)
 
 
 def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
-    try:
-        return Recipe(
-            name=path.stem,
-            data=REPO / merged["data"],
-            source_lang=merged["source-lang"],
-            target_lang=merged["target-lang"],
-            batch=Batch(**merged["batch"]),
-            flags=merged["flags"],
-            architectures=merged.get("arch", {}),
-            eval_bleu=merged.get("eval-bleu", False),
-        )
-    except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]} is missing") from None
-    except TypeError as error:
-        raise UserError(f"{path}: {error}") from None
+    content = {name: value for name, value in merged.items() if name != "inherit"}
+    recipe = filled(Recipe, {"name": path.stem, **content}, str(path))
+    if min(dataclasses.astuple(recipe.batch)) < 1:
+        raise UserError(f"{path}: [batch] has a number below 1")
+    if path.parent != FOLDER:  # those in recipes/ have a test, and may name what only fairseq's slow import knows
+        for arch in recipe.arch:
+            flag_faults.check_architecture(arch, f"{path}: arch.")
+    return recipe
 
 
 #: For a corpus of one's own: up to so many training pairs, what differs from recipes/base.toml. Our choice, between the
@@ -169,47 +165,74 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    content = read_toml(path)
-    flag_faults.check_keys(path, content, KEYS, "; flags of fairseq-train stand below a line [flags]")
-    _check_tables(path, content)
-    if path.parent != FOLDER:  # those in recipes/ have a test, and may name what only fairseq's slow import knows
-        for arch in content.get("arch", {}):
-            flag_faults.check_architecture(arch, f"{path}: arch.")
-    return content
+def filled(form: type[Form], content: Any, where: str) -> Form:
+    """A dataclass from a TOML table. The table may have its fields, with values of their types.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has another type; the message names it after `where`.
+    """
+    if not isinstance(content, dict):
+        raise UserError(f"{where} = {content!r}: expected a table, which begins with a line [NAME]")
+    content, hints = {name.replace("-", "_"): value for name, value in content.items()}, get_type_hints(form)
+    for name in content.keys() - hints.keys():
+        near = difflib.get_close_matches(name, hints, n=1)
+        hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(hints)}"
+        raise UserError(f"{where}: {name}: there is no such key here; {hint}")
+    for field in dataclasses.fields(form):
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if needed and field.name not in content:
+            raise UserError(f"{where}: {field.name.replace('_', '-')} is missing")
+    return form(**{name: _typed(value, hints[name], f"{where}: {name}") for name, value in content.items()})
 
 
-def _check_tables(path: Path, content: dict[str, Any]) -> None:
-    """Refuse another value where a recipe has a table, and numbers of the batch that cannot be."""
-    tables = {name: content[name] for name in ("batch", "flags", "arch") if name in content}
-    if isinstance(tables.get("arch"), dict):
-        tables |= {f"arch.{name}": own for name, own in tables["arch"].items()}
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise UserError(f"{path}: {name} = {table!r}: must be a table, which begins with a line [{name}]")
-    for name, number in tables.get("batch", {}).items():
-        if type(number) is not int or number < 1:
-            raise UserError(f"{path}: {name} = {number!r} in [batch]: must be a whole number of at least 1")
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A value of TOML, as a field of this type holds it."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is types.UnionType:  # with None: the key may be absent
+        return _typed(value, inner[0], where)
+    if dataclasses.is_dataclass(kind):
+        return filled(kind, value, where)
+    if kind is list and isinstance(value, list):
+        return [_typed(each, inner[0], where) for each in value]
+    if kind is dict and isinstance(value, dict):
+        return {name: _typed(each, inner[1], f"{where}.{name}") for name, each in value.items()}
+    if kind is Path and isinstance(value, str):
+        return REPO / value
+    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise UserError(f"{where} = {value!r}: expected {getattr(kind, '__name__', kind)}")
 
 
-def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if path in heirs:
-        circle = " from ".join(heir.stem for heir in (*heirs[heirs.index(path) :], path))
-        raise UserError(f"{path}: inherits in a circle, {circle}; take one inherit out")
-    own = _read(path)
+def _inherited(path: Path) -> dict[str, Any]:
+    own = read_toml(path)
     if "inherit" not in own:
         return own
     base = FOLDER / f"{own['inherit']}.toml"
     if not base.is_file():
         there = ", ".join(sorted(other.stem for other in FOLDER.glob("*.toml")))
         raise UserError(f"{path}: inherit = {own['inherit']!r}: there is no such recipe; there are: {there}")
-    return _merge(_inherited(base, (*heirs, path)), own)
+    return _merge(_inherited(base), own)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """`own` over `base`, table by table."""
-    tables = {key: _merge(base[key], own[key]) for key in base.keys() & own.keys() if isinstance(base[key], dict)}
-    return {**base, **own, **tables}
+    both = [key for key in base.keys() & own.keys() if isinstance(base[key], dict) and isinstance(own[key], dict)]
+    return {**base, **own, **{key: _merge(base[key], own[key]) for key in both}}
+
+
+def precision_of(flags: Iterable[str]) -> str:
+    """The precision of a training by fairseq-train with these flags."""
+    return next((name for name in PRECISIONS if name in flags), "fp32")
+
+
+def learning_flags(flags: dict[str, str]) -> dict[str, str]:
+    """Flags of fairseq-train, without those of the launch; the batch as tokens an update, however it was shared out."""
+    learning = {name: plain(value) for name, value in flags.items() if name not in NOT_LEARNING}
+    if "max-tokens" in flags:
+        tokens = int(flags["max-tokens"]) * int(flags.get("distributed-world-size", 1))
+        frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
+        learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
+    return learning
 
 
 def parse_flags(words: Iterable[str]) -> Flags:
@@ -223,9 +246,9 @@ def parse_flags(words: Iterable[str]) -> Flags:
             name, equals, value = word[2:].partition("=")
             flags[name] = [*(flags.get(name, []) if name == "without" else []), *([value] if equals else [])]
         elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
-            raise UserError(f"{word}: flags of fairseq-train are wanted in full, as in --source-lang")
+            raise UserError(f"{word}: expected a flag of fairseq-train in full, as in --source-lang")
         elif name is None:
-            raise UserError(f"{word!r} stands where a flag of fairseq-train is expected")
+            raise UserError(f"{word!r}: expected a flag of fairseq-train here")
         else:
             flags[name].append(word)
     return flags

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,21 @@ from ea_tools.preparation import Preparation, keep, kept_by, require_same
 from ea_tools.training.average import average, save, select
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
-from ea_tools.training.recipes import Flags, plain, said
+from ea_tools.training.recipes import NOT_LEARNING, Flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
-_MINUTES_OF_WRITING = 60  # that no checkpoint takes
-_BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # what may be there before a run: a shell's log of it, maybe
+_BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # may be there before a run, as a shell's log of it
 
 _locks = []  # open as long as the process lives
 
 
-def take(run: Path, record: str = "run.json") -> None:
+def take(run: Path) -> None:
     """Keep a second process out of the run's folder, for as long as this one or its successor is alive.
 
-    A folder of other files is refused: one that has something, and neither `record` nor a model.
+    A folder of other files is refused.
     """
-    if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file, and a folder is wanted")
-    if run.is_symlink() and not run.exists():
-        raise UserError(
-            f"{run}: is a link to {run.readlink()}, which does not exist; make that folder, or remove the link"
-        )
     run.mkdir(parents=True, exist_ok=True)
-    if not (run / record).exists() and not started(run):
+    if not (run / "run.json").exists() and not started(run):
         foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))
         if foreign:
             raise UserError(f"{run}: holds {foreign[0]}, which no training put there; choose another folder")
@@ -53,46 +45,42 @@ def take(run: Path, record: str = "run.json") -> None:
 
 
 def started(run: Path) -> bool:
-    """Whether a run has left a model or its results here. A run that failed before it saved any has no claim."""
+    """Whether a run has left a model or its results here; one that failed before has no claim."""
     return any(path for left in ("checkpoint*", "average*.pt", "eval/*.json") for path in run.glob(left))
 
 
-def claim(run: Path, this: Mapping[str, str], command: str = "", data: Path | None = None) -> None:
+def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
     """Record the run that owns this folder, or refuse another run's.
 
-    Where its data are others than the run's, and `data` says where they are, the refusal names the first difference.
+    The refusal names the first difference of the data, if nothing else differs.
     """
     record = run / "run.json"
-    before = {}
-    if record.exists() and started(run):
-        before, owner = _read_record(record)
-        changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
-        if changed == ["data"] and data and (kept := kept_by(run)):
-            require_same(kept, Preparation.at(data), run)
-        if changed:
-            raise UserError(
-                f"{run} belongs to another run; choose another --run\n"
-                + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
-            )
-    elif started(run):
+    before = read_json(record) if record.exists() and started(run) else {}
+    if started(run) and not before:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
-    first = before.get("command", command)  # that which began the run; each start has its own
-    write_json(run / "run.json", {"identity": this, "command": first, "starts": before.get("starts", [])})
+    owner = before.get("identity", this)
+    changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
+    if changed == ["data"] and (kept := kept_by(run)):
+        require_same(kept, Preparation.at(data), run)
+    if changed:
+        raise UserError(
+            f"{run} belongs to another run; choose another --run\n"
+            + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
+        )
+    first = before.get("command", command)  # the one that began the run; each start has its own
+    write_json(record, {"identity": this, "command": first, "starts": before.get("starts", [])})
 
 
 def keep_preparation(run: Path, data: Path) -> None:
-    """Let the run have a copy of what its model needs; where it has one, the data must still agree with it."""
+    """Keep a copy of the files that the model needs; where the run has one, the data must still agree with it."""
     if started(run) and (kept := kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     else:
         keep(run, data)
 
 
-def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str = "") -> None:
-    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags.
-
-    A run that was stopped and went on after a change of the code or of a flag says so by this, and on the screen.
-    """
+def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str) -> None:
+    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags."""
     machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
     start = {
         "command": command,
@@ -103,7 +91,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
     }
     record = read_json(run / "run.json")
     if done and record["starts"]:
-        say_what_differs(record["starts"][-1].get("flags", {}), start["flags"])
+        say_what_differs(record["starts"][-1]["flags"], start["flags"])
     write_json(run / "run.json", {**record, "starts": [*record["starts"], start]})
 
 
@@ -115,22 +103,23 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
-#: What may be otherwise where a finished run's command is given again: it changes nothing that was learnt.
-_OF_NO_MATTER = re.compile(
-    r"max-(update|epoch|tokens.*)|patience|stop-.*|(keep|save|validate|log|eval|ddp|distributed|tensorboard|wandb)-.*|"
-    r"(fp16|bf16|amp|memory-efficient-.*)|no-(epoch-checkpoints|last-checkpoints|save.*|progress-bar)|num-workers|seed"
+#: Flags that say when to stop and what to save, and the seed, which is part of a run's identity.
+_STOPPING = re.compile(
+    r"max-(update|epoch)|patience|stop-.*|(keep|save|validate)-.*|no-(epoch-checkpoints|last-checkpoints|save.*)|seed"
 )
 
 
 def refuse_other_flags(run: Path, flags: Flags) -> None:
     """Refuse flags of the command line by which a finished run was not trained: they would have no effect."""
     starts = read_json(run / "run.json")["starts"]
-    before = starts[-1].get("flags", {}) if starts else {}
+    if not starts:  # version 0.1.0 made the run, and recorded none
+        return
+    before = starts[-1]["flags"]
     others = [
         f"--{name} {' '.join(values)} (it was {said(before.get(name))})"
         for name, values in flags.items()
-        if before
-        and not _OF_NO_MATTER.fullmatch(name)
+        if name not in NOT_LEARNING
+        and not _STOPPING.fullmatch(name)
         and (name not in before or plain(before[name]) != plain(" ".join(values)))
     ]
     if others:
@@ -140,36 +129,19 @@ def refuse_other_flags(run: Path, flags: Flags) -> None:
         )
 
 
-def _read_record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The content of run.json, and the owner in it."""
-    try:
-        record = read_json(path)
-        return record, dict(record["identity"])
-    except (UserError, KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{path}: is torn, or not what scripts/train.sh wrote, and the checkpoints beside it may be anyone's; "
-            "put it back as it was, or choose another --run"
-        ) from None
-
-
 def mend(run: Path) -> dict[str, Any] | None:
-    """Let checkpoint_last.pt be the newest checkpoint that loads, whatever an earlier process was in the middle of.
+    """Let checkpoint_last.pt be the newest checkpoint that loads, and return its contents; None where a run starts.
 
-    Returns its contents, or None where a run starts. Where none has the state of the optimizer, the newest is returned
-    and nothing changed: training cannot go on from it. A checkpoint that is whole but not allowed, for it asks for more
-    than weights and settings, ends this with an error and stays where it is; so does one that the machine cannot read.
+    If none has the state of the optimizer, the newest is returned and nothing changed: training cannot go on from it.
+    A whole checkpoint that asks for more than weights and settings is an error, and stays where it is. So does one
+    that the machine cannot read.
     """
     for path in run.glob("*.pt.tmp"):  # fairseq's
         path.unlink()
-    for path in run.glob(".*.pt.*.tmp"):  # replacing()'s; a young one may be an evaluation's that is at work
-        if time.time() - path.stat().st_mtime > _MINUTES_OF_WRITING * 60:
-            path.unlink()
     files = list(run.iterdir())
-    families = [[(0, run / LAST)] if (run / LAST).exists() else [], numbered(files, EPOCH), numbered(files, UPDATE)]
+    single = [[(0, run / name)] if (run / name).exists() else [] for name in (LAST, BEST)]
+    families = [single[0], numbered(files, EPOCH), numbered(files, UPDATE), single[1]]
     newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
-    if not newest:  # the best may be all that is left
-        best = [*sorted(run.glob("checkpoint.best_*.pt")), *run.glob(BEST)]
-        newest = [loaded for loaded in [_newest_that_loads((0, path) for path in best)] if loaded]
     if not newest:
         if started(run):
             raise UserError(
@@ -194,7 +166,7 @@ def mend(run: Path) -> dict[str, Any] | None:
 def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
     """The last (path, contents) of [(number, path), ...] that training can go on from, else the last that is whole.
 
-    Those that do not load are set aside.
+    Damaged ones are set aside.
     """
     whole = None
     for _, path in reversed(list(family)):
@@ -242,7 +214,7 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
 
 
 def settle_model(run: Path) -> Path:
-    """Record what is the model of a run whose training has ended: an average, made here, or a single checkpoint."""
+    """Record the model of a run whose training has ended: an average, made here, or a single checkpoint."""
     number, by_epoch = _to_average(run)
     if number:
         model = run / f"average{number}.pt"
@@ -254,7 +226,7 @@ def settle_model(run: Path) -> Path:
 
 
 def _to_average(run: Path) -> tuple[int, bool]:
-    """How many of a run's last checkpoints are averaged, at most 10, and whether they are those of epochs."""
+    """The number of a run's last checkpoints to average, at most 10, and whether they are those of epochs."""
     files = list(run.iterdir())
     epochs, updated = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
     number = min(10, max(epochs, updated))
@@ -262,8 +234,8 @@ def _to_average(run: Path) -> tuple[int, bool]:
 
 
 def next_command(data: Path, run: Path) -> str:
-    """What a user types after a training: scores of the average of the last checkpoints that there are, at most 10."""
+    """The command to type after a training: it scores the average of at most 10 of the last checkpoints."""
     number, _ = _to_average(run)
     which = ["--average", str(number)] if number else ["--best"]
-    # Absolute, for the command may have come from another folder than the one in which the next is to be typed.
+    # Absolute paths: the next command may be typed in another folder.
     return portable(["scripts/evaluate.sh", "--data", str(data.absolute()), "--run", str(run.absolute()), *which])

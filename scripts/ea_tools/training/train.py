@@ -1,4 +1,4 @@
-"""Train a recipe with an architecture, on the GPUs that there are or on the CPU; scripts/train.sh is how it is called.
+"""Train a recipe with an architecture, on the GPUs that there are or on the CPU (scripts/train.sh).
 
 The effective batch is the recipe's on any number of GPUs: the accumulation (--update-freq) makes up for those missing.
 Run the same command again and it goes on, from the newest checkpoint that loads; a finished run says so and stops.
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from ea_data.command_line import Parser
@@ -22,23 +22,9 @@ from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.metrics import validation_flags
 from ea_tools.preparation import Preparation, fingerprint, kept_by, require_same
 from ea_tools.text import read_prep
-from ea_tools.training import flag_faults, products, recipes
+from ea_tools.training import flag_faults, products, recipes, run_folder
 from ea_tools.training.launch import Launch, choose_precision, distribution
 from ea_tools.training.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
-from ea_tools.training.run_folder import (
-    LAST,
-    claim,
-    finished,
-    keep_preparation,
-    mend,
-    next_command,
-    record_start,
-    refuse_other_flags,
-    resumable,
-    settle_model,
-    take,
-    updates,
-)
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
 ELSEWHERE = {
@@ -48,8 +34,6 @@ ELSEWHERE = {
     "distributed-world-size": "use --gpus",
     "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
 }
-#: fairseq-train's own flags of precision; where one of them is given, none is chosen.
-OF_PRECISION = {"fp16", "bf16", "amp", "memory-efficient-fp16", "memory-efficient-bf16"}
 # A flag that changes none of these belongs to the launch; one that does makes another model of the run.
 IDENTITY = (
     *("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer"),
@@ -94,13 +78,7 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: plan the run, take its folder, mend the leftovers of a kill, and become fairseq-train."""
     with reporting("train"):
-        args, flags = parse(sys.argv[1:] if arguments is None else arguments)
-        recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
-        check_values(flags, args)
-        start = plan(recipe, args, flags, Launch.of(args))
-        by_user = bool(flags) or args.recipe.endswith(".toml")
-        left_out = flag_faults.check(args.arch, start.fairseq_words, by_user, args.own_flags, start.optional)
-        start = start.without(left_out)
+        args, flags, start, toml = prepare(sys.argv[1:] if arguments is None else arguments)
         made = f"no recipe was given; this is the one for {args.data}, which the run keeps as recipe.toml:\n\n{toml}"
         if args.dry_run:
             if toml:
@@ -109,37 +87,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         check_data(start.data, start.recipe)
         check_first_model(flags, start.data)
-        if start.launch.rank == 0:
-            take(start.run)
-            claim(start.run, identity(start), args.command, start.data)
-            keep_preparation(start.run, start.data)
+        is_first = start.launch.rank == 0  # of several machines one writes
+        if is_first:
+            run_folder.take(start.run)
+            run_folder.claim(start.run, identity(start), args.command, start.data)
+            run_folder.keep_preparation(start.run, start.data)
             if toml and not (start.run / "recipe.toml").exists():  # it may have been edited since
                 say(made)
                 with replacing(start.run / "recipe.toml") as temporary:
                     temporary.write_text(toml, encoding="utf-8")
-            last = mend(start.run)
+            last = run_folder.mend(start.run)
         else:
-            last = load(start.run / LAST) if (start.run / LAST).exists() else None
-        if reason := finished(last, start.flags):
-            refuse_other_flags(start.run, flags)
+            last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
+        if reason := run_folder.finished(last, start.flags):
+            run_folder.refuse_other_flags(start.run, flags)
             say(f"{start.run}: this run is finished: {reason}")
-            if start.launch.rank == 0 and not has_model_recorded(
-                start.run
-            ):  # it was made before runs had one, or killed
-                say(f"the model of {start.run} is {settle_model(start.run).name}")
-            say(f"next: {next_command(start.data, start.run)}")
+            if is_first and not has_model_recorded(start.run):  # a kill came before
+                say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
+            say(f"next: {run_folder.next_command(start.data, start.run)}")
             return
-        if last and not resumable(last):
+        if last and not run_folder.resumable(last):
             raise UserError(
                 f"{start.run}: its checkpoints hold no state of the optimizer (--no-save-optimizer-state), so training "
                 "cannot go on from them; scripts/evaluate.sh can score them"
             )
-        if start.launch.rank == 0:
-            done, every_flag = updates(last) if last else 0, start.flags | start.own_flags
-            record_start(start.run, every_flag, start.launch, done, args.command)
+        if is_first:
+            done, every_flag = run_folder.updates(last) if last else 0, start.flags | start.own_flags
+            run_folder.record_start(start.run, every_flag, start.launch, done, args.command)
     if last:
-        say(f"{start.run}: goes on after {updates(last):,} updates")
+        say(f"{start.run}: goes on after {run_folder.updates(last):,} updates")
     os.execve(start.command[0], start.command, start.environment)
+
+
+def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, str]:
+    """A command line's options, its flags for fairseq-train, the plan, and the recipe that was made for it as TOML."""
+    args, flags = parse(arguments)
+    recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
+    start = plan(recipe, args, flags, Launch.of(args))
+    if flags or args.recipe.endswith(".toml") or args.arch not in flag_faults.ours():
+        flag_faults.check_architecture(args.arch, "ARCH ")
+        _, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
+        start = start.without(left_out)
+    return args, flags, start, toml
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
@@ -153,12 +142,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         epilog="recipes: " + ", ".join(recipes.names()),
     )
     parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="one of the recipes below, or a .toml file of your own; without "
-        "one, --data DIR is trained on with a recipe by its size",
+        "words",
+        nargs="+",
+        metavar="RECIPE ARCH",
+        help="RECIPE: one of those below, or a .toml file of your own; without one, --data DIR is trained on with a "
+        "recipe by its size. ARCH: ea_transformer_lite, ea_transformer_base, transformer_lite, ...",
     )
-    parser.add_argument("arch", metavar="ARCH", help="ea_transformer_lite, ea_transformer_base, transformer_lite, ...")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: the recipe's, data/NAME)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and train nothing")
@@ -171,17 +160,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--no-tensorboard", action="store_true", help="without the log in RUN/tensorboard")
     parser.add_argument("--without", action="append", default=[], metavar="FLAG", help="leave out a flag of the recipe")
-    if {"-h", "--help"} & set(arguments):
-        parser.parse_args(["--help"])
-    words = data_last(arguments)
-    leading = first_flag(words)
-    if leading == 1 and words[leading:] and words[-2] == "--data":
-        words = ["", *words]  # no recipe: one is made for the data
-    elif leading < 2:
-        parser.error("RECIPE and ARCH come first, or --data DIR and ARCH")
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(arguments)
+    if len(args.words) > 2 or (len(args.words) == 1 and args.data is None):
+        parser.error("expected RECIPE and ARCH first, or --data DIR and ARCH")
+    args.recipe, args.arch = ["", *args.words][-2:]
     try:
-        recipes.refuse_as_architecture(args.arch)
         flags = parse_flags(rest)
     except UserError as error:
         parser.error(str(error))
@@ -199,19 +182,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     return args, flags
 
 
-def data_last(arguments: Sequence[str]) -> list[str]:
-    """The words with --data and its value at the end, so that RECIPE and ARCH may stand after it, too."""
-    parser = argparse.ArgumentParser(prog="train.sh", add_help=False, allow_abbrev=False)
-    parser.add_argument("--data")
-    given, rest = parser.parse_known_args(arguments)
-    return rest if given.data is None else [*rest, "--data", given.data]
-
-
-def first_flag(words: Sequence[str]) -> int:
-    """The place of the first word that is a flag: RECIPE and ARCH stand before it."""
-    return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-
-
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
     """The wishes of the command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
@@ -220,9 +190,10 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
             raise UserError(f"--without {name}: the recipe has no such flag")
     if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
         chosen |= validation_flags(read_prep(args.data), decides=False)
-    optional = [name for name in chosen if name not in flags]
+    may_go = recipes.common_flags()
+    optional = [name for name in chosen if name not in flags and (name in may_go or name.startswith("eval-"))]
     chosen |= batch_flags(recipe, launch, flags)
-    by_flag = sorted(OF_PRECISION & flags.keys())
+    by_flag = [name for name in recipes.PRECISIONS if name in flags]
     if by_flag and args.precision != "auto":
         raise UserError(f"--precision {args.precision} and --{by_flag[0]}: give one of them")
     precision = "fp32" if by_flag else choose_precision(args.precision, launch)
@@ -240,10 +211,6 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
         raise UserError(
             "--fp16: needs a GPU; on a CPU leave it out, or take --precision bf16 where the CPU has units for it"
         )
-    often = [name for name in ("save-interval-updates", "validate-interval-updates") if name in chosen]
-    if often and "patience" in chosen:
-        say(f"note: --patience counts validations, and with --{often[0]} there may be several in an epoch")
-
     distributed, launcher, environment = distribution(launch)
     given = {
         "user-dir": REPO / "ea_fairseq",
@@ -257,23 +224,12 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     return Plan(recipe, args.arch, args.data, args.run, launch, everything, optional, own, launcher, environment)
 
 
-def check_values(flags: Flags, args: argparse.Namespace) -> None:
-    """Refuse values that fairseq-train takes, and fails by later or trains nothing sensible with."""
-    for name in ("max-tokens", "batch-size", "log-interval", "update-freq"):
-        if flags.get(name) == []:
-            raise UserError(f"--{name}: a number is missing after it")
-        for value in flags.get(name, []):
-            for number in value.split(","):
-                flag_faults.positive_number(name, number)
-    for value in flags.get("lr", []):
-        if any(number.strip().startswith("-") for number in value.strip("[]").split(",")):
-            raise UserError(f"--lr {value}: must not be negative")
-    if args.wandb and not args.dry_run and find_spec("wandb") is None:
-        raise UserError(f"--wandb {args.wandb}: the package is not installed; .venv/bin/python -m pip install wandb")
-
-
 def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     """--max-tokens and --update-freq that keep the recipe's effective batch; says how."""
+    for name in ("max-tokens", "update-freq"):
+        value = ",".join(flags.get(name, ["1"]))
+        if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", value):
+            raise UserError(f"--{name} {value}: expected a whole number of at least 1")
     tokens = int(flags["max-tokens"][0]) if "max-tokens" in flags else recipe.batch.tokens
     per_step = launch.processes * tokens
     if "update-freq" in flags:
@@ -312,10 +268,10 @@ def check_data(data: Path, recipe: Recipe) -> None:
 
 
 def check_first_model(flags: Flags, data: Path) -> None:
-    """What a training starts from must have been trained on these subwords, for its vectors are numbered like them."""
+    """The model that a training starts from must have these subwords: its vectors are numbered like them."""
     for name in flags.get("finetune-from-model", []):
         if not Path(name).is_file():
-            raise UserError(f"--finetune-from-model {name}: no such file; a checkpoint of another training is wanted")
+            raise UserError(f"--finetune-from-model {name}: no such file; expected a checkpoint of another training")
         run = Path(name).parent
         if (kept := kept_by(run)) is None:
             continue
