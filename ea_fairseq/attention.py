@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from evolving_attention import kernels
 from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
 from evolving_attention.evolution import Geometry
-from evolving_attention.kernels import Call
 
 from .recording import is_recorded
 
@@ -157,11 +155,6 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if kept and query.size(1) != len(cache.keys) * beams:
             raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {len(cache.keys) * beams}")
         query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
-        if kept and attn_mask is None and query_padding is None:
-            stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
-            if stepped is not None:
-                self._set_input_buffer(incremental_state, kept)
-                return stepped[0], averaged(stepped[1], need_weights, need_head_weights)
         q = self.split_heads(self.q_proj(query))
         if self.self_attention:
             k, v = self.split_heads(self.k_proj(query)), self.split_heads(self.v_proj(query))
@@ -173,43 +166,26 @@ class DecoderAttention(EvolvingMultiheadAttention):
         rows = cache.rows
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
-        wanted = {"need_weights": need_weights or need_head_weights, "step": kept is not None}
-        call = self.call(
-            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
-            rows=rows,
-            dropout=self.dropped,
-            **wanted,
-        )
-        result = self.attend_heads(call)
+        steps, result = kept.get("steps") if kept else None, None
+        may_differ = self.observer is not None or self.dropped or torch.is_grad_enabled() or not kernels.sees(q)
+        if steps is not None and attn_mask is None and query_padding is None and not may_differ:
+            result = steps.run(q, cache, need_weights or need_head_weights)
+        if result is None:
+            call = self.call(
+                *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
+                rows=rows,
+                dropout=self.dropped,
+                need_weights=need_weights or need_head_weights,
+                step=kept is not None,
+            )
+            result = self.attend_heads(call)
+            if kept is not None and not kept and not self.plain:
+                steps = kernels.steps_after(call, self.evolution)
         output = self.join_heads(result.context)
         if kept is not None:  # at the end: a step that raises can be tried again
-            steps = kept["steps"] if "steps" in kept else self._steps_after(call)
             kept = {**_state(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
         return output, averaged(result.weights, need_weights, need_head_weights)
-
-    def _steps_after(self, call: Call) -> kernels.Steps | None:
-        """The kernel's prepared steps, for those after the first of a search."""
-        parts = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "out": self.out_proj}
-        if self.encoder_decoder_attention:
-            parts |= {"k": None, "v": None}
-        return None if self.plain else kernels.steps_after(call, self.evolution, parts)
-
-    def _next_step(
-        self, query: Tensor, cache: Cache, kept: dict[str, Any], need_weights: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Output and weights of a step by the kernel's prepared steps, and the state in ``kept``; else None."""
-        steps = kept.get("steps")
-        if steps is None or self.observer is not None or self.dropped or torch.is_grad_enabled():
-            return None
-        if self.self_attention and cache.padding is not None:
-            cache = replace(cache, padding=F.pad(cache.padding, (0, 1)))
-        stepped = steps.run(query, cache, need_weights) if kernels.sees(query) else None
-        if stepped is None:
-            return None
-        output, weights, cache = stepped
-        kept |= _state(cache)
-        return output, weights
 
     def _kept(self, incremental_state: IncrementalState) -> dict[str, Any]:
         """The rows and keys of earlier steps, or nothing.

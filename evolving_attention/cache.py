@@ -34,11 +34,16 @@ class Cache:
             return replace(self, keys=keys, values=values, padding=padding)
         return replace(
             self,
-            keys=torch.cat([self.keys, keys], dim=2),
-            values=torch.cat([self.values, values], dim=2),
+            keys=_joined(self.keys, keys),
+            values=_joined(self.values, values),
             padding=append_padding(self.padding, padding, self.keys, keys.size(2)),
         )
 
     def reorder(self, order: Tensor) -> Cache:
         """Row b continues row order[b], as beam search requires."""
         return Cache(*(None if x is None else x.index_select(0, order) for x in vars(self).values()))
+
+
+def _joined(before: Tensor, new: Tensor) -> Tensor:
+    """B x K x S x D each, in memory B x S x K x D, where a position's heads are copied in one piece."""
+    return torch.cat([before.transpose(1, 2), new.transpose(1, 2)], dim=1).transpose(1, 2)

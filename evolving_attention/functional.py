@@ -13,6 +13,7 @@ from torch import Tensor
 from . import kernels
 from .evolution import RULES, Evolution, Geometry, Share, convolve, evolve, mix
 from .kernels import Call, Result
+from .kernels.call import product
 from .masks import masked_softmax
 from .scores import dot_products
 
@@ -121,7 +122,7 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
         kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
     weights = masked_softmax(a_logit, call.masked)
     dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
-    context = _product(dropped, call.v)
+    context = product(dropped, call.v)
     return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
 
 
@@ -129,7 +130,7 @@ def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
     """A call's logits, B x K x T x S, and the mixed rows above them, as wide as they are, or None."""
     logits = call.given
     if logits is None:
-        logits = _product(call.q * call.scale, call.k.transpose(2, 3))
+        logits = product(call.q * call.scale, call.k.transpose(2, 3))
     if call.above is None:
         return logits, None
     return logits, F.pad(call.above, (0, logits.size(3) - call.above.size(3)))  # new columns were the future then
@@ -138,12 +139,3 @@ def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
 def _convolve(call: Call, mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
     return convolve(call.geometry, mixed, above, call.weight, call.bias)
 
-
-def _product(x: Tensor, by: Tensor) -> Tensor:
-    """B x K x T x D times N x K x D x S, where B / N neighbours share a sentence: B x K x T x S."""
-    sentences, (batch, _, rows, _) = by.size(0), x.shape
-    if sentences == batch:
-        return torch.matmul(x, by)
-    x = x.unflatten(0, (sentences, -1)).transpose(1, 2)  # N x K x (B / N) x T x D
-    product = torch.matmul(x.flatten(2, 3), by).unflatten(2, (-1, rows))
-    return product.transpose(1, 2).flatten(0, 1)

@@ -8,6 +8,7 @@ Masks: True = masked.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..evolution import Coefficients, Geometry
@@ -68,3 +69,12 @@ class Result(NamedTuple):
     a_logit: Tensor | None = None  # B x K x T x S, evolved logits before the mask, where ``keep_map``
     weights: Tensor | None = None  # B x K x T x S, at least float32, before dropout, where ``need_weights``
     kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, in a step
+
+
+def product(x: Tensor, by: Tensor) -> Tensor:
+    """B x K x T x D times N x K x D x S, where B / N neighbours share a sentence: B x K x T x S."""
+    sentences, (batch, _, rows, _) = by.size(0), x.shape
+    if sentences == batch:
+        return torch.matmul(x, by)
+    x = x.unflatten(0, (sentences, -1)).transpose(1, 2)  # N x K x (B / N) x T x D
+    return torch.matmul(x.flatten(2, 3), by).unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Steps
-from evolving_attention.kernels.cpu import steps
 
 DECODERS = [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER]
 
@@ -128,16 +127,14 @@ def test_a_step_of_other_hypotheses_than_its_state_has_is_refused(hypotheses):
         module(torch.randn(1, hypotheses, 12), source, source, incremental_state=state)
 
 
-@pytest.fixture(params=[True, False], ids=["the kernel's products", "PyTorch's products"])
-def prepared(request, monkeypatch):
-    """The prepared steps that ran. For few hypotheses the kernel projects, for more PyTorch does."""
-    monkeypatch.setattr(steps, "_FEW", 10**9 if request.param else 0)
+@pytest.fixture
+def prepared(monkeypatch):
+    """The prepared steps that ran."""
     ran, run_step = [], Steps.run
     monkeypatch.setattr(Steps, "run", lambda *given: ran.append(run_step(*given)) or ran[-1])
     return ran
 
 
-# The kernel's products take vectors and fours of numbers, and threes of hypotheses, then the rest.
 @pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
 @torch.no_grad()
 def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared):
@@ -151,11 +148,9 @@ def test_prepared_steps_are_the_calls_they_stand_for(size, hypotheses, prepared)
 
 OTHER_STEPS = {
     "an observer": lambda module: setattr(module, "observer", lambda maps: None),
-    "a hook": lambda module: module.q_proj.register_forward_hook(lambda *_: None),
     "a changed evolution": lambda module: module.evolution.register_forward_hook(lambda *_: None),
     "the plain way": lambda module: setattr(module, "plain", True),
     "learnt shares": lambda module: setattr(module.evolution, "beta", torch.nn.Parameter(torch.tensor(0.5))),
-    "an output of another width": lambda module: setattr(module, "out_proj", torch.nn.Linear(12, 20)),
     "dropout": lambda module: module.dropout_module.make_generation_fast_("", retain_dropout=True),
 }
 

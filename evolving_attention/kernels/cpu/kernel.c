@@ -6,14 +6,11 @@
        A_logit = c * ReLU(Conv(mixed)) + (1 - c) * carried
        context = dropout(softmax(mask(A_logit))) v
 
-   A sentence's rows are worked on in chunks, which threads share, and a chunk's in bands, whose maps stay in the cache:
-   passes over maps that do not, not arithmetic, are what the plain composition spends its time on. Every band does all
-   from the logits to the context, or to the gradients, with whole rows of all heads. The convolution makes rows depend
-   on their neighbours: a band keeps the last k - 1 rows of the one before it, and a chunk begins and ends k - 1 rows
-   outside of its own rows. Nothing of a map is kept for the backward pass, which computes it again.
+   A thread does one sentence after another, so that short maps stay in its caches; where sentences are fewer than
+   threads, all threads share one. A sentence is done in phases: of heads, for products, and of rows of all heads, for the
+   convolution. Nothing of a map is kept for the backward pass, which computes it again.
 
-   How rows are shared out depends on shapes alone, and every sum has one order: so bits do not depend on the number of
-   threads. evolution.py has the mathematics; cpu.py and cpu_steps.py call this.
+   Each number is made by one task, and every sum has one order: so bits do not depend on the number of threads.
 
    Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 
@@ -31,7 +28,8 @@ typedef struct {
     int64_t sb, st, ss;
 } Mask;
 
-/* What a call works on; arrays of maps are B x K x T x S, contiguous, and NULL where there are none. */
+/* What a call works on; arrays of maps are B x K x T x S, contiguous, and NULL where there are none. structures.py has
+   the same fields. */
 typedef struct {
     int64_t B, K, T, S, D, k;
     int64_t before;              /* columns of the rows above */
@@ -62,151 +60,102 @@ typedef struct {
     double *d_shares;            /* B x 5, of a, b, c, d, e, likewise; NULL: not wanted */
 } Problem;
 
-/* How a call is worked on: all that follows from the problem's shapes. */
+/* One sentence's work: what follows from the problem's shapes, and memory. Maps are K x T x pitch; those that the
+   convolution reads have zeros around, and k - 1 rows more. */
 typedef struct {
     Problem p;              /* its kernel 1 x 1 where nothing is convolved */
     int backward;
     int skips;              /* whether what is masked and hidden on the right may be left out: nobody asks for maps */
-    int logits;             /* whether the logits themselves are needed after they were mixed */
+    int64_t b;              /* the sentence */
     int64_t down, gap;      /* how far the kernel reaches down; zeros between rows, for what it reads beside the map */
     int64_t Sp, Dp, pitch;  /* S and D, rounded up to whole vectors; floats from row to row */
-    int64_t chunk, chunks;  /* rows in one, how many there are */
-    int64_t band, tall;     /* rows in one at most, and with those kept of the band before */
-    int64_t floats;         /* in an array of maps */
-    int64_t packed;         /* floats of one head's packed matrices */
+    int64_t tall;           /* rows of the maps that the convolution reads */
     int64_t taps;           /* of one head's kernel for another, without its strict upper triangle if that is left out */
-} Plan;
-
-/* One thread's maps of a band, K x tall x pitch if nothing else is said. Row i of X, L and shown lies at row
-   i - from + k - 1, row i of G and A `down` rows below that, and row i of P and seen k - 1 rows above that. */
-typedef struct {
-    float *X, *L;           /* what is mixed, with zeros around; the logits */
-    float *P;               /* A_logit, then the weights, K x band x pitch */
-    float *G, *A;           /* gradients of the convolution's result, with zeros around, and of A_logit */
-    float *dropped, *noise; /* one head's weights after dropout, band x pitch; what they were multiplied with, band x Sp */
-    int32_t *seen, *shown;  /* all bits where attention, band x pitch, and where the convolution may see, tall x pitch */
-    int64_t *ends;          /* tall: rows' columns that are worked on, whole vectors */
+    float *X, *G;           /* what is mixed, row i at i + top; gradients of the convolution's result, row i at i + down */
+    float *L;               /* logits, where they are needed after they were mixed */
+    float *P, *A;           /* A_logit, then the weights; gradients of A_logit, then of the logits */
+    float *N;               /* what dropout multiplies weights with, then weights after dropout */
+    int32_t *seen, *shown;  /* T x pitch: all bits where attention, and where the convolution may see */
+    int64_t *ends;          /* T: rows' columns that are worked on, whole vectors; beyond all is masked and hidden */
     int32_t *inside;        /* Sp: all bits in the S columns that there are */
-    float *few, *out;       /* one head's vectors of a band, side by side or packed; their product, band x Dp */
-    float *d_key, *d_v;     /* K x S x Dp: the chunk's part */
-    float *taps, *turned;   /* the kernel in the order of the loops, and turned round for the backward pass */
-    float *d_taps, *d_bias; /* the chunk's part of their gradients, whole vectors that are still to be summed */
-    double d_shares[5];
-    float *packs;           /* the sentence's packed matrices, where it has one chunk */
-} Scratch;
+    float *rows, *columns, *out; /* of each head: vectors side by side, vectors turned, a product of them */
+    float *order, *turned;  /* the kernel in the order of the loops, and turned round for the backward pass */
+    float *d_taps;          /* gradients of the taps, whole vectors that are still to be summed */
+    double *of_rows, *of_heads; /* T x 4 and K: parts of the gradients of a, b, d, e, and of c */
+} Work;
 
-/* Rows that are worked on at a time: logits of n rows from row `from`, and what follows for the rows before them. */
-typedef struct {
-    int64_t b;
-    int64_t own, past;      /* the chunk's own rows */
-    int64_t from, n;
-    int64_t end;            /* columns that are worked on, whole vectors; on its right all is masked and hidden */
-} Band;
+/* Rows of a head that products work on at a time. */
+enum { BLOCK = 48 };
 
-/* The matrices of one head that are packed once for all its rows. */
-typedef struct { float *keys_across, *values_across, *keys, *values; } Packs;
-
-INLINE Packs packs_of(const Plan *w, float *packed) {
-    int64_t across = w->p.D * w->Sp;
-    if (!w->backward) return (Packs){packed, NULL, NULL, packed + across};
-    return (Packs){packed, packed + across, packed + 2 * across, NULL};
-}
-
-/* Where the keys or values of head h begin that sentence b looks at. */
-INLINE const float *vectors_of(const Problem *p, const Vectors *x, int64_t b, int64_t h) {
-    return x->data + b / p->beams * x->sb + h * x->sh;
-}
-
-static void pack_head(const Plan *w, int64_t b, int64_t h, float *packed) {
-    const Problem *p = &w->p;
-    Packs to = packs_of(w, packed);
-    const float *values = vectors_of(p, &p->v, b, h);
-    if (to.values) pack_rows(values, p->v.st, p->S, p->D, w->Dp, to.values);
-    else pack_columns(values, p->v.st, p->S, p->D, w->Sp, to.values_across);
-    if (p->given) return;
-    const float *keys = vectors_of(p, &p->key, b, h);
-    pack_columns(keys, p->key.st, p->S, p->D, w->Sp, to.keys_across);
-    if (to.keys) pack_rows(keys, p->key.st, p->S, p->D, w->Dp, to.keys);
-}
-
-/* Element s of row r of an array of maps, which is not padded, and what follows; zeros past the row's end. The same place
-   of the next row is asked for: long rows begin where processors foresee nothing. */
-INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r, int64_t s) {
-    const float *from = maps + r * w->p.S + s;
-    __builtin_prefetch(from + w->p.S);
-    if (from + V <= maps + w->floats) return keep(load(from), loadi(m->inside + s));
-    vf v = spread(0); /* the end of the array */
-    memcpy(&v, from, least(V, w->p.S - s) * sizeof(float));
-    return v;
-}
-
-/* Arrays of maps of more bytes than this are written past the caches. */
-enum { KEPT_IN_CACHES = 4 << 20 };
-
-/* A row to B x K x T x S; zeros from column `end` on. */
-static void write_row(const Plan *w, const float *from, int64_t end, float *maps, int64_t r) {
-    int64_t S = w->p.S, filled = least(end, S);
-    if (w->floats > KEPT_IN_CACHES / (int64_t)sizeof(float)) copy_past_caches(from, filled, maps + r * S);
-    else memcpy(maps + r * S, from, filled * sizeof(float));
-    memset(maps + r * S + filled, 0, (S - filled) * sizeof(float));
-}
-
-INLINE int64_t row_number(const Plan *w, int64_t b, int64_t h, int64_t i) { return (b * w->p.K + h) * w->p.T + i; }
-
+INLINE float *head(const Work *w, float *maps, int64_t h) { return maps + h * w->p.T * w->pitch; }
+INLINE float *framed(const Work *w, float *maps, int64_t h, int64_t i) { return maps + (h * w->tall + i) * w->pitch; }
+INLINE int64_t row_number(const Work *w, int64_t h, int64_t i) { return (w->b * w->p.K + h) * w->p.T + i; }
 static void zero(float *row, int64_t floats) { memset(row, 0, floats * sizeof(float)); }
+
+/* Where vector t of head h of this sentence begins. */
+INLINE float *vector(const Work *w, const Vectors *x, int64_t h, int64_t t) {
+    return x->data + w->b * x->sb + h * x->sh + t * x->st;
+}
+
+/* Where the keys or values of head h begin that this sentence looks at. */
+INLINE float *shared(const Work *w, const Vectors *x, int64_t h) {
+    return x->data + w->b / w->p.beams * x->sb + h * x->sh;
+}
+
+/* A head's part of memory that every head has. */
+INLINE float *rows_of(const Work *w, int64_t h) { return w->rows + h * most(w->p.T, w->p.S) * w->Dp; }
+INLINE float *out_of(const Work *w, int64_t h) { return w->out + h * most(w->p.T, w->p.S) * w->Dp; }
+INLINE float *columns_of(const Work *w, int64_t h) { return w->columns + h * w->Dp * w->pitch; }
+
+/* Element s of row r of an array of maps, which is not padded, and what follows; zeros past the row's end. */
+INLINE vf row_load(const Work *w, const float *maps, int64_t r, int64_t s) {
+    const Problem *p = &w->p;
+    const float *from = maps + r * p->S + s;
+    if (r + 1 < p->B * p->K * p->T || s + V <= p->S) return keep(load(from), loadi(w->inside + s));
+    return load_first(from, p->S - s); /* the end of the array */
+}
+
+static void write_row(const Work *w, const float *from, float *maps, int64_t r) {
+    memcpy(maps + r * w->p.S, from, w->p.S * sizeof(float));
+}
 
 /* ---- masks ---- */
 
-/* All bits where a row's mask is not set, up to column `end`; none past the end of the row. */
-static void bits(const Mask *mask, int64_t b, int64_t i, int64_t S, int64_t end, int32_t *to) {
-    int64_t filled = least(S, end);
-    if (!mask->data) {
-        for (int64_t s = 0; s < filled; s++) to[s] = -1;
-    } else {
-        const uint8_t *row = mask->data + b * mask->sb + i * mask->st;
-        if (mask->ss == 1) for (int64_t s = 0; s < filled; s++) to[s] = (int32_t)row[s] - 1;
-        else for (int64_t s = 0; s < filled; s++) to[s] = (int32_t)row[s * mask->ss] - 1;
-    }
-    for (int64_t s = filled; s < end; s++) to[s] = 0;
+/* All bits where a row's mask is not set; none past its end. */
+static void bits(const Work *w, const Mask *mask, int64_t i, int32_t *to) {
+    memcpy(to, w->inside, w->Sp * sizeof(int32_t));
+    if (!mask->data) return;
+    const uint8_t *row = mask->data + w->b * mask->sb + i * mask->st;
+    if (mask->ss == 1) for (int64_t s = 0; s < w->p.S; s++) to[s] = (int32_t)row[s] - 1;
+    else for (int64_t s = 0; s < w->p.S; s++) to[s] = (int32_t)row[s * mask->ss] - 1;
 }
 
-/* Columns of a row up to the last one that is not masked. */
-static int64_t last_seen(const Mask *mask, int64_t b, int64_t i, int64_t S) {
-    if (!mask->data) return S;
-    const uint8_t *row = mask->data + b * mask->sb + i * mask->st;
-    const uint64_t eight_masked = 0x0101010101010101u;
-    int64_t s = S;
-    for (uint64_t eight; mask->ss == 1 && s >= 8; s -= 8) {
-        memcpy(&eight, row + s - 8, 8);
-        if (eight != eight_masked) break;
-    }
-    while (s > 0 && row[(s - 1) * mask->ss]) s--;
-    return s;
+/* Columns of a row of bits up to the last that is set. */
+static int64_t last(const int32_t *row, int64_t S) {
+    while (S > 0 && !row[S - 1]) S--;
+    return S;
 }
 
-/* Columns of row i that attention or the convolution looks at, as whole vectors. */
-static int64_t columns_of(const Problem *p, int64_t b, int64_t i) {
-    int64_t seen = last_seen(&p->masked, b, i, p->S);
-    if (seen == 0) seen = p->S; /* a row that is all masked gets equal weights */
-    return whole(most(seen, p->kernel ? last_seen(&p->hidden, b, i, p->S) : 0));
+static void read_masks(Work *w, int64_t i) {
+    const Problem *p = &w->p;
+    int32_t *seen = w->seen + i * w->pitch, *shown = w->shown + i * w->pitch;
+    bits(w, &p->masked, i, seen);
+    if (p->kernel) bits(w, &p->hidden, i, shown);
+    w->ends[i] = w->Sp;
+    if (!w->skips) return;
+    int64_t end = last(seen, p->S);
+    if (end == 0) return; /* a row that is all masked gets equal weights */
+    w->ends[i] = whole(most(end, p->kernel ? last(shown, p->S) : 0));
 }
 
-/* The ends of a band's rows, and of the band, after one of `n` rows. */
-static void set_ends(const Plan *w, Scratch *m, Band *band, int64_t n) {
-    int64_t kept = w->p.k - 1;
-    memmove(m->ends, m->ends + n, kept * sizeof(int64_t));
-    for (int64_t i = band->from; i < least(band->from + band->n, w->p.T); i++) {
-        int64_t end = m->ends[i - band->from + kept] = w->skips ? columns_of(&w->p, band->b, i) : w->Sp;
-        band->end = most(band->end, end);
-    }
+/* Columns that must be worked on in a block of rows. */
+static int64_t block_end(const Work *w, int64_t i, int64_t past) {
+    int64_t end = 0;
+    for (; i < past; i++) end = most(end, w->ends[i]);
+    return end;
 }
 
-/* Columns that must be worked on for one row; from there to the band's end there are zeros. */
-INLINE int64_t end_of(const Plan *w, const Scratch *m, const Band *band, int64_t i) {
-    return m->ends[i - band->from + w->p.k - 1];
-}
-
-/* ---- the parts of the forward pass, on one band ---- */
+/* ---- the parts of the forward pass ---- */
 
 /* of_previous * previous + of_logits * logits; what has no share is not read, so that infinities there do no harm. */
 INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
@@ -215,61 +164,43 @@ INLINE vf weighted(float of_previous, vf previous, float of_logits, vf logits) {
     return of_previous * previous + of_logits * logits;
 }
 
-/* Vectors i to past, side by side: they may lie so far apart that the first cache keeps only a few of them. */
-static void gather(const float *from, int64_t stride, int64_t i, int64_t past, int64_t D, int64_t Dp, float *to) {
-    for (from += i * stride; i < past; i++, from += stride, to += Dp) {
-        foresee_vector(from, stride, D);
-        copy(from, D, to);
+/* L, where it is needed, and X of a row whose logits are in `logits`, from which they may be overwritten. */
+static void mix_row(const Work *w, int64_t h, int64_t i, int64_t end, float *logits) {
+    const Problem *p = &w->p;
+    float scale = p->given ? 1 : p->scale, *X = p->kernel ? framed(w, w->X, h, i + p->top) : NULL;
+    for (int64_t s = 0; s < end; s += V) {
+        vf x = p->given ? row_load(w, p->given, row_number(w, h, i), s) : scale * load(logits + s), previous = spread(0);
+        if (w->L) store(logits + s, x);
+        if (!X) continue;
+        if (p->previous) previous = row_load(w, p->previous, row_number(w, h, i), s);
+        store(X + s, keep(weighted(p->a, previous, p->b, x), loadi(w->shown + i * w->pitch + s)));
     }
+    if (X) zero(X + end, w->Sp - end);
 }
 
-/* The logits of head h, rows i to past, before they are scaled. */
-static void logits_of(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past,
-                      const Packs *packs, float *to) {
+/* X, and L where it is needed, of head h. */
+static void mix_head(Work *w, int64_t h) {
     const Problem *p = &w->p;
-    const float *q = p->q.data + band->b * p->q.sb + h * p->q.sh;
-    if (p->given) {
-        for (; i < past; i++, to += w->pitch)
-            for (int64_t s = 0; s < band->end; s += V)
-                store(to + s, row_load(w, m, p->given, row_number(w, band->b, h, i), s));
-    } else if (p->T == 1 && !w->backward) {
-        row_of_products(q, vectors_of(p, &p->key, band->b, h), p->key.st, least(p->S, band->end), p->D, to);
-        zero(to + p->S, w->Sp - p->S);
-    } else {
-        gather(q, p->q.st, i, past, p->D, w->Dp, m->few);
-        product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, packs->keys_across, to, w->pitch);
+    float *logits = w->L ? head(w, w->L, h) : framed(w, w->X, h, p->top), *queries = rows_of(w, h);
+    int one = p->T == 1 && !w->backward && !p->given;
+    if (one) {
+        row_of_products(vector(w, &p->q, h, 0), shared(w, &p->key, h), p->key.st, p->S, p->D, logits);
+        zero(logits + p->S, w->Sp - p->S);
+    } else if (!p->given) {
+        gather(vector(w, &p->q, h, 0), p->q.st, p->T, p->D, w->Dp, queries);
+        gather_turned(shared(w, &p->key, h), p->key.st, p->S, p->D, w->pitch, columns_of(w, h));
     }
-}
-
-/* X, and L where it is needed: rows from `from` on, and zeros outside of the map. */
-static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
-    const Problem *p = &w->p;
-    int64_t past = band->from + band->n, filled = least(past, p->T);
-    float scale = p->given ? 1 : p->scale;
-    for (int64_t i = band->from; i < filled; i++)
-        bits(&p->hidden, band->b, i, p->S, band->end, m->shown + (i - band->from + p->k - 1) * w->pitch);
-    for (int64_t h = 0; h < p->K; h++) {
-        int64_t first = (h * w->tall + p->k - 1) * w->pitch;
-        float *X = m->X + first, *L = w->logits ? m->L + first : X;
-        Packs packs = packs_of(w, packed + h * w->packed);
-        if (band->from < filled) logits_of(w, m, band, h, band->from, filled, &packs, L);
-        for (int64_t i = band->from; i < filled; i++, X += w->pitch, L += w->pitch) {
-            const int32_t *shown = m->shown + (i - band->from + p->k - 1) * w->pitch;
-            for (int64_t s = 0; s < band->end; s += V) {
-                vf logits = scale * load(L + s), previous = spread(0);
-                if (w->logits) store(L + s, logits);
-                if (!p->kernel) continue;
-                if (p->previous) previous = row_load(w, m, p->previous, row_number(w, band->b, h, i), s);
-                store(X + s, keep(weighted(p->a, previous, p->b, logits), loadi(shown + s)));
-            }
-            if (!p->kernel) continue;
-            zero(X + band->end, w->gap);
-            if (p->kept && i >= p->T - p->top)
-                write_row(w, X, band->end, p->kept, (band->b * p->K + h) * p->top + i - (p->T - p->top));
-        }
-        if (p->kernel)
-            for (int64_t i = most(filled, band->from); i < past; i++, X += w->pitch) zero(X, band->end + w->gap);
+    for (int64_t t = 0; p->above && t < p->top; t++)
+        memcpy(framed(w, w->X, h, t), p->above + ((w->b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
+    for (int64_t from = 0; from < p->T; from += BLOCK) {
+        int64_t past = least(from + BLOCK, p->T), end = block_end(w, from, past);
+        float *to = logits + from * w->pitch;
+        if (!p->given && !one)
+            product(past - from, end, p->D, queries + from * w->Dp, w->Dp, columns_of(w, h), w->pitch, to, w->pitch);
+        for (int64_t i = from; i < past; i++) mix_row(w, h, i, end, logits + i * w->pitch);
     }
+    for (int64_t t = 0; p->kept && t < p->top; t++)
+        write_row(w, framed(w, w->X, h, p->T + t), p->kept, (w->b * p->K + h) * p->top + t);
 }
 
 /* Columns of the kernel's row a that have taps: without its strict upper triangle, up to the diagonal. */
@@ -299,7 +230,7 @@ static void order_taps_turned(const Problem *p, float *to) {
 
 /* Four heads' convolution, with a kernel of `size`, at `vectors` places: sums[o][j] += taps * maps, whose first row and
    column are given. */
-INLINE void convolve_at(const int vectors, const int lower, const int turned, int64_t size, const Plan *w,
+INLINE void convolve_at(const int vectors, const int lower, const int turned, int64_t size, const Work *w,
                         const float *maps, const float *taps, vf sums[4][3]) {
     vf acc[4][3];
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = sums[o][j];
@@ -319,7 +250,7 @@ INLINE void convolve_at(const int vectors, const int lower, const int turned, in
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) sums[o][j] = acc[o][j];
 }
 
-INLINE void convolve_some(const int vectors, int turned, const Plan *w, const float *maps, const float *taps,
+INLINE void convolve_some(const int vectors, int turned, const Work *w, const float *maps, const float *taps,
                           vf sums[4][3]) {
     int64_t size = w->p.k;
     if (size == 3 && !w->p.lower) convolve_at(vectors, 0, 0, 3, w, maps, taps, sums);
@@ -328,17 +259,18 @@ INLINE void convolve_some(const int vectors, int turned, const Plan *w, const fl
     else convolve_at(vectors, (int)w->p.lower, turned, size, w, maps, taps, sums);
 }
 
-APART void convolve_one(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+APART void convolve_one(int turned, const Work *w, const float *maps, const float *taps, vf sums[4][3]) {
     convolve_some(1, turned, w, maps, taps, sums);
 }
-APART void convolve_two(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+APART void convolve_two(int turned, const Work *w, const float *maps, const float *taps, vf sums[4][3]) {
     convolve_some(2, turned, w, maps, taps, sums);
 }
-APART void convolve_three(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
+APART void convolve_three(int turned, const Work *w, const float *maps, const float *taps, vf sums[4][3]) {
     convolve_some(3, turned, w, maps, taps, sums);
 }
 
-INLINE void convolve(const int vectors, int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
+/* The sums of heads `first` to first + 3. */
+INLINE void convolve(const int vectors, int turned, const Work *w, const float *maps, const float *taps, int64_t first,
                      vf sums[4][3]) {
     taps += first * w->p.K * w->taps;
     if (vectors == 1) convolve_one(turned, w, maps, taps, sums);
@@ -347,76 +279,54 @@ INLINE void convolve(const int vectors, int turned, const Plan *w, const float *
 }
 
 /* What is carried at head h, row i, from column s on. */
-INLINE vf carried(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s) {
+INLINE vf carried(const Work *w, int64_t h, int64_t i, int64_t s) {
     const Problem *p = &w->p;
-    int64_t place = (h * w->tall + i - band->from + p->k - 1) * w->pitch + s;
-    if (p->same) return load(m->X + place);
-    vf previous = p->d ? row_load(w, m, p->previous, row_number(w, band->b, h, i), s) : spread(0);
-    return weighted(p->d, previous, p->e, load(m->L + place));
-}
-
-/* Ask for what is needed of all heads at the columns to come: so many rows at once are more than processors foresee. */
-INLINE void foresee(const Plan *w, const float *maps, int64_t tall) {
-    for (int64_t h = 0; h < w->p.K; h++) __builtin_prefetch(maps + h * tall * w->pitch + 4 * V);
+    if (p->same) return load(framed(w, w->X, h, i + p->top) + s);
+    vf previous = p->d ? row_load(w, p->previous, row_number(w, h, i), s) : spread(0);
+    return weighted(p->d, previous, p->e, load(head(w, w->L, h) + i * w->pitch + s));
 }
 
 /* P = A_logit of four heads at `vectors` places of row i; in the backward pass G = ReLU(Conv(X)). The number is constant,
    so that sums stay in registers. */
-INLINE void evolve_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i, int64_t s) {
+INLINE void evolve_at(const int vectors, Work *w, int64_t first, int64_t i, int64_t s) {
     const Problem *p = &w->p;
-    int64_t row = i - (band->from - w->down), heads = least(4, p->K - first), tall = w->tall * w->pitch;
-    int backward = w->backward, same = (int)p->same;
-    float c = p->c, *P = m->P + (first * w->band + row) * w->pitch + s;
-    float *G = m->G + first * tall + (row + p->k - 1) * w->pitch + s;
-    const float *X = m->X + first * tall + (i - band->from + p->k - 1) * w->pitch + s;
+    int64_t heads = least(4, p->K - first);
     vf acc[4][3];
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(o < heads ? p->bias[first + o] : 0);
-    convolve(vectors, 0, w, m->X + row * w->pitch + s - p->left, m->taps, first, acc);
+    convolve(vectors, 0, w, framed(w, w->X, 0, i) + s - p->left, w->order, first, acc);
     for (int o = 0; o < 4; o++) {
         if (o == heads) break;
+        float *P = head(w, w->P, first + o) + i * w->pitch + s;
         for (int j = 0; j < vectors; j++) {
             vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
-            vf x = same ? load(X + j * V) : carried(w, m, band, first + o, i, s + j * V);
-            if (backward) store(G + j * V, r);
-            store(P + j * V, c * r + (1 - c) * x);
+            if (w->backward) store(framed(w, w->G, first + o, i + w->down) + s + j * V, r);
+            store(P + j * V, p->c * r + (1 - p->c) * carried(w, first + o, i, s + j * V));
         }
-        X += tall;
-        G += tall;
-        P += w->band * w->pitch;
     }
 }
 
-/* P = A_logit of one row up to column `end`; in the backward pass G = ReLU(Conv(X)). */
-static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t end) {
+/* P = A_logit of row i of all heads. */
+static void evolve_row(Work *w, int64_t i) {
     const Problem *p = &w->p;
-    int64_t row = i - (band->from - w->down);
-    for (int64_t s = 0, vectors; s < end; s += vectors * V) {
+    int64_t end = w->ends[i];
+    for (int64_t h = 0; !p->kernel && h < p->K; h++)
+        for (int64_t s = 0; s < end; s += V) store(head(w, w->P, h) + i * w->pitch + s, carried(w, h, i, s));
+    for (int64_t s = 0, vectors; p->kernel && s < end; s += vectors * V) {
         vectors = vectors_at(s, end);
-        foresee(w, m->X + (row + p->k - 1) * w->pitch + s, w->tall);
-        foresee(w, m->P + row * w->pitch + s, w->band);
-        if (w->backward) foresee(w, m->G + (row + p->k - 1) * w->pitch + s, w->tall);
-        for (int64_t first = 0; first < p->K; first += 4)
-            switch (vectors) {
-            case 1: evolve_at(1, w, m, band, first, i, s); break;
-            case 2: evolve_at(2, w, m, band, first, i, s); break;
-            default: evolve_at(3, w, m, band, first, i, s);
-            }
+        for (int64_t first = 0; first < p->K; first += 4) {
+            if (vectors == 1) evolve_at(1, w, first, i, s);
+            else if (vectors == 2) evolve_at(2, w, first, i, s);
+            else evolve_at(3, w, first, i, s);
+        }
     }
-}
-
-/* The same where nothing is convolved. */
-static void carry_row(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t end) {
-    for (int64_t h = 0; h < w->p.K; h++)
-        for (int64_t s = 0; s < end; s += V)
-            store(m->P + (h * w->band + i - band->from) * w->pitch + s, carried(w, m, band, h, i, s));
 }
 
 /* A row of weights from one of A_logit; a row that is all masked gets equal weights, as everywhere. */
-static void softmax_row(const Scratch *m, int64_t end, const int32_t *seen, float *row) {
+static void softmax_row(const Work *w, int64_t end, const int32_t *seen, float *row) {
     vf top = spread(-INFINITY);
     for (int64_t s = 0; s < end; s += V) {
         vf x = choose(loadi(seen + s), load(row + s), spread(-__FLT_MAX__));
-        x = choose(loadi(m->inside + s), x, spread(-INFINITY));
+        x = choose(loadi(w->inside + s), x, spread(-INFINITY));
         store(row + s, x);
         top = larger(x, top);
     }
@@ -431,162 +341,153 @@ static void softmax_row(const Scratch *m, int64_t end, const int32_t *seen, floa
     for (int64_t s = 0; s < end; s += V) store(row + s, load(row + s) * scale);
 }
 
-/* P = the weights of rows i to past, of all heads; results that are maps are written for the chunk's own rows. */
-static void weigh(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+/* P = the weights of row i of all heads; results that are maps are written. */
+static void weigh_row(Work *w, int64_t i) {
     const Problem *p = &w->p;
-    for (; i < past; i++) {
-        int64_t row = i - (band->from - w->down), end = end_of(w, m, band, i);
-        int32_t *seen = m->seen + row * w->pitch;
-        bits(&p->masked, band->b, i, p->S, end, seen);
-        if (p->kernel) evolve_row(w, m, band, i, end);
-        else carry_row(w, m, band, i, end);
-        for (int64_t h = 0; h < p->K; h++) {
-            float *P = m->P + (h * w->band + row) * w->pitch;
-            if (p->a_logit) write_row(w, P, end, p->a_logit, row_number(w, band->b, h, i));
-            softmax_row(m, end, seen, P);
-            zero(P + end, band->end - end);
-            if (p->weights) write_row(w, P, band->end, p->weights, row_number(w, band->b, h, i));
-        }
-    }
-}
-
-/* Dropout's noise for vectors `vector` to `past` of a sentence's map of T x Sp. */
-static void noise_of_map(const Problem *p, int64_t b, int64_t h, int64_t vector, int64_t past, float *to) {
-    for (int64_t block = vector / 8; block * 8 < past; block++) {
-        vf noise[8];
-        draw_noise((uint64_t)block, (uint32_t)h, (uint32_t)b, p->seed, p->threshold, noise);
-        for (int i = 0; i < 8; i++) {
-            int64_t at = block * 8 + i - vector;
-            if (at >= 0 && at < past - vector) store(to + at * V, noise[i]);
-        }
-    }
-}
-
-/* The weights of head h, rows i to past, that values are multiplied with; m->noise is what dropout multiplied by. */
-static const float *dropped(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past) {
-    const float *P = m->P + (h * w->band + i - (band->from - w->down)) * w->pitch;
-    if (!w->p.threshold) return P;
-    int64_t long_row = w->Sp / V;
-    if (band->end == w->Sp) { /* short rows share draws */
-        noise_of_map(&w->p, band->b, h, i * long_row, past * long_row, m->noise);
-    } else {
-        for (int64_t r = i; r < past; r++)
-            noise_of_map(&w->p, band->b, h, r * long_row, r * long_row + band->end / V, m->noise + (r - i) * w->Sp);
-    }
-    for (int64_t r = 0; r < past - i; r++)
-        for (int64_t s = 0; s < band->end; s += V)
-            store(m->dropped + r * w->pitch + s, load(P + r * w->pitch + s) * load(m->noise + r * w->Sp + s));
-    return m->dropped;
-}
-
-static void scatter(const float *from, int64_t Dp, const Vectors *x, int64_t b, int64_t h, int64_t i, int64_t past,
-                    int64_t D) {
-    for (; i < past; i++, from += Dp) copy(from, D, x->data + b * x->sb + h * x->sh + i * x->st);
-}
-
-/* The context of rows i to past. */
-static void look(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
-    const Problem *p = &w->p;
-    int64_t columns = least(p->S, band->end);
+    int64_t end = w->ends[i];
+    evolve_row(w, i);
     for (int64_t h = 0; h < p->K; h++) {
-        const float *P = dropped(w, m, band, h, i, past);
-        if (p->T == 1) {
-            row_of_context(P, vectors_of(p, &p->v, band->b, h), p->v.st, columns, p->D, m->out);
-        } else {
-            Packs packs = packs_of(w, packed + h * w->packed);
-            product(past - i, w->Dp, w->Dp, columns, p->S, P, w->pitch, packs.values, m->out, w->Dp);
-        }
-        scatter(m->out, w->Dp, &p->context, band->b, h, i, past, p->D);
+        float *row = head(w, w->P, h) + i * w->pitch;
+        if (p->a_logit) write_row(w, row, p->a_logit, row_number(w, h, i));
+        softmax_row(w, end, w->seen + i * w->pitch, row);
+        zero(row + end, w->Sp - end);
+        if (p->weights) write_row(w, row, p->weights, row_number(w, h, i));
     }
+}
+
+/* N = dropout's noise for a head's map of T x Sp, drawn for eight vectors at a time. */
+static void draw_noise_of(Work *w, int64_t h) {
+    int64_t i = 0, s = 0;
+    float *N = head(w, w->N, h);
+    for (int64_t block = 0; i < w->p.T; block++) {
+        vf noise[8];
+        draw_noise((uint64_t)block, (uint32_t)h, (uint32_t)w->b, w->p.seed, w->p.threshold, noise);
+        for (int number = 0; number < 8 && i < w->p.T; number++) {
+            store(N + i * w->pitch + s, noise[number]);
+            s += V;
+            if (s < w->Sp) continue;
+            s = 0;
+            i++;
+        }
+    }
+}
+
+/* N = N * P, the weights after dropout of head h. */
+static void drop(Work *w, int64_t h) {
+    float *N = head(w, w->N, h);
+    const float *P = head(w, w->P, h);
+    for (int64_t i = 0; i < w->p.T; i++)
+        for (int64_t s = i * w->pitch; s < i * w->pitch + w->Sp; s += V) store(N + s, load(N + s) * load(P + s));
+}
+
+/* Vectors that lie side by side to where they belong. */
+static void scatter(const Work *w, const float *from, const Vectors *to, int64_t h, int64_t count) {
+    for (int64_t t = 0; t < count; t++, from += w->Dp) memcpy(vector(w, to, h, t), from, w->p.D * sizeof(float));
+}
+
+/* The context of head h. */
+static void look_head(Work *w, int64_t h) {
+    const Problem *p = &w->p;
+    const float *P = head(w, p->threshold ? w->N : w->P, h);
+    if (p->threshold) {
+        draw_noise_of(w, h);
+        drop(w, h);
+    }
+    if (p->T == 1) {
+        row_of_context(P, shared(w, &p->v, h), p->v.st, p->S, p->D, vector(w, &p->context, h, 0));
+        return;
+    }
+    gather(shared(w, &p->v, h), p->v.st, p->S, p->D, w->Dp, rows_of(w, h));
+    for (int64_t from = 0; from < p->T; from += BLOCK) {
+        int64_t past = least(from + BLOCK, p->T), columns = least(p->S, block_end(w, from, past));
+        product(past - from, w->Dp, columns, P + from * w->pitch, w->pitch, rows_of(w, h), w->Dp,
+                out_of(w, h) + from * w->Dp, w->Dp);
+    }
+    scatter(w, out_of(w, h), &p->context, h, p->T);
 }
 
 /* ---- the parts of the backward pass ---- */
 
-/* Of one row: A, a gradient of the dropped weights or zero, is turned into that of A_logit. */
-static void softmax_backward(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, const float *P,
-                             const float *noise, float *A) {
+/* Of one row: A, a gradient of the weights or zero, is turned into that of A_logit. */
+static void softmax_backward(const Work *w, int64_t h, int64_t i) {
     const Problem *p = &w->p;
-    const int32_t *seen = m->seen + (i - (band->from - w->down)) * w->pitch;
-    int64_t r = row_number(w, band->b, h, i), end = end_of(w, m, band, i);
+    const int32_t *seen = w->seen + i * w->pitch;
+    const float *P = head(w, w->P, h) + i * w->pitch;
+    float *A = head(w, w->A, h) + i * w->pitch;
+    int64_t r = row_number(w, h, i), end = w->ends[i];
     vf total = spread(0);
     for (int64_t s = 0; s < end; s += V) {
-        vf x = load(A + s);
-        if (noise) x *= load(noise + s);
-        if (p->d_weights) x += row_load(w, m, p->d_weights, r, s);
+        vf x = p->d_context.data ? load(A + s) : spread(0);
+        if (p->d_weights) x += row_load(w, p->d_weights, r, s);
         store(A + s, x);
         total += x * load(P + s);
     }
     float mean = sum(total);
     for (int64_t s = 0; s < end; s += V) {
         vf x = keep(load(P + s) * (load(A + s) - mean), loadi(seen + s));
-        if (p->d_a_logit) x += row_load(w, m, p->d_a_logit, r, s);
+        if (p->d_a_logit) x += row_load(w, p->d_a_logit, r, s);
         store(A + s, x);
     }
-    zero(A + end, band->end - end);
+    zero(A + end, w->Sp - end);
 }
 
-/* G of head h, the ReLU's results, is turned into the gradient of the convolution's; zeros where there are no rows. The
-   chunk's own rows add to the gradients of the bias and of c. */
-static void relu_backward(const Plan *w, Scratch *m, const Band *band, int64_t h, int64_t i, int64_t past) {
+/* G of head h, the ReLU's results, is turned into the gradient of the convolution's. */
+static void relu_backward(Work *w, int64_t h) {
     const Problem *p = &w->p;
-    for (int64_t r = band->from - w->down; r < band->from - w->down + band->n; r++) {
-        int64_t place = (h * w->tall + r - band->from + w->down + p->k - 1) * w->pitch;
-        float *G = m->G + place, *A = m->A + place;
-        if (r < i || r >= past) {
-            zero(G, band->end + w->gap);
-            continue;
-        }
-        int64_t end = end_of(w, m, band, r);
-        vf total = spread(0), convolved = spread(0);
+    vf total = spread(0);
+    w->of_heads[h] = 0;
+    for (int64_t i = 0; i < p->T; i++) {
+        float *G = framed(w, w->G, h, i + w->down), *A = head(w, w->A, h) + i * w->pitch;
+        int64_t end = w->ends[i];
+        vf convolved = spread(0);
         for (int64_t s = 0; s < end; s += V) {
             vf relu = load(G + s), d = load(A + s), g = keep(p->c * d, relu > 0.0f);
-            if (p->d_shares) convolved += d * (relu - carried(w, m, band, h, r, s));
+            if (p->d_shares) convolved += d * (relu - carried(w, h, i, s));
             store(G + s, g);
             total += g;
         }
-        zero(G + end, band->end - end + w->gap);
-        if (r < band->own || r >= band->past) continue;
-        store(m->d_bias + h * V, load(m->d_bias + h * V) + total);
-        m->d_shares[2] += sum(convolved);
+        zero(G + end, w->Sp - end);
+        w->of_heads[h] += sum(convolved);
     }
+    p->d_bias[w->b * p->K + h] = sum(total);
 }
 
-/* A and G = gradients of A_logit and of the convolution's result of rows i to past; the chunk's own rows add to the
-   gradient of the values. */
-static void weigh_backward(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
+/* A and G = gradients of A_logit and of the convolution's result of head h, and the gradient of the values. */
+static void weigh_backward(Work *w, int64_t h) {
     const Problem *p = &w->p;
-    int64_t row = i - (band->from - w->down), own = most(i, band->own), own_past = least(past, band->past);
-    for (int64_t h = 0; h < p->K; h++) {
-        const float *P = m->P + (h * w->band + row) * w->pitch, *d_context = p->d_context.data;
-        float *A = m->A + (h * w->tall + row + p->k - 1) * w->pitch;
-        const float *noise = p->threshold && d_context ? m->noise : NULL;
-        if (d_context && i < past) {
-            d_context += band->b * p->d_context.sb + h * p->d_context.sh;
-            Packs packs = packs_of(w, packed + h * w->packed);
-            gather(d_context, p->d_context.st, i, past, p->D, w->Dp, m->few);
-            product(past - i, w->Sp, band->end, p->D, p->D, m->few, w->Dp, packs.values_across, A, w->pitch);
-            const float *kept = dropped(w, m, band, h, i, past) + (own - i) * w->pitch;
-            if (own < own_past) {
-                pack_rows(d_context + own * p->d_context.st, p->d_context.st, own_past - own, p->D, w->Dp, m->few);
-                add_product(least(p->S, band->end), w->Dp, own_past - own, kept, w->pitch, m->few,
-                            m->d_v + h * p->S * w->Dp, w->Dp);
-            }
+    float *A = head(w, w->A, h), *N = p->threshold ? head(w, w->N, h) : NULL, *of_context = rows_of(w, h);
+    if (N) draw_noise_of(w, h);
+    if (p->d_context.data) {
+        gather(vector(w, &p->d_context, h, 0), p->d_context.st, p->T, p->D, w->Dp, of_context);
+        gather_turned(vector(w, &p->v, h, 0), p->v.st, p->S, p->D, w->pitch, columns_of(w, h));
+        for (int64_t from = 0; from < p->T; from += BLOCK) {
+            int64_t past = least(from + BLOCK, p->T), end = block_end(w, from, past);
+            product(past - from, end, p->D, of_context + from * w->Dp, w->Dp, columns_of(w, h), w->pitch,
+                    A + from * w->pitch, w->pitch);
+            for (int64_t i = from; N && i < past; i++)
+                for (int64_t s = i * w->pitch; s < i * w->pitch + end; s += V) store(A + s, load(A + s) * load(N + s));
         }
-        for (int64_t r = i; r < past; r++, A += w->pitch, P += w->pitch) {
-            if (!d_context) zero(A, band->end);
-            softmax_backward(w, m, band, h, r, P, noise, A);
-            if (noise) noise += w->Sp;
-        }
-        if (p->kernel) relu_backward(w, m, band, h, i, past);
     }
+    for (int64_t i = 0; i < p->T; i++) softmax_backward(w, h, i);
+    if (p->kernel) relu_backward(w, h);
+    if (!p->d_context.data) return;
+    if (N) drop(w, h);
+    const float *P = N ? N : head(w, w->P, h);
+    zero(out_of(w, h), p->S * w->Dp);
+    for (int64_t from = 0; from < p->T; from += BLOCK) {
+        int64_t past = least(from + BLOCK, p->T), columns = least(p->S, block_end(w, from, past));
+        add_product(columns, w->Dp, past - from, P + from * w->pitch, w->pitch, of_context + from * w->Dp, w->Dp,
+                    out_of(w, h), w->Dp);
+    }
+    scatter(w, out_of(w, h), &p->d_v, h, p->S);
 }
 
-/* Gradients of `count` neighbouring taps of some output heads: sums of products of G with X, moved by the tap's place.
+/* Gradients of `count` neighbouring taps of four output heads: sums of products of G with X, moved by the tap's place.
    X and G begin at the first of `rows` rows. */
-INLINE void taps_at(const int heads, const int count, const Plan *w, int64_t rows, int64_t end, const float *X,
+INLINE void taps_at(const int count, const Work *w, int64_t heads, int64_t rows, int64_t end, const float *X,
                     const float *G, float *to) {
     vf acc[3][4];
-    for (int e = 0; e < count; e++) for (int o = 0; o < heads; o++) acc[e][o] = load(to + (e * 4 + o) * V);
+    for (int e = 0; e < count; e++) for (int o = 0; o < 4; o++) acc[e][o] = load(to + (e * 4 + o) * V);
     for (int64_t t = 0; t < rows; t++, X += w->pitch, G += w->pitch)
         for (int64_t s = 0; s < end; s += V) {
             vf x[3];
@@ -594,56 +495,47 @@ INLINE void taps_at(const int heads, const int count, const Plan *w, int64_t row
                 x[e] = load(X + s + e);
                 hold(&x[e]);
             }
-            for (int o = 0; o < heads; o++) {
-                vf g = load(G + o * w->tall * w->pitch + s);
+            for (int o = 0; o < 4; o++) { /* heads that are not there: the last one again, whose sums nobody reads */
+                vf g = load(G + least(o, heads - 1) * w->tall * w->pitch + s);
                 hold(&g);
                 for (int e = 0; e < count; e++) acc[e][o] += g * x[e];
             }
         }
-    for (int e = 0; e < count; e++) for (int o = 0; o < heads; o++) store(to + (e * 4 + o) * V, acc[e][o]);
+    for (int e = 0; e < count; e++) for (int o = 0; o < 4; o++) store(to + (e * 4 + o) * V, acc[e][o]);
 }
 
-INLINE void taps_of(const int heads, const Plan *w, int64_t rows, int64_t end, const float *X, const float *G, float *to) {
-    int64_t k = w->p.k;
-    for (int64_t c = 0; c < w->p.K; c++, X += w->tall * w->pitch)
-        for (int64_t a = 0; a < k; a++, to += k * 4 * V) {
-            int64_t e = 0, taps = taps_past((int)w->p.lower, k, a);
-            for (; e + 3 <= taps; e += 3) taps_at(heads, 3, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
-            if (e + 2 == taps) taps_at(heads, 2, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
-            else if (e + 1 == taps) taps_at(heads, 1, w, rows, end, X + a * w->pitch + e, G, to + e * 4 * V);
-        }
-}
-
-/* The gradient of the kernel, of rows i to past; a few at a time, so that G's of four heads stay in the first cache. */
-static void kernel_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+/* The gradient of the kernel: a task is four output heads and an input head. A few rows at a time, so that G's of four
+   heads stay in the first cache. */
+static void kernel_backward(Work *w, int64_t task) {
     const Problem *p = &w->p;
-    int64_t few = most(1, 1024 / band->end);
-    for (; i < past; i += few) {
-        int64_t rows = least(few, past - i), row = i - (band->from - w->down), end = 0;
-        for (int64_t r = i; r < i + rows; r++) end = most(end, end_of(w, m, band, r));
-        const float *X = m->X + row * w->pitch - p->left;
-        for (int64_t first = 0; first < p->K; first += 4) {
-            const float *G = m->G + (first * w->tall + row + p->k - 1) * w->pitch;
-            float *to = m->d_taps + first * p->K * p->k * p->k * V;
-            switch (p->K - first) {
-            case 1: taps_of(1, w, rows, end, X, G, to); break;
-            case 2: taps_of(2, w, rows, end, X, G, to); break;
-            case 3: taps_of(3, w, rows, end, X, G, to); break;
-            default: taps_of(4, w, rows, end, X, G, to);
-            }
+    int64_t k = p->k, first = task / p->K * 4, c = task % p->K, heads = least(4, p->K - first);
+    float *parts = w->d_taps + task * k * k * 4 * V;
+    zero(parts, k * k * 4 * V);
+    for (int64_t i = 0, past; i < p->T; i = past) {
+        past = least(i + most(1, 1024 / w->Sp), p->T);
+        int64_t end = block_end(w, i, past);
+        const float *G = framed(w, w->G, first, i + w->down);
+        for (int64_t a = 0; a < k; a++) {
+            int64_t e = 0, taps = taps_past((int)p->lower, k, a);
+            const float *X = framed(w, w->X, c, i + a) - p->left;
+            float *to = parts + a * k * 4 * V;
+            for (; e + 3 <= taps; e += 3) taps_at(3, w, heads, past - i, end, X + e, G, to + e * 4 * V);
+            if (e + 2 == taps) taps_at(2, w, heads, past - i, end, X + e, G, to + e * 4 * V);
+            else if (e + 1 == taps) taps_at(1, w, heads, past - i, end, X + e, G, to + e * 4 * V);
         }
     }
+    for (int64_t o = 0; o < heads; o++)
+        for (int64_t tap = 0; tap < k * k; tap++)
+            p->d_kernel[((w->b * p->K + first + o) * p->K + c) * k * k + tap] = sum(load(parts + (tap * 4 + o) * V));
 }
 
 /* Sums that make the gradients of a, b, d and e. */
 typedef struct { vf previous_mixed, logits_mixed, previous_carried, logits_carried; } Shares;
 
 /* At head h, row i, from column s on: what the gradients of what is mixed and of what is carried add to the shares'. */
-INLINE void add_shares(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s, vf d_mixed,
-                       vf d_carried, Shares *shares) {
-    const Problem *p = &w->p;
-    vf logits = load(m->L + (h * w->tall + i - band->from + p->k - 1) * w->pitch + s), previous = spread(0);
-    if (p->previous) previous = row_load(w, m, p->previous, row_number(w, band->b, h, i), s);
+INLINE void add_shares(const Work *w, int64_t h, int64_t i, int64_t s, vf d_mixed, vf d_carried, Shares *shares) {
+    vf logits = load(head(w, w->L, h) + i * w->pitch + s), previous = spread(0);
+    if (w->p.previous) previous = row_load(w, w->p.previous, row_number(w, h, i), s);
     shares->previous_mixed += d_mixed * previous;
     shares->logits_mixed += d_mixed * logits;
     shares->previous_carried += d_carried * previous;
@@ -651,189 +543,109 @@ INLINE void add_shares(const Plan *w, const Scratch *m, const Band *band, int64_
 }
 
 /* Of four heads at `vectors` places of row i: A, the gradient of A_logit, is turned into that of the logits, times their
-   scale; that of the previous map, in P's first rows, whose weights are no longer needed; and that of the shares. */
-INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
-                            int64_t s, Shares *shares) {
+   scale; that of the previous map, in P, whose weights are no longer needed; and that of the shares. */
+INLINE void mix_backward_at(const int vectors, Work *w, int64_t first, int64_t i, int64_t s, Shares *shares) {
     const Problem *p = &w->p;
-    int64_t row = i - band->from + p->k - 1, heads = least(4, p->K - first);
-    int convolved = p->kernel != NULL, same = (int)p->same;
-    float of_carried = convolved ? 1 - p->c : 1, scale = p->given ? 1 : p->scale;
-    float mixed_logits = scale * p->b, carried_logits = scale * p->e;
-    const int32_t *shown = m->shown + row * w->pitch + s;
-    float *A = m->A + (first * w->tall + row + w->down) * w->pitch + s;
-    float *d_previous = m->P + first * w->band * w->pitch + s;
+    int64_t heads = least(4, p->K - first);
+    float of_carried = p->kernel ? 1 - p->c : 1, scale = p->given ? 1 : p->scale;
+    const int32_t *shown = w->shown + i * w->pitch + s;
     vf acc[4][3];
     for (int o = 0; o < 4; o++) for (int j = 0; j < vectors; j++) acc[o][j] = spread(0);
-    if (convolved)
-        convolve(vectors, 1, w, m->G + row * w->pitch + s - (p->k - 1 - p->left), m->turned, first, acc);
+    if (p->kernel) convolve(vectors, 1, w, framed(w, w->G, 0, i) + s - (p->k - 1 - p->left), w->turned, first, acc);
     for (int o = 0; o < 4; o++) {
         if (o == heads) break;
+        float *A = head(w, w->A, first + o) + i * w->pitch + s, *d_previous = head(w, w->P, first + o) + i * w->pitch + s;
         for (int j = 0; j < vectors; j++) {
             vf d_mixed = acc[o][j], d_carried = of_carried * load(A + j * V);
-            if (same) {
+            if (p->same) {
                 d_mixed += d_carried;
                 d_carried = spread(0);
             }
-            if (convolved) d_mixed = keep(d_mixed, loadi(shown + j * V));
-            if (shares) add_shares(w, m, band, first + o, i, s + j * V, d_mixed, d_carried, shares);
-            store(A + j * V, mixed_logits * d_mixed + carried_logits * d_carried);
+            if (p->kernel) d_mixed = keep(d_mixed, loadi(shown + j * V));
+            if (p->d_shares) add_shares(w, first + o, i, s + j * V, d_mixed, d_carried, shares);
+            store(A + j * V, scale * p->b * d_mixed + scale * p->e * d_carried);
             if (p->d_previous) store(d_previous + j * V, p->a * d_mixed + p->d * d_carried);
         }
-        A += w->tall * w->pitch;
-        d_previous += w->band * w->pitch;
     }
 }
 
-/* A = gradient of the logits, times their scale, of rows i to past; that of the previous map, and of the shares. */
-static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i, int64_t past) {
+/* A = gradient of the logits, times their scale, of row i; that of the previous map, and of the shares. */
+static void mix_backward(Work *w, int64_t i) {
     const Problem *p = &w->p;
-    for (; i < past; i++) {
-        Shares shares = {0}, *wanted = p->d_shares ? &shares : NULL;
-        int64_t end = end_of(w, m, band, i);
-        for (int64_t s = 0, vectors; s < end; s += vectors * V) {
-            vectors = vectors_at(s, end);
-            if (p->kernel) foresee(w, m->G + (i - band->from + 2 * (p->k - 1)) * w->pitch + s, w->tall);
-            foresee(w, m->A + (i - band->from + w->down + p->k - 1) * w->pitch + s, w->tall);
-            for (int64_t first = 0; first < p->K; first += 4)
-                switch (vectors) {
-                case 1: mix_backward_at(1, w, m, band, first, i, s, wanted); break;
-                case 2: mix_backward_at(2, w, m, band, first, i, s, wanted); break;
-                default: mix_backward_at(3, w, m, band, first, i, s, wanted);
-                }
+    Shares shares = {0};
+    int64_t end = w->ends[i];
+    for (int64_t s = 0, vectors; s < end; s += vectors * V) {
+        vectors = vectors_at(s, end);
+        for (int64_t first = 0; first < p->K; first += 4) {
+            if (vectors == 1) mix_backward_at(1, w, first, i, s, &shares);
+            else if (vectors == 2) mix_backward_at(2, w, first, i, s, &shares);
+            else mix_backward_at(3, w, first, i, s, &shares);
         }
-        m->d_shares[0] += sum(shares.previous_mixed);
-        m->d_shares[1] += sum(shares.logits_mixed);
-        m->d_shares[3] += sum(shares.previous_carried);
-        m->d_shares[4] += sum(shares.logits_carried);
-        for (int64_t h = 0; p->d_given && h < p->K; h++)
-            write_row(w, m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch, band->end, p->d_given,
-                      row_number(w, band->b, h, i));
-        for (int64_t h = 0; p->d_previous && h < p->K; h++)
-            write_row(w, m->P + h * w->band * w->pitch, end, p->d_previous, row_number(w, band->b, h, i));
     }
-}
-
-/* Gradients of the queries of rows i to past; they add to those of the keys. */
-static void look_backward(const Plan *w, Scratch *m, const Band *band, float *packed, int64_t i, int64_t past) {
-    const Problem *p = &w->p;
-    int64_t columns = least(p->S, band->end), rows = past - i;
     for (int64_t h = 0; h < p->K; h++) {
-        const float *A = m->A + (h * w->tall + i - band->from + w->down + p->k - 1) * w->pitch;
-        const float *q = p->q.data + band->b * p->q.sb + h * p->q.sh;
-        Packs packs = packs_of(w, packed + h * w->packed);
-        product(rows, w->Dp, w->Dp, columns, p->S, A, w->pitch, packs.keys, m->out, w->Dp);
-        scatter(m->out, w->Dp, &p->d_q, band->b, h, i, past, p->D);
-        pack_rows(q + i * p->q.st, p->q.st, rows, p->D, w->Dp, m->few);
-        add_product(columns, w->Dp, rows, A, w->pitch, m->few, m->d_key + h * p->S * w->Dp, w->Dp);
+        if (p->d_given) write_row(w, head(w, w->A, h) + i * w->pitch, p->d_given, row_number(w, h, i));
+        if (p->d_previous) write_row(w, head(w, w->P, h) + i * w->pitch, p->d_previous, row_number(w, h, i));
     }
+    double *of_row = w->of_rows + 4 * i;
+    of_row[0] = sum(shares.previous_mixed);
+    of_row[1] = sum(shares.logits_mixed);
+    of_row[2] = sum(shares.previous_carried);
+    of_row[3] = sum(shares.logits_carried);
 }
 
-/* ---- a band, a chunk, a pass ---- */
-
-/* Keep the last k - 1 rows of the band before, which had `n` rows and ended at column `end`; zeros from there on. */
-static void roll(const Plan *w, Scratch *m, int64_t n, int64_t old_end, int64_t end) {
-    float *maps[] = {w->p.kernel ? m->X : NULL, w->logits ? m->L : NULL, w->backward ? m->G : NULL,
-                     w->backward ? m->A : NULL, (float *)m->shown};
-    for (int number = 0; number < 5; number++)
-        for (int64_t h = 0; maps[number] && h < (number == 4 ? 1 : w->p.K); h++)
-            for (int64_t t = 0; t < w->p.k - 1; t++) {
-                float *to = maps[number] + (h * w->tall + t) * w->pitch;
-                memmove(to, to + n * w->pitch, old_end * sizeof(float));
-                zero(to + old_end, end + w->gap - old_end);
-            }
-}
-
-/* The rows above a chunk: outside of the map, but for those that are given. */
-static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
+/* Gradients of the queries and keys of head h. */
+static void look_backward(Work *w, int64_t h) {
     const Problem *p = &w->p;
-    for (int64_t h = 0; p->kernel && h < p->K; h++) {
-        for (int64_t t = 0; t < p->k - 1; t++) {
-            zero(m->X + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
-            if (w->backward) zero(m->G + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
-        }
-        for (int64_t t = 0; p->above && from == 0 && t < p->top; t++) {
-            float *row = m->X + (h * w->tall + p->k - 1 - p->top + t) * w->pitch;
-            memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
-            if (p->kept && t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
-        }
-        for (int64_t t = p->T; !p->above && p->kept && t < p->top; t++)
-            zero(p->kept + ((b * p->K + h) * p->top + t - p->T) * p->S, p->S);
+    const float *A = head(w, w->A, h);
+    float *out = out_of(w, h), *rows = rows_of(w, h);
+    gather(vector(w, &p->key, h, 0), p->key.st, p->S, p->D, w->Dp, rows);
+    for (int64_t from = 0; from < p->T; from += BLOCK) {
+        int64_t past = least(from + BLOCK, p->T), columns = least(p->S, block_end(w, from, past));
+        product(past - from, w->Dp, columns, A + from * w->pitch, w->pitch, rows, w->Dp, out + from * w->Dp, w->Dp);
     }
-    if (!w->backward) return;
-    zero(m->d_key, p->K * p->S * w->Dp);
-    zero(m->d_v, p->K * p->S * w->Dp);
-    zero(m->d_taps, p->kernel ? (p->K + 3) / 4 * 4 * p->K * p->k * p->k * V : 0);
-    zero(m->d_bias, p->K * V);
-    memset(m->d_shares, 0, sizeof m->d_shares);
+    scatter(w, out, &p->d_q, h, p->T);
+    gather(vector(w, &p->q, h, 0), p->q.st, p->T, p->D, w->Dp, rows);
+    zero(out, p->S * w->Dp);
+    for (int64_t from = 0; from < p->T; from += BLOCK) {
+        int64_t past = least(from + BLOCK, p->T), columns = least(p->S, block_end(w, from, past));
+        add_product(columns, w->Dp, past - from, A + from * w->pitch, w->pitch, rows + from * w->Dp, w->Dp, out, w->Dp);
+    }
+    scatter(w, out, &p->d_key, h, p->S);
 }
 
-static void work_on_band(const Plan *w, Scratch *m, const Band *band, float *packed) {
-    const Problem *p = &w->p;
-    int64_t before = w->backward ? w->down : 0, after = w->backward ? p->top : 0;
-    /* the rows whose A_logit is known now, and those whose logits' gradient is */
-    int64_t i = most(most(band->from - w->down, band->own - before), 0);
-    int64_t past = least(least(band->from - w->down + band->n, band->past + after), p->T);
-    int64_t first = most(band->from - (p->k - 1), band->own), last = least(band->from + band->n - (p->k - 1), band->past);
-    mix(w, m, band, packed);
-    if (i < past) weigh(w, m, band, i, past);
-    if (!w->backward) {
-        if (i < past) look(w, m, band, packed, i, past);
+/* ---- a sentence, a pass ---- */
+
+typedef void (*Phase)(Work *, int64_t task);
+
+static void all(Phase phase, Work *w, int64_t tasks, int threads) {
+    if (threads == 1) {
+        for (int64_t task = 0; task < tasks; task++) phase(w, task);
         return;
     }
-    weigh_backward(w, m, band, packed, i, past);
-    if (p->kernel) kernel_backward(w, m, band, most(i, band->own), least(past, band->past));
-    if (first >= last) return;
-    mix_backward(w, m, band, first, last);
-    if (p->d_q.data) look_backward(w, m, band, packed, first, last);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t task = 0; task < tasks; task++) phase(w, task);
 }
 
-/* A multiple of the six or four rows that products work on at a time. */
-enum { ROWS_OF_TILES = 12 };
-
-/* Returns the last column that was worked on, in whole vectors. */
-static int64_t work_on_chunk(const Plan *w, Scratch *m, int64_t b, int64_t chunk, float *packed) {
+static void work_on_sentence(Work *w, int64_t b, int threads) {
     const Problem *p = &w->p;
-    Band band = {.b = b, .own = chunk * w->chunk, .past = least((chunk + 1) * w->chunk, p->T)};
-    int64_t from = most(band.own - (w->backward ? p->k - 1 : p->top), 0);
-    int64_t past = band.past + (w->backward ? p->k - 1 : w->down);
-    int64_t bands = (past - from + w->band - 1) / w->band, rows = (past - from + bands - 1) / bands;
-    rows = least((rows + ROWS_OF_TILES - 1) / ROWS_OF_TILES * ROWS_OF_TILES, w->band);
-    begin(w, m, b, from);
-    for (band.from = from; band.from < past; band.from += rows) {
-        int64_t old_end = band.end, n = band.n;
-        band.n = least(rows, past - band.from);
-        set_ends(w, m, &band, n);
-        if (band.from > from) roll(w, m, n, old_end, band.end);
-        work_on_band(w, m, &band, packed);
+    w->b = b;
+    all(read_masks, w, p->T, threads);
+    all(mix_head, w, p->K, threads);
+    all(weigh_row, w, p->T, threads);
+    if (!w->backward) {
+        all(look_head, w, p->K, threads);
+        return;
     }
-    return band.end;
-}
-
-/* The chunk's parts of sums over a sentence's rows; the chunk that is worked on first begins them. */
-static void add_up(const Plan *w, const Scratch *m, int64_t b, int64_t end, int begins) {
-    const Problem *p = &w->p;
-    int64_t K = p->K, k = p->k;
-    for (int64_t h = 0; h < K; h++) {
-        const Vectors *to[] = {&p->d_v, &p->d_key};
-        const float *parts[] = {m->d_v, m->d_key};
-        for (int number = 0; number < (p->d_key.data ? 2 : 1); number++)
-            for (int64_t s = 0; s < (begins ? p->S : least(p->S, end)); s++) {
-                float *row = to[number]->data + b * to[number]->sb + h * to[number]->sh + s * to[number]->st;
-                const float *part = parts[number] + (h * p->S + s) * w->Dp;
-                if (w->chunks > 1) foresee_vector(row, to[number]->st, p->D); /* else caches may still have it */
-                if (begins) copy(part, p->D, row);
-                else add(part, p->D, row);
-            }
-        if (!p->kernel) continue;
-        p->d_bias[b * K + h] = (begins ? 0 : p->d_bias[b * K + h]) + sum(load(m->d_bias + h * V));
-        for (int64_t tap = 0; tap < K * k * k; tap++) {
-            float *total = p->d_kernel + (b * K + h) * K * k * k + tap;
-            float part = sum(load(m->d_taps + ((h / 4 * K * k * k + tap) * 4 + h % 4) * V));
-            *total = begins ? part : *total + part;
-        }
-    }
-    for (int i = 0; p->d_shares && i < 5; i++)
-        p->d_shares[5 * b + i] = (begins ? 0 : p->d_shares[5 * b + i]) + m->d_shares[i];
+    all(weigh_backward, w, p->K, threads);
+    if (p->kernel) all(kernel_backward, w, (p->K + 3) / 4 * p->K, threads);
+    all(mix_backward, w, p->T, threads);
+    if (p->d_q.data) all(look_backward, w, p->K, threads);
+    if (!p->d_shares) return;
+    double *total = p->d_shares + 5 * b;
+    memset(total, 0, 5 * sizeof(double));
+    for (int64_t i = 0; i < p->T; i++)
+        for (int number = 0; number < 4; number++) total[number < 2 ? number : number + 1] += w->of_rows[4 * i + number];
+    for (int64_t h = 0; p->kernel && h < p->K; h++) total[2] += w->of_heads[h];
 }
 
 /* Take part of a thread's memory, with a vector more on both sides: loads may reach past the ends. */
@@ -843,168 +655,83 @@ static float *take(char **next, int64_t floats) {
     return taken;
 }
 
-/* Lay the scratch out in `memory`, or only measure it where that is NULL: the bytes needed. */
-static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
+/* Lay a sentence's maps out in `memory`, or only measure them where that is NULL: the bytes needed. */
+static int64_t lay_out(Work *w, char *memory) {
     const Problem *p = &w->p;
-    int64_t map = p->K * w->tall * w->pitch + w->gap, K4 = (p->K + 3) / 4 * 4, taps = p->kernel ? K4 * p->K * p->k * p->k : 0;
-    int backward = w->backward;
+    int backward = w->backward, convolved = p->kernel != NULL;
+    int64_t map = p->K * p->T * w->pitch, framed_map = convolved ? p->K * w->tall * w->pitch + 2 * w->gap : 0;
+    int64_t vectors = p->K * most(p->T, p->S) * w->Dp, taps = convolved ? (p->K + 3) / 4 * 4 * p->K * p->k * p->k : 0;
     char *next = memory;
-    m->X = take(&next, p->kernel ? map : 0) + w->gap;
-    m->G = take(&next, backward && p->kernel ? map : 0) + w->gap;
-    int64_t zeroed = next - memory;
-    m->L = take(&next, w->logits ? map : 0);
-    m->A = take(&next, backward ? map : 0);
-    m->P = take(&next, p->K * w->band * w->pitch);
-    m->dropped = take(&next, p->threshold ? w->band * w->pitch : 0);
-    m->noise = take(&next, p->threshold ? w->band * w->Sp : 0);
-    m->seen = (int32_t *)take(&next, w->band * w->pitch);
-    m->shown = (int32_t *)take(&next, w->tall * w->pitch);
-    m->ends = (int64_t *)take(&next, 2 * w->tall);
-    m->inside = (int32_t *)take(&next, w->Sp);
-    m->few = take(&next, w->band * w->Dp);
-    m->out = take(&next, w->band * w->Dp);
-    m->d_key = take(&next, backward ? p->K * p->S * w->Dp : 0);
-    m->d_v = take(&next, backward ? p->K * p->S * w->Dp : 0);
-    m->taps = take(&next, taps);
-    m->turned = take(&next, backward ? taps : 0);
-    m->d_taps = take(&next, backward ? taps * V : 0);
-    m->d_bias = take(&next, p->K * V);
-    m->packs = take(&next, w->chunks == 1 ? p->K * w->packed : 0);
+    w->X = take(&next, framed_map) + w->gap;
+    w->G = take(&next, backward ? framed_map : 0) + w->gap;
+    int64_t zeroed = next - memory; /* the zeros around X and G, once: what is inside is written for each sentence */
+    float *logits = take(&next, !p->same || (backward && p->d_shares) ? map : 0);
+    w->L = !p->same || (backward && p->d_shares) ? logits : NULL;
+    w->P = take(&next, map);
+    w->A = take(&next, backward ? map : 0);
+    w->N = take(&next, p->threshold ? map : 0);
+    w->seen = (int32_t *)take(&next, p->T * w->pitch);
+    w->shown = (int32_t *)take(&next, p->T * w->pitch);
+    w->ends = (int64_t *)take(&next, 2 * p->T);
+    w->inside = (int32_t *)take(&next, w->Sp);
+    w->rows = take(&next, vectors);
+    w->out = take(&next, vectors);
+    w->columns = take(&next, p->K * w->Dp * w->pitch);
+    w->order = take(&next, taps);
+    w->turned = take(&next, backward ? taps : 0);
+    w->d_taps = take(&next, backward ? taps * V : 0);
+    w->of_rows = (double *)take(&next, 8 * p->T);
+    w->of_heads = (double *)take(&next, 2 * p->K);
     if (!memory) return next - memory;
-    memset(memory, 0, zeroed); /* the zeros between the rows of X and G, once: what is inside is written each time */
-    for (int64_t s = 0; s < w->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
-    if (p->kernel) order_taps(p, m->taps);
-    if (p->kernel && backward) order_taps_turned(p, m->turned);
+    memset(memory, 0, zeroed);
+    for (int64_t s = 0; s < w->Sp; s++) w->inside[s] = s < p->S ? -1 : 0;
+    if (convolved) order_taps(p, w->order);
+    if (convolved && backward) order_taps_turned(p, w->turned);
     return next - memory;
 }
 
-/* Rows in a band: what is read and written of its maps, four in the backward pass, stays in the second cache, but not
-   so few that products and the rows at a band's edges cost too much. */
-enum { BAND_BYTES = 512 << 10, FEWEST_ROWS = 36, MOST_ROWS = 60 };
-
-static Plan plan(const Problem *p, int backward) {
-    Plan w = {.p = *p, .backward = backward};
+static Work plan(const Problem *p, int backward) {
+    Work w = {.p = *p, .backward = backward};
     if (!p->kernel) {
         w.p.k = 1;
         w.p.left = w.p.top = w.p.same = 0;
     }
     w.skips = p->masked.data && !p->a_logit && !p->d_a_logit && (!p->kernel || p->hidden.data);
-    w.logits = !p->kernel || !w.p.same || (backward && p->d_shares);
-    w.floats = p->B * p->K * p->T * p->S;
     w.down = w.p.k - 1 - w.p.top;
     w.gap = whole(w.p.k - 1);
+    w.tall = p->T + w.p.k - 1;
     w.taps = p->lower ? w.p.k * (w.p.k + 1) / 2 : w.p.k * w.p.k;
     w.Sp = whole(p->S);
     w.Dp = whole(p->D);
     w.pitch = w.Sp + w.gap;
     if (w.pitch % 256 == 0) w.pitch += V; /* else rows would push one another out of the first cache */
-    /* Sixteen in all or more, so that many threads have work; but not shorter than need be, for each has its price. */
-    w.chunk = least(most(p->B * p->T / 16, 64), 256);
-    w.chunks = (p->T + w.chunk - 1) / w.chunk;
-    w.chunk = (p->T + w.chunks - 1) / w.chunks;
-    int64_t fitting = BAND_BYTES / (p->K * w.pitch * (int64_t)sizeof(float) * (backward ? 4 : 2));
-    w.band = least(most(FEWEST_ROWS, least(fitting, MOST_ROWS)), w.chunk + 2 * (w.p.k - 1));
-    w.tall = w.band + w.p.k - 1;
-    if (p->T > 1 || backward) w.packed = whole((backward ? 2 : 1) * p->D * w.Sp + p->S * w.Dp + V);
     return w;
 }
 
-/* All sentences, one at a time: a thread packs its own. */
-static void share_sentences(const Plan *w, Scratch *m) {
-#pragma omp for schedule(dynamic)
-    for (int64_t b = 0; b < w->p.B; b++) {
-        if (!m->packs) continue; /* there was no memory */
-        for (int64_t h = 0; w->packed && h < w->p.K; h++) pack_head(w, b, h, m->packs + h * w->packed);
-        int64_t end = work_on_chunk(w, m, b, 0, m->packs);
-        if (w->backward) add_up(w, m, b, end, 1);
-    }
-}
-
-/* Sentences b to past, by chunks: threads share what is packed. Chunks add to sums in the order in which they are worked on. */
-static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, float *packs) {
-    int64_t K = w->p.K, tasks = (past - b) * w->chunks;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (past - b) * K; i++) pack_head(w, b + i / K, i % K, packs + i * w->packed);
-    if (!w->backward) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = tasks - 1; i >= 0; i--) /* those with the most columns first */
-            if (m->packs) work_on_chunk(w, m, b + i / w->chunks, i % w->chunks, packs + i / w->chunks * K * w->packed);
-        return;
-    }
-#pragma omp for schedule(dynamic, 1) ordered
-    for (int64_t i = 0; i < tasks; i++) {
-        /* Every other sentence backwards: where later chunks have more columns, the short one after a long one would
-           otherwise have to wait for it. */
-        int64_t number = i / w->chunks, at = i % w->chunks, chunk = number % 2 ? w->chunks - 1 - at : at, end = 0;
-        if (m->packs) end = work_on_chunk(w, m, b + number, chunk, packs + number * K * w->packed);
-#pragma omp ordered
-        if (m->packs) add_up(w, m, b + number, end, at == 0);
-    }
-}
-
-/* Memory for packed matrices that threads share at a time, if one sentence does not take more. */
-enum { PACKED_BYTES = 24 << 20 };
-
 /* Run one pass on at most `threads` threads; 0, or 1 where there is not enough memory. */
 static int run(const Problem *p, int backward, int threads) {
-    Plan w = plan(p, backward);
-    Scratch measured;
-    size_t bytes = lay_out(&w, NULL, &measured), sentence = p->K * w.packed * sizeof(float);
-    int64_t group = w.chunks == 1 ? p->B : least(p->B, most(1, PACKED_BYTES / (int64_t)most(sentence, 1)));
-    float *packs = w.chunks == 1 ? NULL : (float *)take_arena(1, group * sentence);
-    int failed = w.chunks > 1 && !packs;
+    Work planned = plan(p, backward);
+    int64_t bytes = (lay_out(&planned, NULL) + 63) / 64 * 64;
     double of_pixel = 4 * p->D + (p->kernel ? 2 * p->K * p->k * p->k : 0);
-    threads = worthwhile(of_pixel * p->B * p->K * p->T * p->S, p->B * w.chunks, threads);
-    if (failed) return failed;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    threads = worthwhile(of_pixel * p->B * p->K * p->T * p->S, p->B * p->T, threads);
+    int sharing = p->B < threads ? threads : 1, failed = 0; /* threads for a sentence */
+#pragma omp parallel num_threads(threads) if (sharing == 1 && threads > 1)
     {
-        Scratch m;
-        char *memory = take_arena(0, bytes);
+        Work w = planned;
+        char *memory = aligned_alloc(64, bytes);
         if (memory) {
-            lay_out(&w, memory, &m);
+            lay_out(&w, memory);
         } else {
-            m.packs = NULL;
 #pragma omp atomic write
             failed = 1;
         }
-        if (w.chunks == 1) share_sentences(&w, &m);
-        else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
-        have_written();
-        leave_arena(0);
+#pragma omp for schedule(dynamic)
+        for (int64_t b = 0; b < p->B; b++)
+            if (memory) work_on_sentence(&w, b, sharing);
+        free(memory);
     }
-    leave_arena(1);
     return failed;
 }
 
 int evolving_attention_forward(const Problem *p, int threads) { return run(p, 0, threads); }
 int evolving_attention_backward(const Problem *p, int threads) { return run(p, 1, threads); }
-
-/* A linear layer, C x C and C; bias may be NULL, and weight where the layer is not wanted. */
-typedef struct { const float *weight, *bias; } Projection;
-
-/* A step of a search: one new row, from the attention's input to its output. q and context of the problem are B x C. */
-typedef struct {
-    Problem attention;
-    const float *input; /* B x C */
-    Projection q, k, v, out;
-    float *output; /* B x C */
-} Step;
-
-static void projected(const Problem *p, const float *x, const Projection *by, float *y, int64_t ys, int threads) {
-    int64_t C = p->K * p->D;
-    project(p->B, C, x, by->weight, by->bias, y, ys, worthwhile(2.0 * p->B * C * C, (C + 3) / 4, threads));
-}
-
-/* Where keys and values are projected, theirs is the last place. */
-int evolving_attention_step(const Step *step, int threads) {
-    const Problem *p = &step->attention;
-    int64_t last = p->S - 1;
-    projected(p, step->input, &step->q, p->q.data, p->q.sb, threads);
-    if (step->k.weight) {
-        projected(p, step->input, &step->k, p->key.data + last * p->key.st, p->key.sb, threads);
-        projected(p, step->input, &step->v, p->v.data + last * p->v.st, p->v.sb, threads);
-    }
-    int failed = run(p, 0, threads);
-    if (!failed) projected(p, p->context.data, &step->out, step->output, p->context.sb, threads);
-    return failed;
-}

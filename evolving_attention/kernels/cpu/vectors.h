@@ -1,8 +1,6 @@
-/* What kernel.c and dropout.c are built of: vectors of floats, e^x, random bits, products of small matrices,
-   memory of a thread. */
+/* The basis of kernel.c and dropout.c: vectors of floats, e^x, random bits, products of small matrices. */
 
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -51,52 +49,22 @@ INLINE void store_first(float *p, int64_t floats, vf v) {
     else for (int i = 0; i < floats; i++) p[i] = v[i];
 }
 #endif
-INLINE void copy(const float *from, int64_t floats, float *to) { /* few: a call would take as long */
-    int64_t i = 0;
-    for (; i + V <= floats; i += V) store(to + i, load(from + i));
-    if (i < floats) store_first(to + i, floats - i, load_first(from + i, floats - i));
-}
-INLINE void add(const float *from, int64_t floats, float *to) {
-    int64_t i = 0;
-    for (; i + V <= floats; i += V) store(to + i, load(to + i) + load(from + i));
-    if (i < floats) store_first(to + i, floats - i, load_first(to + i, floats - i) + load_first(from + i, floats - i));
-}
-/* Copy to memory that caches need not keep, so that they do not read it first either; others may read it after
-   have_written(). */
-static void copy_past_caches(const float *from, int64_t floats, float *to) {
-    int64_t i = 0;
-#ifdef __AVX__
-    i = least(floats, (int64_t)(-(uintptr_t)to % sizeof(vf) / sizeof(float))); /* whole vectors must lie at whole places */
-    memcpy(to, from, i * sizeof(float));
-    for (; i + V <= floats; i += V) {
-#ifdef __AVX512F__
-        _mm512_stream_ps(to + i, load(from + i));
-#else
-        _mm256_stream_ps(to + i, load(from + i));
-#endif
-    }
-#endif
-    memcpy(to + i, from + i, (floats - i) * sizeof(float));
-}
-INLINE void have_written(void) {
-#ifdef __AVX__
-    _mm_sfence();
-#endif
-}
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
-/* x with its halves, quarters and so on exchanged: lane i is that of i ^ distance. */
-#ifdef __clang__
-INLINE vf exchanged(vf x, int distance) {
+/* Elements of two vectors at these places: 0 to V - 1 are of a, V and more of b. */
+#ifdef __clang__ /* it has no shuffle by a vector, and vectorises this */
+INLINE vf shuffle(vf a, vf b, vi places) {
     vf v;
-    for (int i = 0; i < V; i++) v[i] = x[i ^ distance];
+    for (int i = 0; i < V; i++) v[i] = places[i] < V ? a[places[i]] : b[places[i] - V];
     return v;
 }
 #else
-INLINE vf exchanged(vf x, int distance) { return __builtin_shuffle(x, (vi)(lanes ^ (uint32_t)distance)); }
+INLINE vf shuffle(vf a, vf b, vi places) { return __builtin_shuffle(a, b, places); }
 #endif
-/* Each distance is a constant, for shuffles by a variable, and loops over lanes, go by way of memory. */
+/* x with its halves, quarters and so on exchanged: lane i is that of i ^ distance. The distance is constant: shuffles by
+   a variable, and loops over lanes, go by way of memory. */
+INLINE vf exchanged(vf x, uint32_t distance) { return shuffle(x, x, (vi)(lanes ^ distance)); }
 INLINE float sum(vf x) {
     if (V == 16) x += exchanged(x, 8);
     x += exchanged(x, 4);
@@ -186,22 +154,19 @@ INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, ui
 
 /* ---- products of matrices: C = A B, or C += A B ----
 
-   A is read element by element, at A[row * rs + depth * cs]. B is packed in panels of a few vectors of columns: the
-   panel that begins at column s begins at B + s * depth, and its rows follow one another. */
+   A's elements are at A[row * rs + depth * cs]; rows of B and C are ldb and ldc apart, and whole vectors long. */
 
-/* `next` is of the same size as this part of B, and asked for ahead; NULL: nothing is. */
-INLINE void product_tile(const int rows, const int vectors, const int width, int64_t depth, const float *A, int64_t rs,
-                         int64_t cs, const float *B, const float *next, float *C, int64_t ldc, int add) {
+INLINE void product_tile(const int rows, const int vectors, int64_t depth, const float *A, int64_t rs, int64_t cs,
+                         const float *B, int64_t ldb, float *C, int64_t ldc, int add) {
     vf acc[6][3];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) acc[i][j] = add ? load(C + i * ldc + j * V) : spread(0);
-    for (int64_t d = 0; d < depth; d++, B += width * V) {
+    for (int64_t d = 0; d < depth; d++, B += ldb) {
         vf b[3];
         for (int j = 0; j < vectors; j++) {
             b[j] = load(B + j * V);
             hold(&b[j]);
         }
-        for (int j = 0; next && j < width * V; j += 16) __builtin_prefetch(next + d * width * V + j);
         for (int i = 0; i < rows; i++) {
             float a = A[i * rs + d * cs];
             for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
@@ -210,76 +175,51 @@ INLINE void product_tile(const int rows, const int vectors, const int width, int
     for (int i = 0; i < rows; i++) for (int j = 0; j < vectors; j++) store(C + i * ldc + j * V, acc[i][j]);
 }
 
-/* All rows by one panel, `width` vectors wide, of whose columns the first `vectors` are wanted. */
-INLINE void product_panel(const int most_rows, const int vectors, const int width, int64_t rows, int64_t depth,
-                          const float *A, int64_t rs, int64_t cs, const float *B, const float *next, float *C, int64_t ldc,
-                          int add) {
-    for (; rows >= most_rows; rows -= most_rows, A += most_rows * rs, C += most_rows * ldc, next = NULL)
-        product_tile(most_rows, vectors, width, depth, A, rs, cs, B, next, C, ldc, add);
+INLINE void product_columns(const int most_rows, const int vectors, int64_t rows, int64_t depth, const float *A,
+                            int64_t rs, int64_t cs, const float *B, int64_t ldb, float *C, int64_t ldc, int add) {
+    for (; rows >= most_rows; rows -= most_rows, A += most_rows * rs, C += most_rows * ldc)
+        product_tile(most_rows, vectors, depth, A, rs, cs, B, ldb, C, ldc, add);
     switch (rows) { /* all that are left at once: a tile of one row takes as long as one of three */
-    case 5: product_tile(5, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 4: product_tile(4, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 3: product_tile(3, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 2: product_tile(2, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 1: product_tile(1, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add);
+    case 5: product_tile(5, vectors, depth, A, rs, cs, B, ldb, C, ldc, add); break;
+    case 4: product_tile(4, vectors, depth, A, rs, cs, B, ldb, C, ldc, add); break;
+    case 3: product_tile(3, vectors, depth, A, rs, cs, B, ldb, C, ldc, add); break;
+    case 2: product_tile(2, vectors, depth, A, rs, cs, B, ldb, C, ldc, add); break;
+    case 1: product_tile(1, vectors, depth, A, rs, cs, B, ldb, C, ldc, add);
     }
 }
 
-/* So many rows of B at a time, and of A where it has more, stay near the processor until all is done with them. */
-enum { DEPTH_AT_ONCE = 256, ROWS_AT_ONCE = 96 };
-
-/* Some rows of A by `depth` rows of B, after the `above` first. Inlined, for the stride of A that is 1 is a constant then. */
-INLINE void product_block(int64_t rows, int64_t columns, int64_t end, int64_t above, int64_t depth, int64_t panel_depth,
-                          const float *A, int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
-    for (int64_t s = 0, width; s < end; s += width * V) {
-        width = vectors_at(s, columns);
-        int vectors = (int)least(width, (end - s) / V);
-        const float *panel = B + s * panel_depth + above * width * V, *next = panel + panel_depth * width * V;
-        switch (4 * width + vectors) {
-        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, next, C + s, ldc, add);
-        }
+INLINE void product_of(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t rs, int64_t cs,
+                       const float *B, int64_t ldb, float *C, int64_t ldc, int add) {
+    for (int64_t s = 0, vectors; s < columns; s += vectors * V) {
+        vectors = vectors_at(s, columns);
+        if (vectors == 3) product_columns(4, 3, rows, depth, A, rs, cs, B + s, ldb, C + s, ldc, add);
+        else if (vectors == 2) product_columns(6, 2, rows, depth, A, rs, cs, B + s, ldb, C + s, ldc, add);
+        else product_columns(6, 1, rows, depth, A, rs, cs, B + s, ldb, C + s, ldc, add);
     }
 }
 
-/* C = A B: its first `end` columns. A's rows are rs apart; B has `columns`, and the first `depth` of its `panel_depth` rows
-   are wanted. */
-static void product(int64_t rows, int64_t columns, int64_t end, int64_t depth, int64_t panel_depth, const float *A,
-                    int64_t rs, const float *B, float *C, int64_t ldc) {
-    for (int64_t i = 0; i < rows; i += ROWS_AT_ONCE)
-        for (int64_t d = 0; d < depth; d += DEPTH_AT_ONCE)
-            product_block(least(rows - i, ROWS_AT_ONCE), columns, end, d, least(depth - d, DEPTH_AT_ONCE), panel_depth,
-                          A + i * rs + d, rs, 1, B, C + i * ldc, ldc, d > 0);
+/* C = A B. One stride of A is a constant here and in the next. */
+static void product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t lda, const float *B, int64_t ldb,
+                    float *C, int64_t ldc) {
+    product_of(rows, columns, depth, A, lda, 1, B, ldb, C, ldc, 0);
 }
 
-/* C += A^T B, for an A of a band's rows, cs apart. */
-static void add_product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t cs, const float *B, float *C,
-                        int64_t ldc) {
-    for (int64_t i = 0; i < rows; i += ROWS_AT_ONCE)
-        product_block(least(rows - i, ROWS_AT_ONCE), columns, columns, 0, depth, depth, A + i, 1, cs, B, C + i * ldc, ldc, 1);
+/* C += A^T B */
+static void add_product(int64_t rows, int64_t columns, int64_t depth, const float *A, int64_t lda, const float *B,
+                        int64_t ldb, float *C, int64_t ldc) {
+    product_of(rows, columns, depth, A, 1, lda, B, ldb, C, ldc, 1);
 }
 
-/* Ask for the vector that is packed a few vectors later: they may lie so far apart that processors do not foresee it, and
-   that caches keep few of them. */
-INLINE void foresee_vector(const float *from, int64_t stride, int64_t D) {
-    for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(from + 6 * stride + d);
+/* Ask for the vector that is read a few vectors later: processors do not foresee it where they lie far apart. */
+INLINE void foresee(const float *from, int64_t stride, int64_t floats) {
+    for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(from + 6 * stride + d);
 }
 
-/* Pack count x D vectors, `stride` apart, as the matrix B that has them as its rows: count x Dp, zeros from D on. */
-static void pack_rows(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Dp, float *to) {
-    for (int64_t t = 0; t < count; t++, from += stride) {
-        foresee_vector(from, stride, D);
-        for (int64_t d = 0, width; d < Dp; d += width) {
-            width = vectors_at(d, Dp) * V;
-            float *row = to + d * count + t * width;
-            for (int64_t i = 0; i < width; i += V) {
-                store(row + i, load_first(from + d + i, least(V, most(D - d - i, 0))));
-            }
-        }
+/* Copy `count` vectors of D floats, `stride` apart, side by side: count x Dp, zeros from D on. */
+static void gather(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Dp, float *to) {
+    for (int64_t t = 0; t < count; t++, from += stride, to += Dp) {
+        foresee(from, stride, D);
+        for (int64_t d = 0; d < Dp; d += V) store(to + d, load_first(from + d, least(V, D - d)));
     }
 }
 
@@ -291,17 +231,7 @@ static const vi high_halves = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
 static const vi low_halves = {0, 8, 1, 9, 2, 10, 3, 11};
 static const vi high_halves = {4, 12, 5, 13, 6, 14, 7, 15};
 #endif
-#ifdef __clang__ /* which has no shuffle by a vector, and vectorises this */
-INLINE vf shuffle(vf a, vf b, vi places) {
-    vf v;
-    for (int i = 0; i < V; i++) v[i] = places[i] < V ? a[places[i]] : b[places[i] - V];
-    return v;
-}
-#else
-INLINE vf shuffle(vf a, vf b, vi places) { return __builtin_shuffle(a, b, places); }
-#endif
-
-/* A square of V vectors, turned over its diagonal: so many perfect shuffles of its rows as V has powers of two. */
+/* A square of V vectors, turned over its diagonal: a perfect shuffle of its rows for each power of two in V. */
 INLINE void transpose(vf x[V]) {
     for (int round = 1; round < V; round *= 2) {
         vf y[V];
@@ -313,149 +243,45 @@ INLINE void transpose(vf x[V]) {
     }
 }
 
-/* Pack them as the matrix B that has them as its columns: D x Sp, zeros from `count` on. */
-static void pack_columns(const float *from, int64_t stride, int64_t count, int64_t D, int64_t Sp, float *to) {
-    for (int64_t s = 0, width; s < Sp; s += width, to += D * width) {
-        width = vectors_at(s, Sp) * V;
-        for (int64_t i = 0; i < width; i += V) {
-            int64_t filled = most(0, least(V, count - s - i)), d = 0;
-            const float *columns = from + (s + i) * stride;
-            for (int64_t j = 0; j < filled; j++) foresee_vector(columns + j * stride, stride, D);
-            for (; d < D; d += V) {
-                vf x[V];
-                int64_t numbers = least(V, D - d);
-                for (int j = 0; j < V; j++) x[j] = j < filled ? load_first(columns + j * stride + d, numbers) : spread(0);
-                transpose(x);
-                for (int j = 0; j < numbers; j++) store(to + (d + j) * width + i, x[j]);
-            }
+/* The same, turned: D x ld, of which whole vectors of columns are written, zeros from `count` on. */
+static void gather_turned(const float *from, int64_t stride, int64_t count, int64_t D, int64_t ld, float *to) {
+    for (int64_t s = 0; s < count; s += V) {
+        for (int64_t j = s; j < least(s + V, count); j++) foresee(from + j * stride, stride, D);
+        for (int64_t d = 0; d < D; d += V) {
+            vf x[V];
+            int64_t floats = least(V, D - d);
+            for (int j = 0; j < V; j++)
+                x[j] = s + j < count ? load_first(from + (s + j) * stride + d, floats) : spread(0);
+            transpose(x);
+            for (int j = 0; j < floats; j++) store(to + (d + j) * ld + s, x[j]);
         }
     }
 }
 
-/* ---- products with few rows, for step-by-step decoding: packing, for so few, would cost more than it gives ---- */
+/* ---- a single query, for step-by-step decoding: keys and values are read where they lie ---- */
 
-/* y = x W^T + bias for some rows of x and some of W, both of length C; y's rows are ys apart, and bias may be NULL.
-   The first to read these rows of W fetch the ones after them: a processor foresees no further than a page. */
-INLINE void project_tile(const int rows, const int outputs, const int first, int64_t C, const float *x, const float *W,
-                         const float *bias, float *y, int64_t ys) {
-    vf acc[3][4];
-    for (int r = 0; r < rows; r++) for (int o = 0; o < outputs; o++) acc[r][o] = spread(0);
-    int64_t c = 0;
-    for (; c + V <= C; c += V) {
-        for (int o = 0; first && o < outputs; o++) __builtin_prefetch(W + (outputs + o) * C + c);
-        for (int r = 0; r < rows; r++) {
-            vf v = load(x + r * C + c);
-            for (int o = 0; o < outputs; o++) acc[r][o] += v * load(W + o * C + c);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            float total = sum(acc[r][o]);
-            for (int64_t i = c; i < C; i++) total += x[r * C + i] * W[o * C + i];
-            y[r * ys + o] = bias ? total + bias[o] : total;
-        }
-}
-
-INLINE void project_rows(const int outputs, int64_t rows, int64_t C, const float *x, const float *W, const float *bias,
-                         float *y, int64_t ys) {
-    if (rows == 1) project_tile(1, outputs, 1, C, x, W, bias, y, ys);
-    else if (rows == 2) project_tile(2, outputs, 1, C, x, W, bias, y, ys);
-    else project_tile(3, outputs, 1, C, x, W, bias, y, ys);
-    int64_t r = 3;
-    for (; r + 3 <= rows; r += 3) project_tile(3, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 2 == rows) project_tile(2, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 1 == rows) project_tile(1, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-}
-
-/* The same for all C rows of W, which is read once. Every number is one thread's, whoever it is. */
-static void project(int64_t rows, int64_t C, const float *x, const float *W, const float *bias, float *y, int64_t ys,
-                    int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t o = 0; o < C; o += 4) {
-        const float *b = bias ? bias + o : NULL;
-        if (o + 4 <= C) project_rows(4, rows, C, x, W + o * C, b, y + o, ys);
-        else for (int64_t i = 0; i < C - o; i++) project_rows(1, rows, C, x, W + (o + i) * C, b ? b + i : b, y + o + i, ys);
-    }
-}
-
-/* q k^T, keys where they lie */
+/* q k^T */
 static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
     for (int64_t s = 0; s < S; s++, keys += stride) {
-        foresee_vector(keys, stride, D);
-        vf acc = spread(0);
-        int64_t d = 0;
-        for (; d + V <= D; d += V) acc += load(q + d) * load(keys + d);
-        float x = sum(acc);
-        for (; d < D; d++) x += q[d] * keys[d];
-        to[s] = x;
+        foresee(keys, stride, D);
+        vf total = spread(0);
+        for (int64_t d = 0; d < D; d += V) total += load_first(q + d, least(V, D - d)) * load_first(keys + d, least(V, D - d));
+        to[s] = sum(total);
     }
 }
 
-/* P v, likewise, of some vectors of every value */
-INLINE void context_tile(const int vectors, const float *P, const float *values, int64_t stride, int64_t S, float *to) {
-    vf acc[8];
-    for (int j = 0; j < vectors; j++) acc[j] = spread(0);
-    for (int64_t s = 0; s < S; s++, values += stride) {
-        foresee_vector(values, stride, vectors * V);
-        for (int j = 0; j < vectors; j++) acc[j] += P[s] * load(values + j * V);
-    }
-    for (int j = 0; j < vectors; j++) store(to + j * V, acc[j]);
-}
-
+/* P v, of up to four vectors of every value at a time */
 static void row_of_context(const float *P, const float *values, int64_t stride, int64_t S, int64_t D, float *to) {
-    int64_t d = 0;
-    for (; d + 8 * V <= D; d += 8 * V) context_tile(8, P, values + d, stride, S, to + d);
-    for (; d + 4 * V <= D; d += 4 * V) context_tile(4, P, values + d, stride, S, to + d);
-    for (; d + V <= D; d += V) context_tile(1, P, values + d, stride, S, to + d);
-    for (; d < D; d++) {
-        float x = 0;
-        for (int64_t s = 0; s < S; s++) x += P[s] * values[s * stride + d];
-        to[d] = x;
+    for (int64_t d = 0; d < D; d += 4 * V) {
+        vf total[4] = {0};
+        int64_t floats = least(4 * V, D - d);
+        for (int64_t s = 0; s < S; s++) {
+            const float *from = values + s * stride + d;
+            foresee(from, stride, floats);
+            for (int j = 0; j < 4; j++)
+                if (j * V < floats) total[j] += P[s] * load_first(from + j * V, least(V, floats - j * V));
+        }
+        for (int j = 0; j < 4; j++)
+            if (j * V < floats) store_first(to + d + j * V, least(V, floats - j * V), total[j]);
     }
-}
-
-/* ---- memory that a thread keeps from call to call ----
-
-   Memory that is given back after every call is mapped and cleared anew at the next, which took longer than all
-   arithmetic. A thread's memory only grows, is given back when the thread ends, and not kept where it is very much. */
-
-enum { MOST_KEPT = 64 << 20 }; /* bytes */
-typedef struct {
-    char *memory;
-    size_t bytes;
-} Arena;
-
-static __thread Arena arenas[2]; /* of what a thread has for itself, and of what it shares during a call */
-static pthread_key_t arenas_key;
-static pthread_once_t arenas_once = PTHREAD_ONCE_INIT;
-
-static void give_back(void *of_thread) {
-    Arena *all = of_thread;
-    for (int i = 0; i < 2; i++) {
-        free(all[i].memory);
-        all[i] = (Arena){0};
-    }
-}
-
-static void make_key(void) { pthread_key_create(&arenas_key, give_back); }
-
-/* At least so many bytes, of any content; NULL where there are not so many. */
-static char *take_arena(int which, size_t bytes) {
-    Arena *arena = &arenas[which];
-    if (arena->bytes >= bytes) return arena->memory;
-    pthread_once(&arenas_once, make_key);
-    pthread_setspecific(arenas_key, arenas); /* so that give_back is called when the thread ends */
-    free(arena->memory);
-    bytes = (bytes + 4095) / 4096 * 4096;
-    arena->memory = aligned_alloc(64, bytes);
-    arena->bytes = arena->memory ? bytes : 0;
-    return arena->memory;
-}
-
-/* After a call. */
-static void leave_arena(int which) {
-    Arena *arena = &arenas[which];
-    if (arena->bytes <= MOST_KEPT) return;
-    free(arena->memory);
-    *arena = (Arena){0};
 }
