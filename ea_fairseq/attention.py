@@ -11,7 +11,6 @@ Masks: True = masked.
 
 import inspect
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -167,8 +166,8 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
         steps, result = kept.get("steps") if kept else None, None
-        may_differ = self.observer is not None or self.dropped or torch.is_grad_enabled() or not kernels.sees(q)
-        if steps is not None and attn_mask is None and query_padding is None and not may_differ:
+        alike = self.observer is None and not self.dropped and attn_mask is None and query_padding is None
+        if steps is not None and alike and not torch.is_grad_enabled() and kernels.sees(q):
             result = steps.run(q, cache, need_weights or need_head_weights)
         if result is None:
             call = self.call(
@@ -183,7 +182,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
                 steps = kernels.steps_after(call, self.evolution)
         output = self.join_heads(result.context)
         if kept is not None:  # at the end: a step that raises can be tried again
-            kept = {**_state(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
+            kept = _state(cache) | {"rows": result.kept, "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
         return output, averaged(result.weights, need_weights, need_head_weights)
 

@@ -138,4 +138,3 @@ def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _convolve(call: Call, mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
     return convolve(call.geometry, mixed, above, call.weight, call.bias)
-
