@@ -135,8 +135,8 @@ class DecoderAttention(EvolvingMultiheadAttention):
 
         Args:
             query: T x B x C, T = 1 in step-by-step decoding.
-            key, value: S x B x C; the same as query in self-attention. Of the encoder's output, one for each sentence
-                will do, S x N x C.
+            key, value: S x B x C; the same as query in self-attention. The encoder's output may have one column for
+                each sentence, S x N x C.
             key_padding_mask: B x S, or the padding of both sides; in self-attention the queries' padding, B x T,
                 which are the new positions only, step by step.
             incremental_state: keeps what earlier steps computed.
@@ -189,7 +189,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         return output, averaged(result.weights, need_weights, need_head_weights)
 
     def _steps_after(self, call: Call) -> kernels.Steps | None:
-        """The kernel's prepared steps, for those after the first of a search."""
+        """The kernel's prepared steps, which follow a search's first step."""
         parts = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "out": self.out_proj}
         if self.encoder_decoder_attention:
             parts |= {"k": None, "v": None}

@@ -2,7 +2,7 @@
 
 ``fairseq-train --restore-file model.pt --reset-optimizer --reset-dataloader --reset-meters``, or
 ``--finetune-from-model model.pt``, which goes on where it was when the same command is run again. Anything else that is
-missing or left over is refused, as ever.
+missing or left over is refused, as fairseq does.
 """
 
 import logging
@@ -54,8 +54,8 @@ def origin(model_cfg: Any) -> str | None:
 def accept_plain(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
     """Let all that is new start fresh, if none of it is in the checkpoint from which a run starts.
 
-    A run's own checkpoints name that checkpoint as well: what is loaded must be its parameters, and not any that lack
-    the same.
+    A run's own checkpoints name that checkpoint as well. So the loaded parameters must be those of the start: another
+    checkpoint may lack the same ones.
 
     Args:
         model: the model that a state dict was loaded into.
@@ -101,7 +101,7 @@ def _check_invisible_options(path: str, state: dict[str, Any], model_cfg: Any) -
 
 
 def _check_shared_parameters(path: str, state: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """What is one parameter here must be one there: else the last of several that are loaded into it would win."""
+    """Parameters tied in the model must be tied in the checkpoint: else the last of several values would win."""
     first = {}  # address of a parameter -> the first of its names that the checkpoint has
     for name, value in model.state_dict(keep_vars=True).items():
         if name not in state or not isinstance(value, nn.Parameter):

@@ -38,7 +38,7 @@ def allow_in_checkpoints() -> None:
 @contextlib.contextmanager
 def checkpoints_allowed() -> Iterator[None]:
     """Let ``torch.load(weights_only=True)`` read ``SAFE_GLOBALS`` inside the block."""
-    # Only what is missing: on its way out the context forbids all that it was given, allowed before or not.
+    # Only the missing ones: at its end the context forbids all its types, even those allowed before.
     missing = set(SAFE_GLOBALS) - set(torch.serialization.get_safe_globals())
     with torch.serialization.safe_globals(list(missing)):
         yield

@@ -38,8 +38,8 @@ class RecordablePositions(SinusoidalPositionalEmbedding):
     ) -> Tensor:
         """As fairseq's. input: B x T, token ids; result: B x T x C, or B x 1 x C in step-by-step decoding.
 
-        Where the table ends before a sentence does, fairseq puts a longer one in its place, which a second thread may
-        replace by a shorter one before it is read. Here such a sentence gets a separate table.
+        For a sentence longer than the table fairseq stores a longer table in the module. A second thread may replace
+        it before it is read. Here such a sentence gets a separate table.
         """
         weights, needed = self.weights, self.padding_idx + 1 + input.size(1)
         if is_recorded():

@@ -1,7 +1,7 @@
 """Multi-head attention whose maps evolve.
 
-Nothing of a call is kept in a module, so that several threads may use one model: the previous map and the cache of
-step-by-step decoding are arguments, and A_logit and the new cache are return values.
+A module keeps nothing of a call, so several threads may use one model. The previous map and the cache of step-by-step
+decoding are arguments; A_logit and the new cache are return values.
 
 Axes: B batch, T target (query) length, S source (key) length, C channels, K heads, D = C / K.
 Masks: True = masked.
@@ -152,7 +152,7 @@ class Attended(NamedTuple):
     """The results of :class:`EvolvingAttention`."""
 
     output: Tensor  # B x T x C
-    a_logit: Tensor | None = None  # B x K x T x S, for the next layer; None where it is not wanted
+    a_logit: Tensor | None = None  # B x K x T x S, input of the next layer; None without keep_map
     weights: Tensor | None = None  # B x K x T x S, at least float32, before dropout; None where they are not wanted
     cache: Cache | None = None  # for the next step; None where none was given
 

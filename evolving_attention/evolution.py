@@ -63,7 +63,7 @@ class Coefficients(NamedTuple):
         return _same(self.a, self.d) and _same(self.b, self.e)
 
 
-#: What a layer without a previous map does where its rule needs one: the logits stay as they are.
+#: For a layer without a previous map whose rule needs one: the logits stay as they are.
 LOGITS_ONLY = Coefficients(0.0, 1.0, 0.0, 0.0, 1.0)
 
 
@@ -275,7 +275,7 @@ class Evolution(nn.Module):
         self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learns_alpha else alpha
         self.beta = nn.Parameter(torch.tensor(float(beta))) if learns_beta else beta
         if learn_mix:
-            alpha = beta = 1.0  # what is learnt may come to be anything
+            alpha = beta = 1.0  # learnt shares may take any value
         #: whether a map of the layer before has any effect
         self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta)
         convolves = RULES[rule].coefficients(alpha, beta, takes_map, geometry).c != 0
@@ -318,7 +318,7 @@ class Evolution(nn.Module):
         return self.conv(self.before_last(mixed, hidden), above)
 
     def before_last(self, mixed: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """What the last convolution reads: mixed, through the convolutions before it, zero at hidden places.
+        """The input of the last convolution: mixed, through the convolutions before it, zero at hidden places.
 
         Only encoders have several, so that there are no rows above.
         """

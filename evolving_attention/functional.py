@@ -95,7 +95,7 @@ def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) 
 
     Args:
         call: from queries, keys and values to the context.
-        evolution: the module whose convolutions these are. Where it is changed, by hooks or a subclass, it is called;
+        evolution: the module whose convolutions these are. If hooks or a subclass change it, it is called;
             None: the call's weight and bias are all that there is.
         plain: use no kernel.
     """

@@ -6,9 +6,9 @@
     concatenative   w^T tanh(U [k; q])              the same; additive, but for how it is parameterised
     relative        + q^T e_(i-j) / sqrt(D)         Shaw et al. 2018; the journal paper's equation 2
 
-Equation 11 also multiplies the sums inside of tanh by Q, which makes no vector of them; what it calls additive and
-concatenative is what Luong et al. 2015 call so, and that is built here. W, U, V and w belong to one head each. The
-table of the e belongs to one layer, for all of its heads.
+Equation 11 also multiplies the sums inside of tanh by Q, which gives no vector. Its additive and concatenative scores
+are built here as Luong et al. 2015 define them. Each head has its own W, U, V and w. All heads of a layer share one
+table of the e.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size.
 """
@@ -131,7 +131,7 @@ class RelativePositions(nn.Module):
 
 
 def _xavier(heads: int, rows: int, columns: int) -> Tensor:
-    """A matrix per head, each initialised by itself: K x rows x columns."""
+    """A matrix per head, initialised separately: K x rows x columns."""
     weight = torch.empty(heads, rows, columns)
     for matrix in weight:
         nn.init.xavier_uniform_(matrix)

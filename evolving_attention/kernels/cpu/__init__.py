@@ -1,7 +1,7 @@
 """Evolving attention on the CPU, in float32, by ``kernel.c``: the plain composition's numbers, in one pass.
 
 It is an operation of PyTorch's dispatcher, so that torch.compile and torch.export keep it, and FLOP counters see it.
-Where the C file cannot be compiled (library.py), the plain composition does the work.
+The plain composition does the work if the C file cannot be compiled (library.py).
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
@@ -231,7 +231,7 @@ def _backward_operation(
     for name, is_wanted in (("given", wanted[3]), ("previous", wanted[4])):
         if is_wanted:
             gradients[name] = problem.result(f"d_{name}", call.maps)
-    # Each sentence has a part of its own in these, summed in order: bits do not depend on the number of threads.
+    # Each sentence has a separate part of these, summed in order: bits do not depend on the number of threads.
     parts = {}
     if weight is not None:
         parts["weight"] = problem.result("d_kernel", (call.maps[0], *weight.shape))

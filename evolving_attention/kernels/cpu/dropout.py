@@ -28,8 +28,8 @@ def knows(x: Tensor) -> bool:
 def drop(x: Tensor, probability: float) -> Tensor:
     """x, of any shape, with each number zero by this probability, to 1/65536, and divided by the share of the others.
 
-    What is dropped is a function of the place in x and of one number, drawn from PyTorch's generator for the CPU, and
-    other numbers on processors with AVX-512 than on those without.
+    The choice depends on the place in x and on one number from PyTorch's generator for the CPU. Processors with AVX-512
+    drop other numbers than those without.
     """
     return _operation(x, threshold_of(probability), torch.randint(2**63 - 1, (), device="cpu"))
 

@@ -1,6 +1,6 @@
 """``kernel.c`` and ``dropout.c``, compiled with the machine's own compiler when first needed, and called.
 
-It takes some seconds, and is kept in the user's cache folder. Where it is not possible, one line is logged.
+It takes some seconds, and is kept in the user's cache folder. If that fails, one line is logged.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def _file_name(name: str, built: Path) -> str:
 
 
 def _compile(compiler: list[str], cache: Path, name: str) -> Path:
-    """Into a folder of its own first: several processes may do this at once."""
+    """Into a temporary folder first, because several processes may compile at the same time."""
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / "made.so"

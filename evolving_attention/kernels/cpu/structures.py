@@ -18,7 +18,7 @@ def carries_mixed(call: Call) -> bool:
 
 
 def threshold_of(probability: float) -> int:
-    """What a number's 16 random bits are below where dropout drops it."""
+    """The threshold of dropout: a number is dropped where its 16 random bits are below it."""
     return round(probability * 65536)
 
 
@@ -151,7 +151,7 @@ def mask_of(mask: Tensor | None) -> tuple[int | None, int, int, int]:
 
 
 def address(x: Tensor | None, copies: list[Tensor]) -> int | None:
-    """Where an input begins that must be contiguous, copied where it is not; None where there is none."""
+    """The address of an input that must be contiguous, of a copy if it is not; None without an input."""
     if x is None:
         return None
     if not x.is_contiguous():

@@ -47,7 +47,7 @@ PRECISION = tl.constexpr("tf32x3")
 #: Rounds of the Philox generator. Seven are the fewest that pass every test of randomness (Salmon et al. 2011,
 #: table 2).
 ROUNDS = tl.constexpr(7)
-#: what a call has: bits of ``flags``
+#: bits of ``flags``: the inputs and outputs of a call
 GIVEN, PREVIOUS, HIDDEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 WEIGHTED, SEPARATE, LEARNT, GRAD_MAP = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
 TRIANGULAR = tl.constexpr(256)
@@ -153,7 +153,7 @@ def _shares(learnt, a, b, c, d, e, flags):
     if (flags & LEARNT) != 0:
         a, b, c = tl.load(learnt), tl.load(learnt + 1), tl.load(learnt + 2)
         d, e = tl.load(learnt + 3), tl.load(learnt + 4)
-    if (flags & SEPARATE) == 0:  # what is carried is what is mixed: no sum of its own
+    if (flags & SEPARATE) == 0:  # carried is mixed itself: one sum serves both
         d, e = d * 0, e * 0
     return a, b, c, d, e
 
@@ -252,7 +252,7 @@ def _mix(
 
 @triton.jit
 def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.constexpr, KERNEL: tl.constexpr):
-    """A_logit before it is clamped, what was carried, ReLU(Conv(mixed)), and whether gradients pass that ReLU."""
+    """A_logit before it is clamped, carried, ReLU(Conv(mixed)), and whether gradients pass that ReLU."""
     if KERNEL == 0:
         x = tl.load(carried + at, mask=exists, other=0).to(tl.float32)
         return x, x, x, exists
@@ -281,7 +281,7 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
 
 @triton.jit
 def _evolve(call, mixed, a_logit, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr):
-    """A_logit, in the place of what is carried."""
+    """A_logit, written over carried."""
     for first in range(start, end, PIXELS):
         p, _, _, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch)
         x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, inside, exists, at, HEADS, KERNEL)
@@ -366,7 +366,7 @@ def _soften_backward(
 
     ``grad``, in place = P * (G - sum over the row of P * G), 0 where masked, + ``grad_map``: that of A_logit
     ``grad_conv``      = the same where ReLU was active, else 0: times c it is that of Conv(mixed)
-    ``probs``          = P after dropout, in the place of what was carried
+    ``probs``          = P after dropout, written over carried
     ``of_shares``      : there, the gradient of c
     """
     of_share = tl.zeros([CHANNELS], tl.float32)

@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     masked: Tensor | None
     seed: Tensor | None  # of dropout, one number, int64; on the device, so that CUDA graphs can be captured
     shares: list[float]
-    separate: bool  # carried is not mixed: the convolution, if any, is added to something else than what it reads
+    separate: bool  # carried is not mixed: the convolution, if any, reads one sum and is added to another
     scale: float
     reach: list[int]  # see ``evolution.reach``
     dropout: float

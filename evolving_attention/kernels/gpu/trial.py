@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     width: int
     unit: int  # see ``operation.unit_of``
     short: bool
-    gradients: bool  # whether they may be wanted: else they are not tried, which would compile them
+    gradients: bool  # whether to try them too, which compiles the backward kernel
 
     @classmethod
     def of(cls, call: Call) -> "Variant":
@@ -106,7 +106,7 @@ def _decide(variant: Variant) -> bool | None:
         reason = path.read_text()
     else:
         try:
-            # A thread of its own has no autocast, inference mode, or hooks on saved tensors.
+            # A new thread has no autocast, inference mode, or hooks on saved tensors.
             with ThreadPoolExecutor(1) as thread:
                 reason = thread.submit(find_difference, variant).result()
         except Exception as error:  # any error leaves the path without kernels
@@ -125,7 +125,7 @@ def _decide(variant: Variant) -> bool | None:
 
 
 def _path(variant: Variant) -> Path | None:
-    """Where the verdict on a variant is kept: its name changes with device, driver, libraries and source."""
+    """The file of a variant's verdict; its name changes with device, driver, libraries and source."""
     if variant.device.type != "cuda":
         return None
     driver = Path("/proc/driver/nvidia/version")
@@ -284,7 +284,7 @@ def _by_kernels(call: Call) -> tuple[Tensor | None, ...]:
 
 
 def _kept(variant: Variant, call: Call) -> Tensor:
-    """Which weights dropout keeps, B x K x T x S: contexts of unit vectors as values, as many columns as fit."""
+    """The weights that dropout keeps, B x K x T x S: contexts of unit vectors as values, as many columns as fit."""
     call = replace(_moved(call, variant.device, variant.dtype), masked=None)
     width, columns = call.v.shape[3], call.v.size(2)
     pieces = []
