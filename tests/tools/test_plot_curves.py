@@ -221,7 +221,8 @@ def test_picture_table_and_numbers(tmp_path, capsys, suffix):
     magic = {".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
     assert out.read_bytes().startswith(magic)
     printed = capsys.readouterr().out
-    assert re.search(r"runs/1 +60 +2\.0 +0\.03 +5\.000 +8\.000: 8\.000 @ 60 +15\.00: 15\.00 @ 60\n", printed)
+    assert re.search(r"runs/1 +60 +2\.0 +0\.03 +5\.000 +8\.000: 8\.000 @ 60 +15\.00: 15\.00 @ 60 +@ 60\n", printed)
+    assert re.search(r"runs/2 .* -\n", printed)  # never as low as the first run
     with numbers.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * (6 + 3 + 3)

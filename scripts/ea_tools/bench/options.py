@@ -28,6 +28,7 @@ PAIRS = {
             "realformer": "res_transformer_lite --ea-rule realformer",
             "conv": "conv_transformer_lite",
             "pa_conv": "pa_conv_transformer_lite",
+            "ea_conv": "ea_conv_transformer_lite",
             "relative": "ea_transformer_lite --ea-relative-positions 8",
             "multiplicative": "ea_transformer_lite --ea-score multiplicative",
             "additive": "ea_transformer_lite --ea-score additive",

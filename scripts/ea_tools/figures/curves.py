@@ -149,17 +149,26 @@ def band(line: Line, quantity: str, axis: str) -> tuple[np.ndarray, np.ndarray, 
 
 
 def report(runs: Sequence[Run]) -> None:
-    """Print where each run stands."""
+    """Print where each run stands, and when it first reached the first run's lowest validation loss."""
     width = max(len(str(run.path)) for run in runs)
-    print(f"{'run':<{width}}  updates  epochs   hours  {'training':>8}  {'validation: best':>22}  {'BLEU: best':>20}")
+    heads = f"{'training':>8}  {'validation: best':>22}  {'BLEU: best':>20}  first run's best"
+    print(f"{'run':<{width}}  updates  epochs   hours  {heads}")
+    level = np.nanmin(runs[0].points["valid"][1]) if "valid" in runs[0].points else np.nan
     for run in runs:
         last = np.array([run.last])
         train = _loss(run.points["train"][1][-1]) if "train" in run.points else "-"
         print(
             f"{run.path!s:<{width}}  {run.last:7,.0f}  {_plain(run.x('epochs', last)[0], 1):>6}  "
             f"{_plain(run.x('hours', last)[0], 2):>6}  {train:>8}  {_best(run, 'valid', np.nanargmin, 3):>22}  "
-            f"{_best(run, 'bleu', np.nanargmax, 2):>20}"
+            f"{_best(run, 'bleu', np.nanargmax, 2):>20}  {_reached(run, level):>16}"
         )
+
+
+def _reached(run: Run, level: float) -> str:
+    """ "@ 1,000": the first update with a validation loss of at most this level."""
+    updates, losses = run.points.get("valid", (np.array([]), np.array([])))
+    there = updates[losses <= level]
+    return f"@ {there[0]:,.0f}" if len(there) else "-"
 
 
 def _plain(value: float, digits: int) -> str:
