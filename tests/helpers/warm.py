@@ -31,7 +31,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 DOOR = re.compile(r'^tool (\S+) ?(.*)"\$@"$', re.MULTILINE)  # the last line of the doors in scripts/
 SERVER = {}  # "address" of the socket, and "process"; empty until the first warm start
 
-Cold, execve = subprocess.Popen, os.execve
+Cold = subprocess.Popen
 
 
 class Popen(Cold):
@@ -53,7 +53,7 @@ def run(*arguments, **options):
 
 def _warm_words(args, environment):
     """The command of the client for this command; the command itself where it must start coldly."""
-    if isinstance(args, (str, os.PathLike)) or _program(words := [*map(os.fspath, args)], environment) is None:
+    if isinstance(args, (str, os.PathLike)) or not _can_be_warm(words := [*map(os.fspath, args)], environment):
         return args
     if not SERVER:
         address = f"{tempfile.mkdtemp(prefix='warm-')}/socket"
@@ -81,11 +81,14 @@ def client(address, *words):
         os._exit(int(link.recv(100) or 137))  # without a status it was killed
 
 
-def _program(words, environment):
-    """(kind, module or file or code, its arguments) of a command that a warm process can run, else None."""
+def _can_be_warm(words, environment):
+    """Whether this is a command of Python, with this process's values of all variables that are read at the start."""
     read = {name for name in {*environment, *ENVIRONMENT} if name.startswith(READ_AT_THE_START)} - ALLOWED
-    if any(environment.get(name) != ENVIRONMENT.get(name) for name in read):
-        return None
+    return all(environment.get(name) == ENVIRONMENT.get(name) for name in read) and _program(words) is not None
+
+
+def _program(words):
+    """(kind, module or file or code, its arguments) of a command of this Python, else None."""
     command, *words = words[1:] if words[0] == "bash" else words
     path = Path(command)
     if path.parent == REPO / "scripts" and (door := DOOR.search(path.read_text())):
@@ -153,16 +156,17 @@ def _begin(link):
 
 def _become(path, words, environment):
     """os.execve, warm where it can be."""
-    if _program([*map(os.fspath, words)], environment) is None:
-        execve(path, words, environment)
+    if not _can_be_warm([*map(os.fspath, words)], environment):
+        sys.exit(Cold(words, executable=path, env=environment).wait())  # the client waits for this process's status
     sys.exit(_run([*map(os.fspath, words)], environment))
 
 
 def _run(words, environment):
     """Run a program in this process as a new one would begin; its status."""
-    kind, what, arguments = _program(words, environment)
-    os.environ.clear()
-    os.environ.update(environment)
+    kind, what, arguments = _program(words)
+    for present in (os.environ, ENVIRONMENT):
+        present.clear()
+        present.update(environment)
     sys.stdin, sys.stdout, sys.stderr = (
         open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
         for number, mode, buffering, errors in ((0, "r", -1, None), (1, "w", -1, None), (2, "w", 1, "backslashreplace"))

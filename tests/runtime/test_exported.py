@@ -100,9 +100,9 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
     path = save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
     preparation.keep(run, data)
     state = load(path)
-    state["cfg"]["task"]["_name"] = "language_modeling"
+    state["cfg"]["task"]["_name"] = "denoising"
     monkeypatch.setattr(export, "load", lambda checkpoint: state)
-    with pytest.raises(SystemExit, match="language_modeling"):
+    with pytest.raises(SystemExit, match="denoising"):
         export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     monkeypatch.undo()
     monkeypatch.setattr("ea_fairseq.export.reason_against", lambda model: "it has an adaptive softmax")

@@ -79,7 +79,9 @@ def clone(tmp_path):
             for side, language in enumerate(("de", "en")):
                 (clone / folder / f"{name}.{language}").write_text("".join(f"{pair[side]}\n" for pair in some))
     shutil.copy(clone / "law" / "train.en", clone / "mono.en")
-    shutil.copy(clone / "law" / "valid.de", clone / "letters.de")
+    for name in ("letters.de", "test.de"):
+        shutil.copy(clone / "law" / "valid.de", clone / name)
+    shutil.copy(clone / "law" / "valid.en", clone / "sentences.txt")
     # Not below tmp_path: the name of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_environment(clone, f"{folder}/socket"):
         yield clone
