@@ -32,9 +32,8 @@ def kind(one, other):
 if __name__ == "__main__":
     first, second = map(hypotheses, sys.argv[1:])
     kinds = {number: kind(first[number], second[number]) for number in first | second}
-    largest = max(
-        (abs(a - b) for n in first for (text, a), (twin, b) in zip(first[n], second[n], strict=True) if text == twin)
-    )
+    pairs = (pair for number in first for pair in zip(first[number], second[number], strict=True))
+    largest = max((abs(score - twin) for (text, score), (other, twin) in pairs if text == other), default=0.0)
     counts = collections.Counter(kinds.values())
     print(
         *(f"{counts[name]} {name}" for name in ("same", "tie", "different")), f"scores within {largest:.1e}", sep=", "
