@@ -239,7 +239,7 @@ def test_comet_is_the_commands_score(comet_score, monkeypatch):
 def test_what_a_benchmark_writes_is_no_local_change_and_what_code_says_is(monkeypatch, tmp_path):
     """Else every record after a run's first would say that it was made by other code than the commit's."""
     monkeypatch.setattr(provenance, "REPO", tmp_path)
-    files = ("results/speed.json", "docs/growth.png", "README.md", "docs/speed.md", "scripts/code.py")
+    files = ("results/speed.json", "docs/curves.png", "README.md", "docs/speed.md", "scripts/code.py")
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("before")
