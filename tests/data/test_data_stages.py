@@ -48,10 +48,10 @@ def run_killed(stage, middle, raw, out):
 
 
 def contents(folder):
-    """Relative path -> bytes, of the data itself: PREP.json and the picture are not meant to be the same twice."""
+    """Relative path -> bytes, of the data itself: PREP.json is not meant to be the same twice."""
     files = (path for path in folder.rglob("*") if path.is_file())
     data = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    return {name: value for name, value in data.items() if not name.endswith((".json", ".png"))}
+    return {name: value for name, value in data.items() if not name.endswith(".json")}
 
 
 @pytest.fixture(scope="module")
