@@ -15,6 +15,7 @@ MODELS = {
     "5x5, mostly convolution": ("ea_transformer_base", "--ea-kernel-size", "5", "--ea-beta", "0.7"),
     "skip connection alone": ("ea_transformer_base", "--ea-beta", "0"),
     "encoder alone": ("ea_transformer_base", "--ea-decoder-beta", "0", "--ea-cross-beta", "0"),
+    "evolving from the second layer": ("ea_transformer_base", "--ea-rule", "evolving-from-second"),
     "predictive": ("ea_transformer_base", "--ea-rule", "predictive", "--ea-conv-layers", "2"),
     "residual": ("ea_transformer_base", "--ea-rule", "residual"),
     "realformer, additive": ("ea_transformer_base", "--ea-rule", "realformer", "--ea-score", "additive"),

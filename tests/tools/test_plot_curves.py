@@ -175,19 +175,6 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
     assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]
 
 
-def test_a_run_of_own_data_is_known(tmp_path):
-    folder = make(tmp_path / "run")
-    record = json.loads((folder / "run.json").read_text())
-    record["starts"][0]["flags"]["lr"] = "5e-4"
-    (folder / "run.json").write_text(json.dumps(record))
-    run = plot_curves.read(folder)
-    assert run.seed == "1"
-    assert run.settings == {key: record["identity"][key] for key in run.settings.keys() - {"lr", "precision"}} | {
-        "lr": "0.0005",
-        "precision": "fp32",
-    }
-
-
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):
     long, short = (
         make(tmp_path / "long", seed=1),
