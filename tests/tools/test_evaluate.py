@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq import options
+from helpers import warm
 from helpers.toy import save_model, script
 
 from ea_data.preparation import Preparation
@@ -586,6 +587,7 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
 def test_a_mistake_is_named_in_one_line(data, run, tmp_path, monkeypatch, flags, message):
     (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     with pytest.raises(SystemExit, match=rf"^evaluate: (.|\n)*{message}"):
         evaluate.main(["--data", str(data), "--run", str(run), *flags])
 
