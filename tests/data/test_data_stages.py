@@ -57,7 +57,7 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    raw = corpus(folder / "raw", train=3000)
+    raw = corpus(folder / "raw", train=1000)
     Pipeline(recipe(), raw, folder / "out").run()
     return raw, folder / "out"
 
