@@ -21,12 +21,27 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from transformers import ResNetConfig
 
-from examples.images.resnet import DEPTHS, EvolvingResNet, imagenet_config
+from examples.images.resnet import EvolvingResNet
 
 SIDE = 224
+#: layers -> kind of block and blocks of each stage
+DEPTHS = {
+    34: ("basic", [3, 4, 6, 3]),
+    50: ("bottleneck", [3, 4, 6, 3]),
+    101: ("bottleneck", [3, 4, 23, 3]),
+    152: ("bottleneck", [3, 8, 36, 3]),
+}
 #: Means and standard deviations of ImageNet's red, green and blue.
 MEANS, DEVIATIONS = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+
+
+def configuration(layers: int, classes: int) -> ResNetConfig:
+    """Of a ResNet of 34, 50, 101 or 152 layers."""
+    kind, depths = DEPTHS[layers]
+    sizes = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
+    return ResNetConfig(layer_type=kind, depths=depths, hidden_sizes=sizes, num_labels=classes)
 
 
 class Pictures(Dataset):
@@ -90,8 +105,7 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
     options = {"batch_size": args.batch, "num_workers": args.workers, "pin_memory": device != "cpu"}
     batches = DataLoader(train, sampler=sampler, drop_last=True, **options)
     tests = DataLoader(Subset(valid, range(rank, len(valid), processes)), **options)
-    config = imagenet_config(args.layers)
-    config.num_labels = len(train.classes)
+    config = configuration(args.layers, len(train.classes))
     torch.manual_seed(0)
     model = EvolvingResNet(config, SIDE, args.alpha, args.beta).to(device)
     parallel = nn.parallel.DistributedDataParallel(model)

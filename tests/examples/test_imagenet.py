@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from PIL import Image
 
 from examples.imagenet import train
+from examples.images.resnet import HEADS, EvolvingResNet
 
 
 @pytest.fixture
@@ -99,3 +100,12 @@ def test_accuracies_are_those_of_all_pictures(processes):
         assert train.accuracies(torch.nn.Identity(), batches, "cpu") == pytest.approx([100 / 3, 200 / 3])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_parameters_of_imagenets_models():
+    """The README's table."""
+    with torch.device("meta"):
+        models = [EvolvingResNet(train.configuration(50, 1000), 224, *shares) for shares in ((0, 0), (0.5, 1.0))]
+    plain, evolving = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
+    assert evolving - plain == 13 * (HEADS**2 * 9 + HEADS)
+    assert round(plain / 1e6, 2) == 24.63
