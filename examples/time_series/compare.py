@@ -16,6 +16,7 @@ import numpy as np
 from aeon.datasets import load_classification, load_regression
 from aeon.datasets.tser_datasets import tser_soton as REGRESSION
 from scipy.stats import rankdata
+from sklearn.metrics import root_mean_squared_error
 from sklearn.model_selection import GridSearchCV, ParameterGrid, ShuffleSplit, StratifiedShuffleSplit
 
 from examples.report import deviation, draw_classes, origin
@@ -58,8 +59,7 @@ def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[
     split = (ShuffleSplit if regression else StratifiedShuffleSplit)(1, test_size=0.3, random_state=0)
     measures = ["neg_root_mean_squared_error"] if regression else ["accuracy", "neg_log_loss"]
     search = GridSearchCV(build(name, common, seed=0), options, scoring=measures, cv=split, refit=False)
-    x, y = load(name, "train")
-    found = search.fit(list(x), y).cv_results_
+    found = search.fit(*load(name, "train")).cv_results_
     order = np.lexsort([found[f"mean_test_{measure}"] for measure in reversed(measures)])
     return found["params"][order[-1]]
 
@@ -67,7 +67,7 @@ def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[
 def measure(name: str, settings: dict[str, Any], common: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     """Each seed's score on the test series, with the settings and the commit."""
     (x, y), test = load(name, "train"), load(name, "test")
-    metric = "root_mean_squared_error" if name in REGRESSION else "accuracy"
+    metric = root_mean_squared_error if name in REGRESSION else "accuracy"
     models = ((str(seed), build(name, {**common, **settings}, seed)) for seed in seeds)
     scores = {seed: model.fit(x, y).score(*test, metric=metric) for seed, model in models}
     return {**origin(), **common, "settings": settings, "scores": scores}
