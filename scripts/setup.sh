@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Make .venv in this repository with everything that requirements.txt pins.
 #
-#   scripts/setup.sh [--help]
+#   scripts/setup.sh [--examples] [--help]
 #
+# --examples also installs the packages of examples/, which some tests need too.
 # Needs Python 3.11 or 3.12 and, on 3.11, a C++ compiler: fairseq is built from source there, about two minutes.
 # The interpreter is $PYTHON if set, else the first of python3, python3.12, python3.11 that is new enough.
 # pip's own variables apply, for example PIP_INDEX_URL, or PIP_EXTRA_INDEX_URL for a CPU-only PyTorch.
@@ -10,8 +11,8 @@
 set -euo pipefail
 
 case ${1:-} in
-    "") ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    "" | --examples) ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "setup.sh takes no argument '$1'; see --help" >&2; exit 2 ;;
 esac
 
@@ -23,7 +24,14 @@ stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; }
 
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
+examples() {
+    "${pip[@]}" --requirement "$repo/examples/requirements.txt"
+    "${pip[@]}" --no-deps --requirement "$repo/examples/time_series/requirements.txt"
+}
+
 if [[ -x $venv/bin/python && -f $stamp && $(< "$repo/requirements.txt") == $(< "$stamp") ]]; then
+    [[ ${1:-} != --examples ]] || examples
     exit 0
 fi
 [[ ! -f $stamp ]] || echo "requirements.txt has changed since the last set-up"
@@ -48,7 +56,6 @@ fi
 echo "setting up $venv with $("$python" --version); the first time takes a few minutes"
 # A set-up that was killed may have left an environment without pip.
 "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
 
 # Without build isolation, so that a source build of fairseq uses this torch instead of fetching a second one.
 echo "  1/2 PyTorch and the build requirements"
@@ -63,4 +70,5 @@ echo "  2/2 fairseq and the rest (on Python 3.11 fairseq is compiled now)"
 
 "$venv/bin/python" -W ignore -c 'import logging; logging.disable(); import fairseq, sacrebleu, sacremoses, subword_nmt, sentencepiece' 
 cp "$repo/requirements.txt" "$stamp"
+[[ ${1:-} != --examples ]] || examples
 echo "set-up done"

@@ -20,13 +20,6 @@ HEADS = 8
 SHARE = 0.2
 #: Larger pictures are averaged 2 x 2 before attention, whose result is enlarged again, as in the authors' code.
 LONGEST_SIDE = 14
-#: layers -> kind of block and blocks of each stage
-DEPTHS = {
-    34: ("basic", [3, 4, 6, 3]),
-    50: ("bottleneck", [3, 4, 6, 3]),
-    101: ("bottleneck", [3, 4, 23, 3]),
-    152: ("bottleneck", [3, 8, 36, 3]),
-}
 
 
 class AugmentedConvolution(EvolvingHeads):
@@ -116,10 +109,3 @@ def _block(block: nn.Module, x: Tensor, previous: Tensor | None) -> tuple[Tensor
             x = layer.convolution(x)
         x = layer.activation(layer.normalization(x))
     return block.activation(x + residual), a_logit
-
-
-def imagenet_config(layers: int) -> ResNetConfig:
-    """The configuration of a ResNet of 34, 50, 101 or 152 layers."""
-    kind, depths = DEPTHS[layers]
-    sizes = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
-    return ResNetConfig(layer_type=kind, depths=depths, hidden_sizes=sizes, num_labels=1000)

@@ -1,8 +1,6 @@
 """EA-DC-Transformer with the interface of scikit-learn and aeon: fit, predict, predict_proba, score.
 
-    EvolvingDCTransformerClassifier(alpha=0.5, beta=0.5).fit(X, y).predict(X)
-
-X is n x C x T, or a list of C x T arrays of unequal lengths.
+EvolvingDCTransformerClassifier().fit(X, y).predict(X)  # X: n x C x T, or a list of C x T arrays
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from aeon.classification.base import BaseClassifier
 from aeon.regression.base import BaseRegressor
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from examples.time_series.model import Network
 
@@ -39,7 +38,6 @@ class _Trained:
     _tags: ClassVar[dict[str, Any]] = {
         "capability:multivariate": True,
         "capability:unequal_length": True,
-        "algorithm_type": "deeplearning",
         "X_inner_type": ["np-list", "numpy3D"],
     }
 
@@ -51,15 +49,14 @@ class _Trained:
         return {"layers": 2, "d": 16, "epochs": 3, "random_state": 0}
 
     def _train(self, series: Sequence[np.ndarray], targets: Tensor, outputs: int, loss: Callable) -> None:
-        values = np.concatenate([one.reshape(one.shape[0], -1) for one in series], axis=1)  # C x all times
+        values = np.concatenate(list(series), axis=1)  # C x all times
         self.mean_, self.deviation_ = values.mean(1, keepdims=True), values.std(1, keepdims=True) + 1e-8
         self.length_ = max(one.shape[1] for one in series)
         x, padded = self._tensors(series)
-        names = ("layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")
+        options = {key: getattr(self, key) for key in ("layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
-            network = Network(x.size(2), self.length_, outputs, **{name: getattr(self, name) for name in names})
-            self.network_ = network.train()
+            network = self.network_ = Network(x.size(2), self.length_, outputs, **options)
             self._steps(self.pretrain_epochs, len(x), lambda rows: network.restoration_loss(x[rows], padded[rows]))
             self._steps(self.epochs, len(x), lambda rows: loss(network(x[rows], padded[rows]), targets[rows]))
         network.eval()
@@ -76,13 +73,10 @@ class _Trained:
 
     def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Scaled series, n x T x C, and their padding, n x T. Series longer than the longest of `fit` are cut."""
-        x = torch.zeros(len(series), self.length_, series[0].shape[0])
-        padded = torch.ones(len(series), self.length_, dtype=torch.bool)
-        for number, one in enumerate(series):
-            scaled = ((one - self.mean_) / self.deviation_).T[: self.length_]
-            x[number, : len(scaled)] = torch.from_numpy(np.ascontiguousarray(scaled)).float()
-            padded[number, : len(scaled)] = False
-        return x, padded
+        scaled = [((one - self.mean_) / self.deviation_).T[: self.length_] for one in series]
+        x = pad_sequence([torch.from_numpy(one).float() for one in scaled], batch_first=True)
+        lengths = torch.tensor([[len(one)] for one in scaled])
+        return F.pad(x, (0, 0, 0, self.length_ - x.size(1))), torch.arange(self.length_) >= lengths
 
     @torch.no_grad()
     def _outputs(self, series: Sequence[np.ndarray]) -> Tensor:
@@ -98,8 +92,7 @@ class EvolvingDCTransformerClassifier(_Trained, BaseClassifier):
     """Classification; see ``_Trained`` for the parameters."""
 
     def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> "EvolvingDCTransformerClassifier":
-        targets = torch.from_numpy(np.searchsorted(self.classes_, y))
-        self._train(X, targets, len(self.classes_), F.cross_entropy)
+        self._train(X, torch.from_numpy(np.searchsorted(self.classes_, y)), len(self.classes_), F.cross_entropy)
         return self
 
     def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:

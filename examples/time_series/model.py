@@ -23,9 +23,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, padded: Tensor) -> Tensor:
         """x: B x T x d, padded: B x T -> B x T x d, zero where padded."""
-        result = torch.zeros_like(x)
-        result[~padded] = super().forward(x[~padded])
-        return result
+        return torch.zeros_like(x).masked_scatter(~padded[..., None], super().forward(x[~padded]))
 
 
 class Layer(nn.Module):
@@ -42,12 +40,11 @@ class Layer(nn.Module):
     def __init__(self, d: int, p: float, dilation: int, dropout: float, **evolution: Any) -> None:
         super().__init__()
         attended = round(p * d)
-        self.attention = self.convolution = None
+        self.attention = None
         if attended:
             self.attention = EvolvingAttention(Geometry.ENCODER_SELF, d, HEADS, dropout, **evolution)
             self.attention.out_proj = nn.Linear(d, attended)
-        if attended < d:
-            self.convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation)
+        self.convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation) if attended < d else None
         self.norms = nn.ModuleList([MaskedBatchNorm(d), MaskedBatchNorm(d)])
         self.feed_forward = nn.Sequential(nn.Linear(d, FEED_FORWARD), nn.GELU(), nn.Linear(FEED_FORWARD, d))
         self.dropout = nn.Dropout(dropout)

@@ -1,6 +1,7 @@
 """EA-DC-Transformer: against loops in float64, DC-Transformer as its limit, padding, causality, aeon's checks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,12 +171,41 @@ def test_equation_12_and_ranks_are_means_over_data_sets():
     assert [row.split(" | ")[3:] for row in rows] == [["1.2", "+29.2% |"], ["1.8", "+12.5% |"], ["3.0", "-41.7% |"]]
 
 
-def test_settings_are_chosen_without_the_test_series(monkeypatch):
-    loaded, load = [], compare.load
-    monkeypatch.setattr(compare, "load", lambda name, split: loaded.append(split) or load(name, split))
-    options = {"layers": [1], "d": [8], "beta": [0.1, 0.9]}
-    assert compare.choose("ItalyPowerDemand", options, {"epochs": 1})["beta"] in options["beta"]
+@pytest.fixture
+def loaded(monkeypatch):
+    """The splits that were loaded, of easy data: series whose mean tells their class, or their number."""
+    splits, classes = [], np.arange(24) % 2
+
+    def load(name, split):
+        splits.append(split)
+        return noise(classes, [9] * 24), classes + 0.5 if name in compare.REGRESSION else classes
+
+    monkeypatch.setattr(compare, "load", load)
+    return splits
+
+
+@pytest.mark.parametrize("epochs", [[1, 30], [30, 1], [12, 30], [30, 12]], ids=str)
+@pytest.mark.parametrize("name", ["ItalyPowerDemand", "CardanoSentiment"])
+def test_the_better_settings_are_chosen_without_the_test_series(epochs, loaded, name):
+    """Also where the accuracies are equal, as they are after 12 epochs, by log loss."""
+    common = {name: value for name, value in SMALL.items() if name not in ("epochs", "random_state")}
+    assert compare.choose(name, {"epochs": epochs}, common) == {"epochs": 30}
     assert loaded == ["train"]
+
+
+def test_accuracy_comes_before_log_loss(loaded, monkeypatch):
+    results = {"mean_test_accuracy": [0.9, 0.8, 0.9], "mean_test_neg_log_loss": [-0.5, -0.1, -0.4], "params": "abc"}
+    search = SimpleNamespace(fit=lambda x, y: SimpleNamespace(cv_results_=results))
+    monkeypatch.setattr(compare, "GridSearchCV", lambda *_, **__: search)
+    assert compare.choose("ItalyPowerDemand", {"d": [8, 16, 32]}, {}) == "c"
+
+
+def test_regression_is_measured_by_the_root_of_the_mean_squared_error(loaded):
+    common = {"layers": 1, "d": 8, "epochs": 2}
+    (score,) = compare.measure("CardanoSentiment", {}, common, [3])["scores"].values()
+    (x, y), model = compare.load("CardanoSentiment", "test"), compare.build("CardanoSentiment", common, 3)
+    assert score == pytest.approx(np.sqrt(np.mean((model.fit(x, y).predict(x) - y) ** 2)))
+    assert loaded[:2] == ["train", "test"]
 
 
 @pytest.mark.slow

@@ -53,6 +53,17 @@ def test_nothing_to_do_takes_no_time():
     assert time.perf_counter() - start < 2
 
 
+def test_packages_of_the_examples_come_with_a_set_up_that_has_nothing_else_to_do(checkout):
+    programs = checkout / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
+    (programs / "python").write_text('#!/bin/sh\nfor word; do last=$word; done\necho "$last"\n')
+    (programs / "python").chmod(0o755)
+    files = [f"{checkout}/examples/requirements.txt", f"{checkout}/examples/time_series/requirements.txt"]
+    assert setup(checkout, "--examples").stdout.splitlines() == files
+    assert setup(checkout).stdout == ""
+
+
 def test_an_environment_that_a_kill_left_without_pip_is_made_whole(checkout):
     """python -m venv puts the interpreter there first, and pip last."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)

@@ -1,0 +1,157 @@
+"""Train AA-ResNet or EA-AA-ResNet on ImageNet with the paper's recipe (ICML 2021, sections 4.1 and A.1).
+
+    torchrun --nproc-per-node 8 -m examples.imagenet.train FOLDER --layers 34 --out state.pt
+
+FOLDER/train/CLASS/ and FOLDER/val/CLASS/ hold the pictures. After each epoch the state is kept in the file; the same
+command goes on from there.
+
+Axes: B pictures of a batch, H x W pixels.
+"""
+
+import argparse
+import math
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from transformers import ResNetConfig
+
+from examples.images.resnet import EvolvingResNet
+
+SIDE = 224
+#: layers -> kind of block and blocks of each stage
+DEPTHS = {
+    34: ("basic", [3, 4, 6, 3]),
+    50: ("bottleneck", [3, 4, 6, 3]),
+    101: ("bottleneck", [3, 4, 23, 3]),
+    152: ("bottleneck", [3, 8, 36, 3]),
+}
+#: Means and standard deviations of ImageNet's red, green and blue.
+MEANS, DEVIATIONS = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+
+
+def configuration(layers: int, classes: int) -> ResNetConfig:
+    """Of a ResNet of 34, 50, 101 or 152 layers."""
+    kind, depths = DEPTHS[layers]
+    sizes = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
+    return ResNetConfig(layer_type=kind, depths=depths, hidden_sizes=sizes, num_labels=classes)
+
+
+class Pictures(Dataset):
+    """The pictures FOLDER/CLASS/*: for training a random part of each, mirrored at random; else the centre."""
+
+    def __init__(self, folder: Path, training: bool) -> None:
+        self.files, self.training = sorted(folder.glob("*/*")), training
+        self.classes = sorted({file.parent.name for file in self.files})
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        """3 x H x W, and the number of the class."""
+        with Image.open(self.files[number]) as file:
+            picture = file.convert("RGB")
+        if self.training:
+            box = random_part(*picture.size)
+            picture = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
+            picture = ImageOps.mirror(picture) if random.random() < 0.5 else picture
+        else:
+            # The centre of a picture whose shorter side has 256 / 224 of SIDE.
+            border = (1 - 224 / 256) / 2
+            picture = ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR, border)
+        pixels = (torch.from_numpy(np.array(picture)) / 255 - MEANS) / DEVIATIONS  # H x W x 3
+        return pixels.permute(2, 0, 1), self.classes.index(self.files[number].parent.name)
+
+
+def random_part(width: int, height: int) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of 8% to 100% of the area, of a shape between 3:4 and 4:3 where that fits."""
+    area = width * height * random.uniform(0.08, 1)
+    shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+    wide, high = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
+    left, top = random.uniform(0, width - wide), random.uniform(0, height - high)
+    return left, top, left + wide, top + high
+
+
+def share_of_rate(epoch: float) -> float:
+    """From 0 to 1 in five epochs; a tenth of it from epochs 30, 60, 80 and 90 on."""
+    return min(1, epoch / 5) * 0.1 ** sum(epoch >= fall for fall in (30, 60, 80, 90))
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: str) -> list[float]:
+    """Percent of all processes' pictures whose class is the first, and among the first five."""
+    model.eval()
+    counts = torch.zeros(3, device=device)
+    for x, classes in batches:
+        scores = model(x.to(device))
+        hits = scores.topk(min(5, scores.size(1))).indices == classes.to(device)[:, None]  # B x 5
+        counts += torch.stack([hits[:, 0].sum(), hits.sum(), torch.tensor(len(x), device=device)])
+    dist.all_reduce(counts)
+    return (100 * counts[:2] / counts[2]).tolist()
+
+
+def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
+    """Train, or go on from the state in ``args.out``; print the accuracies after each epoch."""
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    sampler = DistributedSampler(train)
+    options = {"batch_size": args.batch, "num_workers": args.workers, "pin_memory": device != "cpu"}
+    batches = DataLoader(train, sampler=sampler, drop_last=True, **options)
+    tests = DataLoader(Subset(valid, range(rank, len(valid), processes)), **options)
+    config = configuration(args.layers, len(train.classes))
+    torch.manual_seed(0)
+    model = EvolvingResNet(config, SIDE, args.alpha, args.beta).to(device)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.128, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / len(batches)))
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    state = {"epochs": 0}
+    if args.out.exists():
+        state = torch.load(args.out, map_location=device, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for epoch in range(state["epochs"], args.epochs):
+        sampler.set_epoch(epoch)
+        parallel.train()
+        for x, classes in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(parallel(x.to(device)), classes.to(device)).backward()
+            optimizer.step()
+            schedule.step()
+        top1, top5 = accuracies(model, tests, device)
+        if rank == 0:
+            print(f"epoch {epoch + 1}: top-1 {top1:.2f}, top-5 {top5:.2f}", flush=True)
+            torch.save({"epochs": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, args.out)
+
+
+def main(words: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, choices=DEPTHS, default=34, help="(default: 34)")
+    parser.add_argument("--alpha", type=float, metavar="A", help="(default: 0.5; 0.7 for 101 and 152 layers)")
+    parser.add_argument("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="pictures of a process (default: 32)")
+    parser.add_argument("--epochs", type=int, default=100, metavar="N", help="(default: 100)")
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="keep the state here")
+    args = parser.parse_args(words)
+    if args.alpha is None:
+        args.alpha = 0.5 if args.layers < 101 else 0.7
+    train, valid = Pictures(args.folder / "train", True), Pictures(args.folder / "val", False)
+    if not train.classes or train.classes != valid.classes:
+        parser.error(f"{args.folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/")
+    dist.init_process_group()
+    fit(args, train, valid)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
