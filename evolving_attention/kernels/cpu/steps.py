@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...cache import Cache
 from ..call import PLAIN, Call
+from ..operation import inputs_of
 from . import library
-from .structures import Problem, Projection, Step, address, carries_mixed, mask_of, vectors
+from .structures import Problem, Projection, Step, address, mask, vectors
 
 #: weight and bias of an attention's linear layers; of keys and values None where these are known already
 Projections = dict[str, tuple[Tensor, Tensor | None] | None]
@@ -47,7 +48,7 @@ class Steps:
         return cls(call, projections) if known else None
 
     def __init__(self, call: Call, projections: Projections):
-        step = Step(attention=Problem.of(call, 0, carries_mixed(call)))
+        step = Step(attention=Problem.of(inputs_of(call)))
         for name, pair in projections.items():
             if pair is not None:
                 setattr(step, name, Projection(*(address(x, []) for x in pair)))
@@ -94,7 +95,7 @@ class Steps:
         problem = step.attention
         problem.B, problem.S, problem.beams = batch, maps[3], batch // cache.keys.size(0)
         problem.key, problem.v = vectors(cache.keys, copies), vectors(cache.values, copies)
-        problem.hidden = problem.masked = mask_of(None if cache.padding is None else cache.padding[:, None, None, :])
+        problem.hidden = problem.masked = mask(None if cache.padding is None else cache.padding[:, None, None, :])
         if above is not None:
             problem.above, problem.before = address(above, copies), above.size(3)
         weights = problem.result("weights", maps) if need_weights else None

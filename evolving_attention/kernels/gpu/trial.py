@@ -26,6 +26,7 @@ from torch import Tensor
 from ...evolution import Coefficients, Geometry, convolve
 from .. import gpu
 from ..call import Call
+from ..operation import is_zero
 from . import operation
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Variant(NamedTuple):
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
-        convolved = call.weight is not None and not gpu.is_zero(call.coefficients.c)
+        convolved = call.weight is not None and not is_zero(call.coefficients.c)
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
