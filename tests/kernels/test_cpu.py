@@ -189,15 +189,16 @@ def test_a_result_that_is_not_used_has_no_gradient():
 
 
 def test_a_gradient_whose_memory_holds_its_opposite():
-    """Autograd hands on such a view, which is read as the numbers that it stands for."""
+    """Autograd may hand on such a view, as it does behind a complex number's conjugate."""
     gradients = []
-    for way in (kernel, plain):
+    for change in (torch.clone, lambda x: torch._neg_view(-x)):
         whole = encoder()
-        context = way(*whole)[0]
-        torch.complex(torch.ones_like(context), context).conj().abs().sum().backward()
+        context = kernel(*whole)[0]
+        context.register_hook(change)
+        context.square().sum().backward()
         gradients.append(whole.tensors["q"].grad)
         torch.manual_seed(0)
-    assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert torch.equal(*gradients)
 
 
 def test_vectors_may_lie_anywhere():
