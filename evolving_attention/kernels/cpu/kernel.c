@@ -978,33 +978,3 @@ static int run(const Problem *p, int backward, int threads) {
 
 int evolving_attention_forward(const Problem *p, int threads) { return run(p, 0, threads); }
 int evolving_attention_backward(const Problem *p, int threads) { return run(p, 1, threads); }
-
-/* A linear layer, C x C and C; bias may be NULL, and weight where the layer is not wanted. */
-typedef struct { const float *weight, *bias; } Projection;
-
-/* A step of a search: one new row, from the attention's input to its output. q and context of the problem are B x C. */
-typedef struct {
-    Problem attention;
-    const float *input; /* B x C */
-    Projection q, k, v, out;
-    float *output; /* B x C */
-} Step;
-
-static void projected(const Problem *p, const float *x, const Projection *by, float *y, int64_t ys, int threads) {
-    int64_t C = p->K * p->D;
-    project(p->B, C, x, by->weight, by->bias, y, ys, worthwhile(2.0 * p->B * C * C, (C + 3) / 4, threads));
-}
-
-/* Where keys and values are projected, theirs is the last place. */
-int evolving_attention_step(const Step *step, int threads) {
-    const Problem *p = &step->attention;
-    int64_t last = p->S - 1;
-    projected(p, step->input, &step->q, p->q.data, p->q.sb, threads);
-    if (step->k.weight) {
-        projected(p, step->input, &step->k, p->key.data + last * p->key.st, p->key.sb, threads);
-        projected(p, step->input, &step->v, p->v.data + last * p->v.st, p->v.sb, threads);
-    }
-    int failed = run(p, 0, threads);
-    if (!failed) projected(p, p->context.data, &step->out, step->output, p->context.sb, threads);
-    return failed;
-}

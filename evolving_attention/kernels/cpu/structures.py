@@ -94,23 +94,6 @@ class Problem(Structure):
         return output
 
 
-class Projection(Structure):
-    """``Projection`` of kernel.c: addresses of a linear layer's weight and bias, None where there is none."""
-
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
-
-
-class Step(Structure):
-    """``Step`` of kernel.c."""
-
-    _fields_ = [
-        ("attention", Problem),
-        ("input", c_void_p),
-        *((name, Projection) for name in ("q", "k", "v", "out")),
-        ("output", c_void_p),
-    ]
-
-
 def vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, int, int]:
     """Fields of ``Vectors`` for an input B x K x _ x D, copied where its last axis is not contiguous."""
     if x is None:

@@ -334,50 +334,6 @@ static void pack_columns(const float *from, int64_t stride, int64_t count, int64
 
 /* ---- products with few rows, for step-by-step decoding: packing, for so few, would cost more than it gives ---- */
 
-/* y = x W^T + bias for some rows of x and some of W, both of length C; y's rows are ys apart, and bias may be NULL.
-   The first to read these rows of W fetch the ones after them: a processor foresees no further than a page. */
-INLINE void project_tile(const int rows, const int outputs, const int first, int64_t C, const float *x, const float *W,
-                         const float *bias, float *y, int64_t ys) {
-    vf acc[3][4];
-    for (int r = 0; r < rows; r++) for (int o = 0; o < outputs; o++) acc[r][o] = spread(0);
-    int64_t c = 0;
-    for (; c + V <= C; c += V) {
-        for (int o = 0; first && o < outputs; o++) __builtin_prefetch(W + (outputs + o) * C + c);
-        for (int r = 0; r < rows; r++) {
-            vf v = load(x + r * C + c);
-            for (int o = 0; o < outputs; o++) acc[r][o] += v * load(W + o * C + c);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            float total = sum(acc[r][o]);
-            for (int64_t i = c; i < C; i++) total += x[r * C + i] * W[o * C + i];
-            y[r * ys + o] = bias ? total + bias[o] : total;
-        }
-}
-
-INLINE void project_rows(const int outputs, int64_t rows, int64_t C, const float *x, const float *W, const float *bias,
-                         float *y, int64_t ys) {
-    if (rows == 1) project_tile(1, outputs, 1, C, x, W, bias, y, ys);
-    else if (rows == 2) project_tile(2, outputs, 1, C, x, W, bias, y, ys);
-    else project_tile(3, outputs, 1, C, x, W, bias, y, ys);
-    int64_t r = 3;
-    for (; r + 3 <= rows; r += 3) project_tile(3, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 2 == rows) project_tile(2, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 1 == rows) project_tile(1, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-}
-
-/* The same for all C rows of W, which is read once. Every number is one thread's, whoever it is. */
-static void project(int64_t rows, int64_t C, const float *x, const float *W, const float *bias, float *y, int64_t ys,
-                    int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t o = 0; o < C; o += 4) {
-        const float *b = bias ? bias + o : NULL;
-        if (o + 4 <= C) project_rows(4, rows, C, x, W + o * C, b, y + o, ys);
-        else for (int64_t i = 0; i < C - o; i++) project_rows(1, rows, C, x, W + (o + i) * C, b ? b + i : b, y + o + i, ys);
-    }
-}
-
 /* q k^T, keys where they lie */
 static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
     for (int64_t s = 0; s < S; s++, keys += stride) {
