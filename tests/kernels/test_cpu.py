@@ -86,7 +86,7 @@ def test_as_plain(case):
 LONG = {
     "one chunk of two bands": (ENCODER, 3, 64, 100),
     "two chunks": (ENCODER, 5, 130, 150),
-    "many, and maps that caches do not hold": (ENCODER, 3, 359, 331),
+    "many": (ENCODER, 3, 359, 331),
     "rows that would lie a multiple of 256 numbers apart": (CROSS, 3, 239, 240),
     "chunks of the decoder": (DECODER, 5, 150, 150),
     "chunks of the encoder-decoder attention": (CROSS, 5, 359, 331),

@@ -140,14 +140,10 @@ INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r
     return v;
 }
 
-/* Arrays of maps of more bytes than this are written past the caches. */
-enum { KEPT_IN_CACHES = 4 << 20 };
-
 /* A row to B x K x T x S; zeros from column `end` on. */
 static void write_row(const Plan *w, const float *from, int64_t end, float *maps, int64_t r) {
     int64_t S = w->p.S, filled = least(end, S);
-    if (w->floats > KEPT_IN_CACHES / (int64_t)sizeof(float)) copy_past_caches(from, filled, maps + r * S);
-    else memcpy(maps + r * S, from, filled * sizeof(float));
+    memcpy(maps + r * S, from, filled * sizeof(float));
     memset(maps + r * S + filled, 0, (S - filled) * sizeof(float));
 }
 
@@ -969,7 +965,6 @@ static int run(const Problem *p, int backward, int threads) {
         }
         if (w.chunks == 1) share_sentences(&w, &m);
         else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
-        have_written();
         leave_arena(0);
     }
     leave_arena(1);
