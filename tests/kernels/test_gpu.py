@@ -548,17 +548,19 @@ def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
         trial.passed(variant()._replace(device=torch.device("cuda")))
 
 
-def test_short_memory_decides_nothing(monkeypatch, caplog):
-    """A trial without memory leaves this call to the plain composition, and the next one is tried again."""
-
+def test_short_memory_decides_nothing_for_later_processes(monkeypatch, tmp_path, caplog):
     def short(variant):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(trial, "_path", lambda variant: tmp_path / "verdict")
     monkeypatch.setattr(trial, "find_difference", short)
-    assert not trial.passed(variant(gradients=False))
-    assert not caplog.messages
+    assert not trial.passed(variant())
     monkeypatch.setattr(trial, "find_difference", lambda variant: "")
-    assert trial.passed(variant(gradients=False))
+    assert not trial.passed(variant())
+    (line,) = caplog.messages
+    assert "out of memory" in line
+    monkeypatch.setattr(trial, "_verdicts", {})
+    assert trial.passed(variant())
 
 
 def test_no_trial_while_a_graph_is_captured(monkeypatch):
