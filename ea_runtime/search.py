@@ -114,21 +114,23 @@ def search(
 
         ended = (word == eos) & (found != -np.inf)
         ended[:, :beams] &= ~ignored
-        for row, column in np.argwhere(ended[:, :beams]):
-            of = finished[running[row]]
-            if len(of) < beams:
-                score = float(found[row, column])
-                normal = score if settings.unnormalized else score / (position + 1) ** settings.lenpen
-                of.append(Hypothesis(tuple(tokens[row, came[row, column], 1:].tolist()), normal))
-        whole = np.array([len(finished[n]) == beams or position == max_len for n in running])
-        whole &= ended[:, :beams].any(axis=1)
-        if whole.all() or position == max_len:
-            break
         kept = None
-        if whole.any():
-            kept = np.flatnonzero(~whole)
-            running, tokens, ignored = running[kept], tokens[kept], ignored[kept]
-            found, came, word, ended = found[kept], came[kept], word[kept], ended[kept]
+        if ended[:, :beams].any():
+            for row, column in np.argwhere(ended[:, :beams]):
+                of = finished[running[row]]
+                if len(of) < beams:
+                    score = float(found[row, column])
+                    normal = score if settings.unnormalized else score / (position + 1) ** settings.lenpen
+                    of.append(Hypothesis(tuple(tokens[row, came[row, column], 1:].tolist()), normal))
+            whole = ended[:, :beams].any(axis=1) & [len(finished[n]) == beams for n in running]
+            if whole.all():
+                break
+            if whole.any():
+                kept = np.flatnonzero(~whole)
+                running, tokens, ignored = running[kept], tokens[kept], ignored[kept]
+                found, came, word, ended = found[kept], came[kept], word[kept], ended[kept]
+        if position == max_len:
+            break
         # The first candidates that go on; where there are too few, those that ended hold a place and are ignored.
         ended[:, :beams] |= ignored
         rank = ended * limit + np.arange(limit)
@@ -159,8 +161,5 @@ def _at(x: NDArray, places: NDArray) -> NDArray:
 
 def _best_of(candidates: NDArray, count: int) -> tuple[NDArray, NDArray]:
     """The best of each row, best first, and their places."""
-    count = min(count, candidates.shape[1])
-    place = np.argpartition(-candidates, count - 1, axis=1)[:, :count]
-    values = _at(candidates, place)
-    by_value = np.argsort(-values, axis=1, kind="stable")
-    return _at(values, by_value), _at(place, by_value)
+    place = np.argsort(-candidates, axis=1, kind="stable")[:, :count]
+    return _at(candidates, place), place

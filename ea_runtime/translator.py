@@ -193,7 +193,7 @@ class Translator(Model):
 
 
 class Steps:
-    """The decoder's steps of one batch. Their caches stay in ONNX Runtime's memory.
+    """The decoder's steps of one batch.
 
     Args:
         session: of decoder.onnx.
@@ -203,8 +203,7 @@ class Steps:
 
     def __init__(self, session: onnxruntime.InferenceSession, source: dict[str, NDArray]) -> None:
         self._session, self._outputs = session, [value.name for value in session.get_outputs()]
-        self._source, self._bias = source, None
-        self._values: dict[str, onnxruntime.OrtValue] = {}
+        self._source, self._values = source, {}
 
     def __call__(
         self,
@@ -217,22 +216,15 @@ class Steps:
         forced: NDArray,
     ) -> tuple[NDArray, NDArray]:
         """See ``search.Step``."""
-        value = onnxruntime.OrtValue.ortvalue_from_numpy
         if position == 0:
-            self._values, self._bias = {name: value(x) for name, x in self._empty(tokens.size).items()}, None
+            self._values = self._empty(tokens.size)
         if kept is not None:
             self._source = {name: x[kept] for name, x in self._source.items()}
-        if kept is not None or position == 0:
-            self._values |= {name: value(np.ascontiguousarray(array)) for name, array in self._source.items()}
-        given = {"tokens": tokens, "step": np.array([position]), "order": order, "forced": forced}
-        given = {name: value(np.ascontiguousarray(array)) for name, array in given.items()}
-        if bias is not self._bias:  # as long as the vocabulary, and the same in most steps
-            self._bias = bias
-            self._values |= {"bias": value(bias), "top": value(np.zeros(top, np.float32))}
-        results = self._session.run_with_ort_values(self._outputs, {**self._values, **given})
-        best, words, *caches = results
-        self._values |= {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
-        return best.numpy(), words.numpy()
+        given = {"tokens": tokens, "step": np.array([position]), "order": order, "forced": forced, "bias": bias}
+        given |= {"top": np.zeros(top, np.float32), **self._source, **self._values}
+        best, words, *caches = self._session.run(self._outputs, given)
+        self._values = {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
+        return best, words
 
     def _empty(self, hypotheses: int) -> dict[str, NDArray]:
         """The caches before the first step: of no positions, and zeros above the source's map."""
