@@ -16,9 +16,6 @@ from . import cpu, gpu
 from .call import PLAIN, Call, Result
 from .cpu.steps import Steps
 
-#: the types that a learnt share may have
-SHARES = (torch.float16, torch.bfloat16, torch.float32)
-
 __all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_for", "steps_after"]
 
 
@@ -89,7 +86,7 @@ def _fits(call: Call) -> bool:
         # masks have a type of their own; learnt shares stay float32 under automatic mixed precision
         if x.dtype is not dtype and not (x is call.hidden or x is call.masked or x.dim() == 0):
             return False
-    if not all(x.dim() == 0 and x.dtype in SHARES for x in call.coefficients if isinstance(x, Tensor)):
+    if not all(x.dim() == 0 and x.dtype in gpu.DTYPES for x in call.coefficients if isinstance(x, Tensor)):
         return False
     if not q.dim() == v.dim() == 4:
         return False
