@@ -1,11 +1,6 @@
 #!/usr/bin/env bash
 # Train every combination of some flags' values, score each on the validation set, train the best with other seeds.
-#
-#   scripts/sweep.sh RECIPE ARCH --grid FLAG VALUE... [--grid FLAG VALUE...] [options] [fairseq-train flags]
-#
-# For example: scripts/sweep.sh iwslt14-de-en ea_transformer_lite --grid ea-alpha 0 0.1 0.5 --grid ea-beta 0 0.1 0.2
-# Run it again and it goes on. All options: scripts/sweep.sh --help
+# For example: scripts/sweep.sh iwslt14-de-en ea_transformer_lite --grid ea-alpha 0 0.1 0.5
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-
 tool tables.sweep "$@"

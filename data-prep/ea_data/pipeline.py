@@ -384,7 +384,6 @@ class Pipeline:
         measured = report.unicode_form(summary, self.corpus.rules.nfc)
         summary["unicode"] = self.earlier.unicode if self.earlier else measured
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        report.plot_lengths(summary, folder)
         return {}
 
     def _dictionary(self, folder: Path) -> list[str]:

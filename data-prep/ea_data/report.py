@@ -1,4 +1,4 @@
-"""The report on prepared data: PREP.json, a table for the screen, and a picture of the sentence lengths."""
+"""The report on prepared data: PREP.json, a table for the screen, and warnings."""
 
 from __future__ import annotations
 
@@ -217,21 +217,3 @@ def unicode_form(summary: dict, nfc: bool) -> str:
     sides = summary["round_trip"].values()
     most = MOST_DECOMPOSED / 100
     return "NFC" if nfc or all(side["decomposed"] <= most * side["lines"] for side in sides) else "as given"
-
-
-def plot_lengths(summary: dict, folder: Path) -> None:
-    """Writes folder/lengths.png: how many training sentences have how many subwords."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    pair = f"{summary['source_lang']}-{summary['target_lang']}"
-    for lang in pair.split("-"):
-        counts = count_lengths(folder / f"train.{pair}.{lang}.idx")
-        axes.stairs(counts, label=f"{lang}, mean {np.average(np.arange(len(counts)), weights=counts):.1f}")
-    axes.set(xlabel="subwords in a sentence", ylabel="sentences", yscale="log", title=f"{summary['name']}, training")
-    axes.legend()
-    figure.savefig(folder / "lengths.png", dpi=120)
-    pyplot.close(figure)

@@ -153,32 +153,12 @@ def told_apart(checkpoints: Sequence[Path]) -> list[str]:
     return next((found for found in names if len(set(found)) == len(set(parts))), [str(path) for path in checkpoints])
 
 
-def check_dictionaries(
-    data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict, compare_words: bool = True
-) -> None:
-    """Refuse a checkpoint whose embeddings are not of this folder's dictionaries; say so where only words differ.
-
-    A checkpoint holds the number of entries and not their words. The words are those of the folder of its training. A
-    difference gives no more than a warning: that folder may have been made again since, or its path is relative to
-    another place. `compare_words` is False where the folder is the run's own copy.
-    """
-    trained_on = Path(section(state, "task").get("data") or "")
+def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict) -> None:
+    """Refuse a checkpoint whose embeddings are not of the size of this folder's dictionaries."""
     for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
         path, weight = data / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
-        words = _words(path)
-        entries = len(words) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
+        entries = len(read_lines(path)) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
         if weight is not None and len(weight) != entries:
             raise UserError(
                 f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
             )
-        original = trained_on / path.name
-        if compare_words and original.is_file() and _words(original) != words:
-            say(
-                f"warning: {checkpoint} was trained on {trained_on}, and {original} holds other words than {path}: if "
-                "they are not those of the training, the translations mean nothing"
-            )
-
-
-def _words(dictionary: Path) -> list[str]:
-    """The words of a dict.XX.txt, without their counts."""
-    return [line.rpartition(" ")[0] for line in read_lines(dictionary)]

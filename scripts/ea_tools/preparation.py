@@ -126,7 +126,7 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
     trained, given = ([names.get(side) for side in SIDES] for names in (section(state, "task"), preparation.prep))
     if all(trained) and trained != given:
         raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}")
-    check_dictionaries(preparation.folder, preparation.prep, checkpoint, state, compare_words=not kept)
+    check_dictionaries(preparation.folder, preparation.prep, checkpoint, state)
     if not kept:
         _check_fingerprint(run, preparation.folder)
     return preparation

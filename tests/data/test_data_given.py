@@ -42,24 +42,32 @@ def prepare(folder, out, *options, check=True):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def in_subwords(published, tmp_path_factory):
+    """Data of the published subwords, and what the command said."""
+    out = tmp_path_factory.mktemp("in-subwords") / "out"
+    return out, prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase").stderr
+
+
 def same_lines(one, other):
     """Whether two files hold the same tokens; spaces at the ends of a line and between tokens do not count."""
     return [line.split() for line in read(one)] == [line.split() for line in read(other)]
 
 
-def test_subwords_are_taken_as_they_are(published, tmp_path):
-    out = tmp_path / "out"
-    prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase")
+def test_subwords_are_taken_as_they_are(published, in_subwords):
+    out, said = in_subwords
     for split, name in (("train", "train"), ("valid", "valid"), ("test", "news.2016")):
         for lang in ("de", "en"):
             given = (published / "subwords" / f"{name}.{lang}").read_bytes()
-            assert (tmp_path / f"out.work/6-filter/{split}.{lang}").read_bytes() == given
+            assert (out.with_name("out.work") / f"6-filter/{split}.{lang}").read_bytes() == given
             if split != "train":
                 assert same_lines(out / f"raw/{split}.{lang}", published / "tokens" / f"{name}.{lang}")
     assert (out / "code").read_bytes() == (published / "code").read_bytes()
     prep = json.loads((out / "PREP.json").read_text())
     expected = {"tokenizer": "given", "bpe": "subword_nmt", "bpe_merges": 80, "lowercase": True}
     assert {name: prep[name] for name in expected} == expected
+    assert "the tokens that Moses makes" not in said
+    assert prep["round_trip"]["de"]["same"] == SPLITS["valid"]
 
 
 def test_tokens_are_taken_as_they_are(published, tmp_path):
@@ -80,10 +88,9 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
     assert prep["name"] == "out", "that of --out"
 
 
-def test_references_are_the_given_tokens(published, tmp_path):
+def test_references_are_the_given_tokens(published, in_subwords):
     """Tokenised BLEU compares with the very tokens that were given; sacreBLEU with their detokenised text."""
-    out = tmp_path / "out"
-    prepare(published / "subwords", out, "--bpe-given", published / "code", "--lowercase")
+    out, _ = in_subwords
     prep, given = text.read_prep(out), read(published / "tokens/news.2016.en")
     raw, tokens = text.references(out / "raw/test.en", prep)
     assert [line.split() for line in tokens] == [line.split() for line in given]
@@ -131,15 +138,12 @@ def test_tokens_without_moses_escapes_stay_without(tmp_path):
         assert Text(out).subwords('she "has" & 7 < b >').replace("@@ ", "").split() == given.split()
 
 
-def test_tokens_that_moses_does_not_make_give_a_warning(published, tmp_path):
+def test_tokens_that_moses_does_not_make_give_a_warning(tmp_path):
     for split in SPLITS:
         for lang in ("de", "en"):
             write(tmp_path / "raw" / f"{split}.{lang}", [f"do n't 4.5% {number} ( a)b" for number in range(40)])
     done = prepare(tmp_path / "raw", tmp_path / "out", "--merges", "60")
     assert "valid: only 0.0% of its en lines" in done.stderr and "the tokens that Moses makes" in done.stderr
-    done = prepare(published / "subwords", tmp_path / "good", "--bpe-given", published / "code", "--lowercase")
-    assert "the tokens that Moses makes" not in done.stderr
-    assert json.loads((tmp_path / "good/PREP.json").read_text())["round_trip"]["de"]["same"] == SPLITS["valid"]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 from fairseq.data import Dictionary, data_utils
-from helpers.data_toy import parallel, read, script, write
+from helpers.data_toy import Pipeline, parallel, read, script, stages, write
 
+from ea_data import prepare
 from ea_runtime.text import Text
 from ea_tools import preparation
 from ea_tools.common import UserError
@@ -40,6 +41,14 @@ def first(text, tmp_path_factory, request):
     return out
 
 
+@pytest.fixture(scope="module")
+def before(text, tmp_path_factory):
+    """Data of the first text by the usual rules; no test writes to it."""
+    out = tmp_path_factory.mktemp("before") / "data"
+    custom(text / "one", out, "--merges", 60)
+    return out
+
+
 def require_same(run, data):
     preparation.require_same(preparation.kept_by(run), preparation.Preparation.at(data), run)
 
@@ -58,7 +67,7 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
         custom(text / "two", tmp_path / out, "--like", like)
     one, other = tmp_path / "by-data", tmp_path / "by-run"
     for path in one.rglob("*"):
-        if path.is_file() and path.name not in (".stamp.json", "PREP.json", "lengths.png"):
+        if path.is_file() and path.name not in (".stamp.json", "PREP.json"):
             assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path
     require_same(tmp_path / "run", one)
 
@@ -73,10 +82,9 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
 
 
 @pytest.mark.parametrize("unicode", ["NFC", "as given"])
-def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
+def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode):
     """Published corpora are not brought to NFC; text like theirs has the form that text to translate gets."""
-    first, new = tmp_path / "first", tmp_path / "new"
-    custom(text / "one", first, "--merges", 60)
+    first, new = shutil.copytree(before, tmp_path / "first"), tmp_path / "new"
     prep = json.loads((first / "PREP.json").read_text())
     prep["rules"]["nfc"], prep["unicode"] = False, unicode
     (first / "PREP.json").write_text(json.dumps(prep))
@@ -96,46 +104,52 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, tmp_path, unicode):
         (["--like", "{tmp}/differ"], "{tmp}/differ: the dictionaries of its two languages differ"),
         (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt: no such file"),
         (["--like", "{tmp}/other"], "{tmp}/other/PREP.json: source_lang: expected a language, found None"),
-        (["--out", "{first}"], "is the folder that the new data would replace"),
+        (["--out", "{before}"], "is the folder that the new data would replace"),
     ],
 )
-def test_an_earlier_preparation_that_cannot_be_used_is_named(text, first, tmp_path, options, message):
+def test_an_earlier_preparation_that_cannot_be_used_is_named(text, before, tmp_path, options, message):
     for name in ("differ", "lacks"):
-        shutil.copytree(first, tmp_path / name)
+        shutil.copytree(before, tmp_path / name)
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
     (tmp_path / "lacks/dict.en.txt").unlink()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/PREP.json").write_text('{"task": "CoLA"}')  # as of data for other tasks
-    names = {"tmp": tmp_path, "first": first}
-    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    names = {"tmp": tmp_path, "before": before}
+    bytes_before = {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
     options = [option.format(**names) for option in options]
-    done = custom(text / "two", tmp_path / "out", "--like", first, *options, check=False)
+    done = custom(text / "two", tmp_path / "out", "--like", before, *options, check=False)
     assert done.returncode != 0
     assert message.format(**names) in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-    assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    assert bytes_before == {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
 
 
-def test_a_changed_earlier_preparation_makes_the_text_again(text, tmp_path):
-    first, new = tmp_path / "first", tmp_path / "new"
-    custom(text / "one", first, "--merges", 60)
-    custom(text / "two", new, "--like", first)
-    assert "nothing to do" in custom(text / "two", new, "--like", first).stderr
-    custom(text / "one", first, "--merges", 50)
-    custom(text / "two", new, "--like", first)
-    assert (new / "code").read_bytes() == (first / "code").read_bytes()
+def test_a_changed_earlier_preparation_makes_other_data(text, before, tmp_path):
+    first = shutil.copytree(before, tmp_path / "first")
+
+    def key():
+        files = ["--train", text / "two/train", "--valid", text / "two/valid", "--out", tmp_path / "new"]
+        _, corpus = prepare.parse(["custom", *LANGUAGES, *map(str, files), "--like", str(first)])
+        pipeline = Pipeline(corpus, text, tmp_path / "new")
+        stages.chain(pipeline.chain)
+        return pipeline.chain[-1].key
+
+    earlier = key()
+    assert key() == earlier
+    with (first / "code").open("a") as file:
+        file.write("w o\n")
+    assert key() != earlier
 
 
-def test_training_goes_on_with_the_same_subwords_only(text, tmp_path):
+def test_training_goes_on_with_the_same_subwords_only(text, before, tmp_path):
     """``train.sh --finetune-from-model`` of a run whose dictionary is another: its vectors would mean other words."""
-    first, other, run = tmp_path / "first", tmp_path / "other", tmp_path / "run"
-    custom(text / "one", first, "--merges", 60)
+    other, run = tmp_path / "other", tmp_path / "run"
     custom(text / "two", other, "--merges", 60)
-    preparation.keep(run, first)
+    preparation.keep(run, before)
     (run / "average10.pt").touch()
     flags = {"finetune-from-model": [str(run / "average10.pt")]}
-    check_first_model(flags, first)
+    check_first_model(flags, before)
     with pytest.raises(UserError, match=f"custom.sh --like {run} prepares text for this model"):
         check_first_model(flags, other)
     check_first_model({}, other)

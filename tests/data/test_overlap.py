@@ -1,7 +1,5 @@
 """Leaks between splits, repeated pairs and unknown subwords are counted, warned about, and leaks dropped on request."""
 
-from unittest import mock
-
 from helpers.data_toy import Pipeline, read, recipe, write
 
 from ea_data import report
@@ -18,8 +16,7 @@ def prepared(folder, train, test, **rules):
             write(folder / "raw" / f"{split}.{language}", lines)
     corpus = recipe(**{"filter_on": "subwords", "merges": 40} | rules)
     pipeline = Pipeline(corpus, folder / "raw", folder / "out")
-    with mock.patch.object(report, "plot_lengths"):
-        prep = pipeline.run()
+    prep = pipeline.run()
     sides = [read(path) for path in pipeline.text("filter", "train")]
     words = [[line.replace("@@ ", "").replace(" .", ".") for line in side] for side in sides]
     return prep, list(zip(*words, strict=True)), report.warnings(prep)

@@ -2,7 +2,6 @@
 
 import json
 import unicodedata
-from unittest import mock
 
 import pytest
 from helpers.data_toy import Pipeline, prepare_command, read, recipe, write
@@ -21,8 +20,7 @@ def prepared(folder, source, target, lines, **changed):
         for language in (source, target):
             write(folder / "raw" / f"{split}.{language}", lines)
     corpus = recipe(source, target, **{"filter_on": "subwords", "nfc": True, "merges": 400} | changed)
-    with mock.patch.object(report, "plot_lengths"):  # a second each, and no part of this
-        return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
+    return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
 
 
 RAW = {"tokenizer": "none", "bpe": "sentencepiece"}

@@ -242,19 +242,6 @@ def test_hypotheses_share_their_sentence_with_gradients_too(step_by_step, each_w
 
 
 @torch.no_grad()
-def test_hypotheses_that_are_dropped_at_the_end_leave_the_others():
-    """As in greedy decoding, where the last sentence ends first."""
-    model, source = amplify_(build()), batch([6, 4, 3])
-    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.arange(3))
-    state, tokens = {}, torch.tensor([[2, 5], [2, 6], [2, 7]])
-    model.decoder(tokens[:, :1], encoder_out=encoded, incremental_state=state)
-    model.decoder.reorder_incremental_state_scripting(state, torch.arange(2))
-    encoded = model.encoder.reorder_encoder_out(encoded, torch.arange(2))
-    output = model.decoder(tokens[:2], encoder_out=encoded, incremental_state=state)[0]
-    assert_close(output[:, -1], model(source[:2], None, tokens[:2])[0][:, -1], rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
 def test_the_encoders_output_follows_sentences_not_hypotheses():
     model = build()
     whole = model.encoder(batch([6, 4, 3]))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from helpers import reference
-from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
 from ea_fairseq.branches import TwoBranchSelfAttention
-from evolving_attention.evolution import RULES, Evolution, Geometry
+from evolving_attention.evolution import RULES, Geometry
 from evolving_attention.scores import SCORES
 
 C, K, T, S = 6, 3, 5, 4
@@ -122,13 +121,3 @@ def test_removed_taps_have_no_effect_whatever_they_hold():
         module.evolution.conv.weight[:, :, 1, 2] = float("inf")
     after, _ = module(x, x, x)
     assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
-def test_parts_add_up_to_the_map(rule, first):
-    options = {"rule": rule, "first": first, "conv_layers": 2 if RULES[rule].stackable else 1}
-    evolution = Evolution(Geometry.ENCODER_SELF, K, alpha=0.4, beta=0.3, **options)
-    logits, previous = torch.randn(2, K, S, S), None if first else torch.randn(2, K, S, S)
-    parts = evolution.parts(logits, None, previous)
-    assert_close(sum(part.share * part.map for part in parts.values()), evolution(logits, None, previous))

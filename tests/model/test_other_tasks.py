@@ -143,16 +143,7 @@ def test_bart_is_fine_tuned_on_translation_and_translates(bart, tmp_path):
 @pytest.mark.slow
 def test_mbart_translates(bart, tmp_path):
     """Its task adds a symbol for each language."""
-    task = [
-        "--task",
-        "translation_from_pretrained_bart",
-        "--langs",
-        "de,en",
-        "--source-lang",
-        "de",
-        "--target-lang",
-        "en",
-    ]
+    task = ["--task", "translation_from_pretrained_bart", "--langs", "de,en", "-s", "de", "-t", "en"]
     command = ["--arch", "ea_mbart_base", *BART, *TRAINING, "--criterion", "cross_entropy"]
     assert "done training" in run("train", bart / "pairs", *task, *command, "--save-dir", tmp_path)
     path = ["--path", tmp_path / "checkpoint_last.pt", "--beam", 2]

@@ -28,6 +28,8 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "there/file").read_text() == text
     assert [path.name for path in tmp_path.rglob(".*")] == []
+    with pytest.raises(UserError, match="there: is a folder; give the name of a file"):
+        write(tmp_path / "there", "text")
 
 
 def test_processes_that_write_one_file_have_temporary_files_of_their_own(tmp_path, monkeypatch):

@@ -123,13 +123,10 @@ def drawn(trained, folder, name, *more):
 @pytest.mark.slow
 def test_pictures_of_every_model(trained, tmp_path, name):
     kinds, side, text = SHOWN[name]
-    arrays = drawn(trained, tmp_path, name, "--words", "--bertviz", tmp_path / "b.json")
+    arrays = drawn(trained, tmp_path, name, "--words")
     assert [kind for kind in draw.KINDS if f"{kind}.1.weights" in arrays] == kinds
     assert " ".join(arrays[f"words.{side}"]) == text
-    views = json.loads((tmp_path / "b.json").read_text())
     if len(kinds) == 1:
-        assert views.keys() == {"attention", "tokens"}
-        assert numpy.array(views["attention"]).shape[1:] == (1, 4, len(views["tokens"]), len(views["tokens"]))
         assert f"{kinds[0]}.2.rollout" in arrays  # through a language model, too
     loaded = load_model(getattr(trained, name))
     source, target = loaded.sentences(TEXT)

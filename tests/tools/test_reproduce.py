@@ -54,23 +54,11 @@ def test_tables_hold_the_papers_numbers():
         assert [column.score for column in table.columns] == ["tokenised_bleu", "compound_split_bleu", "tokenised_bleu"]
 
 
-#: the draft "Predictive Attention Transformer", tables 1 and 5, De-En
-PREDICTIVE = {
-    "Transformer-Lite": ("transformer_lite", [], 31.64),
-    "PA-Transformer-Lite": ("pa_transformer_lite", [], 32.51),
-    "with 2 convolutions": ("pa_transformer_lite", ["--ea-conv-layers", "2"], 31.67),
-    "with 3 convolutions": ("pa_transformer_lite", ["--ea-conv-layers", "3"], 31.55),
-    "Res-Transformer-Lite": ("res_transformer_lite", [], 32.30),
-    "Conv-Transformer-Lite": ("conv_transformer_lite", [], 32.24),
-    "PA-Conv-Transformer-Lite": ("pa_conv_transformer_lite", [], 32.48),
-    "EA-Transformer-Lite": ("ea_transformer_lite", [], None),
-}
-
-
 def test_the_drafts_numbers_and_its_learning_rate():
+    """The draft "Predictive Attention Transformer", tables 1 and 5, De-En."""
     table = tables.read("predictive")
-    rows = {row.label: (row.arch, row.flags, *published(table, row)) for row in table.rows}
-    assert rows == PREDICTIVE
+    numbers = [row.published(table.columns[0]) for row in table.rows]
+    assert numbers == [31.64, 32.51, 31.67, 31.55, 32.30, 32.24, 32.48, None]
     draft, paper = (recipes.read(name).flags_for("transformer_lite") for name in ("iwslt14-de-en-pa", "iwslt14-de-en"))
     assert draft == {**paper, "lr": 5e-4}
 

@@ -35,17 +35,8 @@ def test_two_hosts_train_as_one_with_twice_the_accumulation(data, tmp_path):
     if subprocess.run([*namespaces, "mount -t tmpfs tmpfs /run && ip netns add two"], check=False).returncode:
         pytest.skip("needs unshare and ip netns")
     flags = [*TINY, "--data", data, "--max-tokens", 256, "--max-epoch", 2]
-    flags += [
-        "--num-workers",
-        0,
-        "--gpus",
-        0,
-        "--dropout",
-        0,
-        "--no-tensorboard",
-        "--eval-bleu-args",
-        '{"beam": 1, "max_len_b": 5}',
-    ]
+    flags += ["--num-workers", 0, "--gpus", 0, "--dropout", 0, "--no-tensorboard"]
+    flags += ["--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
     command = [*tool("training.train"), "sample", "ea_transformer_lite", *flags]
     command += ["--update-freq", 1, "--run", tmp_path / "two", "--nodes", 2, "--master", "10.77.0.1:29511"]
     both = subprocess.run(

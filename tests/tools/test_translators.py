@@ -1,5 +1,6 @@
 """In which precision evaluate.sh and translate.sh translate."""
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -21,29 +22,23 @@ def gpu(request, monkeypatch):
 
 def refused(precision, *flags):
     with pytest.raises(UserError) as caught:
-        translators.program("fairseq-generate", precision, flags)
+        translators.fairseq_generate(precision, flags)
     return str(caught.value)
 
 
-def test_a_program_starts_by_precision_and_device(gpu, monkeypatch):
+def test_fairseq_generate_starts_by_precision_and_device(gpu, monkeypatch):
     itself = [str(Path(sys.executable).with_name("fairseq-generate"))]
-    assert translators.program("fairseq-generate", "fp32") == itself
+    assert translators.fairseq_generate("fp32") == itself
     if gpu:
-        assert translators.program("fairseq-generate", "fp16") == [*itself, "--fp16"]
+        assert translators.fairseq_generate("fp16") == [*itself, "--fp16"]
         assert "-- --cpu" in refused("bf16")
-    else:
-        assert translators.program("fairseq-generate", "bf16")[-1] == "fairseq-generate"
     assert "--precision fp16: needs a GPU" in refused("fp16", "--cpu")
-    script, name = translators.program("fairseq-generate", "bf16", ["--cpu"])[-2:]
-    assert (Path(script).name, name) == ("fairseq_bf16.py", "fairseq-generate")
+    assert translators.fairseq_generate("bf16", ["--cpu"])[-1].endswith("fairseq_bf16.py")
     monkeypatch.setattr(products, "has_bf16_units", lambda: False)
     assert "this CPU has no units for bfloat16" in refused("bf16", "--cpu")
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["--path", "--lenpen=0.3", "--gen-sub", "-s"],
-)
+@pytest.mark.parametrize("flag", ["--path", "--lenpen=0.3", "--gen-sub", "-s"])
 def test_a_flag_that_contradicts_the_record_is_refused(flag, capsys):
     """fairseq takes the last of several flags, and our record would still hold the first."""
     for command, own in ((evaluate, ["--data", "d", "--run", "r"]), (translate, ["--run", "r"])):
@@ -53,19 +48,14 @@ def test_a_flag_that_contradicts_the_record_is_refused(flag, capsys):
         assert f"-- {flag}: this is not for fairseq alone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["generate", "interactive"])
-def test_the_program_starts_with_products_in_bfloat16_and_its_own_flags(monkeypatch, program):
-    found = []
-    monkeypatch.setattr(sys, "argv", ["fairseq_bf16.py"])
-    monkeypatch.setattr(
-        f"fairseq_cli.{program}.cli_main",
-        lambda: found.append((sys.argv, torch.backends.mkldnn.matmul.fp32_precision)),
-    )
+def test_fairseq_generate_starts_with_products_in_bfloat16(monkeypatch):
+    found, matmul = [], torch.backends.mkldnn.matmul
+    monkeypatch.setattr("fairseq_cli.generate.cli_main", lambda: found.append(matmul.fp32_precision))
     try:
-        fairseq_bf16.main([f"fairseq-{program}", "data/x", "--beam", "5"])
+        runpy.run_path(fairseq_bf16.__file__, run_name="__main__")
     finally:
         products.use_bf16_products(False)
-    assert found == [([f"fairseq-{program}", "data/x", "--beam", "5"], "bf16")]
+    assert found == ["bf16"]
 
 
 @pytest.mark.slow

@@ -251,32 +251,38 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": float(middle), "q1": float(low), "q3": float(high), "count": len(values)}
 
 
-def speeds(times: Times) -> dict[str, Any]:
-    """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives.
+def ratios(times: Times, clock: str = "seconds") -> dict[str, dict[str, float]]:
+    """Speed of each candidate as a share of stock's. A pass is one repetition over all batches.
 
-    A pass is one repetition over all batches; its ratio is that of two sums taken at the same time. The ratios batch by
-    batch stand outliers better, but count short and long batches alike. CPU time leaves out other work on the machine,
-    but counts threads that wait for each other.
+    Args:
+        times: the result of `interleave`.
+        clock: "seconds", or "cpu_seconds", which leave out other work on the machine, and count threads that wait.
     """
-    seconds, cpu_seconds, tokens = (
-        {name: numpy.array(table) for name, table in times[kind].items()}
-        for kind in ("seconds", "cpu_seconds", "tokens")
+    speed = _speed_of_passes(times, clock)
+    return {name: spread(speed[name] / speed["stock"]) for name in speed if name != "stock"}
+
+
+def _speed_of_passes(times: Times, clock: str) -> dict[str, numpy.ndarray]:
+    """Tokens a second of each candidate, pass by pass."""
+    tokens, seconds = (
+        {name: numpy.array(table).sum(axis=1) for name, table in times[kind].items()} for kind in ("tokens", clock)
     )
-    per_pass = {name: tokens[name].sum(axis=1) / seconds[name].sum(axis=1) for name in seconds}
-    per_batch = {name: tokens[name] / seconds[name] for name in seconds}
-    by_cpu = {name: tokens[name].sum(axis=1) / cpu_seconds[name].sum(axis=1) for name in seconds}
+    return {name: tokens[name] / seconds[name] for name in seconds}
+
+
+def speeds(times: Times) -> dict[str, Any]:
+    """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives."""
     return {
-        "tokens_per_second": {name: spread(values) for name, values in per_pass.items()},
-        "ratio": spread(per_pass["ours"] / per_pass["stock"]),
-        "ratio_per_batch": spread((per_batch["ours"] / per_batch["stock"]).ravel()),
-        "ratio_by_cpu_time": spread(by_cpu["ours"] / by_cpu["stock"]),
+        "tokens_per_second": {name: spread(values) for name, values in _speed_of_passes(times, "seconds").items()},
+        "ratio": ratios(times)["ours"],
+        "ratio_by_cpu_time": ratios(times, "cpu_seconds")["ours"],
     }
 
 
 def report_speeds(label: str, result: Mapping[str, Any], device: str) -> None:
     """Print what `speeds` found, as people read it."""
     by_cpu = f", by CPU time {show(result['ratio_by_cpu_time'])}" if device == "cpu" else ""
-    print(f"{label}: ours / stock {show(result['ratio'])}, by batch {show(result['ratio_per_batch'])}{by_cpu}")
+    print(f"{label}: ours / stock {show(result['ratio'])}{by_cpu}")
     for name, speed in result["tokens_per_second"].items():
         print(f"  {result['architectures'][name]:<20} {show(speed, 0):>30} target tokens/s")
 

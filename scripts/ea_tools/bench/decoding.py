@@ -75,8 +75,8 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
     }
     common.report_speeds(label, result, device)
     if args.exported:
-        by_cpu = exported.ratios(times, "cpu_seconds")
-        result |= {"ratios": exported.ratios(times), "cpu_ratios": by_cpu, "starts": exported.starts(folders)}
+        by_cpu = common.ratios(times, "cpu_seconds")
+        result |= {"ratios": common.ratios(times), "cpu_ratios": by_cpu, "starts": exported.starts(folders)}
         exported.report(result)
     return result
 

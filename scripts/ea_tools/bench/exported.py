@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
@@ -20,7 +19,7 @@ from fairseq.tasks import FairseqTask
 from ea_fairseq.export import export
 from ea_runtime import Translator
 from ea_runtime.search import Settings
-from ea_tools.bench.common import Batch, Candidate, show, spread
+from ea_tools.bench.common import Batch, Candidate, show
 from ea_tools.common import REPO, UserError
 from ea_tools.translating.export import describe_folder, quantise
 
@@ -129,20 +128,6 @@ def candidates(
 
     makers = {name: by_runtime if name.startswith("exported") else by_ctranslate2 for name in folders}
     return {name: makers[name](folder) for name, folder in folders.items()}
-
-
-def ratios(times: Mapping[str, Any], clock: str = "seconds") -> dict[str, Any]:
-    """Speed of each candidate as a share of stock's, pass by pass.
-
-    Args:
-        times: the result of `interleave`.
-        clock: "seconds", or "cpu_seconds", which other programs on the machine disturb less.
-    """
-    seconds, tokens = (
-        {name: numpy.array(table).sum(axis=1) for name, table in times[kind].items()} for kind in (clock, "tokens")
-    )
-    speed = {name: tokens[name] / seconds[name] for name in seconds}
-    return {name: spread(speed[name] / speed["stock"]) for name in speed if name != "stock"}
 
 
 def starts(folders: Mapping[str, Path]) -> dict[str, dict[str, float]]:

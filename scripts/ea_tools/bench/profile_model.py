@@ -82,17 +82,18 @@ def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
 
     # isort: split
     from fairseq.data import Dictionary
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.models import ARCH_MODEL_REGISTRY, build_model
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 
-    task_name = TASKS[sides_of(ARCH_MODEL_REGISTRY[arch])]
-    args, _ = flag_faults.parse(["data", "--arch", arch, "--task", task_name, *flags])
+    model_class = ARCH_MODEL_REGISTRY[arch]
+    args, _ = flag_faults.parse(["data", "--arch", arch, "--task", TASKS[sides_of(model_class)], *flags])
     args.ea_plain = True  # the counter does not see into kernels
+    # fairseq-train's own way from flags to settings, through Hydra, takes most of a second.
+    form = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[arch])
     words = Dictionary()
     for number in range(WORDS):
         words.add_symbol(str(number))
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words, max_positions=lambda: 512)
-    return build_model(convert_namespace_to_omegaconf(args).model, task)
+    return model_class.build_model(form.from_namespace(args) if form else args, task)
 
 
 def count_parameters(model: nn.Module) -> int:

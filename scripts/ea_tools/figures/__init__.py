@@ -1,1 +1,1 @@
-"""Figures: one style for all of them, token labels, learning curves, growth with length."""
+"""Figures: one style for all of them, token labels, learning curves."""

@@ -12,7 +12,6 @@ without pauses, start-up and lost work. Epochs are updates divided by those of o
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import textwrap
 from collections import Counter
@@ -42,11 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = group(runs)
         with replacing(args.out) as temporary:
             draw(lines, args.x, temporary, args.out.suffix[1:])
-        if args.csv:
-            with replacing(args.csv) as temporary:
-                write_csv(lines, temporary)
         report(runs)
-        print(f"written: {args.out}" + (f", {args.csv}" if args.csv else ""))
+        print(f"written: {args.out}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +53,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     out, names = REPO / "results" / "curves.png", ", ".join(style.SUFFIXES)
     add("--out", type=style.output(style.SUFFIXES), default=out, metavar="FILE", help=f"{names} (default: {out})")
     add("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")
-    add("--csv", type=Path, metavar="FILE", help="the numbers too, a point a line")
     args = parser.parse_args(arguments)
     twice = [str(path) for path, count in Counter(path.resolve() for path in args.runs).items() if count > 1]
     if twice:
@@ -261,20 +256,6 @@ def _limits(lines: Sequence[Line], quantity: str) -> tuple[float | None, float |
         return None, None
     top = 1.02 * max(top for top in tops if top <= 2 * min(tops))
     return min(lows) - 0.05 * (top - min(lows)), top
-
-
-def write_csv(lines: Sequence[Line], path: Path) -> None:
-    """All points of all runs: label, run, seed, quantity, update, epoch, hours, value."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["label", "run", "seed", "quantity", "update", "epoch", "hours", "value"])
-        for line in lines:
-            for run in line.runs:
-                for quantity, (updates, values) in run.points.items():
-                    axes = zip(updates, run.x("epochs", updates), run.x("hours", updates), values, strict=True)
-                    for update, epoch, hours, value in axes:
-                        place = [f"{update:.0f}", f"{epoch:.4f}", f"{hours:.5f}", value]
-                        table.writerow([line.label, run.path, run.seed, quantity, *place])
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq has every l
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^")
-#: Colour maps whose steps look equal to colour-blind readers too, and in grey print.
-MAP_COLOURS = "viridis"  # of attention maps
-GRID_COLOURS = "cividis"  # of scores, where numbers stand on the colours
+MAP_COLOURS = "viridis"  # of attention maps: its steps look equal to colour-blind readers too, and in grey print
 
 #: What a figure can be saved as.
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -14,52 +14,23 @@ from ea_tools.text import read_lines
 
 Link = tuple[int, int]  # source word, target word, counted from 0
 Gold = tuple[set[Link], set[Link]]  # sure links; possible ones, which hold the sure ones too
-#: A line of NAACL's format; a number at its end is the annotator's confidence, which is not used.
-NAACL = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)(?:\s+([SP]))?(?:\s+[\d.]+)?\s*")
 
 
-def read_gold(path: Path, sentences: int, first: int | None = None) -> list[Gold | None]:
-    """[(sure, possible), ...] of a file: sets of (source word, target word) from 0; possible holds the sure ones too.
+def read_gold(path: Path, first: int | None = None) -> list[Gold]:
+    """[(sure, possible), ...] of a file in Pharaoh's format: sets of (source word, target word) from 0.
 
-    Pharaoh's format has a line for each sentence: 1-2 is a sure link, 1?2 and 1p2 are possible ones. NAACL's format has
-    a line for each link: "sentence source-word target-word", and S (or nothing) or P behind it. It counts from 1; word
-    0 stands for no counterpart. A sentence that no line names is None.
+    A line for each sentence: 1-2 is a sure link, 1?2 and 1p2 are possible ones. Sure links are possible, too.
 
     Args:
-        sentences: how many there are.
-        first: the number of a sentence's first word; by default 0, and 1 in NAACL's format.
+        first: the number of a sentence's first word (default: 0).
 
     Raises:
-        UserError: a line that fits neither format, or words that seem to be counted otherwise.
+        UserError: a line of another format, or words that seem to be counted otherwise.
     """
-    lines = read_lines(path)
-    if next((NAACL.fullmatch(line) for line in lines if line.strip()), None):
-        return _naacl(path, lines, sentences, 1 if first is None else first)
-    gold = [_links(line, f"{path}:{number}", first or 0) for number, line in enumerate(lines, 1)]
+    gold = [_links(line, f"{path}:{number}", first or 0) for number, line in enumerate(read_lines(path), 1)]
     links = [link for _, possible in gold for link in possible]
     if first is None and links and not any(0 in link for link in links):
         raise UserError(f"{path}: no link is of word 0, as if words counted from 1; give --gold-from 1, or 0 if not")
-    return gold
-
-
-def _naacl(path: Path, lines: Sequence[str], sentences: int, first: int) -> list[Gold | None]:
-    gold: list[Gold | None] = [None] * sentences
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place, match = f"{path}:{number}", NAACL.fullmatch(line)
-        if not match:
-            raise UserError(f'{place}: expected "sentence word word", and S or P behind it, found {line.strip()!r}')
-        sentence = int(match[1])
-        if not 1 <= sentence <= sentences:
-            raise UserError(f"{place}: sentence {sentence} is out of range: there are {sentences:,}, counted from 1")
-        sure, possible = gold[sentence - 1] = gold[sentence - 1] or (set(), set())
-        if first == 1 and 0 in (int(match[2]), int(match[3])):
-            continue
-        link = _link(match[2], match[3], place, first)
-        possible.add(link)
-        if match[4] != "P":
-            sure.add(link)
     return gold
 
 
@@ -69,19 +40,13 @@ def _links(line: str, place: str, first: int) -> Gold:
         match = re.fullmatch(r"([0-9]+)([-?p])([0-9]+)", word)
         if not match:
             raise UserError(f"{place}: {word!r} is no link; a sure one is written 1-2, a possible one 1?2 or 1p2")
-        link = _link(match[1], match[3], place, first)
+        link = int(match[1]) - first, int(match[3]) - first
+        if min(link) < 0:
+            raise UserError(f"{place}: the link {word}: expected words from {first} on")
         possible.add(link)
         if match[2] == "-":
             sure.add(link)
     return sure, possible
-
-
-def _link(source: str, target: str, place: str, first: int) -> Link:
-    """Source and target word from 0, of two numbers as they are written."""
-    link = int(source) - first, int(target) - first
-    if min(link) < 0:
-        raise UserError(f"{place}: the link between words {source} and {target}: expected words from {first} on")
-    return link
 
 
 def check_range(gold: Gold, words: Sequence[int], place: str) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
@@ -56,19 +55,6 @@ class Collected:
     """The maps of a call, in the order of the layers: encoder 1..N, then decoder and cross of each decoder layer."""
 
     layers: list[LayerMaps] = field(default_factory=list)
-
-    def joined(self) -> list[LayerMaps]:
-        """One LayerMaps per attention: the rows of repeated decoder calls one under the other.
-
-        For decoding step by step with one beam. Decoder self-attention's maps grow a column with each step; columns
-        that a row did not have yet are zero, and masked.
-        """
-        calls = defaultdict(list)
-        for maps in self.layers:
-            calls[maps.kind, maps.layer].append(maps)
-        if any(kind == "encoder" and len(steps) > 1 for (kind, _), steps in calls.items()):
-            raise ValueError("the encoder ran more than once: these are the maps of several batches")
-        return [_join(steps) for steps in calls.values()]
 
 
 @contextlib.contextmanager
@@ -204,21 +190,3 @@ def _whole(hidden: Tensor | None, like: Tensor) -> Tensor:
     if hidden is None:
         return torch.zeros(batch, 1, rows, columns, dtype=torch.bool)
     return hidden.detach().cpu().expand(batch, 1, rows, columns)
-
-
-def _join(steps: list[LayerMaps]) -> LayerMaps:
-    first, width = steps[0], steps[-1].weights.size(3)
-
-    def rows(maps: Iterable[Tensor], fill: float = 0.0) -> Tensor:
-        return torch.cat([F.pad(some, (0, width - some.size(3)), value=fill) for some in maps], dim=2)
-
-    return LayerMaps(
-        first.kind,
-        first.layer,
-        weights=rows(step.weights for step in steps),
-        a_logit=rows(step.a_logit for step in steps),
-        parts={
-            name: Part(part.share, rows(step.parts[name].map for step in steps)) for name, part in first.parts.items()
-        },
-        masked=rows((step.masked for step in steps), True),
-    )

@@ -2,7 +2,7 @@
 
 Each row of the picture is one place: a kind of attention, a layer and a head. It shows the map in use, the map of the
 layer's own query-key logits alone and the map of the convolution alone. With --compare it shows another model's map in
-the same place, too. A row has one colour scale. The .html page, the .npz file and --bertviz hold all layers and heads.
+the same place, too. A row has one colour scale. The .html page and the .npz file hold all layers and heads.
 
 --words merges subwords: attention to a word is the sum over its subwords, attention from a word the mean over them.
 --part rollout multiplies the maps through the layers (attention rollout). It shows how much of each token is in each
@@ -24,7 +24,7 @@ from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError, positive, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
-from ea_tools.maps.exports import bertviz, numbers, page
+from ea_tools.maps.exports import numbers, page
 from ea_tools.maps.look import PARTS, Look, Maps, Row, columns_of
 from ea_tools.maps.picture import picture
 from ea_tools.maps.sides import NAMES
@@ -47,9 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 say(f"drawing {path}")
                 temporary = stack.enter_context(replacing(path))
                 temporary.write_bytes(render(look, rows, args.part, path.suffix.lower()))
-            if args.bertviz:
-                say(f"writing {args.bertviz}")
-                stack.enter_context(replacing(args.bertviz)).write_text(bertviz(look), encoding="utf-8")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,11 +68,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--words", action="store_true", help="maps of words instead of subwords")
     add("--beam", type=positive, default=5, help="where there is no --target (default: 5)")
     files = ", ".join(SUFFIXES)
-    add("--out", nargs="+", type=style.output(SUFFIXES), metavar="FILE", help=f"{files} (default: attention.png)")
-    add("--bertviz", type=Path, metavar="FILE", help="JSON for BertViz's head_view and model_view")
-    args = parser.parse_args(arguments)
-    args.out = args.out or ([] if args.bertviz else [Path("attention.png")])
-    return args
+    out, default = style.output(SUFFIXES), [Path("attention.png")]
+    add("--out", nargs="+", type=out, default=default, metavar="FILE", help=f"{files} (default: attention.png)")
+    return parser.parse_args(arguments)
 
 
 def _number_or(*words: str) -> Callable[[str], int | str]:

@@ -1,4 +1,4 @@
-"""Files that hold all of a model's maps: numbers for NumPy, numbers for BertViz, a page to click through."""
+"""Files that hold all of a model's maps: numbers for NumPy, and a page to click through."""
 
 from __future__ import annotations
 
@@ -36,27 +36,6 @@ def numbers(look: Look) -> bytes:
     file = io.BytesIO()
     numpy.savez_compressed(file, **arrays)
     return file.getvalue()
-
-
-def bertviz(look: Look) -> str:
-    """JSON of what BertViz's head_view and model_view take, by the names of their arguments.
-
-    Attention is layers x 1 x K x T x S, 0 where it is hidden. A decoder's tokens are those that it reads.
-    """
-    views: dict[str, Any] = {}
-    alone = len(look.kinds) == 1
-    for kind in look.kinds:
-        layers = []
-        for layer in look.layers(kind):
-            values = parts_of(look, kind, layer)["map"].astype(float)
-            layers.append(
-                [numpy.nan_to_num(of_words(look, kind, values) if look.in_words else values).round(6).tolist()]
-            )
-        views["attention" if alone else f"{kind}_attention"] = layers
-    for name, of_side in (("source", "encoder_tokens"), ("read", "decoder_tokens")):
-        if name in look.tokens:
-            views["tokens" if alone else of_side] = look.labels(name)
-    return json.dumps(views, ensure_ascii=False) + "\n"
 
 
 def page(look: Look, start: Row) -> str:

@@ -65,9 +65,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's training data)")
     add("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
     add("--sentences", type=at_least(2), default=200, metavar="N", help="the first N of the subset (default: 200)")
-    formats = 'alignments: Pharaoh\'s format, a sentence a line ("0-0 1-2 1?3"), or NAACL\'s ("1 2 3 S")'
-    add("--gold", type=Path, metavar="FILE", help=formats)
-    add("--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0; in NAACL's format 1)")
+    pharaoh = 'alignments in Pharaoh\'s format, a sentence a line: "0-0 1-2 1?3"'
+    add("--gold", type=Path, metavar="FILE", help=pharaoh)
+    add("--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0)")
     files, default = ", ".join(SUFFIXES), [Path("map-statistics.md")]
     add("--out", nargs="+", type=style.output(SUFFIXES), default=default, metavar="FILE", help=files)
     args = parser.parse_args(arguments)
@@ -93,7 +93,7 @@ class Pair:
 class Sample:
     """The first sentences of a prepared split, as fairseq's data set holds them, and their gold alignments."""
 
-    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Sequence[Gold | None] | None = None) -> None:
+    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Sequence[Gold] | None = None) -> None:
         self._dataset = _load(loaded, subset)
         self.pairs = [
             self._pair(loaded, number, gold[number] if gold else None)
@@ -161,7 +161,7 @@ def _load(loaded: Loaded, subset: str) -> FairseqDataset:
     return dataset
 
 
-def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold | None] | None:
+def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | None:
     """The alignments of --gold, one for each sentence of the subset; None where there are none to be read."""
     if not args.gold:
         return None
@@ -171,7 +171,7 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold | No
             "translations, read off encoder-decoder attention"
         )
     sentences = len(_load(loaded, args.subset))
-    gold = read_gold(args.gold, sentences, args.gold_from)
+    gold = read_gold(args.gold, args.gold_from)
     if len(gold) != sentences:
         raise UserError(
             f"{args.gold}: has {len(gold):,} lines, and {args.subset} {sentences:,} sentences; the alignments of the "
@@ -242,8 +242,8 @@ def examine(args: argparse.Namespace) -> Report:
         sample.check(loaded)
     if args.gold and not sample.aligned:
         raise UserError(
-            f"{args.gold}: aligns none of the {len(sample.pairs)} sentences, or all of them have words that are not in "
-            "the dictionaries; give more --sentences"
+            f"{args.gold}: each of the {len(sample.pairs)} sentences has a word that is not in the dictionaries; give "
+            "more --sentences"
         )
     tallies = [tally(loaded, sample) for loaded in models]
     counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]

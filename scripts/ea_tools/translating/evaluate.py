@@ -52,7 +52,7 @@ from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
 from ea_tools.training.run_folder import LAST, finished, updates
 from ea_tools.translating import exported
-from ea_tools.translating.translators import add_search, parse_both, program
+from ea_tools.translating.translators import add_search, fairseq_generate, parse_both
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -373,7 +373,7 @@ def generate_command(
     """The words of fairseq-generate. `lengths` are the most subwords that the model reads and writes."""
     source, target = data.languages
     return [
-        *program("fairseq-generate", args.precision, args.generate_flags),
+        *fairseq_generate(args.precision, args.generate_flags),
         *(str(data.folder), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
         *("--source-lang", source, "--target-lang", target),
         *("--path", checkpoint, "--gen-subset", args.subset),

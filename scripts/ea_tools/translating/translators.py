@@ -1,4 +1,4 @@
-"""The launcher of fairseq's programs that translate, fairseq-generate and fairseq-interactive, and their precision."""
+"""The flags that evaluate.sh and translate.sh share, the precision of a translation, and fairseq-generate's start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
-    """Add the search's own flags and --precision, which `program` takes."""
+    """Add the search's own flags and --precision."""
     parser.add_argument("--beam", type=positive, default=5, help="(default: 5)")
     penalty = "length penalty; above 1 favours longer (default: 1)"
     parser.add_argument("--lenpen", type=finite, default=1.0, help=penalty)
@@ -54,13 +54,13 @@ def choose_device(precision: str, flags: Sequence[str] = ()) -> str:
     return "cuda" if launch.gpus else "cpu"
 
 
-def program(name: str, precision: str, flags: Sequence[str] = ()) -> list[str]:
-    """The words that start fairseq-generate or fairseq-interactive (`name`); `flags` go to it, and may hold --cpu."""
-    itself = [str(Path(sys.executable).with_name(name))]
+def fairseq_generate(precision: str, flags: Sequence[str] = ()) -> list[str]:
+    """The words that start fairseq-generate; `flags` go to it, and may hold --cpu."""
+    itself = [str(Path(sys.executable).with_name("fairseq-generate"))]
     choose_device(precision, flags)
     if precision == "fp32":
         return itself
     if precision == "fp16":
         return [*itself, "--fp16"]
     # -P: files beside the script are not imported.
-    return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "translating" / "fairseq_bf16.py"), name]
+    return [sys.executable, "-P", str(REPO / "scripts" / "ea_tools" / "translating" / "fairseq_bf16.py")]
