@@ -190,10 +190,8 @@ class DecoderAttention(EvolvingMultiheadAttention):
 
     def _steps_after(self, call: Call) -> kernels.Steps | None:
         """The kernel's prepared steps, which follow a search's first step."""
-        parts = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "out": self.out_proj}
-        if self.encoder_decoder_attention:
-            parts |= {"k": None, "v": None}
-        return None if self.plain else kernels.steps_after(call, self.evolution, parts)
+        grow = [self.k_proj, self.v_proj] if self.self_attention else []
+        return None if self.plain else kernels.steps_after(call, self.evolution, [self.q_proj, *grow], self.out_proj)
 
     def _next_step(
         self, query: Tensor, cache: Cache, kept: dict[str, Any], need_weights: bool

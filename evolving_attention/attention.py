@@ -18,7 +18,7 @@ from . import masks
 from .cache import Cache
 from .evolution import Evolution, Geometry
 from .functional import attend, compose, logits_and_rows_above
-from .kernels import Call, Result
+from .kernels import Call, Result, sees
 from .scores import SCORES, RelativePositions, dot_products
 
 
@@ -100,6 +100,9 @@ class EvolvingHeads(nn.Module):
         previous = previous if evolution.uses_previous else None
         if previous is not None and previous.dtype != q.dtype:
             previous = previous.to(q.dtype)  # a layer may be computed again outside of the autocast that made the map
+        added = masks.additive(attn_mask, heads)
+        if added is not None and _is_nothing(added):
+            added = None
         weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
             weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
@@ -108,7 +111,7 @@ class EvolvingHeads(nn.Module):
             coefficients=evolution.coefficients(previous is not None),
             weight=weight,
             bias=bias,
-            given=self._logits(q, k, masks.additive(attn_mask, heads)),
+            given=self._logits(q, k, added),
             hidden=masks.hide_rows(masked, query_padding),
             masked=masked,
             previous=previous,
@@ -146,6 +149,15 @@ class EvolvingHeads(nn.Module):
         """Zeros above the first step's row, B x K x rows_above x columns; None where no convolution reads them."""
         above = self.evolution.rows_above
         return q.new_zeros(*q.shape[:2], above, columns) if above else None
+
+
+def _is_nothing(added: Tensor) -> bool:
+    """Whether a summand of the logits is all zeros, as in a float mask that only hides: kernels are faster without it.
+
+    False where numbers cannot be read, or only after waiting for a GPU.
+    """
+    unread = added.device.type != "cpu" or added.requires_grad or torch.compiler.is_compiling() or not sees(added)
+    return not unread and not added.any()
 
 
 class Attended(NamedTuple):

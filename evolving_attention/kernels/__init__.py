@@ -26,19 +26,18 @@ def kernel_for(call: Call) -> ModuleType | None:
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 
 
-def steps_after(call: Call, evolution: Evolution, projections: dict[str, nn.Module | None]) -> Steps | None:
+def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer: nn.Module) -> Steps | None:
     """The steps that follow this one in a search, by a kernel that knows them; None where there is none.
 
     Args:
         call: the search's first step.
         evolution: the call's.
-        projections: linear layers by the names q, k, v and out; None for those that later steps do not need.
+        inner, outer: linear layers: see ``Steps.after``.
     """
-    parts = [part for part in projections.values() if part is not None]
-    unchanged = stands_for(evolution) and all(_unchanged(part, nn.Linear) for part in parts)
+    unchanged = stands_for(evolution) and all(_unchanged(part, nn.Linear) for part in (*inner, outer))
     if not unchanged or kernel_for(call) is not cpu:
         return None
-    return Steps.after(call, {name: part and (part.weight, part.bias) for name, part in projections.items()})
+    return Steps.after(call, [(part.weight, part.bias) for part in inner], (outer.weight, outer.bias))
 
 
 def stands_for(evolution: nn.Module | None) -> bool:
@@ -87,12 +86,16 @@ def _fits(call: Call) -> bool:
         # masks have a type of their own; learnt shares stay float32 under automatic mixed precision
         if x.dtype is not dtype and not (x is call.hidden or x is call.masked or x.dim() == 0):
             return False
+    if not all(x.dim() == 0 and x.dtype in gpu.DTYPES for x in call.coefficients if isinstance(x, Tensor)):
+        return False
     if not q.dim() == v.dim() == 4:
         return False
     maps = batch, heads, _, columns = call.maps
     sentences = v.size(0)
     return (
         min(maps) > 0
+        and call.kernel_size % 2 == 1
+        and 0 <= call.dropout <= 1
         and sentences > 0
         and batch % sentences == 0
         and v.shape[:3] == (sentences, heads, columns)

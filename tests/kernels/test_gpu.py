@@ -40,6 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import cpu, gpu
+from evolving_attention.kernels.operation import Gradients, inputs_of
 
 ENCODER, DECODER, CROSS = Geometry
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -139,8 +140,6 @@ def test_only_one_of_the_results_matters(wanted):
         ]
 
     ours, theirs = (results(only(run), evolution, tensors, masks) for run in (kernel, plain))
-    if wanted != "context":  # the kernels say zero where autograd says none
-        assert (ours.pop("gradient of v") == 0).all()
     for name, true in theirs.items():
         torch.testing.assert_close(ours[name], true, rtol=1e-4, atol=1e-5)
     assert ours.keys() == theirs.keys()
@@ -276,7 +275,7 @@ def test_a_gradient_of_a_gradient_is_refused():
     case = Case(length=2)
     evolution, tensors, masks = problem(case)
     context, _, _ = kernel(evolution, tensors, masks)
-    with pytest.raises(RuntimeError, match="--ea-plain can"):
+    with pytest.raises(RuntimeError, match="--ea-plain"):
         torch.autograd.grad(context.sum(), tensors["q"], create_graph=True)
 
 
@@ -364,7 +363,7 @@ def test_compile_and_export_keep_the_kernels():
             return attention(*vectors)
 
     exported = torch.export.export(Module(), tuple(tensors.values()))
-    assert "evolving_attention.gpu_forward" in str(exported.graph)
+    assert "evolving_attention.gpu.default" in str(exported.graph)
 
 
 def test_operations_are_counted():
@@ -374,14 +373,14 @@ def test_operations_are_counted():
         result = gpu.attend(call_of(evolution, tensors, masks_of(case), need_weights=False))
         result.context.sum().backward()
     pixels = 2 * 3 * 4
-    assert counter.get_total_flops() == 2 * pixels * (7 * 8 + 4 * 2 * 6)
+    assert counter.get_total_flops() == 3 * 2 * pixels * (2 * 8 + 2 * 9)
 
 
 def test_the_operation_is_declared_rightly():
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows")
-    arguments = gpu.arguments_of(problem(case).call())
+    arguments = inputs_of(problem(case).call())
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.evolving_attention.gpu_forward.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.evolving_attention.gpu.default, arguments, test_utils=checks)
 
 
 # ---- refusals
@@ -409,9 +408,6 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         replace(call, step=True),
         replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
         replace(call, q=call.q.repeat(2, 1, 1, 1)),
-        replace(call, kernel_size=2),
-        replace(call, dropout=1.5),
-        replace(call, coefficients=call.coefficients._replace(c=torch.ones((), dtype=DOUBLE, device=DEVICE))),
     ]
     assert not any(map(gpu.knows, refused))
     assert len(tried) == 1
@@ -487,14 +483,14 @@ def test_trial_passes_what_is_right(small_trial, options):
 
 @pytest.mark.parametrize(("function", "index"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 5)])
 def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, function, index):
-    right = getattr(operation, function)
+    right = getattr(operation.operation, function)
 
     def wrong(*arguments):
         found = right(*arguments)
         found[index].mul_(1.25)
         return found
 
-    monkeypatch.setattr(operation, function, wrong)
+    monkeypatch.setattr(operation.operation, function, wrong)
     tried = variant(heads=1, kernel_size=1)
     assert not trial.passed(tried)
     assert not trial.passed(tried)
@@ -552,17 +548,19 @@ def test_a_device_that_a_trial_breaks_ends_the_program(monkeypatch):
         trial.passed(variant()._replace(device=torch.device("cuda")))
 
 
-def test_short_memory_decides_nothing(monkeypatch, caplog):
-    """A trial without memory leaves this call to the plain composition, and the next one is tried again."""
-
+def test_short_memory_decides_nothing_for_later_processes(monkeypatch, tmp_path, caplog):
     def short(variant):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(trial, "_path", lambda variant: tmp_path / "verdict")
     monkeypatch.setattr(trial, "find_difference", short)
-    assert not trial.passed(variant(gradients=False))
-    assert not caplog.messages
+    assert not trial.passed(variant())
     monkeypatch.setattr(trial, "find_difference", lambda variant: "")
-    assert trial.passed(variant(gradients=False))
+    assert not trial.passed(variant())
+    (line,) = caplog.messages
+    assert "out of memory" in line
+    monkeypatch.setattr(trial, "_verdicts", {})
+    assert trial.passed(variant())
 
 
 def test_no_trial_while_a_graph_is_captured(monkeypatch):
@@ -627,13 +625,8 @@ def arguments(heads, k, dtype, rows, columns, width):
         q,
         keys,
         keys,
-        *(None, None, weight, bias, None, None, None, None),
-        [0.0, 1.0, 0.1, 0.0, 0.0],
-        k == 0,
-        0.1,
-        [1, 1, 0],
-        0.0,
-        False,
+        *(None, None, weight, bias, None, None, None, None, None),
+        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, max(k, 1), 0.0, True, False, False),
     )
 
 
@@ -654,8 +647,8 @@ def compiled(capability, *case):
     without_gpu(capability)
     operation._run, run = compile_only, operation._run
     inputs = arguments(*case)
-    context, a_logit, stats, _ = operation.forward(*inputs)
-    operation.backward(context, a_logit, None, context, stats, None, *inputs)
+    context, a_logit, _, _, stats = operation.forward(*inputs)
+    operation.backward(*Gradients(context, a_logit, None, context, stats, None, [True] * 8), *inputs)
     operation._run = run
     return used
 
@@ -702,12 +695,10 @@ def traced():
     class Attention(torch.nn.Module):
         def forward(self, q, weight, bias):
             given = (
-                *(q, q, q, None, None, weight, bias, None, None, None, None),
-                [0.0, 1.0, 0.1, 0.0, 0.0],
-                False,
-                0.1,
+                *(q, q, q, None, None, weight, bias, None, None, None, None, None),
+                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 3, 0.0, True, False, False),
             )
-            context, a_logit, _, _ = torch.ops.evolving_attention.gpu_forward(*given, [1, 1, 0], 0.0, False)
+            context, a_logit, *_ = torch.ops.evolving_attention.gpu(*given)
             return (context.float().sum() + a_logit.float().sum(),)
 
     without_gpu(90)

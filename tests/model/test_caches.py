@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Steps
-from evolving_attention.kernels.cpu import steps
 
 
 def attention(geometry=Geometry.DECODER_SELF, beta=0.5, size=12):
@@ -147,13 +146,9 @@ def prepared(monkeypatch):
     return ran
 
 
-# The kernel's products take vectors and fours of numbers, and threes of hypotheses, then the rest.
 @pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
-@pytest.mark.parametrize("few", [0, 10**9], ids=["PyTorch's products", "the kernel's products"])
 @torch.no_grad()
-def test_prepared_steps_give_the_numbers_of_their_calls(few, size, hypotheses, prepared, monkeypatch):
-    """For few hypotheses the kernel projects, for more PyTorch does."""
-    monkeypatch.setattr(steps, "_FEW", few)
+def test_prepared_steps_give_the_numbers_of_their_calls(size, hypotheses, prepared):
     x, source = 3 * torch.randn(5, hypotheses, size), 3 * torch.randn(4, hypotheses, size)
     own, cross, state = attention(size=size), attention(Geometry.ENCODER_DECODER, size=size), {}
     outputs = torch.cat([cross(row[None], source, source, incremental_state=state)[0] for row in x])

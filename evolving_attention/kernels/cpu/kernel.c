@@ -13,7 +13,7 @@
    outside of its own rows. Nothing of a map is kept for the backward pass, which computes it again.
 
    How rows are shared out depends on shapes alone, and every sum has one order: so bits do not depend on the number of
-   threads. evolution.py has the mathematics; cpu.py and cpu_steps.py call this.
+   threads. evolution.py has the mathematics; __init__.py and steps.py call this.
 
    Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 
@@ -140,14 +140,10 @@ INLINE vf row_load(const Plan *w, const Scratch *m, const float *maps, int64_t r
     return v;
 }
 
-/* Arrays of maps of more bytes than this are written past the caches. */
-enum { KEPT_IN_CACHES = 4 << 20 };
-
 /* A row to B x K x T x S; zeros from column `end` on. */
 static void write_row(const Plan *w, const float *from, int64_t end, float *maps, int64_t r) {
     int64_t S = w->p.S, filled = least(end, S);
-    if (w->floats > KEPT_IN_CACHES / (int64_t)sizeof(float)) copy_past_caches(from, filled, maps + r * S);
-    else memcpy(maps + r * S, from, filled * sizeof(float));
+    memcpy(maps + r * S, from, filled * sizeof(float));
     memset(maps + r * S + filled, 0, (S - filled) * sizeof(float));
 }
 
@@ -969,7 +965,6 @@ static int run(const Problem *p, int backward, int threads) {
         }
         if (w.chunks == 1) share_sentences(&w, &m);
         else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
-        have_written();
         leave_arena(0);
     }
     leave_arena(1);
@@ -978,33 +973,3 @@ static int run(const Problem *p, int backward, int threads) {
 
 int evolving_attention_forward(const Problem *p, int threads) { return run(p, 0, threads); }
 int evolving_attention_backward(const Problem *p, int threads) { return run(p, 1, threads); }
-
-/* A linear layer, C x C and C; bias may be NULL, and weight where the layer is not wanted. */
-typedef struct { const float *weight, *bias; } Projection;
-
-/* A step of a search: one new row, from the attention's input to its output. q and context of the problem are B x C. */
-typedef struct {
-    Problem attention;
-    const float *input; /* B x C */
-    Projection q, k, v, out;
-    float *output; /* B x C */
-} Step;
-
-static void projected(const Problem *p, const float *x, const Projection *by, float *y, int64_t ys, int threads) {
-    int64_t C = p->K * p->D;
-    project(p->B, C, x, by->weight, by->bias, y, ys, worthwhile(2.0 * p->B * C * C, (C + 3) / 4, threads));
-}
-
-/* Where keys and values are projected, theirs is the last place. */
-int evolving_attention_step(const Step *step, int threads) {
-    const Problem *p = &step->attention;
-    int64_t last = p->S - 1;
-    projected(p, step->input, &step->q, p->q.data, p->q.sb, threads);
-    if (step->k.weight) {
-        projected(p, step->input, &step->k, p->key.data + last * p->key.st, p->key.sb, threads);
-        projected(p, step->input, &step->v, p->v.data + last * p->v.st, p->v.sb, threads);
-    }
-    int failed = run(p, 0, threads);
-    if (!failed) projected(p, p->context.data, &step->out, step->output, p->context.sb, threads);
-    return failed;
-}

@@ -1,4 +1,4 @@
-"""Step-by-step decoding on the CPU by ``kernel.c``: an attention with its projections in one call for each step.
+"""Step-by-step decoding on the CPU by ``kernel.c``: an attention with its projections, prepared once for a search.
 
 Axes: B hypotheses, C channels, K heads, D = C / K, S key length. Masks: True = masked.
 """
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from ...cache import Cache
 from ..call import PLAIN, Call
+from ..operation import inputs_of
 from . import library
-from .structures import Problem, Projection, Step, address, carries_mixed, mask_of, vectors
+from .structures import Problem, address, mask, vectors
 
-#: weight and bias of an attention's linear layers; of keys and values None where these are known already
-Projections = dict[str, tuple[Tensor, Tensor | None] | None]
-
-#: numbers of the query, at most, that the C file projects faster than PyTorch
-_FEW = 6144
+#: a linear layer's weight and bias
+Projection = tuple[Tensor, Tensor | None]
 
 
 class Steps:
@@ -30,30 +28,32 @@ class Steps:
     """
 
     @classmethod
-    def after(cls, call: Call, projections: Projections) -> Steps | None:
-        """The steps after one that the kernel knows; None where they cannot be prepared."""
+    def after(cls, call: Call, inner: list[Projection], outer: Projection) -> Steps | None:
+        """The steps after one that the kernel knows; None where they cannot be prepared.
+
+        Args:
+            call: the first step.
+            inner: the projections of each step's input: queries', and keys' and values' where these grow.
+            outer: the context's projection.
+        """
         width = call.q.size(1) * call.q.size(3)
-        pairs = [pair for pair in projections.values() if pair is not None]
-        constants = [x for pair in pairs for x in pair if x is not None]
-        constants += [] if call.weight is None else [call.weight, call.bias]
+        constants = [x for pair in (*inner, outer) for x in pair if x is not None]
         known = (
             call.q.size(2) == 1
             and call.given is None
             and call.dropout == 0
             and not any(isinstance(share, Tensor) for share in call.coefficients)
-            and all(weight.shape == (width, width) for weight, _ in pairs)
-            and all(_is_plain(x) and x.is_contiguous() for x in constants)
+            and all(weight.shape == (width, width) for weight, _ in (*inner, outer))
+            and all(_is_plain(x) for x in constants)
         )
-        return cls(call, projections) if known else None
+        return cls(call, inner, outer) if known else None
 
-    def __init__(self, call: Call, projections: Projections):
-        step = Step(attention=Problem.of(call, 0, carries_mixed(call)))
-        for name, pair in projections.items():
-            if pair is not None:
-                setattr(step, name, Projection(*(address(x, []) for x in pair)))
-        self._step = bytes(step)
-        self._tensors = (call.weight, call.bias)  # whose addresses are in there
-        self._projections = projections
+    def __init__(self, call: Call, inner: list[Projection], outer: Projection):
+        inputs = inputs_of(call)
+        self._problem, self._tensors = bytes(Problem.of(inputs)), inputs  # whose addresses are in there
+        weights, biases = zip(*inner, strict=True)
+        self._inner = torch.cat(weights), None if biases[0] is None else torch.cat(biases)  # one product, not three
+        self._outer = outer
         _, self._heads, _, self._size = call.q.shape
         self._rows_above = 0 if call.weight is None else call.kernel_size - 1
 
@@ -80,45 +80,32 @@ class Steps:
             query.shape != (1, batch, heads * size)
             or not all(_is_plain(x) for x in (query, cache.keys, cache.values, above) if x is not None)
             or torch.is_autocast_enabled("cpu")
-            or batch % cache.keys.size(0)
             or any(x.size(0) != batch for x in (above, cache.padding) if x is not None)
             or (above is not None and above.size(3) > cache.keys.size(2))
         ):
             return None
-        if self._projections["k"] is not None:  # room for this position
-            room = query.new_empty(batch, 1, heads, size)  # where the C file writes rows of C numbers
-            keys, values = (torch.cat([x.transpose(1, 2), room], 1).transpose(1, 2) for x in (cache.keys, cache.values))
+        x = F.linear(query, *self._inner).view(batch, -1, heads, size)
+        if x.size(1) == 3:
+            keys, values = (
+                torch.cat([old.transpose(1, 2), x[:, number, None]], 1).transpose(1, 2)
+                for number, old in enumerate((cache.keys, cache.values), 1)
+            )
             cache = replace(cache, keys=keys, values=values)
         maps = batch, heads, 1, cache.keys.size(2)
-        step, copies = Step.from_buffer_copy(self._step), []
-        problem = step.attention
+        problem = Problem.from_buffer_copy(self._problem)
+        problem.copies = copies = []
         problem.B, problem.S, problem.beams = batch, maps[3], batch // cache.keys.size(0)
+        problem.q = x.data_ptr(), x.stride(0), size, 0
         problem.key, problem.v = vectors(cache.keys, copies), vectors(cache.values, copies)
-        problem.hidden = problem.masked = mask_of(None if cache.padding is None else cache.padding[:, None, None, :])
+        problem.hidden = problem.masked = mask(None if cache.padding is None else cache.padding[:, None, None, :])
         if above is not None:
             problem.above, problem.before = address(above, copies), above.size(3)
         weights = problem.result("weights", maps) if need_weights else None
         rows = problem.result("kept", (batch, heads, self._rows_above, maps[3])) if self._rows_above else None
-        output = self._project_and_run(step, query.contiguous(), cache, maps)
-        return output, weights, replace(cache, rows=rows)
-
-    def _project_and_run(self, step: Step, query: Tensor, cache: Cache, maps: tuple[int, int, int, int]) -> Tensor:
-        (_, batch, width), problem, by = query.shape, step.attention, self._projections
         context = query.new_empty(query.shape)
-        problem.context = context.data_ptr(), width, self._size, width
-        if batch * width <= _FEW:
-            q, output = query.new_empty(query.shape), query.new_empty(query.shape)
-            step.input, step.output = query.data_ptr(), output.data_ptr()
-            problem.q = q.data_ptr(), width, self._size, width
-            library.call("evolving_attention_step", step, maps)
-            return output
-        q = F.linear(query, *by["q"])
-        problem.q = q.data_ptr(), width, self._size, width
-        if by["k"] is not None:
-            for of, name in ((cache.keys, "k"), (cache.values, "v")):
-                of[:, :, -1] = F.linear(query, *by[name]).view(batch, self._heads, self._size)
+        problem.context = context.data_ptr(), heads * size, size, 0
         library.call("evolving_attention_forward", problem, maps)
-        return F.linear(context, *by["out"])
+        return F.linear(context, *self._outer), weights, replace(cache, rows=rows)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -8,13 +8,8 @@ from ctypes import Structure, c_float, c_int64, c_uint32, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from ...evolution import reach
-from ..call import Call
-
-
-def carries_mixed(call: Call) -> bool:
-    """Whether carried always equals mixed: then it is zero at hidden places, too, as in evolution.py."""
-    return call.weight is not None and call.coefficients.carries_what_it_reads
+from ...evolution import Geometry, reach
+from ..operation import Inputs
 
 
 def threshold_of(probability: float) -> int:
@@ -53,8 +48,7 @@ class Problem(Structure):
         *((name, Vectors) for name in ("q", "key", "v")),
         *((name, Mask) for name in ("hidden", "masked")),
         *((name, c_void_p) for name in ("previous", "above", "kernel", "bias", "given")),
-        ("beams", c_int64),
-        ("context", Vectors),
+        *(("beams", c_int64), ("context", Vectors)),
         *((name, c_void_p) for name in ("a_logit", "weights", "kept")),
         ("d_context", Vectors),
         *((name, c_void_p) for name in ("d_a_logit", "d_weights")),
@@ -63,41 +57,30 @@ class Problem(Structure):
     ]
 
     @classmethod
-    def of(cls, call: Call, seed: int, same: bool) -> "Problem":
-        """Enter an input. The call's own tensors live as long as it does, copies of them as long as this."""
-        batch, heads, rows, columns = call.maps
-        a, b, c, d, e = map(float, call.coefficients)
-        if call.previous is None:
-            a = d = 0.0
-        has_rows_above = call.above is not None and call.weight is not None
+    def of(cls, x: Inputs) -> "Problem":
+        """Enter all inputs, which must live as long as this."""
         copies: list[Tensor] = []
+        before = 0 if x.above is None else x.above.size(3)
+        reaches = reach(Geometry(x.geometry), x.kernel_size)
+        shares = x.shares if x.learnt is None else x.learnt.tolist()
+        seed = 0 if x.seed is None else int(x.seed)
+        sizes = (*x.maps, x.v.size(3), x.kernel_size, before, *reaches, x.same)
+        q, k = (None, None) if x.given is not None else (x.q, x.k)
         problem = cls(
-            *(batch, heads, rows, columns, call.v.size(3), call.kernel_size),
-            call.above.size(3) if has_rows_above else 0,
-            *reach(call.geometry, call.kernel_size),
-            same,
-            *(call.scale, a, b, c, d, e),
-            *(threshold_of(call.dropout), seed),
-            vectors(call.q if call.given is None else None, copies),
-            vectors(call.k if call.given is None else None, copies),
-            vectors(call.v, copies),
-            mask_of(call.hidden),
-            mask_of(call.masked),
-            address(call.previous, copies),
-            address(call.above if has_rows_above else None, copies),
-            address(call.weight, copies),
-            address(call.bias, copies),
-            address(call.given, copies),
-            batch // call.v.size(0),
+            *(*sizes, x.scale, *shares, threshold_of(x.dropout), seed),
+            *(vectors(y, copies) for y in (q, k, x.v)),
+            *(mask(x.hidden), mask(x.masked)),
+            *(address(y, copies) for y in (x.previous, x.above, x.weight, x.bias, x.given)),
+            x.q.size(0) // x.v.size(0),
         )
         problem.copies = copies
         return problem
 
     def read(self, **tensors: Tensor | None) -> None:
-        """Enter the addresses of more inputs, maps or vectors, as their fields are."""
+        """Enter more inputs by the names of their fields."""
         for name, x in tensors.items():
-            is_vectors = isinstance(getattr(self, name), Vectors)
-            setattr(self, name, vectors(x, self.copies) if is_vectors else address(x, self.copies))
+            enter = vectors if isinstance(getattr(self, name), Vectors) else address
+            setattr(self, name, enter(x, self.copies))
 
     def result(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a contiguous output of this shape, and enter its address in the field of this name."""
@@ -105,56 +88,35 @@ class Problem(Structure):
         setattr(self, name, result.data_ptr())
         return result
 
-    def vectors_result(self, name: str, shape: tuple[int, int, int, int]) -> Tensor:
-        """Allocate and enter an output B x K x N x D, in memory N x B x K x D, which is where projections want it."""
-        batch, heads, length, depth = shape
-        result = torch.empty(length, batch, heads, depth, dtype=torch.float32, device="cpu").permute(1, 2, 0, 3)
-        setattr(self, name, vectors(result, []))
-        return result
-
-
-class Projection(Structure):
-    """``Projection`` of kernel.c: addresses of a linear layer's weight and bias, None where there is none."""
-
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
-
-
-class Step(Structure):
-    """``Step`` of kernel.c."""
-
-    _fields_ = [
-        ("attention", Problem),
-        ("input", c_void_p),
-        *((name, Projection) for name in ("q", "k", "v", "out")),
-        ("output", c_void_p),
-    ]
+    def enter(self, name: str, output: Tensor) -> Tensor:
+        """Enter an output, B x K x _ x D, in the field of this name; returned as it is."""
+        setattr(self, name, vectors(output, self.copies))
+        return output
 
 
 def vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, int, int]:
     """Fields of ``Vectors`` for an input B x K x _ x D, copied where its last axis is not contiguous."""
     if x is None:
         return None, 0, 0, 0
-    b, h, t, d = x.stride()
-    if d != 1:
+    if x.stride(3) != 1:
         x = x.contiguous()
         copies.append(x)
-        b, h, t, _ = x.stride()
-    return x.data_ptr(), b, h, t
-
-
-def mask_of(mask: Tensor | None) -> tuple[int | None, int, int, int]:
-    """Fields of ``Mask`` for a mask that broadcasts to B x 1 x T x S: where it does, the stride is 0."""
-    if mask is None:
-        return None, 0, 0, 0
-    b, _, t, s = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return mask.data_ptr(), b, t, s
+    return x.data_ptr(), *x.stride()[:3]
 
 
 def address(x: Tensor | None, copies: list[Tensor]) -> int | None:
-    """The address of an input that must be contiguous, of a copy if it is not; None without an input."""
+    """The address of an input, or of a copy if it is not contiguous; None without an input."""
     if x is None:
         return None
     if not x.is_contiguous():
         x = x.contiguous()
         copies.append(x)
     return x.data_ptr()
+
+
+def mask(x: Tensor | None) -> tuple[int | None, int, int, int]:
+    """Fields of ``Mask`` for a mask that broadcasts to B x 1 x T x S: where it does, the stride is 0."""
+    if x is None:
+        return None, 0, 0, 0
+    b, _, t, s = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), b, t, s

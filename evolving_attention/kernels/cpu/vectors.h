@@ -61,28 +61,6 @@ INLINE void add(const float *from, int64_t floats, float *to) {
     for (; i + V <= floats; i += V) store(to + i, load(to + i) + load(from + i));
     if (i < floats) store_first(to + i, floats - i, load_first(to + i, floats - i) + load_first(from + i, floats - i));
 }
-/* Copy to memory that caches need not keep, so that they do not read it first either; others may read it after
-   have_written(). */
-static void copy_past_caches(const float *from, int64_t floats, float *to) {
-    int64_t i = 0;
-#ifdef __AVX__
-    i = least(floats, (int64_t)(-(uintptr_t)to % sizeof(vf) / sizeof(float))); /* whole vectors must lie at whole places */
-    memcpy(to, from, i * sizeof(float));
-    for (; i + V <= floats; i += V) {
-#ifdef __AVX512F__
-        _mm512_stream_ps(to + i, load(from + i));
-#else
-        _mm256_stream_ps(to + i, load(from + i));
-#endif
-    }
-#endif
-    memcpy(to + i, from + i, (floats - i) * sizeof(float));
-}
-INLINE void have_written(void) {
-#ifdef __AVX__
-    _mm_sfence();
-#endif
-}
 INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf keep(vf x, vi bits) { return (vf)((vi)x & bits); }
 INLINE vf choose(vi bits, vf yes, vf no) { return (vf)(((vi)yes & bits) | ((vi)no & ~bits)); }
@@ -189,9 +167,8 @@ INLINE void draw_noise(uint64_t block, uint32_t h, uint32_t b, uint64_t seed, ui
    A is read element by element, at A[row * rs + depth * cs]. B is packed in panels of a few vectors of columns: the
    panel that begins at column s begins at B + s * depth, and its rows follow one another. */
 
-/* `next` is of the same size as this part of B, and asked for ahead; NULL: nothing is. */
 INLINE void product_tile(const int rows, const int vectors, const int width, int64_t depth, const float *A, int64_t rs,
-                         int64_t cs, const float *B, const float *next, float *C, int64_t ldc, int add) {
+                         int64_t cs, const float *B, float *C, int64_t ldc, int add) {
     vf acc[6][3];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) acc[i][j] = add ? load(C + i * ldc + j * V) : spread(0);
@@ -201,7 +178,6 @@ INLINE void product_tile(const int rows, const int vectors, const int width, int
             b[j] = load(B + j * V);
             hold(&b[j]);
         }
-        for (int j = 0; next && j < width * V; j += 16) __builtin_prefetch(next + d * width * V + j);
         for (int i = 0; i < rows; i++) {
             float a = A[i * rs + d * cs];
             for (int j = 0; j < vectors; j++) acc[i][j] += a * b[j];
@@ -212,16 +188,15 @@ INLINE void product_tile(const int rows, const int vectors, const int width, int
 
 /* All rows by one panel, `width` vectors wide, of whose columns the first `vectors` are wanted. */
 INLINE void product_panel(const int most_rows, const int vectors, const int width, int64_t rows, int64_t depth,
-                          const float *A, int64_t rs, int64_t cs, const float *B, const float *next, float *C, int64_t ldc,
-                          int add) {
-    for (; rows >= most_rows; rows -= most_rows, A += most_rows * rs, C += most_rows * ldc, next = NULL)
-        product_tile(most_rows, vectors, width, depth, A, rs, cs, B, next, C, ldc, add);
+                          const float *A, int64_t rs, int64_t cs, const float *B, float *C, int64_t ldc, int add) {
+    for (; rows >= most_rows; rows -= most_rows, A += most_rows * rs, C += most_rows * ldc)
+        product_tile(most_rows, vectors, width, depth, A, rs, cs, B, C, ldc, add);
     switch (rows) { /* all that are left at once: a tile of one row takes as long as one of three */
-    case 5: product_tile(5, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 4: product_tile(4, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 3: product_tile(3, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 2: product_tile(2, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add); break;
-    case 1: product_tile(1, vectors, width, depth, A, rs, cs, B, NULL, C, ldc, add);
+    case 5: product_tile(5, vectors, width, depth, A, rs, cs, B, C, ldc, add); break;
+    case 4: product_tile(4, vectors, width, depth, A, rs, cs, B, C, ldc, add); break;
+    case 3: product_tile(3, vectors, width, depth, A, rs, cs, B, C, ldc, add); break;
+    case 2: product_tile(2, vectors, width, depth, A, rs, cs, B, C, ldc, add); break;
+    case 1: product_tile(1, vectors, width, depth, A, rs, cs, B, C, ldc, add);
     }
 }
 
@@ -234,14 +209,14 @@ INLINE void product_block(int64_t rows, int64_t columns, int64_t end, int64_t ab
     for (int64_t s = 0, width; s < end; s += width * V) {
         width = vectors_at(s, columns);
         int vectors = (int)least(width, (end - s) / V);
-        const float *panel = B + s * panel_depth + above * width * V, *next = panel + panel_depth * width * V;
+        const float *panel = B + s * panel_depth + above * width * V;
         switch (4 * width + vectors) {
-        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, next, C + s, ldc, add); break;
-        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, next, C + s, ldc, add);
+        case 4 * 3 + 3: product_panel(4, 3, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 3 + 2: product_panel(6, 2, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 3 + 1: product_panel(6, 1, 3, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 2 + 2: product_panel(6, 2, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        case 4 * 2 + 1: product_panel(6, 1, 2, rows, depth, A, rs, cs, panel, C + s, ldc, add); break;
+        default: product_panel(6, 1, 1, rows, depth, A, rs, cs, panel, C + s, ldc, add);
         }
     }
 }
@@ -332,85 +307,24 @@ static void pack_columns(const float *from, int64_t stride, int64_t count, int64
     }
 }
 
-/* ---- products with few rows, for step-by-step decoding: packing, for so few, would cost more than it gives ---- */
-
-/* y = x W^T + bias for some rows of x and some of W, both of length C; y's rows are ys apart, and bias may be NULL.
-   The first to read these rows of W fetch the ones after them: a processor foresees no further than a page. */
-INLINE void project_tile(const int rows, const int outputs, const int first, int64_t C, const float *x, const float *W,
-                         const float *bias, float *y, int64_t ys) {
-    vf acc[3][4];
-    for (int r = 0; r < rows; r++) for (int o = 0; o < outputs; o++) acc[r][o] = spread(0);
-    int64_t c = 0;
-    for (; c + V <= C; c += V) {
-        for (int o = 0; first && o < outputs; o++) __builtin_prefetch(W + (outputs + o) * C + c);
-        for (int r = 0; r < rows; r++) {
-            vf v = load(x + r * C + c);
-            for (int o = 0; o < outputs; o++) acc[r][o] += v * load(W + o * C + c);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            float total = sum(acc[r][o]);
-            for (int64_t i = c; i < C; i++) total += x[r * C + i] * W[o * C + i];
-            y[r * ys + o] = bias ? total + bias[o] : total;
-        }
-}
-
-INLINE void project_rows(const int outputs, int64_t rows, int64_t C, const float *x, const float *W, const float *bias,
-                         float *y, int64_t ys) {
-    if (rows == 1) project_tile(1, outputs, 1, C, x, W, bias, y, ys);
-    else if (rows == 2) project_tile(2, outputs, 1, C, x, W, bias, y, ys);
-    else project_tile(3, outputs, 1, C, x, W, bias, y, ys);
-    int64_t r = 3;
-    for (; r + 3 <= rows; r += 3) project_tile(3, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 2 == rows) project_tile(2, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-    if (r + 1 == rows) project_tile(1, outputs, 0, C, x + r * C, W, bias, y + r * ys, ys);
-}
-
-/* The same for all C rows of W, which is read once. Every number is one thread's, whoever it is. */
-static void project(int64_t rows, int64_t C, const float *x, const float *W, const float *bias, float *y, int64_t ys,
-                    int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t o = 0; o < C; o += 4) {
-        const float *b = bias ? bias + o : NULL;
-        if (o + 4 <= C) project_rows(4, rows, C, x, W + o * C, b, y + o, ys);
-        else for (int64_t i = 0; i < C - o; i++) project_rows(1, rows, C, x, W + (o + i) * C, b ? b + i : b, y + o + i, ys);
-    }
-}
+/* ---- products of one row, for step-by-step decoding: packing would cost more than it gives ---- */
 
 /* q k^T, keys where they lie */
 static void row_of_products(const float *q, const float *keys, int64_t stride, int64_t S, int64_t D, float *to) {
     for (int64_t s = 0; s < S; s++, keys += stride) {
         foresee_vector(keys, stride, D);
         vf acc = spread(0);
-        int64_t d = 0;
-        for (; d + V <= D; d += V) acc += load(q + d) * load(keys + d);
-        float x = sum(acc);
-        for (; d < D; d++) x += q[d] * keys[d];
-        to[s] = x;
+        for (int64_t d = 0; d < D; d += V) acc += load_first(q + d, least(V, D - d)) * load_first(keys + d, least(V, D - d));
+        to[s] = sum(acc);
     }
 }
 
-/* P v, likewise, of some vectors of every value */
-INLINE void context_tile(const int vectors, const float *P, const float *values, int64_t stride, int64_t S, float *to) {
-    vf acc[8];
-    for (int j = 0; j < vectors; j++) acc[j] = spread(0);
-    for (int64_t s = 0; s < S; s++, values += stride) {
-        foresee_vector(values, stride, vectors * V);
-        for (int j = 0; j < vectors; j++) acc[j] += P[s] * load(values + j * V);
-    }
-    for (int j = 0; j < vectors; j++) store(to + j * V, acc[j]);
-}
-
+/* P v, likewise: whole vectors, which `to` has room for */
 static void row_of_context(const float *P, const float *values, int64_t stride, int64_t S, int64_t D, float *to) {
-    int64_t d = 0;
-    for (; d + 8 * V <= D; d += 8 * V) context_tile(8, P, values + d, stride, S, to + d);
-    for (; d + 4 * V <= D; d += 4 * V) context_tile(4, P, values + d, stride, S, to + d);
-    for (; d + V <= D; d += V) context_tile(1, P, values + d, stride, S, to + d);
-    for (; d < D; d++) {
-        float x = 0;
-        for (int64_t s = 0; s < S; s++) x += P[s] * values[s * stride + d];
-        to[d] = x;
+    for (int64_t d = 0; d < D; d += V) {
+        vf acc = spread(0);
+        for (int64_t s = 0; s < S; s++) acc += P[s] * load_first(values + s * stride + d, least(V, D - d));
+        store(to + d, acc);
     }
 }
 

@@ -23,9 +23,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ...evolution import Coefficients, Geometry, convolve
+from ...evolution import Coefficients, Geometry
+from ...functional import compose
 from .. import gpu
 from ..call import Call
+from ..operation import is_zero
 from . import operation
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Variant(NamedTuple):
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
-        convolved = call.weight is not None and not gpu.is_zero(call.coefficients.c)
+        convolved = call.weight is not None and not is_zero(call.coefficients.c)
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
@@ -80,17 +82,15 @@ class Variant(NamedTuple):
 def passed(variant: Variant) -> bool:
     """Whether a variant has passed its trial, which happens now if there was none.
 
-    The caller's random numbers and autograd modes do not change. If memory is short, the next call tries again; with
-    gradients, no call does. While a CUDA graph is captured, no trial can run.
+    The caller's random numbers and autograd modes do not change. If memory is short, no other trial follows in this
+    process. While a CUDA graph is captured, no trial can run.
     """
     verdict = _verdicts.get(variant)
     if verdict is None and not _capturing(variant.device):
         with _lock:
             verdict = _verdicts.get(variant)
             if verdict is None:
-                verdict = _decide(variant)
-                if verdict is not None:
-                    _verdicts[variant] = verdict
+                verdict = _verdicts[variant] = _decide(variant)
     return bool(verdict)
 
 
@@ -99,8 +99,8 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _decide(variant: Variant) -> bool | None:
-    """Whether a variant is right, by an earlier process or a trial; None if memory was short."""
+def _decide(variant: Variant) -> bool:
+    """Whether a variant is right, by an earlier process or a trial."""
     path = _path(variant)
     if path is not None and path.exists():
         reason = path.read_text()
@@ -113,11 +113,9 @@ def _decide(variant: Variant) -> bool | None:
             reason = gpu.summary(error)
             # drivers and cuBLAS have words of their own for it
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
-                if not variant.gradients:
-                    return None
-                logger.warning("evolving attention takes its slower way for %s: memory was short", variant)
-                return False
-            _check_device(variant, error)
+                path = None  # a later process may have more
+            else:
+                _check_device(variant, error)
         _remember(path, reason)
     if reason:
         logger.warning("evolving attention takes its slower way for %s: %s", variant, reason)
@@ -241,7 +239,7 @@ def _errors_of(variant: Variant, call: Call) -> dict[str, float]:
         ours = _results(variant, _moved(call, variant.device, variant.dtype), _by_kernels)
         truth = _results(
             *(variant, _moved(call, torch.device("cpu"), torch.float64)),
-            lambda call: _by_plain_composition(call, torch.finfo(variant.dtype).min, kept),
+            lambda call: _by_plain_composition(call, kept),
         )
     return {
         name: float((ours[name].cpu().double() - true).abs().max() / true.abs().max().clamp(min=1e-6))
@@ -299,15 +297,8 @@ def _kept(variant: Variant, call: Call) -> Tensor:
     return kept
 
 
-def _by_plain_composition(call: Call, lowest: float, kept: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All results by PyTorch's operations one by one; dropout multiplies by ``kept``."""
-    a, b, c, d, e = call.coefficients
-    logits = call.scale * call.q @ call.k.transpose(2, 3) if call.given is None else call.given
-    a_logit = d * call.previous + e * logits
-    if call.weight is not None:
-        mixed = (a * call.previous + b * logits).masked_fill(call.hidden, 0)
-        carried = mixed if call.coefficients.carries_what_it_reads else a_logit
-        a_logit = c * convolve(call.geometry, mixed, None, call.weight, call.bias).relu() + (1 - c) * carried
-    weights = a_logit.masked_fill(call.masked, lowest).softmax(-1)
-    context = (weights if kept is None else weights * kept) @ call.v
-    return context, a_logit, weights if call.need_weights else None
+def _by_plain_composition(call: Call, kept: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All results; dropout multiplies by ``kept``."""
+    found = compose(replace(call, dropout=0.0, need_weights=True))
+    context = found.context if kept is None else (found.weights * kept) @ call.v
+    return context, found.a_logit, found.weights if call.need_weights else None
