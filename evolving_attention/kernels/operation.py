@@ -77,6 +77,12 @@ class Gradients(NamedTuple):
     wanted: list[bool]  # which of the first inputs' gradients
 
 
+def parted(arguments: tuple[Any, ...]) -> tuple[Gradients, Inputs]:
+    """The arguments of a backward pass, by name."""
+    count = len(Gradients._fields)
+    return Gradients(*arguments[:count]), Inputs(*arguments[count:])
+
+
 def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     """The inputs that stand for a call. Tensors without an effect are left out, and so get no gradient.
 
@@ -236,4 +242,4 @@ def _flops(*shapes: Any, **_: Any) -> int:
 
 def _backward_flops(*shapes: Any, **_: Any) -> int:
     """Each product of the way forward has two on the way back."""
-    return 2 * _flops(*shapes[len(Gradients._fields) :])
+    return 2 * _flops(*parted(shapes)[1])

@@ -128,7 +128,9 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
         top1, top5 = accuracies(model, tests, device)
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {top1:.2f}, top-5 {top5:.2f}", flush=True)
-            torch.save({"epochs": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, args.out)
+            partial = args.out.with_name(f"{args.out.name}.partial")  # a kill while it is written loses nothing
+            torch.save({"epochs": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, partial)
+            partial.replace(args.out)
 
 
 def main(words: list[str] | None = None) -> None:

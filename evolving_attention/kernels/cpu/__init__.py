@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...evolution import Geometry
 from ..call import Call
-from ..operation import Gradients, Inputs, Operation, new_vectors
+from ..operation import Inputs, Operation, new_vectors, parted
 from . import library
 from .structures import Problem
 
@@ -53,7 +53,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def backward(*arguments: Any) -> list[Tensor]:
     """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
-    of, x = Gradients(*arguments[: len(Gradients._fields)]), Inputs(*arguments[len(Gradients._fields) :])
+    of, x = parted(arguments)
     problem, wanted, batch = Problem.of(x), of.wanted, x.q.size(0)
     problem.read(d_a_logit=of.of_a_logit, d_weights=of.of_weights, d_context=of.of_context)
     found = dict.fromkeys(Inputs._fields[:8])
@@ -89,7 +89,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    of, x = Gradients(*arguments[: len(Gradients._fields)]), Inputs(*arguments[len(Gradients._fields) :])
+    of, x = parted(arguments)
     vectors = [new_vectors(y, y) for y in x[:3]]
     others = [x.v.new_empty(0 if y is None else y.shape) for y in x[3:8]]
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...evolution import Geometry, reach
 from ..call import PLAIN
-from ..operation import Gradients, Inputs, Operation, new_vectors
+from ..operation import Inputs, Operation, new_vectors, parted
 from . import kernels
 from .kernels import backward_kernel, forward_kernel
 
@@ -39,7 +39,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def backward(*arguments: Any) -> list[Tensor]:
     """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
-    of, x = Gradients(*arguments[: len(Gradients._fields)]), Inputs(*arguments[len(Gradients._fields) :])
+    of, x = parted(arguments)
     stats, weighted = of.stats, of.of_weights is not None
     of_context = torch.zeros_like(of.context) if of.of_context is None else of.of_context
     if of_context.stride(3) != 1 or not _is_aligned(of_context):
