@@ -132,11 +132,8 @@ def test_training_trains_as_the_recipe_does():
     assert (trainer.model.encoder.embed_tokens.weight != embedding).any()
     state = trainer.optimizer.optimizer.state
     assert all(state[parameter]["exp_avg"].any() for parameter in trainer.model.parameters())  # all have had gradients
-    assert (trainer.cfg.model.dropout, trainer.cfg.model.ea_alpha, trainer.cfg.criterion.label_smoothing) == (
-        0.2,
-        0.1,
-        0.1,
-    )
+    settings = trainer.cfg.model.dropout, trainer.cfg.model.ea_alpha, trainer.cfg.criterion.label_smoothing
+    assert settings == (0.2, 0.1, 0.1)
     assert trainer.get_num_updates() == 2
 
 

@@ -1,4 +1,4 @@
-"""scripts/profile_model.py: parameters exactly, FLOPs within 1% of the papers' table 5."""
+"""scripts/profile_model.sh: parameters exactly, FLOPs within 1% of the papers' table 5."""
 
 import json
 
