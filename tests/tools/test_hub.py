@@ -195,3 +195,11 @@ def test_it_translates_as_the_script_does(kept):
     result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)
+
+
+def test_a_changed_preparation_is_refused(kept, tmp_path):
+    copy = Path(shutil.copytree(kept, tmp_path / "run"))
+    with (copy / "prepared" / "code").open("a") as file:
+        file.write("more\n")
+    with pytest.raises(ValueError, match=r"prepared: has been changed since the run began"):
+        ea_fairseq.load(copy)

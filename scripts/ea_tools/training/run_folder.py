@@ -12,7 +12,7 @@ from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
-from ea_tools.preparation import Preparation, keep, kept_by, require_same
+from ea_tools.preparation import Preparation, keep, require_same
 from ea_tools.training.average import average, save, select
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
@@ -60,7 +60,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     owner = before.get("identity", this)
     changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
-    if changed == ["data"] and (kept := kept_by(run)):
+    if changed == ["data"] and (kept := Preparation.kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     if changed:
         raise UserError(
@@ -73,7 +73,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
 
 def keep_preparation(run: Path, data: Path) -> None:
     """Keep a copy of the files that the model needs; where the run has one, the data must still agree with it."""
-    if started(run) and (kept := kept_by(run)):
+    if started(run) and (kept := Preparation.kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     else:
         keep(run, data)

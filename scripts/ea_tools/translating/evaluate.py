@@ -45,7 +45,7 @@ from ea_tools.common import (
     say,
     write_json,
 )
-from ea_tools.preparation import FOLDER, of_model, require_same
+from ea_tools.preparation import of_model, require_same
 from ea_tools.text import as_written, digest, read_lines, references, words_of
 from ea_tools.training import average
 from ea_tools.training.provenance import provenance
@@ -160,8 +160,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_name(run: Path, data: str, subset: str) -> str:
     """The name of a split in a run's results: "test", or "law.test" of other data than the run's own."""
-    folder = run if exported.is_export(run) else run / FOLDER
-    own = Preparation.at(folder).prep.get("name", data) if (folder / "PREP.json").is_file() else data
+    preparation = Preparation.at(run) if exported.is_export(run) else Preparation.kept_by(run)
+    own = preparation.prep.get("name", data) if preparation else data
     return subset if data == own else f"{data}.{subset}"
 
 

@@ -92,26 +92,13 @@ def load_model(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]
     from ea_fairseq import hub
     from ea_fairseq.export import reason_against
 
-    if task == "translation":
-        loaded = hub.translator([checkpoint], of_model(checkpoint, state, run).folder)
-    else:
-        loaded = _language_model(checkpoint, Path(section(state, "task")["data"]))
+    translates = task == "translation"
+    folder = of_model(checkpoint, state, run).folder if translates else Path(section(state, "task")["data"])
+    read_prep(folder)  # where there is none, it says so
+    loaded = hub.translator([checkpoint], folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
-
-
-def _language_model(checkpoint: Path, data: Path) -> Translator:
-    """A language model in the place of a translation model."""
-    read_prep(data)  # where there is none, it says so
-    from fairseq import checkpoint_utils
-    from fairseq.hub_utils import GeneratorHubInterface
-
-    from ea_fairseq import Translator
-    from ea_runtime.text import Text
-
-    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
-    return Translator(GeneratorHubInterface(cfg, task, models), Text(data), [checkpoint])
 
 
 def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
