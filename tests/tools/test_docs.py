@@ -1,4 +1,4 @@
-"""Commands in the documentation: the scripts that they name are there, and take the flags that they are given."""
+"""The documentation: its links lead somewhere, its commands exist and take the flags that they are given."""
 
 import functools
 import itertools
@@ -18,6 +18,7 @@ from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 from ea_tools.training import recipes, train
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
+LINKED = [*PAGES, *(REPO / name for name in ("CHANGELOG.md", "evolving_attention/README.md", "pretrained/README.md"))]
 #: commands that hand on unknown flags to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
 PARSERS = {
@@ -129,6 +130,23 @@ def test_flags_in_the_text_of_a_page_are_there(page):
     text = re.sub(FENCED, "", page.read_text(), flags=re.M | re.S)
     flags = {flag for span in re.findall(r"`(--[^`*]+)`", text) for flag in FLAG.findall(span)}
     assert not flags - all_flags()
+
+
+def anchors(page):
+    """The names by which GitHub links to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_of_a_page_lead_somewhere(page):
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            dead.append(link)
+    assert not dead
 
 
 def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):

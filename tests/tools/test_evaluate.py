@@ -533,10 +533,11 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     torch.save(state, folder / "checkpoint_best.pt")
-    flags = ["--data", data, "--run", folder, "--best", "--beam", 1]
+    flags = ["--data", data, "--run", folder, "--best", "--beam", 1, "--lenpen", 1.2]
     result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
     assert result.returncode == 0, result.stderr
     record = json.loads((folder / "eval" / "test.json").read_text())
+    assert "--beam 1 --lenpen 1.2" in record["generate_command"]
     assert record["cut"] > 0 and record["left_out"] > 0
     hypotheses = read_lines(folder / "eval" / "test.hyp.txt")
     assert (len(hypotheses), hypotheses.count("")) == (10, record["left_out"])
