@@ -4,7 +4,6 @@ A GPU is not needed: the steps' commands are stand-ins here.
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -47,12 +46,14 @@ def test_a_failed_step_stops_no_other_and_a_done_one_is_left_out(tmp_path):
     for name in ("scripts/setup.sh", "scripts/benchmark_training.sh", "data-prep/sample.sh", ".venv/bin/python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    training = tmp_path / "scripts" / "benchmark_training.sh"
+    training, corpus = tmp_path / "scripts/benchmark_training.sh", tmp_path / "data-prep/sample.sh"
     training.write_text("#!/bin/sh\nexit 1\n")
+    corpus.write_text('#!/bin/sh\necho made >> "$0.log"\n')
     flags = ("--output", tmp_path / "a folder", "--only", "training", "corpus")
     first = gpu_report(tmp_path, *flags)
     assert (first.returncode, "failed: training" in first.stderr) == (1, True)
     training.write_text("#!/bin/sh\n")
     second = gpu_report(tmp_path, *flags)
     assert second.returncode == 0, second.stderr
-    assert re.findall("(.*): done before", second.stdout) == ["corpus"]
+    assert "corpus: done before" in second.stdout
+    assert corpus.with_suffix(".sh.log").read_text() == "made\n"
