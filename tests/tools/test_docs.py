@@ -176,7 +176,6 @@ def test_most_pages_have_commands():
         ("    scripts/sweep.sh sample ea_transformer_lite --grid ea-alfa 0 0.1\n", "no --ea-alfa"),
         ("    scripts/train.sh samples ea_transformer_lite\n", "no recipe samples"),
         ("    fairseq-train data/x --user-dir ea_fairseq --arch ea_roberta_large --tusk masked_lm\n", "no --tusk"),
-        ("    data-prep/custom.sh --lowercased\n", "no --lowercased"),
         ("    data-prep/corpus.sh sample\n", "cannot be executed"),
         ("    scripts/test.sh tests/models\n", "tests/models is not there"),
     ],

@@ -147,14 +147,6 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     return cell.folder
 
 
-def test_a_table_that_nobody_ran(toy):
-    written = collect(toy)
-    assert written.count("| not run |") == 2
-    assert "| not run [12.30] |" in written
-    assert "Nothing has been run yet." in written
-    assert not (toy / "results" / "tiny.png").exists()
-
-
 def test_numbers_in_the_table(toy):
     """Three seeds and a baseline: mean, deviation, difference, each seed's p, and the conclusion in words."""
     for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
