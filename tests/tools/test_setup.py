@@ -1,4 +1,4 @@
-"""scripts/setup.sh: it mends what is broken, and says clearly why it cannot go on."""
+"""scripts/setup.sh: it completes a broken installation, and names the reason where it fails."""
 
 import os
 import shutil

@@ -1,5 +1,6 @@
-"""Compare two outputs of `translate.sh --nbest N`: `PYTHONPATH=scripts .venv/bin/python -m
-ea_tools.bench.same_translations ONE OTHER`.
+"""Compare two outputs of `translate.sh --nbest N`.
+
+PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.same_translations ONE OTHER
 """
 
 import collections

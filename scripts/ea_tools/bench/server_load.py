@@ -1,4 +1,7 @@
-"""Many clients of one server: `PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.server_load --help`."""
+"""Many clients of one server.
+
+PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.server_load http://127.0.0.1:8000 REQUESTS CLIENTS < text
+"""
 
 import argparse
 import itertools
@@ -12,7 +15,7 @@ import httpx
 
 
 def load(address: str, lines: list[str], clients: int) -> tuple[dict[int, str], str]:
-    """Send a request for each line, from several clients at once: the answers by line number, and the timings."""
+    """Send each line as a request, `clients` at a time. Returns the answers by line number, and the timings."""
     numbers, lock, answers, seconds = iter(range(len(lines))), threading.Lock(), {}, []
 
     def one_client() -> None:
