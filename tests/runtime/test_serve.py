@@ -24,9 +24,9 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
-from helpers.load import load  # noqa: E402
 
 from ea_runtime.serve import Limits, _body, application  # noqa: E402
+from ea_tools.bench.server_load import load  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
