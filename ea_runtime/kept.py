@@ -44,3 +44,9 @@ def model_files(folder: Path, prep: dict[str, Any]) -> list[Path]:
     languages = (prep["source_lang"], prep["target_lang"])
     names = [f"dict.{language}.txt" for language in languages] + [f"vocabulary.{language}" for language in languages]
     return [path for name in (*names, "code", "sentencepiece.bpe.model") if (path := folder / name).is_file()]
+
+
+def language_in(prep: dict[str, Any], code: str) -> str:
+    """The language by whose rules Moses splits and joins text of this code, in data with this PREP.json."""
+    # before PREP.json named languages, it was the code without region and script
+    return prep.get("languages", {}).get(code, code.split("_")[0].lower())

@@ -12,7 +12,6 @@ from ea_runtime import kept
 from .command_line import UserError
 from .corpora import PUBLIC
 from .corpus import CODES, Rules
-from .languages import language_in
 
 SIDES = ("source_lang", "target_lang")
 #: Entries that PREP.json must have -> their values; () for any word.
@@ -70,7 +69,7 @@ class Preparation:
     @property
     def moses_languages(self) -> tuple[str, str]:
         """The languages by whose rules Moses splits and joins the text, source first."""
-        source, target = (language_in(self.prep, code) for code in self.languages)
+        source, target = (kept.language_in(self.prep, code) for code in self.languages)
         return source, target
 
     @property

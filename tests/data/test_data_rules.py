@@ -10,7 +10,8 @@ import pytest
 from helpers.data_toy import Rules, pairs, sentences, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
-from ea_data import moses, rules, subwords
+from ea_data import rules, subwords
+from ea_runtime.text import Tokenizer
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)
@@ -22,7 +23,7 @@ AWKWARD = AWKWARD.replace("\n", "|").split("|")
 
 @pytest.mark.parametrize(("lang", "dashes"), [("de", False), ("en", True), ("fr", False)])
 def test_tokens_are_sacremoses_s_with_the_last_full_stop_split_off(lang, dashes):
-    plain, ours = MosesTokenizer(lang), moses.Tokenizer(lang)
+    plain, ours = MosesTokenizer(lang), Tokenizer(lang)
     for line in LINES:
         expected = plain.tokenize(line, dashes, return_str=True)
         expected = re.sub(r"([^. ])\.$", r"\1 .", expected)  # the one rule that sacremoses lacks
@@ -37,7 +38,7 @@ def test_tokens_are_sacremoses_s_with_the_last_full_stop_split_off(lang, dashes)
     ],
 )  # fmt: skip
 def test_the_last_full_stop_is_split_off(line, tokens):
-    assert moses.Tokenizer("en").tokenize(line, return_str=True) == tokens
+    assert Tokenizer("en").tokenize(line, return_str=True) == tokens
 
 
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])

@@ -16,10 +16,11 @@ from helpers import warm
 from helpers.toy import save_model, script
 
 from ea_data.preparation import Preparation
+from ea_runtime.text import words_of
 from ea_tools import metrics, preparation
 from ea_tools.checkpoints import choose, load
 from ea_tools.common import REPO, UserError
-from ea_tools.text import digest, read_lines, read_prep, references, words_of
+from ea_tools.text import digest, read_lines, read_prep, references
 from ea_tools.training import average, provenance
 from ea_tools.translating import evaluate
 

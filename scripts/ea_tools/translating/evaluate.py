@@ -46,7 +46,7 @@ from ea_tools.common import (
     write_json,
 )
 from ea_tools.preparation import of_model, require_same
-from ea_tools.text import as_written, digest, read_lines, references, words_of
+from ea_tools.text import as_written, digest, read_lines, references
 from ea_tools.training import average
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
@@ -94,6 +94,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns the content of the JSON file."""
+    from ea_runtime.text import words_of
+
     data = Preparation.at(args.data)
     prep, (source, target) = data.prep, data.languages
     written, tokens = references(reference_file(args.data, args.subset, target), prep)
