@@ -284,9 +284,9 @@ def unlike(runs: list[Run], extra: list[str]) -> list[str]:
             lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(others)}.")
         elif run.training.recipe not in (recipe.name, records.UNKNOWN):
             by_others.setdefault((run.training.recipe, recipe.name), []).append(str(run))
-    for (theirs, ours), names in by_others.items():
+    for (given, expected), names in by_others.items():
         lines.append(
-            f"- Trained by the recipe {theirs} with flags on the command line that come to the same as {ours}: "
+            f"- Trained by the recipe {given} with flags on the command line that come to the same as {expected}: "
             f"{'; '.join(names)}."
         )
     for recipe in dict.fromkeys(run.recipe for run in runs):
