@@ -124,8 +124,8 @@ def _check_fingerprint(run: Path, data: Path) -> None:
     stated = read_json(record).get("identity", {}).get("data") if record.is_file() else None
     if stated and stated != (now := fingerprint(data)):
         raise UserError(
-            f"{data} is not what {run} was trained on, or was prepared anew: the digest of its dictionaries and "
-            f"training text is {now}, and {record} says {stated}; give the data of its training"
+            f"{data} is not what {run} was trained on, or was prepared anew; give the data of its training. "
+            f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
         )
     if stated:
         keep(run, data)
