@@ -91,7 +91,7 @@ def search(
     bias[pad], bias[unk] = -np.inf, -settings.unkpen
     begins, ends = bias.copy(), np.full(words, -np.inf, np.float32)
     begins[eos], ends[eos] = -np.inf, bias[eos]
-    top, limit = min(2 * beams, words), min(2 * beams, words - 1)
+    top = min(2 * beams, words)
     finished: list[list[Hypothesis]] = [[] for _ in range(sentences)]
     running = np.arange(sentences)  # the numbers of the sentences in the batch
     tokens = np.full((sentences, beams, 1), eos)  # N x b x (steps + 1)
@@ -102,13 +102,14 @@ def search(
         forced = _forced(prefixes, running, position, beams, max_len)
         added = ends if position >= max_len else begins if position < settings.min_len else bias
         if position < settings.min_len and (forced >= 0).any():
-            added = bias  # fairseq lets a prefix end a sentence
+            added = bias  # a prefix may be the end alone, as of an empty line that a language model scores
         best, next_words = step(tokens[:, :, -1], position, order, kept, added, top, forced)
         best, next_words = (x.reshape(len(running), beams, top) for x in (best, next_words))
         if position == 0:  # all beams are the same then
             best, next_words = best[:, :1], next_words[:, :1]
         else:
             best = best + scores[:, :, None]
+        limit = min(2 * beams, best.shape[1] * words - 1)  # one fewer than all candidates: none is padding
         found, place = _best_of(best.reshape(len(running), -1), limit)  # N x 2b
         came, word = place // top, _at(next_words.reshape(len(running), -1), place)
 

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: The version of the folder's layout that this package reads.
 FORMAT = 1
+#: Entries that model.json must have, and their types.
+FORM = {"format": int, "digests": dict, "dictionaries": dict, "search": dict, "max_positions": list}
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
@@ -155,15 +157,18 @@ class Translator(Model):
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
         sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
         forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
-        results = self.search_all(sources, search_settings, batch, forced)
-        return [[(self._text(one), one.score) for one in found[:n_best]] for found in results]
+        numbers = [n for n, source in enumerate(sources) if len(source) > 1]
+        prefixed = None if forced is None else [forced[n] for n in numbers]
+        searched = self.search_all([sources[n] for n in numbers], search_settings, batch, prefixed)
+        results = dict(zip(numbers, searched, strict=True))
+        return [[(self._text(one), one.score) for one in results.get(n, [])[:n_best]] for n in range(len(sources))]
 
     def search_all(
         self, sources: Sequence[Sequence[int]], settings: Settings, batch: int, prefixes: list[list[int]] | None = None
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
+        """The hypotheses of sentences that are token ids, in batches by length."""
         results: list[list[Hypothesis]] = [[] for _ in sources]
-        by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
+        by_length = sorted(range(len(sources)), key=lambda n: -len(sources[n]))
         while by_length:
             size = min(batch, max(1, TOKENS // len(sources[by_length[0]])))
             numbers, by_length = by_length[:size], by_length[size:]
@@ -175,7 +180,10 @@ class Translator(Model):
 
     def _prefix(self, prefix: str) -> list[int]:
         ids = {word: number for number, word in enumerate(self._target)}
-        return [ids.get(word, UNK) for word in prefix.split()]
+        words = prefix.split()
+        if special := next((word for word in words if word in SPECIAL[:UNK]), None):
+            raise ValueError(f"prefix {prefix!r}: {special} is a sign of the model's own; leave it out")
+        return [ids.get(word, UNK) for word in words]
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -256,11 +264,25 @@ def describe(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        version, digests = int(description["format"]), dict(description["digests"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"{path}: damaged ({type(error).__name__}: {error}); export the model again") from None
-    if version > FORMAT:
+    except ValueError as error:
+        raise ExportError(f"{path}: damaged ({error}); export the model again") from None
+    version = description.get("format") if isinstance(description, dict) else None
+    if isinstance(version, int) and version > FORMAT:
         raise ExportError(f"{path}: format {version}, but this version reads up to {FORMAT}; update ea_runtime")
+    for name, kind in FORM.items():
+        value = description.get(name) if isinstance(description, dict) else None
+        if not isinstance(value, kind):
+            raise ExportError(
+                f"{path}: {name}: expected {kind.__name__}, found {type(value).__name__}; export the model again"
+            )
+    try:
+        Settings(**description["search"])
+    except (TypeError, ValueError) as error:
+        raise ExportError(f"{path}: search: {error}; correct it, or export the model again") from None
+    digests = description["digests"]
+    needed = {"decoder.onnx", "PREP.json", *description["dictionaries"].values()}
+    if missing := sorted(needed - digests.keys()):
+        raise ExportError(f"{path}: digests: there is none of {missing[0]}; export the model again")
     for name, expected in digests.items():
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: no such file; export the model again")
