@@ -938,8 +938,9 @@ static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, flo
     }
 }
 
-/* Memory for packed matrices that threads share at a time, if one sentence does not take more. */
-enum { PACKED_BYTES = 24 << 20 };
+/* Memory for packed matrices that threads share at a time, if one sentence does not take more; and what a thread keeps of
+   its own from call to call. */
+enum { PACKED_BYTES = 24 << 20, KEPT_BYTES = 8 << 20 };
 
 /* Run one pass on at most `threads` threads; 0, or 1 where there is not enough memory. */
 static int run(const Problem *p, int backward, int threads) {
@@ -965,9 +966,9 @@ static int run(const Problem *p, int backward, int threads) {
         }
         if (w.chunks == 1) share_sentences(&w, &m);
         else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
-        leave_arena(0);
+        leave_arena(0, KEPT_BYTES);
     }
-    leave_arena(1);
+    leave_arena(1, PACKED_BYTES);
     return failed;
 }
 
