@@ -153,6 +153,18 @@ RULES = {
 }
 
 
+def check(rule: str, kernel_size: int) -> None:
+    """Refuse what no attention can have.
+
+    Raises:
+        ValueError: a rule that is not there, or a kernel without a middle.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size {kernel_size}: must be a positive odd number")
+
+
 class Part(NamedTuple):
     """One summand of A_logit: ``share`` times ``map``."""
 
@@ -267,6 +279,7 @@ class Evolution(nn.Module):
         learn_mix: bool = False,
     ):
         super().__init__()
+        check(rule, kernel_size)
         self.geometry = geometry
         self.kernel_size = kernel_size
         self.rule = rule

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from .evolution import RULES, Evolution, Geometry
+from .evolution import Evolution, Geometry
 from .functional import attend
 from .kernels import Call
 from .masks import hide_rows
@@ -282,13 +282,9 @@ def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, An
 
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Refuse what ``evolve`` cannot do, before anything changes."""
-    if settings["rule"] not in RULES:
-        raise ValueError(f"rule {settings['rule']!r}: must be one of {', '.join(RULES)}")
     for name in ("alpha", "beta"):
         if not 0 <= settings[name] <= 1:
             raise ValueError(f"{name} {settings[name]}: must be a number from 0 to 1")
-    if settings["kernel_size"] < 1 or settings["kernel_size"] % 2 == 0:
-        raise ValueError(f"kernel_size {settings['kernel_size']}: must be a positive odd number")
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
     types = {module.config.model_type for module in model.modules() if _is_attention(module)}

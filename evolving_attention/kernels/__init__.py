@@ -94,7 +94,6 @@ def _fits(call: Call) -> bool:
     sentences = v.size(0)
     return (
         min(maps) > 0
-        and call.kernel_size % 2 == 1
         and 0 <= call.dropout <= 1
         and sentences > 0
         and batch % sentences == 0
