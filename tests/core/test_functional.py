@@ -16,11 +16,11 @@ def function(kernel_size, rule="evolving", bias=True):
 
 
 @pytest.mark.parametrize("build", [module, function])
-@pytest.mark.parametrize("kernel_size, rule, message", [(4, "evolving", "kernel_size 4"), (3, "evolve", "rule 'evolve'")])
-def test_an_even_kernel_and_an_unknown_rule_are_refused(build, kernel_size, rule, message):
+@pytest.mark.parametrize("size, rule, message", [(4, "evolving", "kernel_size 4"), (3, "evolve", "rule 'evolve'")])
+def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, message):
     build(3)
     with pytest.raises(ValueError, match=f"{message}: must be "):
-        build(kernel_size, rule)
+        build(size, rule)
 
 
 def test_a_weight_without_a_bias_is_refused():

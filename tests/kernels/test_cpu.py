@@ -1,6 +1,5 @@
 """The CPU's kernel gives the plain composition's numbers, maps, context and every gradient, or refuses the call."""
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -560,9 +559,9 @@ def test_failures_are_one_line_in_the_log_and_the_call_is_refused(failure, fresh
 
 
 def test_another_compiler_or_c_library_has_a_library_of_its_own(quick_compiler, fresh, simple, monkeypatch):
-    for count, (version, c_library) in enumerate([("1.0", "libc a"), ("1.1", "libc a"), ("1.1", "libc b"), ("1.0", "libc a")], 1):
+    for count, (version, c_library) in enumerate([("1.0", "a"), ("1.1", "a"), ("1.1", "b"), ("1.0", "a")], 1):
         monkeypatch.setenv("VERSION", version)
-        monkeypatch.setattr(os, "confstr", lambda name, c_library=c_library: c_library)
+        monkeypatch.setattr(os, "confstr", lambda name, c_library=c_library: f"glibc {c_library}")
         cpu_library.library.cache_clear()
         assert cpu.knows(simple)
         assert len(list(fresh.glob("evolving_attention/*"))) == min(count, 3)
