@@ -367,10 +367,7 @@ class Evolution(nn.Module):
         return parts
 
     def extra_repr(self) -> str:
-        def spell(share: Share) -> str:
-            return "learnt" if isinstance(share, Tensor) and share.is_meta else f"{float(share):g}"
-
-        return f"{self.rule}, {self.geometry.value}, alpha={spell(self.alpha)}, beta={spell(self.beta)}"
+        return f"{self.rule}, {self.geometry.value}, alpha={float(self.alpha):g}, beta={float(self.beta):g}"
 
 
 def _is(share: Share, constant: float) -> bool:
