@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -43,7 +42,6 @@ SIZES = {True: (35, 60), False: (67, 70)}
 RIGHT = "right"
 
 _verdicts: dict["Variant", bool] = {}
-_lock = threading.Lock()
 
 
 class Variant(NamedTuple):
@@ -78,9 +76,7 @@ def passed(variant: Variant) -> bool:
     The caller's random numbers and autograd modes do not change. While a CUDA graph is captured, no trial can run.
     """
     if variant not in _verdicts and not _capturing(variant.device):
-        with _lock:
-            if variant not in _verdicts:
-                _verdicts[variant] = _decide(variant)
+        _verdicts[variant] = _decide(variant)
     return _verdicts.get(variant, False)
 
 
