@@ -192,10 +192,6 @@ class EvolvingModel:
     __prepare_scriptable__ = refuse_script
 
     @classmethod
-    def hub_models(cls) -> dict[str, Any]:
-        return {}  # none published; the parent's are plain Transformers
-
-    @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
         super().add_args(parser)
         add_options(parser)

@@ -232,14 +232,11 @@ class EvolvingAttention(EvolvingHeads):
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         q = self._heads(self.q_proj(query))
-        if geometry == Geometry.ENCODER_DECODER:
-            if cache is None or cache.keys is None:
-                keys, values = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
-                cache = (cache or Cache()).append(keys, values, padding)
-        else:
-            query_padding = padding
-            keys, values = self._heads(self.k_proj(query)), self._heads(self.v_proj(query))
-            cache = (cache or Cache()).append(keys, values, padding)
+        cache = cache or Cache()
+        if geometry != Geometry.ENCODER_DECODER:
+            source, query_padding = query, padding
+        if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
+            cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
         length = cache.keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)

@@ -205,7 +205,10 @@ def _attention(
     if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
     previous = evolving_maps.before(module)
-    layer = _cached_layer(evolving_cache, module)
+    layer, above = _cached_layer(evolving_cache, module), None
+    if layer is not None:
+        first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
+        above = first if layer.above is None else layer.above
     call = Call(
         *(query, key, value, scaling, evolution.geometry, evolution.kernel_size),
         evolution.coefficients(previous is not None),
@@ -214,7 +217,7 @@ def _attention(
         hidden=hidden,
         masked=masked,
         previous=previous,
-        above=None if layer is None else _rows_above(layer, query, evolution.rows_above),
+        above=above,
         step=layer is not None,
         dropout=dropout,
         keep_map=module.hands_on_map,
@@ -257,11 +260,6 @@ def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | Non
         raise NotImplementedError(f"{type(layer).__name__}: an evolving model needs a DynamicCache; leave out "
                                   "cache_implementation")  # fmt: skip
     return layer
-
-
-def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
-    """The rows above a step's, B x K x (k - 1) x (at most S): zeros before the first step."""
-    return query.new_zeros(*query.shape[:2], rows, 0) if layer.above is None else layer.above
 
 
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

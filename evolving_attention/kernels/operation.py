@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from ..evolution import is_always
 from .call import Call, Result
 
 
@@ -95,13 +96,13 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     previous = call.previous
     if previous is None:
         a = d = 0.0
-    convolved = call.weight is not None and not is_zero(c)
+    convolved = call.weight is not None and not is_always(c, 0)
     same = convolved and call.coefficients.carries_what_it_reads
     if same:
         d = e = 0.0
     if not convolved:
         a = b = c = 0.0
-    if is_zero(a) and is_zero(d):
+    if is_always(a, 0) and is_always(d, 0):
         previous = None
     shares, learnt = [a, b, c, d, e], None
     if any(isinstance(share, Tensor) for share in shares):
@@ -117,11 +118,6 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
         *(shares, same, call.scale, call.geometry.value, call.kernel_size),
         *(call.dropout, call.keep_map, call.need_weights, call.step),
     )
-
-
-def is_zero(share: float | Tensor) -> bool:
-    """Whether a share is always nothing."""
-    return not isinstance(share, Tensor) and share == 0
 
 
 class Operation:

@@ -22,12 +22,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ...evolution import Coefficients, Geometry
+from ...evolution import Coefficients, Geometry, is_always
 from ...functional import compose
 from .. import gpu
 from ..call import Call, Result
 from ..cpu.library import cache_folder
-from ..operation import is_zero
 from . import operation
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Variant(NamedTuple):
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
-        convolved = call.weight is not None and not is_zero(call.coefficients.c)
+        convolved = call.weight is not None and not is_always(call.coefficients.c, 0)
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
