@@ -174,12 +174,11 @@ class DecoderAttention(EvolvingMultiheadAttention):
         rows = cache.rows
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
-        wanted = {"need_weights": need_weights or need_head_weights, "step": kept is not None}
         call = self.call(
             *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
             rows=rows,
             dropout=self.dropped,
-            **wanted,
+            need_weights=need_weights or need_head_weights,
         )
         result = self.attend_heads(call)
         output = self.join_heads(result.context)

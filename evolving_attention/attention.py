@@ -93,7 +93,7 @@ class EvolvingHeads(nn.Module):
             previous: B x K x T x S, A_logit of the layer before.
             rows: B x K x rows_above x (at most S), the mixed rows above these, step by step.
             dropout: probability that a weight is dropped.
-            wanted: keep_map, need_weights, step: see :class:`Call`.
+            wanted: keep_map, need_weights: see :class:`Call`.
         """
         evolution, heads = self.evolution, q.size(1)
         masked = masks.combine(padding, attn_mask, heads)
@@ -252,7 +252,6 @@ class EvolvingAttention(EvolvingHeads):
             dropout=self.dropout if self.training else 0.0,
             keep_map=keep_map,
             need_weights=need_weights,
-            step=stepping,
         )
         result = self.attend_heads(call)
         output = self.out_proj(result.context.transpose(1, 2).flatten(2))

@@ -218,7 +218,6 @@ def _attention(
         masked=masked,
         previous=previous,
         above=above,
-        step=layer is not None,
         dropout=dropout,
         keep_map=module.hands_on_map,
         need_weights=evolving_maps.need_weights,

@@ -44,7 +44,6 @@ class Inputs(NamedTuple):
     dropout: float
     keep_map: bool
     need_weights: bool
-    step: bool
 
     @property
     def maps(self) -> tuple[int, int, int, int]:
@@ -116,7 +115,7 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     return Inputs(
         *(call.q, call.k, call.v, call.given, previous, weight, bias, learnt, hidden, call.masked, above, seed),
         *(shares, same, call.scale, call.geometry.value, call.kernel_size),
-        *(call.dropout, call.keep_map, call.need_weights, call.step),
+        *(call.dropout, call.keep_map, call.need_weights),
     )
 
 

@@ -356,15 +356,18 @@ def test_steps_are_the_rows_of_the_whole(width, at_once):
 
 
 def step_of(whole, **options):
-    return whole.call(step=True, keep_map=False, need_weights=False, **options)
+    """By default the first, above which there are zeros."""
+    zeros = torch.zeros(BATCH, whole.tensors["q"].size(1), 2, 0)
+    return whole.call(keep_map=False, need_weights=False, **{"above": zeros, **options})
 
 
 @torch.no_grad()
 def test_steps_of_self_attention_see_one_key_more_each_time():
     whole = problem(Case(DECODER, 4, 3, 6, 6, "future", previous=False))
     expected = plain(*whole)[0]
-    above, (q, k, v) = None, (whole.tensors[name] for name in "qkv")
+    q, k, v = (whole.tensors[name] for name in "qkv")
     step = replace(step_of(whole), hidden=None, masked=None)
+    above = step.above
     for i in range(6):
         call = replace(step, q=q[:, :, i : i + 1], k=k[:, :, : i + 1], v=v[:, :, : i + 1], above=above)
         result = cpu.attend(call)

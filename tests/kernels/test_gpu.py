@@ -406,7 +406,6 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         replace(call, q=many, k=many, v=many),
         replace(call, q=wide, k=wide, v=wide),
         replace(call, v=wide[..., :2]),
-        replace(call, step=True),
         replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
         replace(call, q=call.q.repeat(2, 1, 1, 1)),
     ]
@@ -624,7 +623,7 @@ def arguments(heads, k, dtype, rows, columns, width):
         keys,
         keys,
         *(None, None, weight, bias, None, None, None, None, None),
-        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, max(k, 1), 0.0, True, False, False),
+        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, max(k, 1), 0.0, True, False),
     )
 
 
@@ -694,7 +693,7 @@ def traced():
         def forward(self, q, weight, bias):
             given = (
                 *(q, q, q, None, None, weight, bias, None, None, None, None, None),
-                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 3, 0.0, True, False, False),
+                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 3, 0.0, True, False),
             )
             context, a_logit, *_ = torch.ops.evolving_attention.gpu(*given)
             return (context.float().sum() + a_logit.float().sum(),)

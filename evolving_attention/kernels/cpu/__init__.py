@@ -22,7 +22,7 @@ def knows(call: Call) -> bool:
 
     Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is needed.
     """
-    by_rows = call.step or call.above is not None
+    by_rows = call.above is not None
     shares_keys = call.v.size(0) != call.q.size(0)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
     return (
@@ -43,7 +43,7 @@ def new_outputs(*arguments: Any) -> Outputs:
         context=new_vectors(x.v, x.q),
         a_logit=x.v.new_empty(maps if x.keep_map else 0),
         weights=x.v.new_empty(maps if x.need_weights else 0),
-        kept=x.v.new_empty((batch, heads, x.kernel_size - 1, columns) if x.step and x.weight is not None else 0),
+        kept=x.v.new_empty(0 if x.above is None else (batch, heads, x.kernel_size - 1, columns)),
         stats=x.v.new_empty(0),
     )
 

@@ -52,7 +52,7 @@ typedef struct {
     /* results of the forward pass */
     Vectors context;
     float *a_logit, *weights;    /* weights: before dropout */
-    float *kept;                 /* B x K x top x S, mixed of the last rows: what is above the next step's */
+    float *kept;                 /* where there are rows above: those of the next step, B x K x top x S */
     /* of the backward pass: gradients that come in, gradients that go out */
     Vectors d_context;           /* data may be NULL */
     const float *d_a_logit, *d_weights;
@@ -746,8 +746,6 @@ static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
             memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
             if (p->kept && t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
         }
-        for (int64_t t = p->T; !p->above && p->kept && t < p->top; t++)
-            zero(p->kept + ((b * p->K + h) * p->top + t - p->T) * p->S, p->S);
     }
     if (!w->backward) return;
     zero(m->d_key, p->K * p->S * w->Dp);
