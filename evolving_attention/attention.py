@@ -107,8 +107,7 @@ class EvolvingHeads(nn.Module):
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
             weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
         return Call(
-            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.kernel_size),
-            coefficients=evolution.coefficients(previous is not None),
+            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.coefficients(previous is not None)),
             weight=weight,
             bias=bias,
             given=self._logits(q, k, added),

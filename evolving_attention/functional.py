@@ -68,8 +68,7 @@ def evolving_attention(
     Raises:
         ValueError: an unknown rule, or a weight without a bias.
     """
-    kernel_size = 1 if weight is None else weight.size(-1)
-    check(rule, kernel_size)
+    check(rule, 1 if weight is None else weight.size(-1))
     if (weight is None) != (bias is None):
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -79,7 +78,7 @@ def evolving_attention(
     if weight is None:
         coefficients = coefficients._replace(c=0.0)
     call = Call(
-        *(q, k, v, scale, geometry, kernel_size, coefficients, weight, bias, logits),
+        *(q, k, v, scale, geometry, coefficients, weight, bias, logits),
         hidden=mask if hidden is None else hidden,
         masked=mask,
         previous=previous,

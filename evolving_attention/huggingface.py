@@ -210,8 +210,7 @@ def _attention(
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
         above = first if layer.above is None else layer.above
     call = Call(
-        *(query, key, value, scaling, evolution.geometry, evolution.kernel_size),
-        evolution.coefficients(previous is not None),
+        *(query, key, value, scaling, evolution.geometry, evolution.coefficients(previous is not None)),
         *(None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias),
         given,
         hidden=hidden,

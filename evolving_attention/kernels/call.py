@@ -32,7 +32,6 @@ class Call:
     v: Tensor  # N x K x S x D
     scale: float  # of q k^T
     geometry: Geometry
-    kernel_size: int
     coefficients: Coefficients  # five constants, or tensors of one number where they are learnt
     weight: Tensor | None = None  # K x K x k x k; None: no convolution
     bias: Tensor | None = None  # K
@@ -50,6 +49,11 @@ class Call:
     def maps(self) -> tuple[int, int, int, int]:
         """B, K, T, S."""
         return *self.q.shape[:3], self.v.size(2)
+
+    @property
+    def kernel_size(self) -> int:
+        """k; 0: no convolution."""
+        return 0 if self.weight is None else self.weight.size(-1)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -40,7 +40,6 @@ class Inputs(NamedTuple):
     same: bool  # carried is mixed itself, zero where hidden; d and e are 0 then
     scale: float
     geometry: str
-    kernel_size: int
     dropout: float
     keep_map: bool
     need_weights: bool
@@ -49,6 +48,11 @@ class Inputs(NamedTuple):
     def maps(self) -> tuple[int, int, int, int]:
         """B, K, T, S."""
         return *self.q.shape[:3], self.v.size(2)
+
+    @property
+    def kernel_size(self) -> int:
+        """k; 0: no convolution."""
+        return 0 if self.weight is None else self.weight.size(-1)
 
 
 #: the first inputs, which are tensors; of these, the first, which may have gradients
@@ -114,7 +118,7 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     weight, bias, hidden, above = (x if convolved else None for x in (call.weight, call.bias, call.hidden, call.above))
     return Inputs(
         *(call.q, call.k, call.v, call.given, previous, weight, bias, learnt, hidden, call.masked, above, seed),
-        *(shares, same, call.scale, call.geometry.value, call.kernel_size),
+        *(shares, same, call.scale, call.geometry.value),
         *(call.dropout, call.keep_map, call.need_weights),
     )
 

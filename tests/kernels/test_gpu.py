@@ -442,7 +442,7 @@ def test_triton_is_imported_only_when_it_is_needed():
 import sys, torch
 from evolving_attention import evolution, kernels
 one = torch.ones(1, 1, 1, 1)
-call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, evolution.LOGITS_ONLY)
+call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, evolution.LOGITS_ONLY)
 assert not kernels.gpu.knows(call)
 kernels.kernel_for(call)
 assert "evolving_attention.kernels.gpu" in sys.modules
@@ -623,7 +623,7 @@ def arguments(heads, k, dtype, rows, columns, width):
         keys,
         keys,
         *(None, None, weight, bias, None, None, None, None, None),
-        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, max(k, 1), 0.0, True, False),
+        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, 0.0, True, False),
     )
 
 
@@ -693,7 +693,7 @@ def traced():
         def forward(self, q, weight, bias):
             given = (
                 *(q, q, q, None, None, weight, bias, None, None, None, None, None),
-                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 3, 0.0, True, False),
+                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 0.0, True, False),
             )
             context, a_logit, *_ = torch.ops.evolving_attention.gpu(*given)
             return (context.float().sum() + a_logit.float().sum(),)

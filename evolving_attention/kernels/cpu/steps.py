@@ -39,7 +39,7 @@ class Steps:
         self._inner = torch.cat(weights), None if biases[0] is None else torch.cat(biases)  # one product, not three
         self._outer = outer
         _, self._heads, _, self._size = call.q.shape
-        self._rows_above = 0 if call.weight is None else call.kernel_size - 1
+        self._rows_above = max(0, inputs.kernel_size - 1)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Addresses mean nothing in a copy, or in another process: it is None."""

@@ -59,10 +59,10 @@ class Variant(NamedTuple):
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
-        convolved = call.weight is not None and not is_always(call.coefficients.c, 0)
+        kernel_size = 0 if is_always(call.coefficients.c, 0) else call.kernel_size
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
-        heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
+        heads, kernel_size, width = operation.constants_of(heads, kernel_size, call.v.size(3))
         short = operation.is_short(rows, columns)
         unit = operation.unit_of(call.q, call.k, call.v, call.given)
         return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
@@ -178,7 +178,6 @@ def _problem(variant: Variant, learnt: bool) -> Call:
         **{"q": vectors(rows, 1), "k": vectors(columns, 1) / 2, "v": vectors(columns, 1 / 32)},
         scale=2.0 ** -(variant.width.bit_length() // 2),
         geometry=Geometry.DECODER_SELF if learnt else Geometry.ENCODER_SELF,
-        kernel_size=max(1, size),
         coefficients=Coefficients(*shares),
         weight=_multiples(1 / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
         bias=_multiples(1 / 64, heads).abs() if size else None,  # ReLU must pass some pixels
