@@ -108,7 +108,10 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
     preparation = kept or data or Preparation.at(Path(section(state, "task").get("data") or ""))
     trained, given = ([names.get(side) for side in SIDES] for names in (section(state, "task"), preparation.prep))
     if all(trained) and trained != given:
-        raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}")
+        raise UserError(
+            f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}; give "
+            "the data of its training"
+        )
     check_dictionaries(preparation.folder, preparation.prep, checkpoint, state)
     if not kept:
         _check_fingerprint(run, preparation.folder)
@@ -119,10 +122,10 @@ def _check_fingerprint(run: Path, data: Path) -> None:
     """Compare data with the digest that run.json holds, as a run of an earlier version has it; then keep them."""
     record = run / "run.json"
     stated = read_json(record).get("identity", {}).get("data") if record.is_file() else None
-    if stated and stated != (found := fingerprint(data)):
+    if stated and stated != (now := fingerprint(data)):
         raise UserError(
-            f"{data} is not what {run} was trained on, or was prepared anew: the digest of its dictionaries and "
-            f"training text is {found}, and {record} says {stated}"
+            f"{data} is not what {run} was trained on, or was prepared anew; give the data of its training. "
+            f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
         )
     if stated:
         keep(run, data)

@@ -41,8 +41,8 @@ def tokens(lines):
     return [MOSES.tokenize(line) for line in lines]
 
 
-def score(tokenised, detokenised, references, tokenised_references, lowercase, **more):
-    return metrics.score(
+def compute(tokenised, detokenised, references, tokenised_references, lowercase, **more):
+    return metrics.compute(
         tokenised=tokenised, detokenised=detokenised, references=references,
         tokenised_references=tokenised_references, lowercase=lowercase, **more,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_every_metric_equals_sacrebleus_command_line(tmp_path, lowercase):
-    scores = score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
+    scores = compute(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
     case = ["-lc"] if lowercase else []
     raw, tokenised = (HYPOTHESES, REFERENCES), (tokens(HYPOTHESES), tokens(REFERENCES))
     for name, texts, flags in (
@@ -76,7 +76,7 @@ def test_every_metric_equals_sacrebleus_command_line(tmp_path, lowercase):
 
 def test_case_is_ignored_by_every_metric_of_lower_cased_text():
     shouted, references = [line.upper() for line in HYPOTHESES], tokens(REFERENCES)
-    scores, loud = (score(tokens(lines), lines, REFERENCES, references, True) for lines in (HYPOTHESES, shouted))
+    scores, loud = (compute(tokens(lines), lines, REFERENCES, references, True) for lines in (HYPOTHESES, shouted))
     assert all(loud[kind]["score"] == pytest.approx(scores[kind]["score"]) for kind in scores)
     for lowercase in (True, False):
         test = metrics.compare(system=shouted, baseline=HYPOTHESES, references=REFERENCES, lowercase=lowercase)
@@ -146,7 +146,7 @@ def test_against_needs_the_same_settings_and_references(tmp_path):
 def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language, signature):
     hypotheses, references = ["今天的天气很好,我们去公园玩。"], ["今天的天气真好,我们去公园玩吧。"]
     tokenizer = metrics.tokenizer_for(language)
-    scores = score(None, hypotheses, references, references, False, tokenizer=tokenizer)
+    scores = compute(None, hypotheses, references, references, False, tokenizer=tokenizer)
     assert scores.keys() == {"sacrebleu", "chrf"}, "raw text has no tokens to score"
     expected = sacrebleu_cli(tmp_path, hypotheses, references, "-l", f"en-{language}")
     assert scores["sacrebleu"]["score"] == pytest.approx(expected["score"], abs=1e-6)
@@ -276,14 +276,14 @@ def test_compounds_are_split_on_both_sides():
     lines = ["ein Rinder-Steak - teuer", "ein Rinder @-@ Steak - teuer"]
     assert set(metrics.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
     arguments = (["das Rinder-Filet ist gut ."], ["x"], ["x"], ["das Rinder-Steak ist gut ."], False)
-    by_hand = score(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
-    assert score(*arguments, compounds=True)["compound_split_bleu"] == by_hand["tokenised_bleu"]
-    assert "compound_split_bleu" not in score(*arguments)
+    by_hand = compute(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
+    assert compute(*arguments, compounds=True)["compound_split_bleu"] == by_hand["tokenised_bleu"]
+    assert "compound_split_bleu" not in compute(*arguments)
 
 
 def test_unk_earns_nothing():
     only = ["<unk> <unk> <unk> <unk> <unk>"]
-    scores = score(only, only, only, only, True)
+    scores = compute(only, only, only, only, True)
     assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
     test = metrics.compare(system=only, baseline=["x"], references=only, lowercase=True)["sacrebleu"]
     assert (test["baseline"], test["difference"]) == (0, 0), "nor in a paired test"

@@ -16,10 +16,10 @@ from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_tools import text
 from ea_tools.common import REPO, UserError
-from ea_tools.tables import records, reproduce
+from ea_tools.tables import cells, records, reproduce
 from ea_tools.tables import report as table_report
 from ea_tools.tables import table as tables
-from ea_tools.training import cells, launch, recipes, train
+from ea_tools.training import launch, recipes, train
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
 TABLE_5 = {
@@ -51,7 +51,8 @@ def test_tables_hold_the_papers_numbers():
     assert published(six, six.row("EA-Transformer-Lite")) == TABLE_5["EA-Transformer-Lite"]
     assert published(six, six.row("Transformer-Lite")) == (33.21, 21.11, 33.22)
     for table in (five, six):
-        assert [column.score for column in table.columns] == ["tokenised_bleu", "compound_split_bleu", "tokenised_bleu"]
+        metrics = [column.metric for column in table.columns]
+        assert metrics == ["tokenised_bleu", "compound_split_bleu", "tokenised_bleu"]
 
 
 def test_the_drafts_numbers_and_its_learning_rate():
@@ -88,7 +89,7 @@ def toy(data, tmp_path):
         f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
         '[batch]\ntokens = 256\n[flags]\nmax-epoch = 2\n'
     )  # fmt: skip
-    (tmp_path / "tiny.toml").write_text(
+    (tmp_path / "tiny.toml").write_text(  # with score, the earlier name of metric
         f'title = "Tiny"\n[[column]]\nrecipe = "{tmp_path}/toy.toml"\nlabel = "Toy"\nscore = "tokenised_bleu"\n'
         f'[[row]]\nlabel = "Plain"\narch = "transformer"\nflags = {json.dumps(TINY)}\n'
         f'paper = {{ "{tmp_path}/toy.toml" = 12.3 }}\n'
@@ -288,7 +289,7 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: score comet: no table and no sweep makes it"),
+        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: metric comet: no table computes it"),
         ('"Evolving"', '"Plain"', "tiny.toml: the label 'Plain' is there twice; give each a different one"),
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
         ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
@@ -323,7 +324,7 @@ def test_a_row_without_flags_of_the_recipe(toy, capsys):
 def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
     """A model of raw text gives no tokens to score."""
     monkeypatch.setattr(tables, "read_prep", lambda data: {"tokenizer": "none"})
-    with pytest.raises(UserError, match=r"Toy: score tokenised_bleu: needs text in tokens, and .* is raw text"):
+    with pytest.raises(UserError, match=r"Toy: metric tokenised_bleu: needs text in tokens, and .* is raw text"):
         tables.read(str(toy / "tiny.toml"))
 
 
@@ -347,9 +348,9 @@ def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, m
     monkeypatch.setattr(records, "test_against", lambda *_: test)
     results = [{1: {"scores": {"chrf": {"score": score}}, "folder": None}} for score in (50.5, 50.0)]
     column = tables.Column(str(toy / "toy.toml"), "Toy", "chrf", "test")
-    found = table_report._against(*results, column)
-    assert found["differences"] == {1: 0.5}
-    assert found["p"] == p
+    comparison = table_report._against(*results, column)
+    assert comparison["differences"] == {1: 0.5}
+    assert comparison["p"] == p
 
 
 def test_the_batch_is_that_of_all_processes():
@@ -427,7 +428,7 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     assert cells.slots(None, 0) == [{}]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["a", "c", "d", "e"]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
-    with pytest.raises(UserError, match="4 GPUs are free"):
+    with pytest.raises(UserError, match="expected at least 5 free GPUs, found 4"):
         cells.slots(5, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "c, GPU-d,b")
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["c", "d"]
@@ -470,7 +471,7 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
 
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
-    code = "from ea_tools.training import cells\nfrom ea_tools.tables import reproduce\n"
+    code = "from ea_tools.tables import cells, reproduce\n"
     code += "cells.check = lambda *_: None\n"
     code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
     code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"

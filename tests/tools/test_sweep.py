@@ -7,8 +7,7 @@ import re
 import pytest
 from helpers.toy import TINY, script
 
-from ea_tools.tables import sweep
-from ea_tools.training import cells
+from ea_tools.tables import cells, sweep
 
 GRID = ["--grid", "ea-alpha", "0", "0.1", "0.5", "--grid", "ea-beta", "0", "0.1"]
 # Validation BLEU by (alpha, beta), to which a seed adds its number in SEEDS.

@@ -263,7 +263,8 @@ def check_data(data: Path, recipe: Recipe) -> None:
     languages = (prep["source_lang"], prep["target_lang"])
     if languages != (recipe.source_lang, recipe.target_lang):
         raise UserError(
-            f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
+            f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
+            "choose another recipe, or another --data"
         )
 
 

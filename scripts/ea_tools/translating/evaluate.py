@@ -114,7 +114,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     hypotheses = in_order(model.output, len(written), left_out)
     check_references(model.output, tokens, prep["lowercase"], f"{args.subset!r} in {args.data}")
     detokenised = list(map(words_of(prep, target).detokenize, hypotheses))
-    scoring = {"references": written, "lowercase": prep["lowercase"], "tokenizer": tokenizer}
+    metric_options = {"references": written, "lowercase": prep["lowercase"], "tokenizer": tokenizer}
     result = {
         "data": name,
         "preparation": model.preparation.digest(),
@@ -129,12 +129,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "settings_name": settings_name(args),
         "beam": args.beam,
         "lenpen": args.lenpen,
-        "scores": metrics.score(
+        "scores": metrics.compute(
             tokenised=None if prep["tokenizer"] == "none" else hypotheses,
             detokenised=detokenised,
             tokenised_references=tokens,
             compounds=(base_language(source), base_language(target)) == ("en", "de"),
-            **scoring,
+            **metric_options,
         ),
         "tokenizer": tokenizer,
         "references": digest(written),
@@ -148,7 +148,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         gpu = not result["device"].startswith("CPU")
         result["scores"]["comet"] = metrics.comet(args.comet, sources, detokenised, written, gpu)
     if baseline:
-        difference = metrics.compare(system=detokenised, baseline=baseline, **scoring)
+        difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
     results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
     result |= kept_of_before(results / stem, result, detokenised)
