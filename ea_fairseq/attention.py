@@ -160,8 +160,9 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if kept and attn_mask is None and query_padding is None:
             stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
             if stepped is not None:
-                self._set_input_buffer(incremental_state, kept)
-                return stepped[0], averaged(stepped[1], need_weights, need_head_weights)
+                output, weights, cache = stepped
+                self._set_input_buffer(incremental_state, {**kept, **state_of(cache)})
+                return output, averaged(weights, need_weights, need_head_weights)
         q = self.split_heads(self.q_proj(query))
         if self.self_attention:
             k, v = self.split_heads(self.k_proj(query)), self.split_heads(self.v_proj(query))
@@ -173,18 +174,17 @@ class DecoderAttention(EvolvingMultiheadAttention):
         rows = cache.rows
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
-        wanted = {"need_weights": need_weights or need_head_weights, "step": kept is not None}
         call = self.call(
             *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
             rows=rows,
             dropout=self.dropped,
-            **wanted,
+            need_weights=need_weights or need_head_weights,
         )
         result = self.attend_heads(call)
         output = self.join_heads(result.context)
         if kept is not None:  # at the end: a step that raises can be tried again
             steps = kept["steps"] if "steps" in kept else self._steps_after(call)
-            kept = {**_state(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
+            kept = {**state_of(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
         return output, averaged(result.weights, need_weights, need_head_weights)
 
@@ -195,19 +195,14 @@ class DecoderAttention(EvolvingMultiheadAttention):
 
     def _next_step(
         self, query: Tensor, cache: Cache, kept: dict[str, Any], need_weights: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Output and weights of a step by the kernel's prepared steps, and the state in ``kept``; else None."""
+    ) -> tuple[Tensor, Tensor | None, Cache] | None:
+        """Output, weights and new cache of a step by the kernel's prepared steps; else None."""
         steps = kept.get("steps")
         if steps is None or self.observer is not None or self.dropped or torch.is_grad_enabled():
             return None
         if self.self_attention and cache.padding is not None:
             cache = replace(cache, padding=F.pad(cache.padding, (0, 1)))
-        stepped = steps.run(query, cache, need_weights) if kernels.sees(query) else None
-        if stepped is None:
-            return None
-        output, weights, cache = stepped
-        kept |= _state(cache)
-        return output, weights
+        return steps.run(query, cache, need_weights) if kernels.sees(query) else None
 
     def _kept(self, incremental_state: IncrementalState) -> dict[str, Any]:
         """The rows and keys of earlier steps, or nothing.
@@ -242,7 +237,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         return incremental_state
 
 
-def _state(cache: Cache) -> dict[str, Any]:
+def state_of(cache: Cache) -> dict[str, Any]:
     """A cache by fairseq's names."""
     return {
         "prev_key": cache.keys,

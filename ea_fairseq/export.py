@@ -25,7 +25,9 @@ from onnxscript import opset20 as op
 from torch import Tensor, nn
 
 from evolving_attention.attention import EvolvingHeads
+from evolving_attention.cache import Cache
 
+from .attention import state_of
 from .transformer import EATransformerEncoder
 
 #: the operator set of the graphs
@@ -118,20 +120,19 @@ class ExportedStep(nn.Module):
         caches = []
         for number, layer in enumerate(decoder.layers):
             state: dict[str, Any] = {}
-            own = _state(keys[number].index_select(0, order), values[number].index_select(0, order))
-            own["rows"] = None if rows is None else rows[number].index_select(0, order)
-            layer.self_attn._set_input_buffer(state, own)
+            above = None if rows is None else rows[number].index_select(0, order)
+            own = Cache(keys[number].index_select(0, order), values[number].index_select(0, order), None, above)
+            layer.self_attn._set_input_buffer(state, state_of(own))
             if padding is None:
                 x, *_ = layer(x, incremental_state=state)
                 source = {}
             else:
-                source = _state(source_keys[number], source_values[number])
-                source["rows"] = None if source_rows is None else source_rows[number].index_select(0, order)
+                above = None if source_rows is None else source_rows[number].index_select(0, order)
                 # fairseq's own attention takes the padding of each sentence, ours that of each hypothesis
                 evolves = isinstance(layer.encoder_attn, EvolvingHeads)
                 hidden = padding[:, None, :].expand(-1, beams, -1).flatten(0, 1) if evolves else padding
-                source |= {"prev_key_padding_mask": hidden, "beams": beams}
-                layer.encoder_attn._set_input_buffer(state, source)
+                source = state_of(Cache(source_keys[number], source_values[number], hidden, above))
+                layer.encoder_attn._set_input_buffer(state, {**source, "beams": beams})
                 x, *_ = layer(x, x, hidden, state)
                 source = layer.encoder_attn._get_input_buffer(state)
             own = layer.self_attn._get_input_buffer(state)
@@ -179,11 +180,6 @@ def _same_sizes(
     for x in (*keys, *values):
         torch._check(x.size(0) == before)
         torch._check(x.size(2) == steps)
-
-
-def _state(keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """The entries of an attention in fairseq's incremental state."""
-    return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": None, "steps": None}
 
 
 def _heads(x: Tensor, attention: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from evolving_attention.attention import EvolvingHeads
 
-from .loading import allow_in_checkpoints
+from .loading import peek
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def accept_plain(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: An
     path, new = origin(model_cfg), new_parameters(model)
     if path is None or not set(new).issubset(keys.missing_keys) or not Path(path).is_file():
         return
-    state = _checkpoint(path)
+    state = peek(Path(path))
     if not _same(given, state["model"]):
         return
     _check_invisible_options(path, state, model_cfg)
@@ -77,11 +77,6 @@ def accept_plain(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: An
     if new:
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in set(new)]
         logger.info("%s is without evolving attention. These parameters start fresh: %s", path, ", ".join(new))
-
-
-def _checkpoint(path: str) -> dict[str, Any]:
-    allow_in_checkpoints()
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from fairseq import checkpoint_utils
@@ -50,9 +50,6 @@ class Translator:
 
     def __repr__(self) -> str:
         return f"Translator({':'.join(map(str, self.checkpoints))})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a Translator cannot be pickled or copied; call ea_fairseq.load where another is needed")
 
     def to(self, device: torch.device | str) -> Translator:
         """Move the model, for example ``to("cuda")``."""

@@ -6,10 +6,9 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention.evolution import Evolution
 
-#: how log and tables name the kinds of attention
-KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
+from .options import KINDS
 
 
 def learnt_mixes(model: nn.Module) -> dict[str, float]:

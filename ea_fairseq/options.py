@@ -48,12 +48,8 @@ _rule = _parser(str, RULES.__contains__, f"one of {', '.join(RULES)}")
 _score = _parser(str, SCORES.__contains__, f"one of {', '.join(SCORES)}")
 
 
-#: the field that stands in the place of ``beta`` for one kind of attention
-_BETAS = {
-    Geometry.ENCODER_SELF: "encoder_beta",
-    Geometry.DECODER_SELF: "decoder_beta",
-    Geometry.ENCODER_DECODER: "cross_beta",
-}
+#: how flags, logs and tables name the kinds of attention
+KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
 
 
 def _option(default: Any, parse: Parse | None, text: str) -> Any:
@@ -112,7 +108,7 @@ class Settings:
 
     def beta_of(self, geometry: Geometry) -> float:
         """The beta of this kind of attention."""
-        own = getattr(self, _BETAS[geometry])
+        own = getattr(self, f"{KINDS[geometry]}_beta")
         return self.beta if own is None else own
 
     def evolves(self, geometry: Geometry) -> bool:
@@ -253,14 +249,14 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
 def _note_effects(settings: Settings, args: Any, sides: tuple[str, ...]) -> None:
     """Log flags that change nothing, and one that stops gradients. Older checkpoints hold them: no refusal."""
     chosen, has_cross = RULES[settings.rule], not getattr(args, "no_cross_attention", False)
-    for geometry, name in _BETAS.items():
-        value, kind = getattr(settings, name), name.removesuffix("_beta")
+    for geometry, kind in KINDS.items():
+        value = getattr(settings, f"{kind}_beta")
         there = kind in sides if kind != "cross" else len(sides) == 2 and has_cross
         has_beta = any(chosen.depends_on(has_previous, geometry)[1] for has_previous in (False, True))
         if value is None or (there and has_beta):
             continue
         why = f"--ea-rule {settings.rule} has no beta there" if there else "this model has no such attention"
-        logger.warning("%s %s changes nothing: %s", _flag(name), value, why)
+        logger.warning("%s %s changes nothing: %s", _flag(f"{kind}_beta"), value, why)
     _, b, c, _, e = chosen.later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
     if "encoder" in sides and not settings.learn_mix and e == 0 and (b == 0 or c == 0):
         logger.warning(

@@ -42,11 +42,9 @@ class RecordablePositions(SinusoidalPositionalEmbedding):
         it before it is read. Here such a sentence gets a separate table.
         """
         weights, needed = self.weights, self.padding_idx + 1 + input.size(1)
-        if is_recorded():
-            pass
-        elif timestep is not None or needed <= weights.size(0):
-            return super().forward(input, incremental_state, timestep, positions)
-        else:
+        if not is_recorded():
+            if timestep is not None or needed <= weights.size(0):
+                return super().forward(input, incremental_state, timestep, positions)
             weights = self.get_embedding(needed, self.embedding_dim, self.padding_idx).to(weights)
         if incremental_state is not None:
             return weights[self.padding_idx + input.size(1)].expand(input.size(0), 1, -1)

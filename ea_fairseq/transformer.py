@@ -96,17 +96,6 @@ class EATransformerEncoder(TransformerEncoderBase):
             "src_lengths": [(~padding).sum(dim=1, keepdim=True).int()],
         }
 
-    def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
-        """As fairseq's, which beam search calls in every step; nothing is copied while hypotheses keep their sentences.
-
-        The result says which sentence each of its rows is of: ``sentences``, B numbers.
-        """
-        before = encoder_out.get("sentences")
-        sentences = new_order if before is None else before[0].index_select(0, new_order)
-        if before is not None and sentences.device.type == "cpu" and torch.equal(sentences, before[0]):
-            return encoder_out
-        return super().reorder_encoder_out(encoder_out, new_order) | {"sentences": [sentences]}
-
 
 class EATransformerDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder with evolving attention in its layers."""
@@ -169,9 +158,8 @@ class EATransformerDecoder(TransformerDecoderBase):
 
 def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Activation checkpointing and FSDP, as fairseq applies them to its layers."""
-    recomputes = (
-        cfg.checkpoint_activations or cfg.offload_activations
-    )  # a language model's options set the latter alone
+    # a language model's options set the latter alone
+    recomputes = cfg.checkpoint_activations or cfg.offload_activations
     if recomputes:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if recomputes else cfg.min_params_to_wrap)
@@ -202,10 +190,6 @@ class EvolvingModel:
     #: whether alpha and beta are parameters
     learns_mix = False
     __prepare_scriptable__ = refuse_script
-
-    @classmethod
-    def hub_models(cls) -> dict[str, Any]:
-        return {}  # none published; the parent's are plain Transformers
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:

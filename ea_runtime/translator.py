@@ -28,8 +28,8 @@ FORM = {"format": int, "digests": dict, "dictionaries": dict, "search": dict, "m
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
-#: The most source tokens of a batch: the encoder's memory grows with the square of the sentences' length.
-TOKENS = 4096
+#: The most entries of a batch's maps, N x S x S, in each head: 32 sentences of 181 tokens, one of 1,024.
+ENTRIES = 2**20
 
 
 class ExportError(Exception):
@@ -122,7 +122,7 @@ class Translator(Model):
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
             batch: how many sentences the model reads together; fewer where they are long.
-            prefixes: for each line, target words that its translation begins with, as the model writes them.
+            prefixes: for each line, raw text that its translation begins with.
             settings: more of ``Settings``.
 
         Raises:
@@ -130,8 +130,8 @@ class Translator(Model):
         """
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
-        found = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
-        return found if n_best > 1 else [best[0][0] if best else "" for best in found]
+        translations = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
+        return translations if n_best > 1 else [best[0][0] if best else "" for best in translations]
 
     def scored(
         self,
@@ -150,13 +150,14 @@ class Translator(Model):
         """
         lines = list(lines)
         check_whole("batch", batch)
-        if prefixes is not None and len(prefixes) != len(lines):
-            raise ValueError(f"prefixes: expected one for each of {len(lines)} lines, not {len(prefixes)}")
+        if prefixes is not None and (isinstance(prefixes, str) or len(prefixes) != len(lines)):
+            raise ValueError(f"prefixes: expected a list of one for each of {len(lines)} lines, not {prefixes!r}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
+        check_whole("n_best", n_best)
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
         sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
-        forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
+        forced = None if prefixes is None else self._forced(prefixes)
         numbers = [n for n, source in enumerate(sources) if len(source) > 1]
         prefixed = None if forced is None else [forced[n] for n in numbers]
         searched = self.search_all([sources[n] for n in numbers], search_settings, batch, prefixed)
@@ -170,20 +171,20 @@ class Translator(Model):
         results: list[list[Hypothesis]] = [[] for _ in sources]
         by_length = sorted(range(len(sources)), key=lambda n: -len(sources[n]))
         while by_length:
-            size = min(batch, max(1, TOKENS // len(sources[by_length[0]])))
+            size = min(batch, max(1, ENTRIES // len(sources[by_length[0]]) ** 2))
             numbers, by_length = by_length[:size], by_length[size:]
             of = None if prefixes is None else [prefixes[n] for n in numbers]
-            found = self.search_ids([sources[n] for n in numbers], settings, of)
-            for n, hypotheses in zip(numbers, found, strict=True):
+            searched = self.search_ids([sources[n] for n in numbers], settings, of)
+            for n, hypotheses in zip(numbers, searched, strict=True):
                 results[n] = hypotheses
         return results
 
-    def _prefix(self, prefix: str) -> list[int]:
+    def _forced(self, prefixes: Sequence[str]) -> list[list[int]]:
+        from ea_runtime.text import Text
+
+        split = Text(self.folder, self.text.prep["target_lang"]).subwords
         ids = {word: number for number, word in enumerate(self._target)}
-        words = prefix.split()
-        if special := next((word for word in words if word in SPECIAL[:UNK]), None):
-            raise ValueError(f"prefix {prefix!r}: {special} is a sign of the model's own; leave it out")
-        return [ids.get(word, UNK) for word in words]
+        return [[ids.get(word, UNK) for word in split(prefix).split()] for prefix in prefixes]
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None

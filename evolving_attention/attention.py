@@ -93,7 +93,7 @@ class EvolvingHeads(nn.Module):
             previous: B x K x T x S, A_logit of the layer before.
             rows: B x K x rows_above x (at most S), the mixed rows above these, step by step.
             dropout: probability that a weight is dropped.
-            wanted: keep_map, need_weights, step: see :class:`Call`.
+            wanted: keep_map, need_weights: see :class:`Call`.
         """
         evolution, heads = self.evolution, q.size(1)
         masked = masks.combine(padding, attn_mask, heads)
@@ -107,8 +107,7 @@ class EvolvingHeads(nn.Module):
         if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
             weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
         return Call(
-            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.kernel_size),
-            coefficients=evolution.coefficients(previous is not None),
+            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.coefficients(previous is not None)),
             weight=weight,
             bias=bias,
             given=self._logits(q, k, added),
@@ -232,14 +231,11 @@ class EvolvingAttention(EvolvingHeads):
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         q = self._heads(self.q_proj(query))
-        if geometry == Geometry.ENCODER_DECODER:
-            if cache is None or cache.keys is None:
-                keys, values = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
-                cache = (cache or Cache()).append(keys, values, padding)
-        else:
-            query_padding = padding
-            keys, values = self._heads(self.k_proj(query)), self._heads(self.v_proj(query))
-            cache = (cache or Cache()).append(keys, values, padding)
+        cache = cache or Cache()
+        if geometry != Geometry.ENCODER_DECODER:
+            source, query_padding = query, padding
+        if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
+            cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
         length = cache.keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)
@@ -255,7 +251,6 @@ class EvolvingAttention(EvolvingHeads):
             dropout=self.dropout if self.training else 0.0,
             keep_map=keep_map,
             need_weights=need_weights,
-            step=stepping,
         )
         result = self.attend_heads(call)
         output = self.out_proj(result.context.transpose(1, 2).flatten(2))

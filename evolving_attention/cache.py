@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .masks import append_padding
-
 
 @dataclass(frozen=True)
 class Cache:
@@ -32,13 +30,18 @@ class Cache:
         padding = None if padding is None else padding.bool()
         if self.keys is None:
             return replace(self, keys=keys, values=values, padding=padding)
-        return replace(
-            self,
-            keys=torch.cat([self.keys, keys], dim=2),
-            values=torch.cat([self.values, values], dim=2),
-            padding=append_padding(self.padding, padding, self.keys, keys.size(2)),
-        )
+        if padding is not None or self.padding is not None:
+            padding = torch.cat([_whole(self.padding, self.keys), _whole(padding, keys)], dim=1)
+        keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        return replace(self, keys=keys, values=values, padding=padding)
 
     def reorder(self, order: Tensor) -> Cache:
         """Row b continues row order[b], as beam search requires."""
         return Cache(*(None if x is None else x.index_select(0, order) for x in vars(self).values()))
+
+
+def _whole(padding: Tensor | None, keys: Tensor) -> Tensor:
+    """The padding of keys, B x S, where None stands for no padding."""
+    if padding is not None:
+        return padding
+    return torch.zeros(keys.size(0), keys.size(2), dtype=torch.bool, device=keys.device)

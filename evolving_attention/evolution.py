@@ -153,6 +153,18 @@ RULES = {
 }
 
 
+def check(rule: str, kernel_size: int) -> None:
+    """Refuse what no attention can have.
+
+    Raises:
+        ValueError: a rule that is not there, or a kernel without a middle.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size {kernel_size}: must be a positive odd number")
+
+
 class Part(NamedTuple):
     """One summand of A_logit: ``share`` times ``map``."""
 
@@ -210,7 +222,7 @@ def evolve(
         convolve: None where there is no convolution.
     """
     _, _, c, d, e = coefficients
-    if convolve is None or _is(c, 0):
+    if convolve is None or is_always(c, 0):
         return _finite(_weighted(d, previous, e, logits))
     mixed = mix(coefficients, logits, hidden, previous)
     carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
@@ -267,6 +279,7 @@ class Evolution(nn.Module):
         learn_mix: bool = False,
     ):
         super().__init__()
+        check(rule, kernel_size)
         self.geometry = geometry
         self.kernel_size = kernel_size
         self.rule = rule
@@ -343,10 +356,10 @@ class Evolution(nn.Module):
         """
         coefficients = self.coefficients(previous is not None)
         _, _, c, d, e = coefficients
-        convolved = self.conv is not None and not _is(c, 0)
+        convolved = self.conv is not None and not is_always(c, 0)
         rest = 1 - c if convolved else 1.0
         parts = {"logits": Part(rest * e, logits)}
-        if previous is not None and not _is(d, 0):
+        if previous is not None and not is_always(d, 0):
             parts["previous"] = Part(rest * d, previous)
         if convolved:
             mixed = mix(coefficients, logits, hidden, previous)
@@ -354,13 +367,10 @@ class Evolution(nn.Module):
         return parts
 
     def extra_repr(self) -> str:
-        def spell(share: Share) -> str:
-            return "learnt" if isinstance(share, Tensor) and share.is_meta else f"{float(share):g}"
-
-        return f"{self.rule}, {self.geometry.value}, alpha={spell(self.alpha)}, beta={spell(self.beta)}"
+        return f"{self.rule}, {self.geometry.value}, alpha={float(self.alpha):g}, beta={float(self.beta):g}"
 
 
-def _is(share: Share, constant: float) -> bool:
+def is_always(share: Share, constant: float) -> bool:
     """Whether a share is this constant, and not a parameter that may come to be something else."""
     return not isinstance(share, Tensor) and share == constant
 
@@ -372,8 +382,8 @@ def _same(share: Share, other: Share) -> bool:
 
 def _weighted(of_previous: Share, previous: Tensor | None, of_logits: Share, logits: Tensor) -> Tensor:
     """of_previous * previous + of_logits * logits"""
-    if previous is None or _is(of_previous, 0):
-        return logits if _is(of_logits, 1) else of_logits * logits
+    if previous is None or is_always(of_previous, 0):
+        return logits if is_always(of_logits, 1) else of_logits * logits
     if not isinstance(of_previous, Tensor) and of_previous + of_logits == 1:
         return torch.lerp(logits, previous, of_previous)
     return of_previous * previous + of_logits * logits

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .evolution import RULES, Evolution, Geometry, Share, convolve, evolve, mix
+from .evolution import RULES, Evolution, Geometry, Share, check, convolve, evolve, mix
 from .kernels import Call, Result
 from .masks import masked_softmax
 from .scores import dot_products
@@ -68,8 +68,7 @@ def evolving_attention(
     Raises:
         ValueError: an unknown rule, or a weight without a bias.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
+    check(rule, 1 if weight is None else weight.size(-1))
     if (weight is None) != (bias is None):
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -79,7 +78,7 @@ def evolving_attention(
     if weight is None:
         coefficients = coefficients._replace(c=0.0)
     call = Call(
-        *(q, k, v, scale, geometry, 1 if weight is None else weight.size(-1), coefficients, weight, bias, logits),
+        *(q, k, v, scale, geometry, coefficients, weight, bias, logits),
         hidden=mask if hidden is None else hidden,
         masked=mask,
         previous=previous,

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from .evolution import RULES, Evolution, Geometry
+from .evolution import Evolution, Geometry
 from .functional import attend
 from .kernels import Call
 from .masks import hide_rows
@@ -205,17 +205,18 @@ def _attention(
     if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
     previous = evolving_maps.before(module)
-    layer = _cached_layer(evolving_cache, module)
+    layer, above = _cached_layer(evolving_cache, module), None
+    if layer is not None:
+        first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
+        above = first if layer.above is None else layer.above
     call = Call(
-        *(query, key, value, scaling, evolution.geometry, evolution.kernel_size),
-        evolution.coefficients(previous is not None),
+        *(query, key, value, scaling, evolution.geometry, evolution.coefficients(previous is not None)),
         *(None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias),
         given,
         hidden=hidden,
         masked=masked,
         previous=previous,
-        above=None if layer is None else _rows_above(layer, query, evolution.rows_above),
-        step=layer is not None,
+        above=above,
         dropout=dropout,
         keep_map=module.hands_on_map,
         need_weights=evolving_maps.need_weights,
@@ -259,11 +260,6 @@ def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | Non
     return layer
 
 
-def _rows_above(layer: EvolvingLayer, query: Tensor, rows: int) -> Tensor:
-    """The rows above a step's, B x K x (k - 1) x (at most S): zeros before the first step."""
-    return query.new_zeros(*query.shape[:2], rows, 0) if layer.above is None else layer.above
-
-
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a model's forward: new maps."""
     need_weights = bool(keywords.get("output_attentions", model.config.output_attentions))
@@ -282,13 +278,9 @@ def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, An
 
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Refuse what ``evolve`` cannot do, before anything changes."""
-    if settings["rule"] not in RULES:
-        raise ValueError(f"rule {settings['rule']!r}: must be one of {', '.join(RULES)}")
     for name in ("alpha", "beta"):
         if not 0 <= settings[name] <= 1:
             raise ValueError(f"{name} {settings[name]}: must be a number from 0 to 1")
-    if settings["kernel_size"] < 1 or settings["kernel_size"] % 2 == 0:
-        raise ValueError(f"kernel_size {settings['kernel_size']}: must be a positive odd number")
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
     types = {module.config.model_type for module in model.modules() if _is_attention(module)}

@@ -56,18 +56,6 @@ def future(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(columns - rows + 1)
 
 
-def append_padding(before: Tensor | None, now: Tensor | None, old_keys: Tensor, new: int) -> Tensor | None:
-    """Padding mask of all positions, B x S, from those of the earlier and of the ``new`` ones; None = no padding."""
-    if before is None and now is None:
-        return None
-    batch, device = old_keys.size(0), old_keys.device
-    if before is None:
-        before = torch.zeros(batch, old_keys.size(2), dtype=torch.bool, device=device)
-    if now is None:
-        now = torch.zeros(batch, new, dtype=torch.bool, device=device)
-    return torch.cat([before, now], dim=1)
-
-
 def _four_axes(mask: Tensor, heads: int) -> Tensor:
     if mask.dim() not in (2, 3, 4):
         raise ValueError(f"attn_mask must be T x S, (B K) x T x S or B x K x T x S, not {tuple(mask.shape)}")

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..evolution import Evolution, MapConvolution
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
-from .cpu.steps import Steps
+from .cpu.steps import Steps, is_plain
 
 __all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_for", "steps_after"]
 
@@ -32,12 +32,20 @@ def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer:
     Args:
         call: the search's first step.
         evolution: the call's.
-        inner, outer: linear layers: see ``Steps.after``.
+        inner, outer: linear layers: see ``Steps``.
     """
-    unchanged = stands_for(evolution) and all(_unchanged(part, nn.Linear) for part in (*inner, outer))
-    if not unchanged or kernel_for(call) is not cpu:
-        return None
-    return Steps.after(call, [(part.weight, part.bias) for part in inner], (outer.weight, outer.bias))
+    layers, width = (*inner, outer), call.q.size(1) * call.q.size(3)
+    known = (
+        call.q.size(2) == 1
+        and call.given is None
+        and call.dropout == 0
+        and not any(isinstance(share, Tensor) for share in call.coefficients)
+        and stands_for(evolution)
+        and all(_unchanged(layer, nn.Linear) and layer.weight.shape == (width, width) for layer in layers)
+        and all(is_plain(x) for layer in layers for x in layer.parameters())
+        and kernel_for(call) is cpu
+    )
+    return Steps(call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias)) if known else None
 
 
 def stands_for(evolution: nn.Module | None) -> bool:
@@ -92,19 +100,18 @@ def _fits(call: Call) -> bool:
         return False
     maps = batch, heads, _, columns = call.maps
     sentences = v.size(0)
+    shapes = (
+        *((k, (sentences, heads, columns, q.size(3))), (call.given, maps), (call.previous, maps)),
+        *((weight, (heads, heads, call.kernel_size, call.kernel_size)), (bias, (heads,))),
+    )
     return (
         min(maps) > 0
-        and call.kernel_size % 2 == 1
         and 0 <= call.dropout <= 1
         and sentences > 0
         and batch % sentences == 0
         and v.shape[:3] == (sentences, heads, columns)
-        and (call.given is not None or k.shape == (sentences, heads, columns, q.size(3)))
-        and (call.given is None or call.given.shape == maps)
-        and (call.previous is None or call.previous.shape == maps)
+        and all(x is None or x.shape == shape for x, shape in shapes)
         and (weight is None) == (bias is None)
-        and (weight is None or weight.shape == (heads, heads, call.kernel_size, call.kernel_size))
-        and (bias is None or bias.shape == (heads,))
         and (call.above is None or _fits_above(call, maps))
         and (call.hidden is None or _is_mask(call.hidden, maps))
         and (call.masked is None or call.masked is call.hidden or _is_mask(call.masked, maps))

@@ -32,7 +32,6 @@ class Call:
     v: Tensor  # N x K x S x D
     scale: float  # of q k^T
     geometry: Geometry
-    kernel_size: int
     coefficients: Coefficients  # five constants, or tensors of one number where they are learnt
     weight: Tensor | None = None  # K x K x k x k; None: no convolution
     bias: Tensor | None = None  # K
@@ -40,8 +39,8 @@ class Call:
     hidden: Tensor | None = None  # broadcasts to B x 1 x T x S; where the convolution must see zero
     masked: Tensor | None = None  # broadcasts to B x 1 x T x S; keys that must not be attended to
     previous: Tensor | None = None  # B x K x T x S, A_logit of the layer before
-    above: Tensor | None = None  # B x K x rows_above x (at most S), the convolution's input in the rows before these
-    step: bool = False  # step-by-step decoding: return the rows above the next step's
+    #: B x K x rows_above x (at most S), the convolution's input in the rows before these, in step-by-step decoding
+    above: Tensor | None = None
     dropout: float = 0.0  # probability that a weight is dropped; 1 drops all
     keep_map: bool = False  # whether the next layer needs A_logit
     need_weights: bool = False  # whether to return the weights
@@ -50,6 +49,11 @@ class Call:
     def maps(self) -> tuple[int, int, int, int]:
         """B, K, T, S."""
         return *self.q.shape[:3], self.v.size(2)
+
+    @property
+    def kernel_size(self) -> int:
+        """k; 0: no convolution."""
+        return 0 if self.weight is None else self.weight.size(-1)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -67,4 +71,4 @@ class Result(NamedTuple):
     context: Tensor  # B x K x T x D
     a_logit: Tensor | None = None  # B x K x T x S, evolved logits before the mask, where ``keep_map``
     weights: Tensor | None = None  # B x K x T x S, at least float32, before dropout, where ``need_weights``
-    kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, in a step
+    kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, where ``above``

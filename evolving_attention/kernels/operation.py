@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from ..evolution import is_always
 from .call import Call, Result
 
 
@@ -39,16 +40,19 @@ class Inputs(NamedTuple):
     same: bool  # carried is mixed itself, zero where hidden; d and e are 0 then
     scale: float
     geometry: str
-    kernel_size: int
     dropout: float
     keep_map: bool
     need_weights: bool
-    step: bool
 
     @property
     def maps(self) -> tuple[int, int, int, int]:
         """B, K, T, S."""
         return *self.q.shape[:3], self.v.size(2)
+
+    @property
+    def kernel_size(self) -> int:
+        """k; 0: no convolution."""
+        return 0 if self.weight is None else self.weight.size(-1)
 
 
 #: the first inputs, which are tensors; of these, the first, which may have gradients
@@ -95,13 +99,13 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     previous = call.previous
     if previous is None:
         a = d = 0.0
-    convolved = call.weight is not None and not is_zero(c)
+    convolved = call.weight is not None and not is_always(c, 0)
     same = convolved and call.coefficients.carries_what_it_reads
     if same:
         d = e = 0.0
     if not convolved:
         a = b = c = 0.0
-    if is_zero(a) and is_zero(d):
+    if is_always(a, 0) and is_always(d, 0):
         previous = None
     shares, learnt = [a, b, c, d, e], None
     if any(isinstance(share, Tensor) for share in shares):
@@ -114,14 +118,9 @@ def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
     weight, bias, hidden, above = (x if convolved else None for x in (call.weight, call.bias, call.hidden, call.above))
     return Inputs(
         *(call.q, call.k, call.v, call.given, previous, weight, bias, learnt, hidden, call.masked, above, seed),
-        *(shares, same, call.scale, call.geometry.value, call.kernel_size),
-        *(call.dropout, call.keep_map, call.need_weights, call.step),
+        *(shares, same, call.scale, call.geometry.value),
+        *(call.dropout, call.keep_map, call.need_weights),
     )
-
-
-def is_zero(share: float | Tensor) -> bool:
-    """Whether a share is always nothing."""
-    return not isinstance(share, Tensor) and share == 0
 
 
 class Operation:

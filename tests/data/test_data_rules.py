@@ -30,17 +30,6 @@ def test_tokens_are_sacremoses_s_with_the_last_full_stop_split_off(lang, dashes)
         assert ours.tokenize(line, dashes, return_str=True) == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "tokens"),
-    [
-        ("in the U.S.", "in the U.S ."), ("the U.S. is", "the U.S. is"), ("No. 5 etc.", "No. 5 etc ."),
-        ("5 a.m.", "5 a.m ."), ("wait...", "wait ..."), (".", "."), ("", ""), ("a .", "a ."),
-    ],
-)  # fmt: skip
-def test_the_last_full_stop_is_split_off(line, tokens):
-    assert Tokenizer("en").tokenize(line, return_str=True) == tokens
-
-
 @pytest.mark.parametrize("lang", ["de", "en", "fr"])
 def test_punctuation_is_normalised_as_moses_does(lang):
     """Moses' punctuation rules, then every non-printing character a space, also as in Moses."""

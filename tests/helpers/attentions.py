@@ -126,7 +126,7 @@ def call_of(evolution, tensors, masks, **options):
     """The call of an attention with this module; it asks for A_logit and the weights."""
     conv = evolution.conv
     return Call(
-        **{"scale": 0.6, "geometry": evolution.geometry, "kernel_size": evolution.kernel_size},
+        **{"scale": 0.6, "geometry": evolution.geometry},
         coefficients=evolution.coefficients("previous" in tensors),
         weight=None if conv is None else conv.weight,
         bias=None if conv is None else conv.bias,

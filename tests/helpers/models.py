@@ -34,7 +34,7 @@ KINDS = {
 def small_call():
     """A call that the CPU's kernel knows: one sentence of one token, one head."""
     one, coefficients = torch.ones(1, 1, 1, 1), evolution.LOGITS_ONLY
-    return kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, 3, coefficients)
+    return kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, coefficients)
 
 
 def dictionary(size=20):

@@ -241,17 +241,6 @@ def test_hypotheses_share_their_sentence_with_gradients_too(step_by_step, each_w
     assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_the_encoders_output_follows_sentences_not_hypotheses():
-    model = build()
-    whole = model.encoder(batch([6, 4, 3]))
-    beams = model.encoder.reorder_encoder_out(whole, torch.tensor([0, 0, 1, 1, 2, 2]))
-    assert model.encoder.reorder_encoder_out(beams, torch.tensor([1, 0, 3, 3, 4, 5])) is beams
-    moved = model.encoder.reorder_encoder_out(beams, torch.tensor([4, 4, 1, 0]))
-    assert torch.equal(moved["encoder_out"][0], whole["encoder_out"][0][:, [2, 2, 0, 0]])
-    assert torch.equal(moved["encoder_padding_mask"][0], whole["encoder_padding_mask"][0][[2, 2, 0, 0]])
-
-
 @pytest.mark.parametrize("beta", [0.5, 0.0])
 @torch.no_grad()
 def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):

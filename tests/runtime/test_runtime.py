@@ -94,6 +94,8 @@ def test_translates_text_as_the_python_interface(exported):
     assert runtime.translate(LINES, beam=2, max_len_b=8) == expected
     assert runtime.translate(iter(LINES), beam=2, max_len_b=8, batch=2) == expected
     assert runtime.translate(LINES[0], beam=2, max_len_b=8) == expected[0]
+    begun = runtime.translate(LINES[2:3], beam=2, max_len_b=8, prefixes=["The dog"])
+    assert begun[0].startswith("the dog")
     best = runtime.translate(LINES, beam=2, max_len_b=8, n_best=2)
     assert [one[0][0] if one else "" for one in best] == expected
 
@@ -206,7 +208,8 @@ def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
         (["a"], {"n_best": 9}, "n_best"),
         (["a"], {"batch": 0}, "batch"),
         (["a"], {"prefixes": []}, "prefixes"),
-        (["a"], {"prefixes": ["b </s>"]}, "</s>"),
+        (["a"], {"prefixes": "b"}, "prefixes"),
+        (["a"], {"n_best": "2"}, "n_best"),
         (["a"], {"sampling": True}, "sampling"),
     ],
 )

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq import options
 from helpers import warm
 from helpers.toy import save_model, script
 
-from ea_data.preparation import Preparation
 from ea_runtime.text import words_of
 from ea_tools import metrics, preparation
 from ea_tools.checkpoints import choose, load
@@ -330,24 +328,6 @@ def test_raw_references_must_be_the_binary_datas_text(capsys):
         evaluate.check_references(output, lines[1:] + lines[:1], True, "x")
 
 
-def test_sentences_longer_than_the_model_takes_are_counted(data):
-    prepared, total = Preparation.at(data), len(read_lines(data / "raw/test.de"))
-    assert evaluate.count_longer(prepared, "test", (1023, 1023)) == (0, 0)
-    assert evaluate.count_longer(prepared, "test", (0, 0)) == (total, total)
-    assert 0 < evaluate.count_longer(prepared, "test", (5, 5))[0] < total
-
-
-def test_every_sentence_is_translated_and_a_long_one_cut(data):
-    """fairseq leaves out what does not fill a batch, and stops at a source that is longer than the model reads."""
-    args = evaluate.parse(["--data", str(data), "--run", "r", "--beam", "4", "--lenpen", "1.2"])
-    _, *words = evaluate.generate_command(args, Preparation.at(data), "c.pt", (11, 15))
-    parsed = options.parse_args_and_arch(options.get_generation_parser(), words)
-    assert (parsed.required_batch_size_multiple, parsed.truncate_source) == (1, True)
-    assert (parsed.max_source_positions, parsed.max_target_positions) == (12, 16)
-    assert parsed.skip_invalid_size_inputs_valid_test
-    assert (parsed.path, parsed.gen_subset, parsed.beam, parsed.lenpen) == ("c.pt", "test", 4, 1.2)
-
-
 # ---- a run's scores
 
 
@@ -554,10 +534,11 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     torch.save(state, folder / "checkpoint_best.pt")
-    flags = ["--data", data, "--run", folder, "--best", "--beam", 1]
+    flags = ["--data", data, "--run", folder, "--best", "--beam", 1, "--lenpen", 1.2]
     result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
     assert result.returncode == 0, result.stderr
     record = json.loads((folder / "eval" / "test.json").read_text())
+    assert "--beam 1 --lenpen 1.2" in record["generate_command"]
     assert record["cut"] > 0 and record["left_out"] > 0
     hypotheses = read_lines(folder / "eval" / "test.hyp.txt")
     assert (len(hypotheses), hypotheses.count("")) == (10, record["left_out"])
@@ -591,10 +572,3 @@ def test_a_mistake_is_named_in_one_line(data, run, tmp_path, monkeypatch, flags,
     monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     with pytest.raises(SystemExit, match=rf"^evaluate: (.|\n)*{message}"):
         evaluate.main(["--data", str(data), "--run", str(run), *flags])
-
-
-def test_a_full_disk_at_averaging_is_one_line(data, half_way):
-    (half_way / "eval").mkdir()
-    (half_way / "eval/average2.pt").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=r"^evaluate: .*average2\.pt: could not be written .* make room"):
-        evaluate.main(["--data", str(data), "--run", str(half_way), "--average", "2"])

@@ -148,14 +148,6 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     return cell.folder
 
 
-def test_a_table_that_nobody_ran(toy):
-    written = collect(toy)
-    assert written.count("| not run |") == 2
-    assert "| not run [12.30] |" in written
-    assert "Nothing has been run yet." in written
-    assert not (toy / "results" / "tiny.png").exists()
-
-
 def test_numbers_in_the_table(toy):
     """Three seeds and a baseline: mean, deviation, difference, each seed's p, and the conclusion in words."""
     for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
@@ -262,7 +254,8 @@ def test_a_training_that_had_not_ended_goes_on(toy, capsys):
     plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
     for path in (path for folder in (plain, evolving) for path in folder.glob("eval/*.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
-    collect(toy)
+    named = "Plain, toy, seed 1 (7 of 80 updates); Evolving, toy, seed 1 (7 of 80 updates)."
+    assert f"- **Scored before the end of their training**: {named}" in collect(toy)
     (plain / "checkpoint1.pt").touch()
     said = dry_run(toy, capsys, "--average", "2")
     assert f"--run {plain} " in said.out
@@ -386,16 +379,6 @@ def test_a_difference_that_was_not_tested_is_not_called_insignificant(toy, diffe
     assert verdict in table_report.verdicts(table, summaries)[0]
 
 
-def test_scores_before_the_end_of_a_training_are_named(toy):
-    for row in ("Plain", "Evolving"):
-        pretend(toy, row, 1, 10.0)
-    assert "before the end" not in collect(toy)
-    (scored,) = toy.glob("runs/*/ea_*/eval/test.beam5.average2.json")
-    scored.write_text(json.dumps({**json.loads(scored.read_text()), "unfinished": "1,500 of 9,000 updates"}))
-    expected = "- **Scored before the end of their training**: Evolving, toy, seed 1 (1,500 of 9,000 updates)."
-    assert collect(toy).count(expected) == 1
-
-
 def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch):
     """Else every --collect would change files under version control."""
     folder = tmp_path / "run" / "eval"
@@ -511,14 +494,9 @@ def test_a_run_does_not_outlive_its_command(toy):
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
         (["table5", "--recipes", "sample"], "--recipes sample: the table has iwslt14-de-en"),
         (["table5", "--seed", "1"], "use --seeds"),
-        (["table5", "--colect"], "reproduce: Transformer-Lite: --colect: there is no such flag"),
         (
             ["table5", "--cpu"],
             "reproduce: Transformer-Lite: train.sh: error: --cpu is not to be given here: use --gpus 0",
-        ),
-        (
-            ["table5", "--rows", "EA-", "--ea-alfa", "0"],
-            "EA-Transformer-Lite: --ea-alfa: there is no such flag; is --ea-",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...evolution import Geometry
 from ..call import Call
-from ..operation import Inputs, Operation, new_vectors, parted
+from ..operation import Inputs, Operation, Outputs, new_vectors, parted
 from . import library
 from .structures import Problem
 
@@ -22,7 +22,7 @@ def knows(call: Call) -> bool:
 
     Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is needed.
     """
-    by_rows = call.step or call.above is not None
+    by_rows = call.above is not None
     shares_keys = call.v.size(0) != call.q.size(0)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
     return (
@@ -35,32 +35,38 @@ def knows(call: Call) -> bool:
     )
 
 
-def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    """``Inputs`` -> ``Outputs``."""
+def new_outputs(*arguments: Any) -> Outputs:
+    """``Inputs`` -> ``Outputs`` without numbers."""
     x = Inputs(*arguments)
-    maps, problem = x.maps, Problem.of(x)
-    a_logit, weights, kept, stats = (x.v.new_empty(0) for _ in range(4))  # they may not be one and the same
-    if x.keep_map:
-        a_logit = problem.result("a_logit", maps)
-    if x.need_weights:
-        weights = problem.result("weights", maps)
-    if x.step and x.weight is not None:
-        kept = problem.result("kept", (*maps[:2], x.kernel_size - 1, maps[3]))
-    context = problem.enter("context", new_vectors(x.v, x.q))
-    library.call("evolving_attention_forward", problem, maps)
-    return context, a_logit, weights, kept, stats
+    batch, heads, _, columns = maps = x.maps
+    return Outputs(
+        context=new_vectors(x.v, x.q),
+        a_logit=x.v.new_empty(maps if x.keep_map else 0),
+        weights=x.v.new_empty(maps if x.need_weights else 0),
+        kept=x.v.new_empty(0 if x.above is None else (batch, heads, x.kernel_size - 1, columns)),
+        stats=x.v.new_empty(0),
+    )
+
+
+def forward(*arguments: Any) -> Outputs:
+    """``Inputs`` -> ``Outputs``."""
+    x, outputs = Inputs(*arguments), new_outputs(*arguments)
+    problem = Problem.of(x)
+    problem.enter(context=outputs.context, a_logit=outputs.a_logit, weights=outputs.weights, kept=outputs.kept)
+    library.call("evolving_attention_forward", problem, x.maps)
+    return outputs
 
 
 def backward(*arguments: Any) -> list[Tensor]:
     """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
     of, x = parted(arguments)
     problem, wanted, batch = Problem.of(x), of.wanted, x.q.size(0)
-    problem.read(d_a_logit=of.of_a_logit, d_weights=of.of_weights, d_context=of.of_context)
     found = dict.fromkeys(Inputs._fields[:8])
-    found["v"] = problem.enter("d_v", new_vectors(x.v, x.v))
+    found["v"] = new_vectors(x.v, x.v)
     if wanted[0] or wanted[1]:
-        found["q"] = problem.enter("d_q", new_vectors(x.q, x.q))
-        found["k"] = problem.enter("d_key", new_vectors(x.k, x.k))
+        found["q"], found["k"] = new_vectors(x.q, x.q), new_vectors(x.k, x.k)
+    problem.enter(d_a_logit=of.of_a_logit, d_weights=of.of_weights, d_context=of.of_context)
+    problem.enter(d_q=found["q"], d_key=found["k"], d_v=found["v"])
     for name, want in (("given", wanted[3]), ("previous", wanted[4])):
         if want:
             found[name] = problem.result(f"d_{name}", x.maps)
@@ -76,18 +82,6 @@ def backward(*arguments: Any) -> list[Tensor]:
     return [x if want else of.context.new_empty(0) for x, want in zip(found.values(), wanted, strict=True)]
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, ...]:
-    x = Inputs(*arguments)
-    batch, heads, _, columns = maps = x.maps
-    return (
-        new_vectors(x.v, x.q),
-        x.q.new_empty(maps if x.keep_map else 0),
-        x.q.new_empty(maps if x.need_weights else 0),
-        x.q.new_empty((batch, heads, x.kernel_size - 1, columns) if x.step and x.weight is not None else 0),
-        x.q.new_empty(0),
-    )
-
-
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     of, x = parted(arguments)
     vectors = [new_vectors(y, y) for y in x[:3]]
@@ -95,4 +89,4 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]
 
 
-attend = Operation("cpu", forward, backward, (_fake, _fake_backward)).attend
+attend = Operation("cpu", forward, backward, (new_outputs, _fake_backward)).attend

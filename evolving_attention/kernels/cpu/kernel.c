@@ -52,7 +52,7 @@ typedef struct {
     /* results of the forward pass */
     Vectors context;
     float *a_logit, *weights;    /* weights: before dropout */
-    float *kept;                 /* B x K x top x S, mixed of the last rows: what is above the next step's */
+    float *kept;                 /* where there are rows above: those of the next step, B x K x top x S */
     /* of the backward pass: gradients that come in, gradients that go out */
     Vectors d_context;           /* data may be NULL */
     const float *d_a_logit, *d_weights;
@@ -271,26 +271,20 @@ static void mix(const Plan *w, Scratch *m, const Band *band, float *packed) {
 /* Columns of the kernel's row a that have taps: without its strict upper triangle, up to the diagonal. */
 INLINE int64_t taps_past(int lower, int64_t size, int64_t a) { return lower ? a + 1 : size; }
 
-/* The kernel's taps for output heads o, o + 1, ... side by side: ((o / 4, c, a, b), o % 4). */
-static void order_taps(const Problem *p, float *to) {
+/* The kernel's taps of four heads side by side: ((o / 4, c, a, b), o % 4) of output heads o; or of input heads c, for the
+   gradient of the input, the kernel turned round: ((c / 4, o, a, b), c % 4). */
+static void order_taps(const Problem *p, int turned, float *to) {
     int64_t K = p->K, k = p->k;
     for (int64_t first = 0; first < K; first += 4)
-        for (int64_t c = 0; c < K; c++)
-            for (int64_t a = 0; a < k; a++)
-                for (int64_t b = 0; b < taps_past((int)p->lower, k, a); b++)
-                    for (int64_t o = first; o < first + 4; o++)
-                        *to++ = o < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
-}
-
-/* The same for the gradient of the input: heads c side by side, the kernel turned round. */
-static void order_taps_turned(const Problem *p, float *to) {
-    int64_t K = p->K, k = p->k;
-    for (int64_t first = 0; first < K; first += 4)
-        for (int64_t o = 0; o < K; o++)
-            for (int64_t a = k - 1; a >= 0; a--)
-                for (int64_t b = taps_past((int)p->lower, k, a) - 1; b >= 0; b--)
-                    for (int64_t c = first; c < first + 4; c++)
-                        *to++ = c < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+        for (int64_t other = 0; other < K; other++)
+            for (int64_t row = 0; row < k; row++) {
+                int64_t a = turned ? k - 1 - row : row, taps = taps_past((int)p->lower, k, a);
+                for (int64_t column = 0; column < taps; column++)
+                    for (int64_t head = first; head < first + 4; head++) {
+                        int64_t o = turned ? other : head, c = turned ? head : other, b = turned ? taps - 1 - column : column;
+                        *to++ = head < K ? p->kernel[((o * K + c) * k + a) * k + b] : 0;
+                    }
+            }
 }
 
 /* Four heads' convolution, with a kernel of `size`, at `vectors` places: sums[o][j] += taps * maps, whose first row and
@@ -752,8 +746,6 @@ static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
             memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
             if (p->kept && t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
         }
-        for (int64_t t = p->T; !p->above && p->kept && t < p->top; t++)
-            zero(p->kept + ((b * p->K + h) * p->top + t - p->T) * p->S, p->S);
     }
     if (!w->backward) return;
     zero(m->d_key, p->K * p->S * w->Dp);
@@ -869,8 +861,8 @@ static int64_t lay_out(const Plan *w, char *memory, Scratch *m) {
     if (!memory) return next - memory;
     memset(memory, 0, zeroed); /* the zeros between the rows of X and G, once: what is inside is written each time */
     for (int64_t s = 0; s < w->Sp; s++) m->inside[s] = s < p->S ? -1 : 0;
-    if (p->kernel) order_taps(p, m->taps);
-    if (p->kernel && backward) order_taps_turned(p, m->turned);
+    if (p->kernel) order_taps(p, 0, m->taps);
+    if (p->kernel && backward) order_taps(p, 1, m->turned);
     return next - memory;
 }
 
@@ -938,8 +930,9 @@ static void share_chunks(const Plan *w, Scratch *m, int64_t b, int64_t past, flo
     }
 }
 
-/* Memory for packed matrices that threads share at a time, if one sentence does not take more. */
-enum { PACKED_BYTES = 24 << 20 };
+/* Memory for packed matrices that threads share at a time, if one sentence does not take more; and what a thread keeps of
+   its own from call to call. */
+enum { PACKED_BYTES = 24 << 20, KEPT_BYTES = 8 << 20 };
 
 /* Run one pass on at most `threads` threads; 0, or 1 where there is not enough memory. */
 static int run(const Problem *p, int backward, int threads) {
@@ -965,9 +958,9 @@ static int run(const Problem *p, int backward, int threads) {
         }
         if (w.chunks == 1) share_sentences(&w, &m);
         else for (int64_t b = 0; b < p->B; b += group) share_chunks(&w, &m, b, least(b + group, p->B), packs);
-        leave_arena(0);
+        leave_arena(0, KEPT_BYTES);
     }
-    leave_arena(1);
+    leave_arena(1, PACKED_BYTES);
     return failed;
 }
 

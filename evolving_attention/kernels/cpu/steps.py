@@ -25,28 +25,12 @@ class Steps:
     """The steps of a search after its first, of one attention with its projections: only their input changes.
 
     The rest is checked once, so a model must not change while a state of a search lives, which keeps this.
+
+    Args:
+        call: the first step.
+        inner: the projections of each step's input: queries', and keys' and values' where these grow.
+        outer: the context's projection.
     """
-
-    @classmethod
-    def after(cls, call: Call, inner: list[Projection], outer: Projection) -> Steps | None:
-        """The steps after one that the kernel knows; None where they cannot be prepared.
-
-        Args:
-            call: the first step.
-            inner: the projections of each step's input: queries', and keys' and values' where these grow.
-            outer: the context's projection.
-        """
-        width = call.q.size(1) * call.q.size(3)
-        constants = [x for pair in (*inner, outer) for x in pair if x is not None]
-        known = (
-            call.q.size(2) == 1
-            and call.given is None
-            and call.dropout == 0
-            and not any(isinstance(share, Tensor) for share in call.coefficients)
-            and all(weight.shape == (width, width) for weight, _ in (*inner, outer))
-            and all(_is_plain(x) for x in constants)
-        )
-        return cls(call, inner, outer) if known else None
 
     def __init__(self, call: Call, inner: list[Projection], outer: Projection):
         inputs = inputs_of(call)
@@ -55,13 +39,10 @@ class Steps:
         self._inner = torch.cat(weights), None if biases[0] is None else torch.cat(biases)  # one product, not three
         self._outer = outer
         _, self._heads, _, self._size = call.q.shape
-        self._rows_above = 0 if call.weight is None else call.kernel_size - 1
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Steps:
-        return self
+        self._rows_above = max(0, inputs.kernel_size - 1)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Addresses mean nothing in another process: it reads None."""
+        """Addresses mean nothing in a copy, or in another process: it is None."""
         return type(None), ()
 
     def run(self, query: Tensor, cache: Cache, need_weights: bool) -> tuple[Tensor, Tensor | None, Cache] | None:
@@ -78,7 +59,7 @@ class Steps:
         batch, heads, size, above = query.size(1), self._heads, self._size, cache.rows
         if (
             query.shape != (1, batch, heads * size)
-            or not all(_is_plain(x) for x in (query, cache.keys, cache.values, above) if x is not None)
+            or not all(is_plain(x) for x in (query, cache.keys, cache.values, above) if x is not None)
             or torch.is_autocast_enabled("cpu")
             or any(x.size(0) != batch for x in (above, cache.padding) if x is not None)
             or (above is not None and above.size(3) > cache.keys.size(2))
@@ -108,5 +89,6 @@ class Steps:
         return F.linear(context, *self._outer), weights, replace(cache, rows=rows)
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Whether the C file may read this tensor's memory as it is."""
     return type(x) in PLAIN and x.dtype is torch.float32 and x.is_cpu and not x.is_neg()

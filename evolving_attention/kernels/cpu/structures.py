@@ -76,22 +76,18 @@ class Problem(Structure):
         problem.copies = copies
         return problem
 
-    def read(self, **tensors: Tensor | None) -> None:
-        """Enter more inputs by the names of their fields."""
+    def enter(self, **tensors: Tensor | None) -> None:
+        """Enter more inputs, or outputs, by the names of their fields; empty ones are not wanted."""
         for name, x in tensors.items():
-            enter = vectors if isinstance(getattr(self, name), Vectors) else address
-            setattr(self, name, enter(x, self.copies))
+            if x is not None and x.numel():
+                enter = vectors if isinstance(getattr(self, name), Vectors) else address
+                setattr(self, name, enter(x, self.copies))
 
     def result(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a contiguous output of this shape, and enter its address in the field of this name."""
         result = torch.empty(shape, dtype=dtype, device="cpu")
         setattr(self, name, result.data_ptr())
         return result
-
-    def enter(self, name: str, output: Tensor) -> Tensor:
-        """Enter an output, B x K x _ x D, in the field of this name; returned as it is."""
-        setattr(self, name, vectors(output, self.copies))
-        return output
 
 
 def vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, int, int]:

@@ -331,9 +331,8 @@ static void row_of_context(const float *P, const float *values, int64_t stride, 
 /* ---- memory that a thread keeps from call to call ----
 
    Memory that is given back after every call is mapped and cleared anew at the next, which took longer than all
-   arithmetic. A thread's memory only grows, is given back when the thread ends, and not kept where it is very much. */
+   arithmetic. A thread's memory only grows, is given back when the thread ends, and not kept where it is much. */
 
-enum { MOST_KEPT = 64 << 20 }; /* bytes */
 typedef struct {
     char *memory;
     size_t bytes;
@@ -366,10 +365,10 @@ static char *take_arena(int which, size_t bytes) {
     return arena->memory;
 }
 
-/* After a call. */
-static void leave_arena(int which) {
+/* After a call: keep at most so many bytes. */
+static void leave_arena(int which, size_t most_kept) {
     Arena *arena = &arenas[which];
-    if (arena->bytes <= MOST_KEPT) return;
+    if (arena->bytes <= most_kept) return;
     free(arena->memory);
     *arena = (Arena){0};
 }

@@ -107,7 +107,7 @@ def _launch(
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
         *[stride // unit for y in vectors for stride in y.stride()[:3]],
     )
-    heads, kernel_size, width = constants_of(x.v.size(1), _kernel_size(x), x.v.size(3))
+    heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
     for step, programs in _steps(x, count):
         constants = (heads, kernel_size, unit, width, _columns(x.v), step)
         _run(kernel, (programs, 1, 1), (*tensors, *numbers, *constants), (dtype, x.v.device, constants))
@@ -167,17 +167,12 @@ def _is_aligned(x: Tensor) -> bool:
     return a % 8 == 0 and b % 8 == 0 and c % 8 == 0 and x.storage_offset() % 8 == 0
 
 
-def _kernel_size(x: Inputs) -> int:
-    """k, 0 where there is no convolution."""
-    return 0 if x.weight is None else x.kernel_size
-
-
 def _size(x: Inputs) -> tuple[int, int]:
     """The size of framed maps, and their pitch."""
     batch, heads, rows, columns = x.maps
-    gap, lead = max(0, _kernel_size(x) - 1), kernels.LEAD.value
+    gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
     pitch = (columns + gap + 15) // 16 * 16
-    return (batch * (lead + (heads * (rows + gap) + gap) * pitch) + lead if _kernel_size(x) else 0), pitch
+    return (batch * (lead + (heads * (rows + gap) + gap) * pitch) + lead if x.kernel_size else 0), pitch
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -3,31 +3,30 @@
 A compiler may break a kernel for one type, size or device among many. So a variant first does small problems, values
 and gradients, which the plain composition does in float64, too. If a result differs, or the kernel fails, a line is
 logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the
-verdict.
+verdict of a comparison.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ...evolution import Coefficients, Geometry
+from ...evolution import Coefficients, Geometry, is_always
 from ...functional import compose
 from .. import gpu
-from ..call import Call
-from ..operation import is_zero
+from ..call import Call, Result
+from ..cpu.library import cache_folder
 from . import operation
 
 logger = logging.getLogger(__name__)
@@ -36,13 +35,12 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: the inputs that have gradients, beside the shares
 INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
-#: the trial's dropout and its seed
-DROPPED, SEED = 0.5, 11
 #: rows and columns of the trial's problem, of short maps (True) and long ones: more than one band and block
 SIZES = {True: (35, 60), False: (67, 70)}
+#: the verdict on what is right; any other is a fault
+RIGHT = "right"
 
 _verdicts: dict["Variant", bool] = {}
-_lock = threading.Lock()
 
 
 class Variant(NamedTuple):
@@ -61,37 +59,24 @@ class Variant(NamedTuple):
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
         _, heads, rows, columns = call.maps
-        convolved = call.weight is not None and not is_zero(call.coefficients.c)
+        kernel_size = 0 if is_always(call.coefficients.c, 0) else call.kernel_size
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
-        heads, kernel_size, width = operation.constants_of(heads, call.kernel_size * convolved, call.v.size(3))
+        heads, kernel_size, width = operation.constants_of(heads, kernel_size, call.v.size(3))
         short = operation.is_short(rows, columns)
         unit = operation.unit_of(call.q, call.k, call.v, call.given)
         return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
-
-    def __str__(self) -> str:
-        """For the log."""
-        convolution = f"a convolution of size {self.kernel_size}" if self.kernel_size else "no convolution"
-        return (
-            f"up to {self.heads} heads of up to {self.width} numbers, {convolution}, "
-            f"{'short' if self.short else 'long'} maps, {str(self.dtype).removeprefix('torch.')} on {self.device}"
-        )
 
 
 @torch.compiler.assume_constant_result
 def passed(variant: Variant) -> bool:
     """Whether a variant has passed its trial, which happens now if there was none.
 
-    The caller's random numbers and autograd modes do not change. If memory is short, no other trial follows in this
-    process. While a CUDA graph is captured, no trial can run.
+    The caller's random numbers and autograd modes do not change. While a CUDA graph is captured, no trial can run.
     """
-    verdict = _verdicts.get(variant)
-    if verdict is None and not _capturing(variant.device):
-        with _lock:
-            verdict = _verdicts.get(variant)
-            if verdict is None:
-                verdict = _verdicts[variant] = _decide(variant)
-    return bool(verdict)
+    if variant not in _verdicts and not _capturing(variant.device):
+        _verdicts[variant] = _decide(variant)
+    return _verdicts.get(variant, False)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -102,38 +87,29 @@ def _capturing(device: torch.device) -> bool:
 def _decide(variant: Variant) -> bool:
     """Whether a variant is right, by an earlier process or a trial."""
     path = _path(variant)
-    if path is not None and path.exists():
-        reason = path.read_text()
-    else:
+    verdict = path.read_text() if path.exists() else ""
+    if not verdict:
         try:
             # A new thread has no autocast, inference mode, or hooks on saved tensors.
             with ThreadPoolExecutor(1) as thread:
-                reason = thread.submit(find_difference, variant).result()
-        except Exception as error:  # any error leaves the path without kernels
-            reason = gpu.summary(error)
-            # drivers and cuBLAS have words of their own for it
-            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason:
-                path = None  # a later process may have more
-            else:
-                _check_device(variant, error)
-        _remember(path, reason)
-    if reason:
-        logger.warning("evolving attention takes its slower way for %s: %s", variant, reason)
-    return not reason
+                verdict = thread.submit(find_difference, variant).result() or RIGHT
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(verdict)
+        except Exception as error:  # a later process tries again: memory may have been short
+            verdict = gpu.summary(error)
+    if verdict != RIGHT:
+        logger.warning("evolving attention takes its slower way for %s: %s", variant, verdict)
+    return verdict == RIGHT
 
 
-def _path(variant: Variant) -> Path | None:
-    """The file of a variant's verdict; its name changes with device, driver, libraries and source."""
-    if variant.device.type != "cuda":
-        return None
-    driver = Path("/proc/driver/nvidia/version")
-    parts = [
-        *(torch.cuda.get_device_name(variant.device), torch.cuda.get_device_capability(variant.device)),
-        *(driver.read_text() if driver.exists() else "", torch.__version__, torch.version.cuda, triton.__version__),
-        *(_source(), *variant[1:]),
-    ]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evolving_attention" / "gpu"
-    return folder / hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+def _path(variant: Variant) -> Path:
+    """The file of a variant's verdict; its name changes with device, libraries and source."""
+    device = "interpreter"
+    if variant.device.type == "cuda":
+        device = torch.cuda.get_device_name(variant.device), torch.cuda.get_device_capability(variant.device)
+    parts = device, torch.__version__, triton.__version__, _source(), *variant[1:]
+    return cache_folder() / "gpu" / hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -141,34 +117,8 @@ def _source() -> str:
     return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
-def _remember(path: Path | None, reason: str) -> None:
-    """Keep a verdict; a folder that cannot be written is no reason to stop."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(reason)
-        unfinished.replace(path)
-    except OSError as error:
-        logger.info("the verdict on the GPU's kernels is not kept in %s: %s", path.parent, error)
-
-
-def _check_device(variant: Variant, error: Exception) -> None:
-    """Raise where nothing runs any more on the device, as after an illegal address."""
-    if variant.device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(variant.device)
-    except RuntimeError as lost:
-        raise RuntimeError(
-            f"a kernel of evolving attention broke the device when it was tried for {variant} ({error}); start again "
-            "with --ea-plain"
-        ) from lost
-
-
 def find_difference(variant: Variant) -> str:
-    """The faults of the kernels on small problems, in words; "" if there are none."""
+    """The first fault of the kernels on small problems, in words; "" if there is none."""
     wrong = (
         f"{name} differs from the plain composition's by {error:.2g} of its largest number"
         for name, error in errors(variant).items()
@@ -177,17 +127,23 @@ def find_difference(variant: Variant) -> str:
     return next(wrong, "")
 
 
+@torch.enable_grad()
 def errors(variant: Variant) -> dict[str, float]:
-    """The distance of the kernels from float64, as a share of the largest number, by the name of each result.
-
-    Two problems use everything that a call may have. A third gives float32 numbers of many bits, of which a product in
-    TF32 drops some. It compares values alone: gradients jump where rounding changes a ReLU.
-    """
-    found = _errors_of(variant, _problem(variant)) | _errors_of(variant, _problem(variant, learnt=True))
-    if variant.dtype == torch.float32:
-        fine = _errors_of(variant._replace(gradients=False), _problem(variant, fine=2.0**-12))
-        found |= {f"{name}, of numbers with many bits,": error for name, error in fine.items()}
+    """The distance of the kernels from float64, as a share of the largest number, by the name of each result."""
+    found = {}
+    for learnt in (False, True):
+        call = _problem(variant, learnt)
+        here = _moved(call, variant.device, variant.dtype)
+        ours = _results(variant, here, gpu.attend)
+        truth = _results(variant, _moved(call, torch.device("cpu"), torch.float64), compose)
+        found |= {name: _distance(ours[name], true) for name, true in truth.items()}
+    if variant.gradients:
+        found["dropout on the way back"] = _distance(*_dropped(here))
     return found
+
+
+def _distance(ours: Tensor, true: Tensor) -> float:
+    return float((ours.cpu().double() - true.cpu()).abs().max() / true.abs().max().clamp(min=1e-6))
 
 
 def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
@@ -196,8 +152,8 @@ def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
 
 
-def _problem(variant: Variant, learnt: bool = False, fine: float = 1.0) -> Call:
-    """A small call in float64: an encoder's with dropout and weights, or a decoder's with given logits, learnt shares.
+def _problem(variant: Variant, learnt: bool) -> Call:
+    """A small call in float64: an encoder's with weights, or a decoder's with given logits and learnt shares.
 
     The decoder carries another sum than it mixes.
     """
@@ -207,7 +163,7 @@ def _problem(variant: Variant, learnt: bool = False, fine: float = 1.0) -> Call:
     maps = (2, heads, rows, columns)
 
     def vectors(length: int, step: float) -> Tensor:
-        return _multiples(step * fine, length, 2, heads, width).permute(1, 2, 0, 3)  # the layout of projections
+        return _multiples(step, length, 2, heads, width).permute(1, 2, 0, 3)  # the layout of projections
 
     if learnt:
         masked = hidden = torch.ones(rows, columns, dtype=torch.bool).triu(1)[None, None]
@@ -222,83 +178,48 @@ def _problem(variant: Variant, learnt: bool = False, fine: float = 1.0) -> Call:
         **{"q": vectors(rows, 1), "k": vectors(columns, 1) / 2, "v": vectors(columns, 1 / 32)},
         scale=2.0 ** -(variant.width.bit_length() // 2),
         geometry=Geometry.DECODER_SELF if learnt else Geometry.ENCODER_SELF,
-        kernel_size=max(1, size),
         coefficients=Coefficients(*shares),
-        weight=_multiples(fine / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
-        bias=_multiples(fine / 64, heads).abs() if size else None,  # ReLU must pass some pixels
+        weight=_multiples(1 / 64, heads, heads, size, size, spread=(heads * size * size) ** -0.5) if size else None,
+        bias=_multiples(1 / 64, heads).abs() if size else None,  # ReLU must pass some pixels
         given=_multiples(1 / 8, *maps) if learnt else None,
-        previous=_multiples(fine / 8, *maps).flip(1),
+        previous=_multiples(1 / 8, *maps).flip(1),
         **{"hidden": hidden, "masked": masked, "keep_map": True, "need_weights": not learnt},
-        dropout=DROPPED if variant.gradients and not learnt else 0.0,
     )
-
-
-def _errors_of(variant: Variant, call: Call) -> dict[str, float]:
-    with torch.enable_grad():
-        kept = _kept(variant, call) / (1 - DROPPED) if call.dropout > 0 else None
-        ours = _results(variant, _moved(call, variant.device, variant.dtype), _by_kernels)
-        truth = _results(
-            *(variant, _moved(call, torch.device("cpu"), torch.float64)),
-            lambda call: _by_plain_composition(call, kept),
-        )
-    return {
-        name: float((ours[name].cpu().double() - true).abs().max() / true.abs().max().clamp(min=1e-6))
-        for name, true in truth.items()
-    }
 
 
 def _moved(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
     """A copy of a call whose tensors want gradients."""
 
-    def there(x: Tensor) -> Tensor:
-        return x.to(device, dtype).detach().requires_grad_()
+    def there(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device) if x.dtype == torch.bool else x.to(device, dtype).detach().requires_grad_()
 
-    tensors = {name: there(x) for name in INPUTS if (x := getattr(call, name)) is not None}
-    tensors |= {"hidden": call.hidden.to(device), "masked": call.masked.to(device)}
-    shares = [there(share) if isinstance(share, Tensor) else share for share in call.coefficients]
-    return replace(call, coefficients=Coefficients(*shares), **tensors)
+    values = {field.name: there(getattr(call, field.name)) for field in fields(call)}
+    return Call(**{**values, "coefficients": Coefficients(*map(there, call.coefficients))})
 
 
-def _results(variant: Variant, call: Call, run: Callable[[Call], tuple[Tensor | None, ...]]) -> dict[str, Tensor]:
+def _results(variant: Variant, call: Call, run: Callable[[Call], Result]) -> dict[str, Tensor]:
     """All results of a call, and gradients of an uneven sum of them, by name."""
-    found = {
-        name: x for name, x in zip(("the context", "A_logit", "the weights"), run(call), strict=True) if x is not None
-    }
-    if not variant.gradients:
-        return {name: x.detach() for name, x in found.items()}
-    loss = sum((x * _multiples(1 / 32, *x.shape).to(x)).sum() for x in found.values())
-    inputs = {f"the gradient of {name}": x for name in INPUTS if (x := getattr(call, name)) is not None}
-    shares = [share for share in call.coefficients if isinstance(share, Tensor)]
-    gradients = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
-    found |= {name: x for name, x in zip(inputs, gradients, strict=False) if x is not None}
-    of_shares = [x for x in gradients[len(inputs) :] if x is not None]
-    if of_shares:  # as one: each alone may be a small sum of large numbers
-        found["the gradient of the shares"] = torch.stack(of_shares)
+    found = {name: x for name, x in run(call)._asdict().items() if x is not None}
+    if variant.gradients:
+        loss = sum((x * _multiples(1 / 32, *x.shape).to(x)).sum() for x in found.values())
+        inputs = {f"the gradient of {name}": x for name in INPUTS if (x := getattr(call, name)) is not None}
+        shares = [share for share in call.coefficients if isinstance(share, Tensor)]
+        gradients = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
+        found |= {name: x for name, x in zip(inputs, gradients, strict=False) if x is not None}
+        of_shares = [x for x in gradients[len(inputs) :] if x is not None]
+        if of_shares:  # as one: each alone may be a small sum of large numbers
+            found["the gradient of the shares"] = torch.stack(of_shares)
     return {name: x.detach() for name, x in found.items()}
 
 
-def _by_kernels(call: Call) -> tuple[Tensor | None, ...]:
-    return gpu.attend(call, torch.tensor(SEED, device=call.v.device))[:3]
+def _dropped(call: Call) -> tuple[Tensor, Tensor]:
+    """Two products, B x K x D each, which are equal if the way back drops the same weights as the way there.
 
-
-def _kept(variant: Variant, call: Call) -> Tensor:
-    """The weights that dropout keeps, B x K x T x S: contexts of unit vectors as values, as many columns as fit."""
-    call = replace(_moved(call, variant.device, variant.dtype), masked=None)
-    width, columns = call.v.shape[3], call.v.size(2)
-    pieces = []
-    for start in range(0, columns, width):
-        v = torch.zeros_like(call.v)
-        v[..., start : start + width, :] = torch.eye(width, device=v.device)[: columns - start]
-        pieces.append(_by_kernels(replace(call, v=v))[0].detach().cpu().double())
-    kept = torch.cat(pieces, 3)[..., :columns] != 0
-    share = kept.double().mean().item()
-    if abs(share - (1 - DROPPED)) > 0.2:
-        raise ValueError(f"dropout of {DROPPED} keeps {share:.2f}")
-    return kept
-
-
-def _by_plain_composition(call: Call, kept: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All results; dropout multiplies by ``kept``."""
-    found = compose(replace(call, dropout=0.0, need_weights=True))
-    context = found.context if kept is None else (found.weights * kept) @ call.v
-    return context, found.a_logit, found.weights if call.need_weights else None
+    The context is linear in the values: its product with any numbers is that of the values with their gradient.
+    """
+    context = gpu.attend(replace(call, dropout=0.5), torch.tensor(11, device=call.v.device)).context
+    numbers = _multiples(1 / 32, *context.shape).to(context)
+    (gradient,) = torch.autograd.grad(context, call.v, numbers)
+    return (call.v.detach() * gradient.double()).sum(2), (context.detach() * numbers.double()).sum(2)
