@@ -51,7 +51,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a checkpoint, such as RUN/checkpoint_best.pt")
+        raise UserError(f"{path}: no such checkpoint file; give one, such as RUN/checkpoint_best.pt")
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
     try:
