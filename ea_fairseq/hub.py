@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq import checkpoint_utils

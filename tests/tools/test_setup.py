@@ -30,13 +30,13 @@ def interpreter(path, version):
     return str(path)
 
 
-@pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.13.0", "")])
+@pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.14.0", "")])
 def test_other_versions_of_python_are_refused(checkout, version, start):
     """Also one whose path begins at the folder that one is in, which is / here."""
     path = interpreter(checkout / "python", version)
     result = setup(checkout, PYTHON=start + path.removeprefix("/"))
     assert result.returncode == 1
-    assert "Python 3.11 or 3.12 is needed" in result.stderr and f"Python {version}" in result.stderr
+    assert "Python 3.11, 3.12 or 3.13 is needed" in result.stderr and f"Python {version}" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
