@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -18,9 +18,15 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.tasks import TASK_REGISTRY
 from fairseq.tasks.translation import TranslationTask
 
+from ea_runtime.kept import kept_by
+
 from .loading import model_of, peek, trained_further
 
 if TYPE_CHECKING:
+    from fairseq.models import FairseqModel
+    from fairseq.tasks import FairseqTask
+    from omegaconf import DictConfig
+
     from ea_runtime.text import Text
 
 logger = logging.getLogger(__name__)
@@ -123,14 +129,12 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
 
     Raises:
         FileNotFoundError: the checkpoint, or the preparation, is not there; the message names the file.
-        TypeError, ValueError: `checkpoint` is no name, or the model does not translate.
+        TypeError, ValueError: `checkpoint` is no name, the model does not translate, or RUN/prepared was changed.
     """
     run = Path(run)
     paths = [_model_of(run)] if checkpoint is None else _named(run, checkpoint)
     trained_on = [_data_of_translation(path) for path in paths]
-    folder = run / "prepared"
-    if not (folder / "DIGEST").is_file():
-        folder = Path(data or trained_on[0])
+    folder = kept_by(run) or Path(data or trained_on[0])
     _require(folder / "PREP.json")
     return translator(paths, folder)
 
@@ -140,12 +144,20 @@ def translator(checkpoints: Sequence[Path], folder: Path) -> Translator:
     from ea_runtime.text import Text  # here, for training needs none of the packages that split text
 
     text = Text(folder)
-    overrides = {"data": str(folder), "source_lang": text.prep["source_lang"], "target_lang": text.prep["target_lang"]}
-    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path) for path in checkpoints], overrides)
-    # Sentences are batched by their tokens, as fairseq-interactive does, however the model was trained.
+    models, cfg, task = read_models(checkpoints, folder, text.prep)
     hub = GeneratorHubInterface(cfg, task, models)
-    cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, hub.max_positions[0]), None
+    # Sentences are batched by their tokens, as fairseq-interactive does, however the model was trained.
+    longest = hub.max_positions if isinstance(hub.max_positions, int) else hub.max_positions[0]
+    cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, longest), None
     return Translator(hub, text, checkpoints)
+
+
+def read_models(
+    checkpoints: Sequence[Path], folder: Path, prep: dict[str, Any]
+) -> tuple[list[FairseqModel], DictConfig, FairseqTask]:
+    """The checkpoints' models, the last one's configuration and its task, with the dictionaries in `folder`."""
+    overrides = {"data": str(folder), "source_lang": prep["source_lang"], "target_lang": prep["target_lang"]}
+    return checkpoint_utils.load_model_ensemble_and_task([str(path) for path in checkpoints], overrides)
 
 
 def _lines(sentences: Iterable[str]) -> list[str]:

@@ -1,6 +1,16 @@
-"""Translates with an exported model: numpy, ONNX Runtime and the text tools, without PyTorch and fairseq."""
+"""Translates with an exported model: numpy, ONNX Runtime and the text tools, without PyTorch and fairseq.
 
-from ea_runtime.language_model import LanguageModel
-from ea_runtime.translator import ExportError, Translator
+ONNX Runtime is imported with the first of these classes, for ``text`` and ``kept`` serve programs without it, too.
+"""
 
+from importlib import import_module
+from typing import Any
+
+_MODULES = {"ExportError": "translator", "LanguageModel": "language_model", "Translator": "translator"}
 __all__ = ["ExportError", "LanguageModel", "Translator"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

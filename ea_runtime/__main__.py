@@ -11,9 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ea_runtime import ExportError, LanguageModel, Translator
-from ea_runtime.search import check_whole
-from ea_runtime.translator import describe, task_of
+# Packages are imported where they are used: Ctrl-C during their second ends the command as it does later.
 
 
 def main() -> None:
@@ -24,42 +22,68 @@ def main() -> None:
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (default: the export's)")
     parser.add_argument("--n-best", type=int, default=1, metavar="N", help="above 1: score, tab, text; N lines each")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sentences at once (default: 32)")
-    parser.add_argument("--buffer", type=int, default=1000, metavar="N", help="lines read at once (default: 1000)")
+    buffer = "lines read at once (default: 1000; 1 at a terminal)"
+    parser.add_argument("--buffer", type=int, metavar="N", help=buffer)
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
     args = parser.parse_args()
     try:
+        _run(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from ea_runtime import ExportError, LanguageModel
+    from ea_runtime.search import check_whole
+    from ea_runtime.translator import describe, task_of
+
+    try:
+        if args.buffer is None:
+            args.buffer = 1 if sys.stdin and sys.stdin.isatty() else 1000
         for name in ("batch", "buffer"):
             check_whole(f"--{name}", getattr(args, name))
-        if args.serve:
+        if args.serve is not None:
             return _serve(args)
+        for name in ("stdin", "stdout"):
+            if getattr(sys, name) is None:
+                raise ValueError(f"{name} is closed; give it a file, a pipe or a terminal")
         sys.stdout.reconfigure(encoding="utf-8")
         is_language = task_of(describe(Path(args.folder))) == LanguageModel.TASK
         for line in (_score if is_language else _translate)(args):
-            print(line, flush=True)
+            _print(line)
     except (ExportError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
+    except OSError as error:
+        sys.exit(f"ea_runtime: {error.filename or 'standard input'}: {error.strerror}")
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
     except OSError as error:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (for what Python writes at its end)
         # who reads the output may have enough of it, as head has
         broken = isinstance(error, BrokenPipeError)
         sys.exit(128 + signal.SIGPIPE if broken else f"ea_runtime: standard output: {error.strerror}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 def _translate(args: argparse.Namespace) -> Iterator[str]:
     """The translations of standard input."""
+    from ea_runtime import Translator
+
     translator = Translator(args.folder, args.threads)
     for first, lines in _parts(args.buffer):
-        found = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
-        for hypotheses in found:
+        translations = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
+        for hypotheses in translations:
             for text, score in hypotheses or [("", 0.0)] * args.n_best:
                 yield text if args.n_best == 1 else f"{score:.4f}\t{text}"
 
 
 def _score(args: argparse.Namespace) -> Iterator[str]:
     """Each line's log-probability and number of tokens; then the perplexity of all, to standard error."""
+    from ea_runtime import LanguageModel
+
     _refuse_search(args, "a language model scores lines, and")
     model, total, count = LanguageModel(args.folder, args.threads), 0.0, 0
     for first, lines in _parts(args.buffer):
@@ -76,6 +100,8 @@ def _refuse_search(args: argparse.Namespace, who: str) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    from ea_runtime import Translator
+
     _refuse_search(args, "--serve, where each request sets its own,")
     try:
         from ea_runtime.serve import serve
@@ -90,15 +116,17 @@ def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
         part = []
         for number, line in enumerate(itertools.islice(sys.stdin.buffer, size), first):
             try:
-                part.append(line.decode("utf-8").rstrip("\r\n"))
+                # a byte-order mark at the beginning is no part of the text
+                part.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
                 yield first, part
                 raise ValueError(
                     f"standard input, line {number}: no UTF-8 ({error.reason}); convert it first"
                 ) from None
-        if not part:
+        if part:
+            yield first, part
+        if len(part) < size:
             return
-        yield first, part
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class LanguageModel(Model):
 
     def score_ids(self, sources: list[list[int]], batch: int) -> list[Hypothesis]:
         """The scores of sentences that are token ids, the end included."""
-        found: dict[int, Hypothesis] = {}
+        hypotheses: dict[int, Hypothesis] = {}
         by_length = sorted(range(len(sources)), key=lambda n: len(sources[n]))
         for begin in range(0, len(sources), batch):
             numbers = by_length[begin : begin + batch]
@@ -39,8 +39,8 @@ class LanguageModel(Model):
             steps = Steps(self._decoder, {})
             prefixes = [sources[n] for n in numbers]
             results = search(steps, len(numbers), longest, settings, **self._symbols, prefixes=prefixes)
-            found |= {n: best for n, (best,) in zip(numbers, results, strict=True)}
-        return [found[n] for n in range(len(sources))]
+            hypotheses |= {n: best for n, (best,) in zip(numbers, results, strict=True)}
+        return [hypotheses[n] for n in range(len(sources))]
 
     def complete(self, start: str, n_best: int = 1, **settings: Any) -> list[tuple[str, float]]:
         """The best sentences that begin with these words, and their scores, best first.
@@ -53,5 +53,5 @@ class LanguageModel(Model):
         tokens = self._tokens(start, 1)[:-1]
         chosen = self.settings(settings)
         max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
-        (found,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
-        return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in found[:n_best]]
+        (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
+        return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

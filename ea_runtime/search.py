@@ -52,6 +52,10 @@ class Settings:
         """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""
         return min(int(self.max_len_a * source_length + self.max_len_b), longest - 1)
 
+    def normalised(self, score: float, length: int) -> float:
+        """A hypothesis' sum of log-probabilities over its length, the end counted, to the length penalty."""
+        return score if self.unnormalized else score / length**self.lenpen
+
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -91,7 +95,7 @@ def search(
     bias[pad], bias[unk] = -np.inf, -settings.unkpen
     begins, ends = bias.copy(), np.full(words, -np.inf, np.float32)
     begins[eos], ends[eos] = -np.inf, bias[eos]
-    top, limit = min(2 * beams, words), min(2 * beams, words - 1)
+    top = min(2 * beams, words)
     finished: list[list[Hypothesis]] = [[] for _ in range(sentences)]
     running = np.arange(sentences)  # the numbers of the sentences in the batch
     tokens = np.full((sentences, beams, 1), eos)  # N x b x (steps + 1)
@@ -102,33 +106,32 @@ def search(
         forced = _forced(prefixes, running, position, beams, max_len)
         added = ends if position >= max_len else begins if position < settings.min_len else bias
         if position < settings.min_len and (forced >= 0).any():
-            added = bias  # fairseq lets a prefix end a sentence
+            added = bias  # a prefix may be the end alone, as of an empty line that a language model scores
         best, next_words = step(tokens[:, :, -1], position, order, kept, added, top, forced)
         best, next_words = (x.reshape(len(running), beams, top) for x in (best, next_words))
         if position == 0:  # all beams are the same then
             best, next_words = best[:, :1], next_words[:, :1]
         else:
             best = best + scores[:, :, None]
-        found, place = _best_of(best.reshape(len(running), -1), limit)  # N x 2b
-        came, word = place // top, _at(next_words.reshape(len(running), -1), place)
+        limit = min(2 * beams, best.shape[1] * words - 1)  # one fewer than all candidates: none is padding
+        totals, place = _best_of(best.reshape(len(running), -1), limit)  # N x 2b
+        parent, word = place // top, _at(next_words.reshape(len(running), -1), place)
 
-        ended = (word == eos) & (found != -np.inf)
+        ended = (word == eos) & (totals != -np.inf)
         ended[:, :beams] &= ~ignored
         kept = None
         if ended[:, :beams].any():
             for row, column in np.argwhere(ended[:, :beams]):
-                of = finished[running[row]]
-                if len(of) < beams:
-                    score = float(found[row, column])
-                    normal = score if settings.unnormalized else score / (position + 1) ** settings.lenpen
-                    of.append(Hypothesis(tuple(tokens[row, came[row, column], 1:].tolist()), normal))
-            whole = ended[:, :beams].any(axis=1) & [len(finished[n]) == beams for n in running]
-            if whole.all():
+                if len(hypotheses := finished[running[row]]) < beams:
+                    score = settings.normalised(float(totals[row, column]), position + 1)
+                    hypotheses.append(Hypothesis(tuple(tokens[row, parent[row, column], 1:].tolist()), score))
+            complete = ended[:, :beams].any(axis=1) & [len(finished[n]) == beams for n in running]
+            if complete.all():
                 break
-            if whole.any():
-                kept = np.flatnonzero(~whole)
+            if complete.any():
+                kept = np.flatnonzero(~complete)
                 running, tokens, ignored = running[kept], tokens[kept], ignored[kept]
-                found, came, word, ended = found[kept], came[kept], word[kept], ended[kept]
+                totals, parent, word, ended = totals[kept], parent[kept], word[kept], ended[kept]
         if position == max_len:
             break
         # The first candidates that go on; where there are too few, those that ended hold a place and are ignored.
@@ -136,12 +139,11 @@ def search(
         rank = ended * limit + np.arange(limit)
         going_on = np.argsort(rank, axis=1, kind="stable")[:, :beams]
         ignored = _at(rank, going_on) >= limit
-        came, word = _at(came, going_on), _at(word, going_on)
-        scores = _at(found, going_on)
-        tokens = np.concatenate([_at(tokens, came), word[:, :, None]], axis=2)
+        parent, word, scores = (_at(x, going_on) for x in (parent, word, totals))
+        tokens = np.concatenate([_at(tokens, parent), word[:, :, None]], axis=2)
         first = np.arange(len(running)) if kept is None else kept
-        order = (first[:, None] * beams + came).reshape(-1)
-    return [sorted(of, key=lambda hypothesis: -hypothesis.score) for of in finished]
+        order = (first[:, None] * beams + parent).reshape(-1)
+    return [sorted(hypotheses, key=lambda one: -one.score) for hypotheses in finished]
 
 
 def _forced(

@@ -136,7 +136,7 @@ class Batches:
         texts, first, n_best = [line.text for line in lines], lines[0], max(line.n_best for line in lines)
         began = time.monotonic()
         try:
-            found = await asyncio.to_thread(
+            translations = await asyncio.to_thread(
                 self._translator.scored, texts, first.beam, first.lenpen, n_best, batch=self._batch
             )
         except Exception as error:
@@ -146,7 +146,7 @@ class Batches:
             if len(lines) == 1 and not first.answer.done():
                 first.answer.set_exception(error)
             return
-        for line, hypotheses in zip(lines, found, strict=True):
+        for line, hypotheses in zip(lines, translations, strict=True):
             if not line.answer.done():
                 line.answer.set_result((hypotheses[: line.n_best], began, time.monotonic()))
 
@@ -199,7 +199,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
         began = min((began for _, began, _ in results), default=arrived)
         ended = max((ended for _, _, ended in results), default=arrived)
         return Answer(
-            translations=[[Translation(text=text, score=score) for text, score in found] for found, _, _ in results],
+            translations=[[Translation(text=text, score=score) for text, score in best] for best, _, _ in results],
             seconds={"waiting": round(began - arrived, 6), "translating": round(ended - began, 6)},
         )
 

@@ -1,27 +1,134 @@
-"""Raw text to a model's subwords and back, by the PREP.json that data preparation wrote and a run keeps.
+"""Raw text to a model's subwords and back: for data preparation, for training's scores, and for translation.
 
-It equals data preparation's treatment of text, by the same packages. A test compares the two on awkward
-text.
+PREP.json, which data preparation writes and a run keeps, says by which rules.
 """
+
+from __future__ import annotations
 
 import io
 import json
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import regex
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from subword_nmt.apply_bpe import BPE
 
+from ea_runtime.kept import language_in
+
+NON_PRINTING = regex.compile(r"\p{C}")
 #: The most words whose subwords are remembered.
 REMEMBERED = 50_000
+#: A file of codes begins with this, and a number.
+VERSION = "#version:"
 
 
-class _Moses(MosesTokenizer):
-    """Moses splits the full stop off the last word of a line, whatever that is; sacremoses does not."""
+class Tokenizer(MosesTokenizer):
+    """sacremoses' tokenizer with one rule that Moses has and it has not, and with sets where it searches strings.
+
+    Moses splits the full stop off the last word whatever that is: "in the U.S." ends in "U.S" and ".". The text that
+    the standard recipes made is like that.
+    """
+
+    def __init__(self, lang: str) -> None:
+        super().__init__(lang)
+        self._lower, self._alpha = frozenset(self.IsLower), frozenset(self.IsAlpha)
+        self.NONBREAKING_PREFIXES = frozenset(self.NONBREAKING_PREFIXES)
+        self.NUMERIC_ONLY_PREFIXES = frozenset(self.NUMERIC_ONLY_PREFIXES)
 
     def handles_nonbreaking_prefixes(self, text: str) -> str:
         text = super().handles_nonbreaking_prefixes(text)
-        return text[:-1] + " ." if text[-1:] == "." and text[-2:-1] not in ("", " ") else text
+        if text[-1:] == "." and text[-2:-1] not in ("", " "):
+            return text[:-1] + " ."
+        return text
+
+    def islower(self, text: str) -> bool:
+        return self._lower.issuperset(text)
+
+    def isanyalpha(self, text: str) -> bool:
+        return not self._alpha.isdisjoint(text)
+
+
+class Normalizer(MosesPunctNormalizer):
+    """sacremoses' normaliser as Moses' own script has it, which published data went by."""
+
+    def __init__(self, lang: str) -> None:
+        super().__init__(lang, perl_parity=True)
+
+    def clean(self, text: str) -> str:
+        """The text normalised, with spaces for characters that do not print, such as soft hyphens."""
+        text = self.normalize(text)
+        return text if text.isprintable() else NON_PRINTING.sub(" ", text)
+
+
+def composed(text: str) -> str:
+    """The text in Unicode's form NFC, in which é is one character; some systems write it as two."""
+    return unicodedata.normalize("NFC", text)
+
+
+class Moses:
+    """Moses tokens of one language.
+
+    Args:
+        split_dashes: "foo-bar" becomes "foo @-@ bar".
+        escape: tokens have "&apos;" for an apostrophe, as Moses has by default.
+    """
+
+    def __init__(self, language: str, split_dashes: bool = False, escape: bool = True) -> None:
+        self._language, self._split_dashes, self._escape = language, split_dashes, escape
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._language)
+
+    @cached_property
+    def _detokenizer(self) -> MosesDetokenizer:
+        return MosesDetokenizer(self._language)
+
+    def tokenize(self, line: str) -> str:
+        """One line of raw text as tokens with spaces between them."""
+        return self._tokenizer.tokenize(line, self._split_dashes, return_str=True, escape=self._escape)
+
+    def detokenize(self, line: str) -> str:
+        """The reverse."""
+        return self._detokenizer.detokenize(line.split())
+
+
+class RawText:
+    """Text as it is, but for its spaces: fairseq knows only one kind, and one of them between words."""
+
+    def tokenize(self, line: str) -> str:
+        """One line of raw text with a plain space wherever it has white space of any kind."""
+        return " ".join(line.split())
+
+    detokenize = tokenize
+
+
+def words(tokenizer: str, language: str, split_dashes: bool = False, escape: bool = True) -> Moses | RawText:
+    """The splitter and joiner of a corpus's text with this tokenizer; Moses for text that was given in tokens."""
+    return RawText() if tokenizer == "none" else Moses(language, split_dashes, escape)
+
+
+def words_of(prep: dict[str, Any], language: str) -> Moses | RawText:
+    """The splitter and joiner of words for text of this language, by the rules of the prepared data."""
+    dashes = prep.get("rules", {}).get("split_dashes", False)
+    return words(prep["tokenizer"], language_in(prep, language), dashes, prep.get("escape", True))
+
+
+def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> BPE:
+    """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
+    codes = path.read_text(encoding="utf-8")
+    # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
+    no_merges = codes.startswith(VERSION) and "\n" not in codes.strip()
+    return BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
+
+
+def join_pieces(line: str) -> str:
+    """A line of sentencepiece's pieces with spaces between them as text, as fairseq's --post-process joins it."""
+    return "".join(line.split()).replace("\u2581", " ").strip()
 
 
 class Text:
@@ -38,41 +145,31 @@ class Text:
         self.files = sorted(path for name in names for path in folder.glob(name))
         self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
         self._rules = self.prep.get("rules", {})
-        codes = (source or self.prep["source_lang"], self.prep["target_lang"])
-        languages = self.prep.get("languages", {})  # code -> language; before it was there, the code's first part
-        spoken, target = (languages.get(code, code.split("_")[0].lower()) for code in codes)
-        self._raw = self.prep["tokenizer"] == "none"
-        if not self._raw:
-            self._tokenizer, self._detokenizer = _Moses(spoken), MosesDetokenizer(target)
-        self._normalizer = MosesPunctNormalizer(spoken, perl_parity=True) if self._rules.get("normalise") else None
-        self._split = _splitter(folder, self.prep["bpe"], codes[0])
+        source = source or self.prep["source_lang"]
+        self._source, self._target = (words_of(self.prep, code) for code in (source, self.prep["target_lang"]))
+        self._normalizer = Normalizer(language_in(self.prep, source)) if self._rules.get("normalise") else None
+        self._split = _splitter(folder, self.prep["bpe"], source)
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""
         if self.prep.get("unicode", "NFC") == "NFC":
-            line = unicodedata.normalize("NFC", line)
+            line = composed(line)
         if self._normalizer:
-            line = self._normalizer.normalize(line)
-            line = "".join(" " if unicodedata.category(letter)[0] == "C" else letter for letter in line)
+            line = self._normalizer.clean(line)
         if self._rules.get("plain_apostrophes"):
             line = line.replace("’", "'")
-        if self._raw:
-            line = " ".join(line.split())
-        else:
-            dashes = self._rules.get("split_dashes", False)
-            escape = self.prep.get("escape", True)
-            line = self._tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=escape)
+        line = self._source.tokenize(line)
         return self._split(line.lower() if self.prep["lowercase"] else line)
 
     def join(self, subwords: str) -> str:
         """Subwords, with spaces between them, as words."""
         if self.prep["bpe"] == "sentencepiece":
-            return subwords.replace(" ", "").replace("\u2581", " ").strip()
+            return join_pieces(subwords)
         return (subwords + " ").replace("@@ ", "").rstrip()
 
     def detokenize(self, words: str) -> str:
         """Words of the target language, their subwords joined, as people write them."""
-        return " ".join(words.split()) if self._raw else self._detokenizer.detokenize(words.split())
+        return self._target.detokenize(words)
 
 
 def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
@@ -82,14 +179,9 @@ def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
 
         model = SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
         return lambda line: " ".join(model.encode(line, out_type=str))
-    from subword_nmt.apply_bpe import BPE
-
     path = folder / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = set(path.read_text(encoding="utf-8").split("\n")) - {""} if path.is_file() else None
-    codes = (folder / "code").read_text(encoding="utf-8")
-    # A file of its first line alone has no merges; subword-nmt takes it for a damaged one.
-    no_merges = codes.startswith("#version:") and "\n" not in codes.strip()
-    bpe = BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=allowed)
+    bpe = segmenter(folder / "code", allowed)
 
     def split(line: str) -> str:
         # It remembers all words, which a server cannot afford. Another thread may still use the old dictionary.

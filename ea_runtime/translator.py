@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 
 #: The version of the folder's layout that this package reads.
 FORMAT = 1
+#: Entries that model.json must have, and their types.
+FORM = {"format": int, "digests": dict, "dictionaries": dict, "search": dict, "max_positions": list}
 #: fairseq's special symbols, which its dictionaries do not list; their places are their ids
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
-#: The most source tokens of a batch: the encoder's memory grows with the square of the sentences' length.
-TOKENS = 4096
+#: The most entries of a batch's maps, N x S x S, in each head: 32 sentences of 181 tokens, one of 1,024.
+ENTRIES = 2**20
 
 
 class ExportError(Exception):
@@ -120,7 +122,7 @@ class Translator(Model):
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
             batch: how many sentences the model reads together; fewer where they are long.
-            prefixes: for each line, target words that its translation begins with, as the model writes them.
+            prefixes: for each line, raw text that its translation begins with.
             settings: more of ``Settings``.
 
         Raises:
@@ -128,8 +130,8 @@ class Translator(Model):
         """
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
-        found = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
-        return found if n_best > 1 else [best[0][0] if best else "" for best in found]
+        translations = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
+        return translations if n_best > 1 else [best[0][0] if best else "" for best in translations]
 
     def scored(
         self,
@@ -148,34 +150,41 @@ class Translator(Model):
         """
         lines = list(lines)
         check_whole("batch", batch)
-        if prefixes is not None and len(prefixes) != len(lines):
-            raise ValueError(f"prefixes: expected one for each of {len(lines)} lines, not {len(prefixes)}")
+        if prefixes is not None and (isinstance(prefixes, str) or len(prefixes) != len(lines)):
+            raise ValueError(f"prefixes: expected a list of one for each of {len(lines)} lines, not {prefixes!r}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
+        check_whole("n_best", n_best)
         if not 1 <= n_best <= search_settings.beam:
             raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
         sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
-        forced = None if prefixes is None else [self._prefix(prefix) for prefix in prefixes]
-        results = self.search_all(sources, search_settings, batch, forced)
-        return [[(self._text(one), one.score) for one in found[:n_best]] for found in results]
+        forced = None if prefixes is None else self._forced(prefixes)
+        numbers = [n for n, source in enumerate(sources) if len(source) > 1]
+        prefixed = None if forced is None else [forced[n] for n in numbers]
+        searched = self.search_all([sources[n] for n in numbers], search_settings, batch, prefixed)
+        results = dict(zip(numbers, searched, strict=True))
+        return [[(self._text(one), one.score) for one in results.get(n, [])[:n_best]] for n in range(len(sources))]
 
     def search_all(
         self, sources: Sequence[Sequence[int]], settings: Settings, batch: int, prefixes: list[list[int]] | None = None
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of sentences that are token ids, in batches by length; none of one that is its end alone."""
+        """The hypotheses of sentences that are token ids, in batches by length."""
         results: list[list[Hypothesis]] = [[] for _ in sources]
-        by_length = sorted((n for n in range(len(sources)) if len(sources[n]) > 1), key=lambda n: -len(sources[n]))
+        by_length = sorted(range(len(sources)), key=lambda n: -len(sources[n]))
         while by_length:
-            size = min(batch, max(1, TOKENS // len(sources[by_length[0]])))
+            size = min(batch, max(1, ENTRIES // len(sources[by_length[0]]) ** 2))
             numbers, by_length = by_length[:size], by_length[size:]
             of = None if prefixes is None else [prefixes[n] for n in numbers]
-            found = self.search_ids([sources[n] for n in numbers], settings, of)
-            for n, hypotheses in zip(numbers, found, strict=True):
+            searched = self.search_ids([sources[n] for n in numbers], settings, of)
+            for n, hypotheses in zip(numbers, searched, strict=True):
                 results[n] = hypotheses
         return results
 
-    def _prefix(self, prefix: str) -> list[int]:
+    def _forced(self, prefixes: Sequence[str]) -> list[list[int]]:
+        from ea_runtime.text import Text
+
+        split = Text(self.folder, self.text.prep["target_lang"]).subwords
         ids = {word: number for number, word in enumerate(self._target)}
-        return [ids.get(word, UNK) for word in prefix.split()]
+        return [[ids.get(word, UNK) for word in split(prefix).split()] for prefix in prefixes]
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -256,11 +265,25 @@ def describe(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        version, digests = int(description["format"]), dict(description["digests"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"{path}: damaged ({type(error).__name__}: {error}); export the model again") from None
-    if version > FORMAT:
+    except ValueError as error:
+        raise ExportError(f"{path}: damaged ({error}); export the model again") from None
+    version = description.get("format") if isinstance(description, dict) else None
+    if isinstance(version, int) and version > FORMAT:
         raise ExportError(f"{path}: format {version}, but this version reads up to {FORMAT}; update ea_runtime")
+    for name, kind in FORM.items():
+        value = description.get(name) if isinstance(description, dict) else None
+        if not isinstance(value, kind):
+            raise ExportError(
+                f"{path}: {name}: expected {kind.__name__}, found {type(value).__name__}; export the model again"
+            )
+    try:
+        Settings(**description["search"])
+    except (TypeError, ValueError) as error:
+        raise ExportError(f"{path}: search: {error}; correct it, or export the model again") from None
+    digests = description["digests"]
+    needed = {"decoder.onnx", "PREP.json", *description["dictionaries"].values()}
+    if missing := sorted(needed - digests.keys()):
+        raise ExportError(f"{path}: digests: there is none of {missing[0]}; export the model again")
     for name, expected in digests.items():
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: no such file; export the model again")

@@ -4,8 +4,8 @@
 #   scripts/setup.sh [--examples] [--help]
 #
 # --examples also installs the packages of examples/, which some tests need too.
-# Needs Python 3.11 or 3.12 and, on 3.11, a C++ compiler: fairseq is built from source there, about two minutes.
-# The interpreter is $PYTHON if set, else the first of python3, python3.12, python3.11 that is new enough.
+# Needs Python 3.11 to 3.13 and, on all but 3.12, a C++ compiler: fairseq is built from source there, about two minutes.
+# The interpreter is $PYTHON if set, else the first of python3, python3.12, python3.11, python3.13 of these versions.
 # pip's own variables apply, for example PIP_INDEX_URL, or PIP_EXTRA_INDEX_URL for a CPU-only PyTorch.
 # Safe to run again: it returns quickly if nothing has changed, and completes an installation that was cut off.
 set -euo pipefail
@@ -22,7 +22,7 @@ venv=$repo/.venv
 cd "$repo"   # Python imports what lies in the folder that one is in
 stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it has been installed
 
-supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; }
+supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2> /dev/null; }
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
 examples() {
@@ -37,19 +37,19 @@ fi
 [[ ! -f $stamp ]] || echo "requirements.txt has changed since the last set-up"
 
 python=
-for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11; do
+for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11 python3.13; do
     if supported "$candidate"; then python=$candidate; break; fi
     if [[ $candidate == "${PYTHON:-}" ]]; then break; fi
 done
 if [[ -z $python ]]; then
     found=$("${PYTHON:-python3}" --version 2>&1) || found="no usable '${PYTHON:-python3}'"
-    echo "setup.sh: Python 3.11 or 3.12 is needed, found: $found." >&2
+    echo "setup.sh: Python 3.11, 3.12 or 3.13 is needed, found: $found." >&2
     echo "Install one of them, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
     exit 1
 fi
 
 if [[ -e $venv ]] && ! supported "$venv/bin/python"; then
-    echo "setup.sh: $venv is not an environment of Python 3.11 or 3.12; move it away and run this again." >&2
+    echo "setup.sh: $venv is not an environment of Python 3.11, 3.12 or 3.13; move it away and run this again." >&2
     exit 1
 fi
 
@@ -60,11 +60,11 @@ echo "setting up $venv with $("$python" --version); the first time takes a few m
 # Without build isolation, so that a source build of fairseq uses this torch instead of fetching a second one.
 echo "  1/2 PyTorch and the build requirements"
 build=(setuptools wheel)
-if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] == (3, 12))'; then
     build+=(numpy cython ninja)
 fi
 "${pip[@]}" torch "${build[@]}"
-echo "  2/2 fairseq and the rest (on Python 3.11 fairseq is compiled now)"
+echo "  2/2 fairseq and the rest (fairseq is compiled now, but on Python 3.12)"
 # Without dependencies: requirements.txt has all of them but torchaudio.
 "${pip[@]}" --no-build-isolation --no-deps --requirement "$repo/requirements.txt"
 

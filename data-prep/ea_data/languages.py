@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 # langcodes is imported where it is used: prepare.py --help works before scripts/setup.sh has run.
 
 #: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
@@ -34,13 +32,8 @@ def script(code: str) -> str | None:
 
 
 def first_part(code: str) -> str:
-    """A code without region and script. Moses got this as the language until PREP.json named "languages"."""
+    """A code without region and script."""
     return code.split("_")[0].lower()
-
-
-def language_in(prep: dict[str, Any], code: str) -> str:
-    """The language by whose rules Moses splits and joins text of this code, in data with this PREP.json."""
-    return prep.get("languages", {}).get(code, first_part(code))
 
 
 def default_tokenizer(*codes: str) -> str:

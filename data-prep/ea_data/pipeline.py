@@ -407,7 +407,7 @@ class Pipeline:
             escape = not given or round_trip.escaped(text.replace("@@ ", "") for text in texts)
         codes = self._codes(self.folder["learn"])
         work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
-        sides = reduce(round_trip.add, (found for _, found in self._read(work, paths, "check valid")))
+        sides = reduce(round_trip.add, (counts for _, counts in self._read(work, paths, "check valid")))
         held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
         work = overlap.Seen(overlap.HeldOut(chain.from_iterable(held_out.values())))
         pairs, seen = [], (set(), set(), set())

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ea_runtime import kept
+
 from .command_line import UserError
 from .corpora import PUBLIC
 from .corpus import CODES, Rules
-from .digest import digest_of
-from .languages import language_in
 
 SIDES = ("source_lang", "target_lang")
 #: Entries that PREP.json must have -> their values; () for any word.
@@ -42,10 +42,22 @@ class Preparation:
         return cls(folder, read_prep(folder))
 
     @classmethod
+    def kept_by(cls, run: Path) -> Preparation | None:
+        """The preparation that a run keeps, or None where plain fairseq-train made the run.
+
+        Raises:
+            UserError: it has been changed since.
+        """
+        try:
+            folder = kept.kept_by(run)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return None if folder is None else cls.at(folder)
+
+    @classmethod
     def like(cls, place: Path) -> Preparation:
         """The complete preparation that a run of scripts/train.sh keeps, or that of a folder of prepared data."""
-        kept = place / "prepared"
-        preparation = cls.at(kept if (kept / "PREP.json").is_file() else place)
+        preparation = cls.kept_by(place) or cls.at(place)
         preparation.words()  # a missing file is reported now and not after hours
         return preparation
 
@@ -57,7 +69,7 @@ class Preparation:
     @property
     def moses_languages(self) -> tuple[str, str]:
         """The languages by whose rules Moses splits and joins the text, source first."""
-        source, target = (language_in(self.prep, code) for code in self.languages)
+        source, target = (kept.language_in(self.prep, code) for code in self.languages)
         return source, target
 
     @property
@@ -71,15 +83,12 @@ class Preparation:
         return self.prep.get("escape", True)
 
     def files(self) -> list[Path]:
-        """The files that a model needs: dictionaries, source first; lists of allowed subwords; codes."""
-        names = [
-            f"{kind}.{code}{end}" for kind, end in (("dict", ".txt"), ("vocabulary", "")) for code in self.languages
-        ]
-        return [path for name in (*names, *CODES.values()) if (path := self.folder / name).is_file()]
+        """The files that a model needs; see ``ea_runtime.kept.model_files``."""
+        return kept.model_files(self.folder, self.prep)
 
     def digest(self) -> str:
         """A digest of PREP.json and `files`."""
-        return digest_of(self.folder, [self.folder / "PREP.json", *sorted(self.files())])[:16]
+        return kept.digest(self.folder)
 
     def words(self) -> list[str]:
         """The subwords of the dictionary that both languages share, in the order of their numbers.

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ea_runtime.text import composed, join_pieces, words
+
 from . import subwords
 from .corpus import Rules
 from .parallel import Chunk
-from .words import composed, words
 
 EXAMPLES = 3  # kept of each side
 ENTITY = re.compile(r"&(amp|apos|quot|lt|gt|#124|#91|#93);")  # what Moses writes for a character that means something
@@ -33,7 +34,7 @@ class RoundTrip:
 
     Args:
         codes: the file of subword codes.
-        escape: see ``words.Moses``.
+        escape: see ``ea_runtime.text.Moses``.
         in_subwords: the text was given in subwords.
     """
 
@@ -65,7 +66,7 @@ class RoundTrip:
     def _there_and_back(self, at: int, text: str) -> str:
         tokens = self._words[at].tokenize(text)
         if self._pieces:
-            tokens = subwords.join_pieces(self._pieces.sides[at].line(tokens.encode() + b"\n").decode())
+            tokens = join_pieces(self._pieces.sides[at].line(tokens.encode() + b"\n").decode())
         return " ".join(self._words[at].detokenize(tokens).split())
 
     def _back_and_there(self, at: int, tokens: str) -> str:

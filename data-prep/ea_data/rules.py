@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from ea_runtime.text import Normalizer, composed, words
+
 from .corpus import Rules
-from .moses import Normalizer
 from .parallel import Chunk
-from .words import composed, words
 
 OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
 

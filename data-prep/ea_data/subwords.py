@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import sentencepiece
-from subword_nmt import apply_bpe, learn_bpe
+from subword_nmt import learn_bpe
+from subword_nmt.apply_bpe import BPE
 from tqdm import tqdm
+
+from ea_runtime.text import VERSION, segmenter
 
 from .command_line import UserError
 from .corpus import CODES
 from .parallel import Chunk, tqdm_options
 from .text import checked_lines, count_lines, open_bytes, reading
 
-VERSION = "#version:"  # the first line of a file of codes, with a number
 MOST_SENTENCES = 5_000_000  # sentencepiece learns from no more, for its memory's sake
 CACHE_WORDS = 200_000  # per worker; rare words come and go, the frequent ones are soon back
 
@@ -38,11 +39,6 @@ def given_codes(path: Path) -> bytes:
 def join(chunk: Chunk) -> Chunk:
     """Chunk of subwords -> the same lines in words."""
     return tuple([(line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n" for line in lines] for lines in chunk)
-
-
-def join_pieces(line: str) -> str:
-    """A line of sentencepiece's pieces with spaces between them as text, as fairseq's --post-process joins it."""
-    return "".join(line.split()).replace("\u2581", " ").strip()
 
 
 def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
@@ -106,14 +102,6 @@ def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:
     return sorted(subword.decode() for subword, count in counts.items() if count >= threshold)
 
 
-def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> apply_bpe.BPE:
-    """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
-    codes = path.read_text(encoding="utf-8")
-    # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
-    no_merges = codes.startswith(VERSION) and "\n" not in codes.strip()
-    return apply_bpe.BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
-
-
 class Apply:
     """Chunk -> the same lines in subwords.
 
@@ -144,7 +132,7 @@ class Otherwise:
 class _Words(dict):
     """Word -> its subwords, both as bytes; a missing word is looked up in subword-nmt."""
 
-    def __init__(self, bpe: apply_bpe.BPE) -> None:
+    def __init__(self, bpe: BPE) -> None:
         super().__init__()
         self._bpe = bpe
 

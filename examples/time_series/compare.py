@@ -59,9 +59,9 @@ def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[
     split = (ShuffleSplit if regression else StratifiedShuffleSplit)(1, test_size=0.3, random_state=0)
     measures = ["neg_root_mean_squared_error"] if regression else ["accuracy", "neg_log_loss"]
     search = GridSearchCV(build(name, common, seed=0), options, scoring=measures, cv=split, refit=False)
-    found = search.fit(*load(name, "train")).cv_results_
-    order = np.lexsort([found[f"mean_test_{measure}"] for measure in reversed(measures)])
-    return found["params"][order[-1]]
+    results = search.fit(*load(name, "train")).cv_results_
+    order = np.lexsort([results[f"mean_test_{measure}"] for measure in reversed(measures)])
+    return results["params"][order[-1]]
 
 
 def measure(name: str, settings: dict[str, Any], common: dict[str, Any], seeds: list[int]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint file")
+        raise UserError(f"{path}: no such checkpoint file; give one, such as RUN/checkpoint_best.pt")
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
     try:
@@ -149,8 +149,8 @@ def told_apart(checkpoints: Sequence[Path]) -> list[str]:
     """RUN/checkpoint.pt of each, or with as many of the folders above as tell them apart."""
     parts = [path.absolute().parts for path in checkpoints]
     most = max(map(len, parts))
-    names = (["/".join(one[-count:]) for one in parts] for count in range(2, most + 1))
-    return next((found for found in names if len(set(found)) == len(set(parts))), [str(path) for path in checkpoints])
+    names = (["/".join(part[-count:]) for part in parts] for count in range(2, most + 1))
+    return next((short for short in names if len(set(short)) == len(set(parts))), [str(path) for path in checkpoints])
 
 
 def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict) -> None:

@@ -19,11 +19,17 @@ REPO = Path(__file__).resolve().parents[2]
 MOST_LETTERS = 120
 
 
-def quiet() -> None:
-    """No deprecations of fairseq's and hydra's, and none of their reports while they start."""
+def ignore_warnings() -> None:
+    """Hide warnings inside fairseq and hydra: users cannot change what causes them."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-    warnings.filterwarnings("ignore", message=r"\n'config' is validated|Support for mismatched key_padding_mask")
+    messages = r"\n'config' is validated|'pin_memory' argument|Support for mismatched key_padding_mask"
+    warnings.filterwarnings("ignore", message=messages)
+
+
+def quiet() -> None:
+    """Hide fairseq's and hydra's warnings, and their reports while they start."""
+    ignore_warnings()
     logging.disable(logging.INFO)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
 

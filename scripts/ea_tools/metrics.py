@@ -80,7 +80,7 @@ def bleu(lowercase: bool, tokenizer: str) -> BLEU:
         raise UserError(f"--tok {tokenizer}: {error}; {remedy} (or choose --tok char)") from error
 
 
-def score(
+def compute(
     *,
     tokenised: Sequence[str] | None,
     detokenised: Sequence[str],
@@ -111,11 +111,11 @@ def score(
     raw = _without_unknown(detokenised)
     interval = bleu(lowercase, tokenizer)
     resampled = interval.corpus_score(raw, [references], n_bootstrap=1000)
-    scores = {
+    metrics = {
         "sacrebleu": _result(bleu(lowercase, tokenizer), raw, references),
         "chrf": _result(CHRF(lowercase=lowercase), raw, references),
     }
-    scores["sacrebleu"]["interval"] = {
+    metrics["sacrebleu"]["interval"] = {
         "mean": resampled._mean,
         "half_width": resampled._ci,
         "signature": str(interval.get_signature()),
@@ -125,8 +125,8 @@ def score(
         if compounds:
             pairs["compound_split_bleu"] = tuple(map(split_compounds, pairs["tokenised_bleu"]))
         for name, sides in pairs.items():
-            scores[name] = _result(BLEU(lowercase=lowercase, tokenize="none", force=True), *sides)
-    return scores
+            metrics[name] = _result(BLEU(lowercase=lowercase, tokenize="none", force=True), *sides)
+    return metrics
 
 
 def comet_command() -> str:
@@ -143,7 +143,7 @@ def comet_command() -> str:
 def comet(
     model: str, sources: Sequence[str], translations: Sequence[str], references: Sequence[str], gpu: bool
 ) -> dict[str, Any]:
-    """COMET's score of the system, times 100, as a package that the user installs computes it.
+    """COMET of the system, times 100, as a package that the user installs computes it.
 
     Args:
         model: COMET's name of a model, such as Unbabel/wmt22-comet-da, or its file.
@@ -174,8 +174,8 @@ DECIDED_BY_BLEU = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-m
 def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
-    fairseq takes sacreBLEU too, on text that it detokenises itself. Unlike `score` for lower-cased data, it minds case.
-    For a corpus of raw text (tokenizer "none") BLEU is of subwords, since fairseq splits words at spaces.
+    fairseq takes sacreBLEU too, on text that it detokenises itself. Unlike `compute` for lower-cased data, it minds
+    case. For a corpus of raw text (tokenizer "none") BLEU is of subwords, since fairseq splits words at spaces.
 
     Args:
         prep: the contents of PREP.json.

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ea_data.preparation import SIDES, Preparation
+from ea_runtime.kept import DIGEST, KEPT
 from ea_tools.checkpoints import check_dictionaries, section
 from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines
-
-FOLDER = "prepared"  # in a run's folder
-DIGEST = "DIGEST"  # the last file to be written there: a folder without it is not complete
 
 # Settings in PREP.json for the way from text to subwords.
 _SETTINGS = (*SIDES, "tokenizer", "escape", "unicode", "lowercase", "bpe")
@@ -46,8 +44,8 @@ def fingerprint(data: Path) -> str:
 
 def keep(run: Path, data: Path) -> None:
     """Copy the files that a model of `data` needs into RUN/prepared, in one step; an earlier copy is replaced."""
-    kept = run / FOLDER
-    new, old = (run / f".{FOLDER}.{os.getpid()}.{kind}" for kind in ("new", "old"))
+    kept = run / KEPT
+    new, old = (run / f".{KEPT}.{os.getpid()}.{kind}" for kind in ("new", "old"))
     try:
         new.mkdir(parents=True)
         for path in (data / "PREP.json", *Preparation.at(data).files()):
@@ -59,21 +57,6 @@ def keep(run: Path, data: Path) -> None:
     finally:
         for folder in (new, old):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def kept_by(run: Path) -> Preparation | None:
-    """A run's kept preparation, or None where plain fairseq-train made the run."""
-    folder = run / FOLDER
-    if not (folder / DIGEST).is_file():
-        return None
-    kept, stated = Preparation.at(folder), (folder / DIGEST).read_text(encoding="utf-8").strip()
-    if stated != kept.digest():
-        raise UserError(
-            f"{folder}: has been changed since the run began (digest {kept.digest()}, at first {stated}); the model "
-            "cannot be used with it. Remove the folder to use --data, or the data named in the checkpoint, at your own "
-            "risk"
-        )
-    return kept
 
 
 def require_same(kept: Preparation, data: Preparation, run: Path) -> None:
@@ -115,17 +98,20 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
         data: prepared data that the model is to be used with; refused unless they fit the model.
     """
     run = run or checkpoint.parent
-    if kept := kept_by(run):
+    if kept := Preparation.kept_by(run):
         others = [data] if data else []
         own = checkpoint.parent  # another run's, where the checkpoint is one
-        if own.resolve() != run.resolve() and (own / FOLDER / DIGEST).is_file():
-            others.append(Preparation.at(own / FOLDER))
+        if own.resolve() != run.resolve() and (there := Preparation.kept_by(own)):
+            others.append(there)
         for other in others:
             require_same(kept, other, run)
     preparation = kept or data or Preparation.at(Path(section(state, "task").get("data") or ""))
     trained, given = ([names.get(side) for side in SIDES] for names in (section(state, "task"), preparation.prep))
     if all(trained) and trained != given:
-        raise UserError(f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}")
+        raise UserError(
+            f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}; give "
+            "the data of its training"
+        )
     check_dictionaries(preparation.folder, preparation.prep, checkpoint, state)
     if not kept:
         _check_fingerprint(run, preparation.folder)
@@ -136,10 +122,10 @@ def _check_fingerprint(run: Path, data: Path) -> None:
     """Compare data with the digest that run.json holds, as a run of an earlier version has it; then keep them."""
     record = run / "run.json"
     stated = read_json(record).get("identity", {}).get("data") if record.is_file() else None
-    if stated and stated != (found := fingerprint(data)):
+    if stated and stated != (now := fingerprint(data)):
         raise UserError(
-            f"{data} is not what {run} was trained on, or was prepared anew: the digest of its dictionaries and "
-            f"training text is {found}, and {record} says {stated}"
+            f"{data} is not what {run} was trained on, or was prepared anew; give the data of its training. "
+            f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
         )
     if stated:
         keep(run, data)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ea_data.command_line import UserError, explained
-from ea_data.languages import language_in
 from ea_data.preparation import read_prep  # noqa: F401  (commands take it from here)
 from ea_data.text import wide_encoding
-
-if TYPE_CHECKING:  # the libraries that split text are imported where they are used
-    from ea_data.words import Moses, RawText
+from ea_runtime.kept import language_in
 
 
 def read_lines(path: Path | str) -> list[str]:
@@ -43,21 +40,13 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def words_of(prep: dict[str, Any], language: str) -> Moses | RawText:
-    """The splitter and joiner of words for text of this language, by the rules of the prepared data."""
-    from ea_data.words import words
-
-    dashes = prep.get("rules", {}).get("split_dashes", False)
-    return words(prep["tokenizer"], language_in(prep, language), dashes, prep.get("escape", True))
-
-
 def as_written(path: Path, prep: dict[str, Any], language: str) -> list[str]:
     """The lines of a file in DATA/raw as people write them.
 
     Text that came in tokens is in tokens there, too, and is detokenised. Text of a corpus in Unicode's form NFC is
     brought to NFC, since a model cannot write any other.
     """
-    from ea_data.words import composed
+    from ea_runtime.text import composed, words_of
 
     lines = read_lines(path)
     if prep["tokenizer"] == "given":
@@ -67,14 +56,15 @@ def as_written(path: Path, prep: dict[str, Any], language: str) -> list[str]:
 
 def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens."""
+    from ea_runtime.text import Normalizer, words_of
+
     language, rules = prep["target_lang"], prep.get("rules", {})
     written = as_written(path, prep, language)
     if prep["tokenizer"] == "given":
         return written, read_lines(path)
     lines = written
     if rules.get("normalise") and rules.get("valid_every") and path.name.startswith("valid."):
-        from ea_data.moses import Normalizer  # this split was training text, which was normalised
-
+        # this split was training text, which was normalised
         lines = list(map(Normalizer(language_in(prep, language)).clean, lines))
     if rules.get("plain_apostrophes"):
         lines = [line.replace("’", "'") for line in lines]

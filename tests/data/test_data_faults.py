@@ -156,13 +156,6 @@ def test_mistakes_in_options_are_named(tmp_path, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_names_the_command_alone(tmp_path):
-    done = script("custom", "--help", cwd=tmp_path)
-    assert done.stdout.startswith("usage: custom.sh")
-    assert "--workers" in done.stdout
-    assert ".py" not in done.stdout
-
-
 @pytest.mark.slow
 def test_strict_refuses_unexpected_numbers_of_pairs(tmp_path):
     raw = tmp_path / "raw"

@@ -8,7 +8,7 @@ import pytest
 from helpers.data_toy import Rules, pairs, read, script, write
 
 from ea_data import rules, subwords
-from ea_runtime.text import Text
+from ea_runtime.text import Text, words_of
 from ea_tools import text
 
 ESCAPES = {"'": "&apos;", '"': "&quot;"}
@@ -94,7 +94,7 @@ def test_references_are_the_given_tokens(published, in_subwords):
     prep, given = text.read_prep(out), read(published / "tokens/news.2016.en")
     raw, tokens = text.references(out / "raw/test.en", prep)
     assert [line.split() for line in tokens] == [line.split() for line in given]
-    assert raw == list(map(text.words_of(prep, "en").detokenize, given)) != tokens
+    assert raw == list(map(words_of(prep, "en").detokenize, given)) != tokens
     split = Text(out).subwords
     assert split("Das Haus, WORT1 wort2!").split() == split("das haus, wort1 wort2!").split()
     assert "".join(split("Das Haus, WORT1!").split()).replace("@@", "") == "dashaus,wort1!"

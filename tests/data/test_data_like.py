@@ -50,7 +50,7 @@ def before(text, tmp_path_factory):
 
 
 def require_same(run, data):
-    preparation.require_same(preparation.kept_by(run), preparation.Preparation.at(data), run)
+    preparation.require_same(preparation.Preparation.kept_by(run), preparation.Preparation.at(data), run)
 
 
 def numbers(folder, split, lang):

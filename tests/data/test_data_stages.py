@@ -288,6 +288,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path, size):
     command = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "No space left on device" in done.stderr
+    assert "No space left on device; make room and run it again" in done.stderr
     assert "FINAL" not in done.stderr
     assert not [name for name in done.stderr.split("LISTING")[-1].split() if name.endswith(".tmp")]

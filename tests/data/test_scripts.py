@@ -9,8 +9,7 @@ from helpers.scripts import SENTENCES
 
 from ea_data import report
 from ea_data.languages import default_tokenizer
-from ea_data.words import words
-from ea_runtime.text import Text
+from ea_runtime.text import Text, words
 from ea_tools import text
 
 

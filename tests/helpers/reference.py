@@ -165,16 +165,32 @@ def compare(module, fast, slow, inputs):
             assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+def in_both_modes(module, run):
+    """The output of run() in training, which is that in evaluation, too: nothing is dropped."""
+    module.eval()
+    evaluated = run()
+    module.train()
+    output = run()
+    assert_close(evaluated, output, rtol=1e-10, atol=1e-10)
+    return output
+
+
 def compare_layers(layers, padding, attention=attention):
     """Encoder layers that hand on their maps, against loops. padding: T numbers, 1 = padded."""
     layers = randomised(torch.nn.ModuleList(layers))
     padding = torch.tensor(padding, dtype=torch.bool)
     x = torch.randn(len(padding), layers[0].q_proj.in_features, dtype=torch.float64, requires_grad=True)
-    fast, slow, previous, slow_previous = x.unsqueeze(1), x, None, None
+
+    def run():
+        fast, previous = x.unsqueeze(1), None
+        for layer in layers:
+            fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
+        return fast[~padding, 0]
+
+    slow, previous = x, None
     for layer in layers:
-        fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
-        slow, slow_previous = attention(layer, slow, slow, "encoder", padding, padding, slow_previous)
-    compare(layers, fast[~padding, 0], slow[~padding], [x])
+        slow, previous = attention(layer, slow, slow, "encoder", padding, padding, previous)
+    compare(layers, in_both_modes(layers, run), slow[~padding], [x])
 
 
 def compare_decoder(module, padding):
@@ -183,7 +199,8 @@ def compare_decoder(module, padding):
     rows = len(padding)
     x = torch.randn(rows, module.embed_dim, dtype=torch.float64, requires_grad=True)
     future = torch.full((rows, rows), -torch.inf).triu(1)
-    fast, _ = module(x[:, None], x[:, None], x[:, None], key_padding_mask=padding[None], attn_mask=future)
+    options = {"key_padding_mask": padding[None], "attn_mask": future}
+    fast = in_both_modes(module, lambda: module(x[:, None], x[:, None], x[:, None], **options)[0])
     slow, _ = attention(module, x, x, "decoder", padding, padding)
     compare(module, fast[~padding, 0], slow[~padding], [x])
 
@@ -194,6 +211,7 @@ def compare_cross(module, source_padding, target_padding):
     source, target = (torch.tensor(padding, dtype=torch.bool) for padding in (source_padding, target_padding))
     x = torch.randn(len(target), module.embed_dim, dtype=torch.float64, requires_grad=True)
     y = torch.randn(len(source), module.kdim, dtype=torch.float64, requires_grad=True)
-    fast, _ = module(x[:, None], y[:, None], y[:, None], key_padding_mask=Padding(source[None], target[None]))
+    masks = Padding(source[None], target[None])
+    fast = in_both_modes(module, lambda: module(x[:, None], y[:, None], y[:, None], key_padding_mask=masks)[0])
     slow, _ = attention(module, x, y, "cross", target, source)
     compare(module, fast[~target, 0], slow[~target], [x, y])

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import ea_fairseq
 from ea_fairseq.attention import DecoderAttention
-from ea_fairseq.options import DEFAULTS, check_options
+from ea_fairseq.options import DEFAULTS
 from evolving_attention import kernels
 from evolving_attention.evolution import Evolution, Geometry
 
@@ -233,14 +233,13 @@ def test_bad_values_are_refused_by_flag_and_value(flag, value, capsys):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("made", [lambda args: args, lambda args: OmegaConf.create(vars(args))], ids=["args", "hydra"])
-def test_settings_from_elsewhere_are_checked_too(settings, message, made):
+def test_settings_from_elsewhere_are_checked_too(settings, message):
     """Not every value comes through the parser: --model-overrides, Hydra's +model.NAME, a program."""
-    args = made(model_args(BASE, *TINY))
-    for name, value in settings.items():
-        setattr(args, name, value)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ea_fairseq.EATransformerModel.build_model(args, SimpleNamespace())
+    args = model_args(BASE, *TINY)
+    vars(args).update(settings)
+    for made in (args, OmegaConf.create(vars(args))):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ea_fairseq.EATransformerModel.build_model(made, SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -248,6 +247,7 @@ def test_settings_from_elsewhere_are_checked_too(settings, message, made):
     [
         ("ea_transformer_lm", "--decoder-attention-heads 3", "--decoder-attention-heads 3 .*--decoder-embed-dim 16"),
         ("ea_transformer_lm", "--ea-rule predictive", "--ea-rule predictive evolves encoders only"),
+        ("ea_transformer_lm", "--ea-conv-branch", "--ea-conv-branch: .* no encoder"),
         ("ea_roberta", "--encoder-attention-heads 3", "--encoder-attention-heads 3 .*--encoder-embed-dim 16"),
         ("ea_roberta", "--mha-heads-to-keep 2", "--mha-heads-to-keep 2: "),
         ("ea_roberta", "--mha-heads-to-keep 2 --ea-rule residual", "--mha-heads-to-keep 2: "),
@@ -260,11 +260,6 @@ def test_models_of_one_side_refuse_their_sides_bad_values(arch, flags, message):
     else:
         with pytest.raises(ValueError, match=message):
             build(arch, *flags.split())
-
-
-def test_a_branch_needs_an_encoder():
-    with pytest.raises(ValueError, match=r"--ea-conv-branch: .* no encoder"):
-        check_options(model_args(BASE, *TINY, "--ea-conv-branch"), sides=("decoder",))
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
-from evolving_attention import kernels
+from evolving_attention import EvolvingAttention, kernels
 from evolving_attention.evolution import Evolution, Geometry
 
 SOURCE, OTHER_SOURCE = batch([6, 3]), batch([6, 5], seed=2)
@@ -204,6 +204,17 @@ def test_padding_may_have_numbers_of_any_type(dtype, each_way):
 
     for ours, expected in zip(outputs(padding.to(dtype)), outputs(padding.bool()), strict=True):
         assert_close(ours, expected)
+
+
+def test_dropout_drops_in_training_alone(each_way):
+    own = EvolvingAttention(Geometry.ENCODER_SELF, 16, 4, dropout=0.5)
+    fairseqs = build("ea_transformer_base", "--attention-dropout", 0.5).encoder.layers[0].self_attn
+    x = torch.randn(5, 2, 16)
+    for attention in (own, fairseqs):
+        for training in (True, False):
+            attention.train(training)
+            first, second = (attention(x)[0] for _ in range(2))
+            assert torch.equal(first, second) != training
 
 
 def test_retained_dropout_drops_in_evaluation(each_way):

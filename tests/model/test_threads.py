@@ -9,9 +9,6 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.models import batch, build, dictionary, in_threads
 from helpers.promises import each_model, lively, outputs
-from torch.testing import assert_close
-
-from ea_fairseq.attention import EncoderSelfAttention
 
 #: sentences of many lengths, each batch with its own padding
 BATCHES = [
@@ -73,15 +70,6 @@ def test_the_mask_of_the_future_is_not_kept_in_the_module():
     assert torch.equal(long.bool(), torch.ones(9, 9, dtype=torch.bool).triu(1))
 
 
-@torch.no_grad()
-def test_an_attention_gives_the_same_after_another_call(each_way):
-    module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()
-    short, long = torch.randn(5, 1, 8), torch.randn(7, 1, 8)
-    expected = module(long)[0]
-    module(short)
-    assert torch.equal(module(long)[0], expected)
-
-
 def attributes(model):
     """The names of all attributes of all modules."""
     named = [(path, name, value) for path, module in model.named_modules() for name, value in vars(module).items()]
@@ -114,25 +102,3 @@ def test_a_model_is_copied_and_pickled_in_the_middle_of_training():
     output.sum().backward()
     for ours, theirs in zip(duplicate.parameters(), model.encoder.layers.parameters(), strict=True):
         assert ours.grad is None and theirs.grad is not None
-
-
-class Wrapper(torch.nn.Module):
-    """An adapter that hands on its arguments as they are."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-@torch.no_grad()
-def test_a_wrapper_around_an_attention_passes_maps_on():
-    model, (source, target) = lively("kernel 5"), BATCHES[5]
-    expected = model(source, None, target)[0]
-    for layer in model.encoder.layers:
-        layer.self_attn = Wrapper(layer.self_attn)
-    for layer in model.decoder.layers:
-        layer.encoder_attn = Wrapper(layer.encoder_attn)
-    assert_close(model(source, None, target)[0], expected)

@@ -1,17 +1,23 @@
 """An exported model gives the translations and scores of its run; faults are named, and lose no output."""
 
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from helpers import REPO
 from helpers.toy import ENVIRONMENT, save_model, script
 
+from ea_runtime import Translator
 from ea_tools import preparation
 from ea_tools.checkpoints import load
-from ea_tools.translating import evaluate, export, translate
+from ea_tools.translating import evaluate, export, exported, translate
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +46,11 @@ def test_translates_as_the_run(pair, data, lenpen):
     average = pair / "run" / "average2.pt"
     average = average if average.exists() else pair / "run" / "eval" / "average2.pt"
     by_run = nbest(["--run", pair / "run", "--checkpoint", average], data, "--lenpen", lenpen)
-    exported = nbest(["--run", pair / "float32"], data, "--lenpen", lenpen)
-    assert len(exported) == 50
+    by_export = nbest(["--run", pair / "float32"], data, "--lenpen", lenpen)
+    assert len(by_export) == 50
     scores = [float(score) for *_, score in by_run]
-    assert [float(score) for *_, score in exported] == pytest.approx(scores, abs=1e-3)
-    assert [line[:2] for line in exported] == [line[:2] for line in by_run]
+    assert [float(score) for *_, score in by_export] == pytest.approx(scores, abs=1e-3)
+    assert [line[:2] for line in by_export] == [line[:2] for line in by_run]
 
 
 def test_scores_as_the_run(pair, data, capsys):
@@ -55,13 +61,13 @@ def test_scores_as_the_run(pair, data, capsys):
     assert "identical to those of" in capsys.readouterr().out
     evaluate.main([*common, "--run", str(pair / "int8"), "--against", str(pair / "float32"), *limits])
     assert "exported in 8 bits" in capsys.readouterr().out
-    by_run, exported, int8 = (
+    by_run, by_export, int8 = (
         json.loads((pair / name / "eval" / "test.json").read_text()) for name in ("run", "float32", "int8")
     )
-    assert exported["scores"] == by_run["scores"]
+    assert by_export["scores"] == by_run["scores"]
     same = ("arch", "settings", "updates", "preparation", "settings_name", "averaged", "references")
-    assert {name: exported[name] for name in same} == {name: by_run[name] for name in same}
-    assert (exported["int8"], int8["int8"]) == (False, True)
+    assert {name: by_export[name] for name in same} == {name: by_run[name] for name in same}
+    assert (by_export["int8"], int8["int8"]) == (False, True)
     assert {"sacrebleu", "chrf"} <= int8["against"].keys()
 
 
@@ -92,6 +98,35 @@ def test_an_export_names_its_checkpoint(pair):
     described = json.loads((pair / "float32" / "model.json").read_text())
     assert described["checkpoint"] == "average2.pt"
     assert [path.rsplit("/", 1)[1] for path in described["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
+
+
+def test_an_empty_source_line_of_a_test_set_is_scored(pair, data, tmp_path):
+    """fairseq translates the end of the sentence alone, and so does the export."""
+    copy = shutil.copytree(data, tmp_path / "data")
+    for side in ("de", "en"):
+        builder = MMapIndexedDatasetBuilder(str(copy / f"test.de-en.{side}.bin"), dtype=np.uint16)
+        for ids in ([5, 6, 2], [2] if side == "de" else [7, 2]):
+            builder.add_item(torch.tensor(ids))
+        builder.finalize(str(copy / f"test.de-en.{side}.idx"))
+        (copy / "raw" / f"test.{side}").write_text("")
+    runtime = Translator(pair / "float32", threads=1)
+    lines = exported.generate(runtime, copy, "test", {"beam": 2, "max_len_b": 5}, 8)
+    assert [line.split("\t")[0] for line in lines[:-1]] == ["H-0", "T-0", "H-1", "T-1"]
+
+
+def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    short = ["--max-source-positions", "8", "--max-target-positions", "8"]
+    path = save_model(data, run / "checkpoint_last.pt", "ea_transformer_base", *short)
+    preparation.keep(run, data)
+    export.main(["--run", str(run), "--out", str(tmp_path / "short")])
+    state = load(path)
+    state["model"]["encoder.layers.0.fc1.weight"][0, 0] = float("nan")
+    torch.save(state, path)
+    with pytest.raises(SystemExit, match=r"encoder\.layers\.0\.fc1\.weight has values that are not finite"):
+        export.main(["--run", str(run), "--out", str(tmp_path / "broken")])
+    assert not (tmp_path / "broken").exists()
 
 
 def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeypatch):
@@ -128,6 +163,33 @@ def test_bytes_that_are_no_text_lose_no_line_before_them(pair, buffer):
     assert done.stderr.decode().splitlines() == [
         "ea_runtime: standard input, line 4: no UTF-8 (invalid start byte); convert it first"
     ]
+
+
+def test_a_byte_order_mark_is_no_text(pair):
+    text = b"Haus, Hund.\n"
+    assert command(pair / "float32", b"\xef\xbb\xbf" + text).stdout == command(pair / "float32", text).stdout
+
+
+@pytest.mark.parametrize("stream", ["0<&-", "1>&-"], ids=["input", "output"])
+def test_a_closed_stream_is_named(pair, stream):
+    name = "stdin" if stream[0] == "0" else "stdout"
+    words = ["bash", "-c", f'"$0" -m ea_runtime "$1" {stream}', sys.executable, pair / "float32"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPO, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"ea_runtime: {name} is closed; give it a file, a pipe or a terminal\n",
+    )
+
+
+def test_at_a_terminal_each_line_is_answered_at_once(pair):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1"]
+    options = {"stdin": theirs, "stdout": subprocess.PIPE, "cwd": REPO, "env": ENVIRONMENT}
+    with subprocess.Popen(words, **options) as process:
+        os.write(ours, b"Haus.\n")
+        assert process.stdout.readline()
+        os.write(ours, b"\x04")  # one Ctrl-D
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_line_of_ten_thousand_words_is_cut_and_named(pair):

@@ -53,8 +53,9 @@ def exported(request, data, tmp_path_factory):
         {"beam": 1, "max_len_b": 9},
         {"beam": 4, "lenpen": 0.5, "max_len_b": 8, "min_len": 4, "unkpen": 1.5},
         {"beam": 3, "max_len_a": 0.5, "max_len_b": 2, "unnormalized": True},
+        {"beam": 60, "max_len_b": 4},
     ],
-    ids=["beam 5", "greedy", "penalties", "max-len-a"],
+    ids=["beam 5", "greedy", "penalties", "max-len-a", "twice the beam is more than all words"],
 )
 @pytest.mark.parametrize("prefixes", [None, [[7, 8], [], [9]]], ids=["free", "prefixes"])
 def test_searches_as_fairseq(exported, settings, prefixes):
@@ -93,6 +94,8 @@ def test_translates_text_as_the_python_interface(exported):
     assert runtime.translate(LINES, beam=2, max_len_b=8) == expected
     assert runtime.translate(iter(LINES), beam=2, max_len_b=8, batch=2) == expected
     assert runtime.translate(LINES[0], beam=2, max_len_b=8) == expected[0]
+    begun = runtime.translate(LINES[2:3], beam=2, max_len_b=8, prefixes=["The dog"])
+    assert begun[0].startswith("the dog")
     best = runtime.translate(LINES, beam=2, max_len_b=8, n_best=2)
     assert [one[0][0] if one else "" for one in best] == expected
 
@@ -161,6 +164,11 @@ def test_the_command_needs_neither_pytorch_nor_fairseq(folder):
     assert len(done.stdout.split("\n")) == 4
 
 
+def edit(place, **entries):
+    path = place / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
 def broken(folder, place, fault):
     shutil.copytree(folder, place)
     fault(place)
@@ -174,14 +182,13 @@ def broken(folder, place, fault):
         (lambda place: (place / "decoder.onnx").write_bytes(b"torn"), ["decoder.onnx", "damaged"]),
         (lambda place: (place / "encoder.onnx").unlink(), ["encoder.onnx", "no such file"]),
         (lambda place: (place / "model.json").write_text("{"), ["model.json", "damaged"]),
-        (
-            lambda place: (place / "model.json").write_text(
-                json.dumps({**json.loads((place / "model.json").read_text()), "format": 99})
-            ),
-            ["format 99", "update"],
-        ),
+        (lambda place: edit(place, format=99, digests=None), ["format 99", "update"]),
+        (lambda place: edit(place, format="1"), ["format", "int", "str"]),
+        (lambda place: edit(place, dictionaries=None), ["dictionaries", "dict"]),
+        (lambda place: edit(place, search={"bean": 5}), ["search", "bean"]),
+        (lambda place: edit(place, digests={}), ["digests", "PREP.json"]),
     ],
-    ids=["no export", "torn", "missing", "no JSON", "newer"],
+    ids=["no export", "torn", "missing", "no JSON", "newer", "format", "no entry", "search", "no digests"],
 )
 def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
     with pytest.raises(ExportError) as error:
@@ -201,6 +208,8 @@ def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
         (["a"], {"n_best": 9}, "n_best"),
         (["a"], {"batch": 0}, "batch"),
         (["a"], {"prefixes": []}, "prefixes"),
+        (["a"], {"prefixes": "b"}, "prefixes"),
+        (["a"], {"n_best": "2"}, "n_best"),
         (["a"], {"sampling": True}, "sampling"),
     ],
 )

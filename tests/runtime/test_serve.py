@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers import REPO, browser
 from helpers.toy import ENVIRONMENT, save_model, sentences
-from subword_nmt import apply_bpe
 
 from ea_runtime import Translator, text
 from ea_tools import preparation
@@ -25,9 +24,9 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
-from helpers.load import load  # noqa: E402
 
 from ea_runtime.serve import Limits, _body, application  # noqa: E402
+from ea_tools.bench.server_load import load  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -333,13 +332,13 @@ def test_a_client_that_goes_leaves_nothing_in_the_log(folder):
 def test_the_words_of_a_long_life_are_not_all_remembered(folder, monkeypatch):
     made = []
 
-    class Seen(apply_bpe.BPE):
+    class Seen(text.BPE):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             made.append(self)
 
     expected = text.Text(folder)
-    monkeypatch.setattr(apply_bpe, "BPE", Seen)
+    monkeypatch.setattr(text, "BPE", Seen)
     monkeypatch.setattr(text, "REMEMBERED", 5)
     small = text.Text(folder)
     for word in [f"{noun}{number}" for number in range(20) for noun in ("Hund", "Katze")]:

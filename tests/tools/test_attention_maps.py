@@ -115,44 +115,20 @@ NEAR = {"atol": 1e-4, "rtol": 1e-5}
 
 
 def assert_same(ours, theirs):
+    """Every map and part where nothing is masked."""
     for our, their in zip(ours, theirs, strict=True):
         assert (our.kind, our.layer) == (their.kind, their.layer)
         assert _shares(our) == _shares(their)
         assert torch.equal(our.masked, their.masked)
-        assert_close_maps(our, their)
-
-
-def assert_close_maps(ours, theirs, cut=lambda map: map):
-    """Every map and part where nothing is masked; `cut` takes the other's part of ours."""
-    seen = ~theirs.masked.expand_as(theirs.weights)
-    torch.testing.assert_close(cut(ours.weights)[seen], theirs.weights[seen], atol=1e-5, rtol=0)
-    torch.testing.assert_close(cut(ours.a_logit)[seen], theirs.a_logit[seen], **NEAR)
-    for name, part in theirs.parts.items():
-        torch.testing.assert_close(cut(ours.parts[name].map)[seen], part.map[seen], **NEAR)
+        seen = ~their.masked.expand_as(their.weights)
+        torch.testing.assert_close(our.weights[seen], their.weights[seen], atol=1e-5, rtol=0)
+        torch.testing.assert_close(our.a_logit[seen], their.a_logit[seen], **NEAR)
+        for name, part in their.parts.items():
+            torch.testing.assert_close(our.parts[name].map[seen], part.map[seen], **NEAR)
 
 
 def _shares(maps):
     return {name: part.share for name, part in maps.parts.items()}
-
-
-@EITHER_SIDE
-def test_a_padded_batch_equals_its_sentences_alone(name, left_pad):
-    model = amplify_(build(*MODELS[name]))
-    sizes = [9, 4, 1], [3, 7, 5]
-    source, _, target = inputs(*sizes, left_pad=left_pad)
-    together = maps_of(model, source, torch.tensor(sizes[0]), target)
-    for index, (long, short) in enumerate(zip(*sizes, strict=True)):
-        places = {}
-        for side, tokens, length in (("source", source, long), ("target", target, short)):
-            places[side] = slice(tokens.size(1) - length, None) if left_pad else slice(length)
-        row_source, row_target = source[index, places["source"]][None], target[index, places["target"]][None]
-        alone = maps_of(model, row_source, torch.tensor([long]), row_target)
-        for ours, their in zip(together, alone, strict=True):
-            rows = places["source" if ours.kind == "encoder" else "target"]
-            columns = places["target" if ours.kind == "decoder" else "source"]
-            sentence = (slice(index, index + 1), slice(None), rows, columns)
-            assert_close_maps(ours, their, lambda map, sentence=sentence: map[sentence])
-            assert torch.equal(ours.masked[sentence], their.masked)
 
 
 @pytest.mark.parametrize(("name", "train"), [("evolving", True), ("evolving", False), ("stock", True)])
@@ -244,12 +220,8 @@ def test_raw_text_is_translated_and_forced(checkpoints, name):
         translation = loaded.translate(source, beam=3)
         layers = loaded.force(source, translation)
     assert len(translation.ids) == len(translation.labels)
-    assert [(maps.kind, maps.layer) for maps in layers] == [
-        ("encoder", 1),
-        ("encoder", 2),
-        ("decoder", 1),
-        ("cross", 1),
-    ]
+    places = [("encoder", 1), ("encoder", 2), ("decoder", 1), ("cross", 1)]
+    assert [(maps.kind, maps.layer) for maps in layers] == places
     assert layers[-1].weights.shape == (1, 2, len(translation.ids), len(source.ids))
     own = loaded.target("the dog, the cat.")
     assert " ".join(own.labels).replace("@@ ", "") == "the dog , the cat . </s>"

@@ -1,4 +1,4 @@
-"""scripts/average_checkpoints.py: right means, tied tensors, and refusals that name the difference."""
+"""scripts/average_checkpoints.sh: right means, tied tensors, and refusals that name the difference."""
 
 import argparse
 

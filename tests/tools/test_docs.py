@@ -1,4 +1,4 @@
-"""Commands in the documentation: the scripts that they name are there, and take the flags that they are given."""
+"""The documentation: its links lead somewhere, its commands exist and take the flags that they are given."""
 
 import functools
 import itertools
@@ -18,6 +18,7 @@ from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 from ea_tools.training import recipes, train
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
+LINKED = [*PAGES, *(REPO / name for name in ("CHANGELOG.md", "evolving_attention/README.md", "pretrained/README.md"))]
 #: commands that hand on unknown flags to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
 PARSERS = {
@@ -131,6 +132,23 @@ def test_flags_in_the_text_of_a_page_are_there(page):
     assert not flags - all_flags()
 
 
+def anchors(page):
+    """The names by which GitHub links to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_of_a_page_lead_somewhere(page):
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            dead.append(link)
+    assert not dead
+
+
 def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
     section = (REPO / "README.md").read_text().partition("## Train on your own data")[2].partition("\n## ")[0]
     (command,) = [words for words in commands_of(section) if words[0] == "scripts/train.sh" and len(words) > 1]
@@ -158,7 +176,6 @@ def test_most_pages_have_commands():
         ("    scripts/sweep.sh sample ea_transformer_lite --grid ea-alfa 0 0.1\n", "no --ea-alfa"),
         ("    scripts/train.sh samples ea_transformer_lite\n", "no recipe samples"),
         ("    fairseq-train data/x --user-dir ea_fairseq --arch ea_roberta_large --tusk masked_lm\n", "no --tusk"),
-        ("    data-prep/custom.sh --lowercased\n", "no --lowercased"),
         ("    data-prep/corpus.sh sample\n", "cannot be executed"),
         ("    scripts/test.sh tests/models\n", "tests/models is not there"),
     ],

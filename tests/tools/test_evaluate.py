@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq import options
 from helpers import warm
 from helpers.toy import save_model, script
 
-from ea_data.preparation import Preparation
+from ea_runtime.text import words_of
 from ea_tools import metrics, preparation
 from ea_tools.checkpoints import choose, load
 from ea_tools.common import REPO, UserError
-from ea_tools.text import digest, read_lines, read_prep, references, words_of
+from ea_tools.text import digest, read_lines, read_prep, references
 from ea_tools.training import average, provenance
 from ea_tools.translating import evaluate
 
@@ -42,8 +41,8 @@ def tokens(lines):
     return [MOSES.tokenize(line) for line in lines]
 
 
-def score(tokenised, detokenised, references, tokenised_references, lowercase, **more):
-    return metrics.score(
+def compute(tokenised, detokenised, references, tokenised_references, lowercase, **more):
+    return metrics.compute(
         tokenised=tokenised, detokenised=detokenised, references=references,
         tokenised_references=tokenised_references, lowercase=lowercase, **more,
     )  # fmt: skip
@@ -59,7 +58,7 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_every_metric_equals_sacrebleus_command_line(tmp_path, lowercase):
-    scores = score(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
+    scores = compute(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)
     case = ["-lc"] if lowercase else []
     raw, tokenised = (HYPOTHESES, REFERENCES), (tokens(HYPOTHESES), tokens(REFERENCES))
     for name, texts, flags in (
@@ -77,7 +76,7 @@ def test_every_metric_equals_sacrebleus_command_line(tmp_path, lowercase):
 
 def test_case_is_ignored_by_every_metric_of_lower_cased_text():
     shouted, references = [line.upper() for line in HYPOTHESES], tokens(REFERENCES)
-    scores, loud = (score(tokens(lines), lines, REFERENCES, references, True) for lines in (HYPOTHESES, shouted))
+    scores, loud = (compute(tokens(lines), lines, REFERENCES, references, True) for lines in (HYPOTHESES, shouted))
     assert all(loud[kind]["score"] == pytest.approx(scores[kind]["score"]) for kind in scores)
     for lowercase in (True, False):
         test = metrics.compare(system=shouted, baseline=HYPOTHESES, references=REFERENCES, lowercase=lowercase)
@@ -147,7 +146,7 @@ def test_against_needs_the_same_settings_and_references(tmp_path):
 def test_sacrebleus_tokeniser_is_that_of_the_target_language(tmp_path, language, signature):
     hypotheses, references = ["今天的天气很好,我们去公园玩。"], ["今天的天气真好,我们去公园玩吧。"]
     tokenizer = metrics.tokenizer_for(language)
-    scores = score(None, hypotheses, references, references, False, tokenizer=tokenizer)
+    scores = compute(None, hypotheses, references, references, False, tokenizer=tokenizer)
     assert scores.keys() == {"sacrebleu", "chrf"}, "raw text has no tokens to score"
     expected = sacrebleu_cli(tmp_path, hypotheses, references, "-l", f"en-{language}")
     assert scores["sacrebleu"]["score"] == pytest.approx(expected["score"], abs=1e-6)
@@ -277,14 +276,14 @@ def test_compounds_are_split_on_both_sides():
     lines = ["ein Rinder-Steak - teuer", "ein Rinder @-@ Steak - teuer"]
     assert set(metrics.split_compounds(lines)) == {"ein Rinder ##AT##-##AT## Steak - teuer"}
     arguments = (["das Rinder-Filet ist gut ."], ["x"], ["x"], ["das Rinder-Steak ist gut ."], False)
-    by_hand = score(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
-    assert score(*arguments, compounds=True)["compound_split_bleu"] == by_hand["tokenised_bleu"]
-    assert "compound_split_bleu" not in score(*arguments)
+    by_hand = compute(["das Rinder - Filet ist gut ."], ["x"], ["x"], ["das Rinder - Steak ist gut ."], False)
+    assert compute(*arguments, compounds=True)["compound_split_bleu"] == by_hand["tokenised_bleu"]
+    assert "compound_split_bleu" not in compute(*arguments)
 
 
 def test_unk_earns_nothing():
     only = ["<unk> <unk> <unk> <unk> <unk>"]
-    scores = score(only, only, only, only, True)
+    scores = compute(only, only, only, only, True)
     assert [scores[kind]["score"] for kind in ("sacrebleu", "tokenised_bleu")] == [0, 0]
     test = metrics.compare(system=only, baseline=["x"], references=only, lowercase=True)["sacrebleu"]
     assert (test["baseline"], test["difference"]) == (0, 0), "nor in a paired test"
@@ -327,24 +326,6 @@ def test_raw_references_must_be_the_binary_datas_text(capsys):
     assert "1 of 20 raw references" in capsys.readouterr().err
     with pytest.raises(UserError, match="first line 1"):
         evaluate.check_references(output, lines[1:] + lines[:1], True, "x")
-
-
-def test_sentences_longer_than_the_model_takes_are_counted(data):
-    prepared, total = Preparation.at(data), len(read_lines(data / "raw/test.de"))
-    assert evaluate.count_longer(prepared, "test", (1023, 1023)) == (0, 0)
-    assert evaluate.count_longer(prepared, "test", (0, 0)) == (total, total)
-    assert 0 < evaluate.count_longer(prepared, "test", (5, 5))[0] < total
-
-
-def test_every_sentence_is_translated_and_a_long_one_cut(data):
-    """fairseq leaves out what does not fill a batch, and stops at a source that is longer than the model reads."""
-    args = evaluate.parse(["--data", str(data), "--run", "r", "--beam", "4", "--lenpen", "1.2"])
-    _, *words = evaluate.generate_command(args, Preparation.at(data), "c.pt", (11, 15))
-    parsed = options.parse_args_and_arch(options.get_generation_parser(), words)
-    assert (parsed.required_batch_size_multiple, parsed.truncate_source) == (1, True)
-    assert (parsed.max_source_positions, parsed.max_target_positions) == (12, 16)
-    assert parsed.skip_invalid_size_inputs_valid_test
-    assert (parsed.path, parsed.gen_subset, parsed.beam, parsed.lenpen) == ("c.pt", "test", 4, 1.2)
 
 
 # ---- a run's scores
@@ -553,10 +534,11 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     torch.save(state, folder / "checkpoint_best.pt")
-    flags = ["--data", data, "--run", folder, "--best", "--beam", 1]
+    flags = ["--data", data, "--run", folder, "--best", "--beam", 1, "--lenpen", 1.2]
     result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
     assert result.returncode == 0, result.stderr
     record = json.loads((folder / "eval" / "test.json").read_text())
+    assert "--beam 1 --lenpen 1.2" in record["generate_command"]
     assert record["cut"] > 0 and record["left_out"] > 0
     hypotheses = read_lines(folder / "eval" / "test.hyp.txt")
     assert (len(hypotheses), hypotheses.count("")) == (10, record["left_out"])
@@ -590,10 +572,3 @@ def test_a_mistake_is_named_in_one_line(data, run, tmp_path, monkeypatch, flags,
     monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     with pytest.raises(SystemExit, match=rf"^evaluate: (.|\n)*{message}"):
         evaluate.main(["--data", str(data), "--run", str(run), *flags])
-
-
-def test_a_full_disk_at_averaging_is_one_line(data, half_way):
-    (half_way / "eval").mkdir()
-    (half_way / "eval/average2.pt").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=r"^evaluate: .*average2\.pt: could not be written .* make room"):
-        evaluate.main(["--data", str(data), "--run", str(half_way), "--average", "2"])

@@ -11,13 +11,13 @@ from helpers.data_toy import sentences as awkward
 from helpers.toy import script
 
 import ea_fairseq
-from ea_data.moses import Normalizer
-from ea_data.subwords import segmenter
+from ea_data import rules as steps
+from ea_data.corpus import Rules
+from ea_data.subwords import Apply
 from ea_fairseq.hub import SEARCH_SETTINGS
 from ea_runtime.text import Text
 from ea_tools import preparation
 from ea_tools.checkpoints import choose, load, record_model
-from ea_tools.text import words_of
 
 CHECKPOINT = "checkpoint3.pt"
 ODD = 'Der Arbeits\u00admarkt ist\u200b „gut“, 1\u00a0000 ,"x'
@@ -45,7 +45,7 @@ def translator(kept):
         {},
         {"lowercase": False, "rules": {"split_dashes": True, "plain_apostrophes": True}},
         {"source_lang": "eng", "rules": {"normalise": True}, "languages": {"eng": "en"}},
-        {"tokenizer": "given", "escape": False},
+        {"tokenizer": "none"},
     ],
 )
 def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
@@ -53,14 +53,21 @@ def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
     shutil.copyfile(data / "code", tmp_path / "code")
     (tmp_path / "PREP.json").write_text(json.dumps(prep))
     stated, language = prep.get("rules", {}), prep.get("languages", {}).get(prep["source_lang"], "de")
-    words, normalizer = words_of(prep, prep["source_lang"]), Normalizer(language)
-    split = segmenter(data / "code").process_line
+    about = {name: prep[name] for name in ("tokenizer", "lowercase", "bpe")}
+    chosen = Rules(**about, split_dashes=stated.get("split_dashes", False))
+    prepare = steps.Steps(
+        [
+            steps.compose,
+            *([steps.Normalise((language,))] if stated.get("normalise") else []),
+            *([steps.plain_apostrophes] if stated.get("plain_apostrophes") else []),
+            steps.Tokenise((language,), chosen),
+            Apply(data / "code", [None]),
+        ]
+    )
+    lines = [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD, "\U00011f02x"]
+    (made,) = prepare(([f"{line}\n".encode() for line in lines],))
     text = Text(tmp_path)
-    for line in [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD]:
-        made = normalizer.clean(line) if stated.get("normalise") else line
-        made = made.replace("’", "'") if stated.get("plain_apostrophes") else made
-        made = words.tokenize(made)
-        assert text.subwords(line) == split(made.lower() if prep["lowercase"] else made), line
+    assert [text.subwords(line) for line in lines] == [line.decode().removesuffix("\n") for line in made]
     assert text.subwords("Gru\u0308n") == text.subwords("Grün")
 
 
@@ -195,3 +202,11 @@ def test_it_translates_as_the_script_does(kept):
     result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)
+
+
+def test_a_changed_preparation_is_refused(kept, tmp_path):
+    copy = Path(shutil.copytree(kept, tmp_path / "run"))
+    with (copy / "prepared" / "code").open("a") as file:
+        file.write("more\n")
+    with pytest.raises(ValueError, match=r"prepared: has been changed since the run began"):
+        ea_fairseq.load(copy)

@@ -12,7 +12,7 @@ from helpers.toy import save_model
 
 from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
-from ea_tools.maps.alignments import alignment_errors, check_range, hard_alignment, read_gold
+from ea_tools.maps.alignments import alignment_errors, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, estimate, resamples, shares
 from ea_tools.maps.models import load_model
 from ea_tools.maps.statistics import Sample, main, tally
@@ -37,15 +37,6 @@ def test_subwords_are_summed_before_the_largest_is_taken():
     weights = np.array([[0.3, 0.25, 0.45], [0.1, 0.1, 0.8], [0.3, 0.4, 0.3]])
     assert hard_alignment(weights, np.array([0, 0, 1]), np.array([0, 1, 1])) == {(0, 0), (1, 1)}
     assert hard_alignment(weights[:, :0], np.array([]), np.array([0, 1, 1])) == set()
-
-
-def test_links_beyond_a_sentence_are_named():
-    gold = ({(2, 10)}, {(2, 10)})
-    check_range(gold, (3, 11), "gold:3")
-    with pytest.raises(UserError, match=r"gold:3: the link between words 2 and 10, .* target sentence has 10 words"):
-        check_range(gold, (3, 10), "gold:3")
-    with pytest.raises(UserError, match=r"gold:3: .* source sentence has 2 words"):
-        check_range(gold, (2, 11), "gold:3")
 
 
 @pytest.mark.parametrize(

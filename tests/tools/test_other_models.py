@@ -98,10 +98,7 @@ def trained(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     one_side = ["bash", REPO / "data-prep/one-side.sh", data, "en", folder / "text"]
     subprocess.run(one_side, check=True, capture_output=True)
-    places = {
-        "toy": data,
-        "text": folder / "text",
-    }
+    places = {"toy": data, "text": folder / "text"}
     paths = {}
     for name, (arch, task, where, flags) in MODELS.items():
         words = [str(places[where]), "--arch", arch, "--task", task, *flags]

@@ -251,19 +251,6 @@ def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, messa
     assert not list(tmp_path.glob("**/*.*"))
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--out", "a.pdf"], r"a\.pdf: the name must end in \.png, \.svg, \.html, \.npz"),
-        (["--layer", "0"], "--layer: must be at least 1, not 0"),
-    ],
-)
-def test_flags_are_checked_before_anything_is_loaded(tmp_path, capsys, more, message):
-    with pytest.raises(SystemExit):
-        main(arguments("none.pt", tmp_path, *more))
-    assert re.search(message, capsys.readouterr().err)
-
-
 def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):
     words = iter([["a"], ["b"]])
     monkeypatch.setattr(draw, "_words", lambda loaded: next(words))

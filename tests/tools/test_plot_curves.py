@@ -176,10 +176,8 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
 
 
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):
-    long, short = (
-        make(tmp_path / "long", seed=1),
-        make(tmp_path / "short", list(journal(range(1, 41), level=12)), seed=2),
-    )
+    long = make(tmp_path / "long", seed=1)
+    short = make(tmp_path / "short", list(journal(range(1, 41), level=12)), seed=2)
     (line,) = plot_curves.group([plot_curves.read(long), plot_curves.read(short)])
     x, mean, lowest, highest = plot_curves.band(line, "train", "updates")
     assert x.tolist() == [5, 15, 25, 35]

@@ -65,7 +65,7 @@ def test_every_file_that_splits_words_is_kept(data, tmp_path):
         other = Path(shutil.copytree(copy, tmp_path / f"other {name}"))
         (other / name).write_text("others\n")
         with pytest.raises(UserError, match=f"{name}(, line 1|): "):
-            preparation.require_same(preparation.kept_by(run), Preparation.at(other), run)
+            preparation.require_same(preparation.Preparation.kept_by(run), Preparation.at(other), run)
 
 
 def swap_words(text):

@@ -1,10 +1,9 @@
-"""scripts/setup.sh: quick where nothing is to do, clear where it cannot go on."""
+"""scripts/setup.sh: it completes a broken installation, and names the reason where it fails."""
 
 import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers import REPO
@@ -31,26 +30,19 @@ def interpreter(path, version):
     return str(path)
 
 
-@pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.13.0", "")])
+@pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.14.0", "")])
 def test_other_versions_of_python_are_refused(checkout, version, start):
     """Also one whose path begins at the folder that one is in, which is / here."""
     path = interpreter(checkout / "python", version)
     result = setup(checkout, PYTHON=start + path.removeprefix("/"))
     assert result.returncode == 1
-    assert "Python 3.11 or 3.12 is needed" in result.stderr and f"Python {version}" in result.stderr
+    assert "Python 3.11, 3.12 or 3.13 is needed" in result.stderr and f"Python {version}" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
 def test_a_missing_interpreter_is_named(checkout):
     result = setup(checkout, PYTHON="/no/such/python")
     assert result.returncode == 1 and "/no/such/python" in result.stderr
-
-
-def test_nothing_to_do_takes_no_time():
-    start = time.perf_counter()
-    result = setup(REPO)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert time.perf_counter() - start < 2
 
 
 def test_packages_of_the_examples_come_with_a_set_up_that_has_nothing_else_to_do(checkout):
@@ -80,11 +72,6 @@ def test_what_set_up_says_is_not_the_commands_output(checkout):
     environment = os.environ | {"CDPATH": str(checkout)}
     result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == (f"{checkout}\n", "set-up done\n")
-
-
-def test_help_and_unknown_arguments(checkout):
-    assert "requirements.txt" in setup(checkout, "--help").stdout
-    assert setup(checkout, "--what").returncode == 2
 
 
 def test_every_requirement_is_pinned():

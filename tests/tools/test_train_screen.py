@@ -1,6 +1,7 @@
 """The screen of a training: a line by time, one sentence at a bad end, the next command; train.log has the rest."""
 
 import logging
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,21 +54,6 @@ def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, caplog):
     clock.now += 3600
     steps(10)
     assert 1 <= len(caplog.records) <= 4, "after an hour one in five minutes"
-
-
-def test_divergence_is_one_sentence(tmp_path, caplog):
-    """fairseq saves crash.pt when gradients are not numbers, and then looks for the operation: here it ends."""
-    trainer = SimpleNamespace(get_lr=lambda: 1e6, get_num_updates=lambda: 7)
-    with pytest.raises(SystemExit) as end:
-        try:
-            raise FloatingPointError("gradients are Nan/Inf")
-        except FloatingPointError:
-            fairseq_train.LongRunTrainer.save_checkpoint(trainer, str(tmp_path / "crash.pt"), {})
-    assert end.value.code == 1
-    (record,) = caplog.records
-    assert "training has diverged after 7 updates, with a learning rate of 1e+06: gradients are" in record.getMessage()
-    assert "lower --lr" in record.getMessage()
-    assert not list(tmp_path.iterdir())
 
 
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
@@ -213,7 +199,8 @@ def test_a_run_that_diverges(data, tmp_path):
     flags = ["--data", data, "--run", tmp_path / "run", *size, "--lr", "1e6", "--warmup-updates", 1]
     result = script("training.train", "sample", "ea_transformer_lite", *flags)
     assert result.returncode == 1
-    assert "training has diverged" in result.stdout
+    assert re.search(r"diverged after \d updates, with a learning rate of ", result.stdout)
+    assert "with a lower --lr" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
     assert "'_name'" not in result.stdout, "fairseq's configuration"
     assert "'_name'" in (tmp_path / "run" / "train.log").read_text()

@@ -1,4 +1,4 @@
-"""Commands that tests start warm (helpers/warm.py) are processes of their own, and begin and end as cold ones do."""
+"""Commands that tests start warm (helpers/warm.py) are processes of their own, and end where they are killed."""
 
 import json
 import os
@@ -27,24 +27,6 @@ def test_it_has_a_folder_streams_and_an_environment(tmp_path):
     assert number != os.getpid()
     assert others == [str(tmp_path), ["-c", "one", "two words"], "yes", "read", True]
     assert (result.returncode, result.stderr) == (0, "error\n")
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("raise SystemExit('wrong')", 1, "wrong\n"),
-        ("raise ValueError('broken')", 1, "ValueError: broken\n"),
-        ("import atexit, sys; atexit.register(print, 'at last', file=sys.stderr)", 0, "at last\n"),
-        ("import os, sys; os.execve(sys.executable, [sys.executable, '-c', 'exit(5)'], os.environ)", 5, ""),
-        ("import subprocess, sys; exit(subprocess.call([sys.executable, '-c', 'exit(6)']))", 6, ""),
-    ],
-    ids=["message", "error", "exit function", "execve", "subprocess"],
-)
-def test_it_ends_as_a_cold_one(code, status, said):
-    command = [sys.executable, "-c", code]
-    results = [by.run(command, capture_output=True, text=True, check=False) for by in (warm, subprocess)]
-    assert [result.returncode for result in results] == [status] * 2
-    assert all(result.stderr.endswith(said) for result in results)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

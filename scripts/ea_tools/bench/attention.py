@@ -364,10 +364,10 @@ def report(result: Mapping[str, Any]) -> None:
     print(f"  {'':<9}" + "".join(f"{which + ' ms':>22} {'MiB':>8} {'floor':>6}" for which in PASSES))
     for name, passes in result["paths"].items():
         line = f"  {name:<9}"
-        for taken in passes.values():
-            milliseconds = taken["milliseconds"]["median"]
-            share = taken["floor"]["milliseconds"] / milliseconds
-            line += f"{milliseconds:22.2f} {taken['memory'] / 2**20:8.1f} {share:6.0%}"
+        for cost in passes.values():
+            milliseconds = cost["milliseconds"]["median"]
+            share = cost["floor"]["milliseconds"] / milliseconds
+            line += f"{milliseconds:22.2f} {cost['memory'] / 2**20:8.1f} {share:6.0%}"
         print(line)
     for name, reason in result["cannot_run"].items():
         print(f"  {name:<9} cannot run: {reason}")

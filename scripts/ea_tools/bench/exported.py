@@ -108,7 +108,7 @@ def candidates(
         def decode(batch: Batch) -> int:
             shortest, longest = limits(batch)
             settings = Settings(beam=beam, min_len=shortest, max_len_b=longest)
-            return sum(len(found[0].tokens) + 1 for found in translator.search_ids(sources(batch), settings, None))
+            return sum(len(best.tokens) + 1 for best, *_ in translator.search_ids(sources(batch), settings, None))
 
         return decode
 
@@ -121,8 +121,8 @@ def candidates(
             shortest, longest = limits(batch)
             tokens = [[words[number] for number in row[:-1]] for row in sources(batch)]
             lengths = {"min_decoding_length": shortest, "max_decoding_length": longest}
-            found = translator.translate_batch(tokens, beam_size=beam, max_batch_size=0, **lengths)
-            return sum(len(one.hypotheses[0]) + 1 for one in found)
+            translations = translator.translate_batch(tokens, beam_size=beam, max_batch_size=0, **lengths)
+            return sum(len(one.hypotheses[0]) + 1 for one in translations)
 
         return decode
 
@@ -132,15 +132,15 @@ def candidates(
 
 def starts(folders: Mapping[str, Path]) -> dict[str, dict[str, float]]:
     """Seconds until a fresh process has translated its first sentence, and the most memory that it had."""
-    found = {}
+    measured = {}
     for name in (name for name in folders if name.startswith("exported")):
         command = [sys.executable, "-c", _START, str(folders[name])]
         done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
         if done.returncode:
             raise UserError(f"{name}: the process ended with status {done.returncode}: {done.stderr[-200:]}")
         seconds, memory = map(float, done.stdout.split())
-        found[name] = {"seconds": seconds, "MiB": memory}
-    return found
+        measured[name] = {"seconds": seconds, "MiB": memory}
+    return measured
 
 
 def report(result: Mapping[str, Any]) -> None:

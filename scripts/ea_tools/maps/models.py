@@ -21,12 +21,12 @@ import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairse
 
 # isort: split
 import torch
-from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from ea_data.preparation import SIDES, Preparation
+from ea_data.preparation import Preparation
+from ea_fairseq.hub import read_models
 from ea_runtime.text import Text
 from ea_tools.checkpoints import choose, load, section, settings
 from ea_tools.common import UserError
@@ -202,17 +202,13 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     if name == "translation":
         run = path if path.is_dir() else None
         preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
-        overrides = dict(zip(SIDES, preparation.languages, strict=True))
     else:
         preparation = Preparation.at(_data_of_one_language(checkpoint, trained_for, given))
-        overrides = {}
     folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     try:
         # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
-        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], {"data": str(folder), **overrides}
-        )
+        (model,), _, task = read_models([checkpoint], folder, preparation.prep)
     except RuntimeError as error:
         if wrong := re.search(r"size mismatch for .*", str(error)):
             raise UserError(f"{checkpoint} was not trained on {folder}: {wrong[0]}") from None

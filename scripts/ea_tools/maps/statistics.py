@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 from ea_data.command_line import Parser, at_least
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import UserError, portable, replacing, reporting
+from ea_tools.common import UserError, ignore_warnings, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
@@ -46,7 +45,7 @@ BATCH_TOKENS = 1000
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: load, go through the sentences, write; a file appears under its name only when all are complete."""
     args = parse(arguments)
-    warnings.filterwarnings("ignore", message="Support for mismatched key_padding_mask")  # fairseq's own attention
+    ignore_warnings()
     with reporting("map_statistics"):
         report = examine(args)
         with contextlib.ExitStack() as stack:

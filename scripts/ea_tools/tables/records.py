@@ -2,7 +2,7 @@
 
 results/runs/RECIPE/NAME/run.json            the training: recipe, command; commit, device, flags of every start
                          log.jsonl           losses and speeds
-                         eval/SPLIT.json     scores, and the paired tests against other runs
+                         eval/SPLIT.json     metrics, and the paired tests against other runs
                          eval/SPLIT.hyp.txt.gz
 """
 
@@ -24,17 +24,17 @@ UNKNOWN = "not recorded"
 def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
     """Copy the small files of a run that was scored on `subset` to the records, without the repository's path.
 
-    `wanted` are the settings of the table's scores; a score by others, made by hand, is not taken.
+    `wanted` are the table's settings of translation; an evaluation by others, made by hand, is not taken.
     """
-    scores, last, target = (
+    evaluation, last, target = (
         folder / "eval" / f"{name}.json"
         for folder, name in ((run, f"{subset}.{wanted}"), (run, subset), (record, subset))
     )
-    if not scores.exists():
+    if not evaluation.exists():
         if last.exists():
             say(f"note: {last} is by other settings than this table's, {wanted}: not taken; leave out --collect")
         return
-    scored = json.loads(json.dumps(read_json(scores), ensure_ascii=False).replace(f"{REPO}/", ""))
+    scored = json.loads(json.dumps(read_json(evaluation), ensure_ascii=False).replace(f"{REPO}/", ""))
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
@@ -42,14 +42,14 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
                 shutil.copyfile(run / name, temporary)
     kept = read_json(target) if target.exists() else {}
     if {**kept, "paired": None} != {**scored, "paired": None}:
-        translations = scores.with_suffix(".hyp.txt").read_bytes()
+        translations = evaluation.with_suffix(".hyp.txt").read_bytes()
         with replacing(target.with_suffix(".hyp.txt.gz")) as temporary:
             temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
         write_json(target, scored)
 
 
 def read(record: Path, subset: str) -> dict | None:
-    """The scores of a run on one split, with the tests of test_against(); None where there are none."""
+    """The evaluation of a run on one split, with the tests of test_against(); None where there are none."""
     path = record / "eval" / f"{subset}.json"
     return read_json(path) if path.exists() else None
 

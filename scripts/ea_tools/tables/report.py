@@ -1,4 +1,4 @@
-"""The page of a table: its scores, conclusions, and the source of each score."""
+"""The page of a table: its numbers, conclusions, and the source of each number."""
 
 import contextlib
 import functools
@@ -19,15 +19,15 @@ from ea_tools.training import recipes, train
 
 
 def gather(table: Table, runs: Path, seeds: list[int], extra: list[str]) -> dict[tuple[str, str], dict]:
-    """{(row label, column label): {"results": {seed: scores}, "mean", "deviation", "differences", "p", "paper"}}."""
+    """{(row, column): {"results": {seed: evaluation}, "mean", "deviation", "differences", "p", "paper"}}, by labels."""
     summaries = {}
     for row, column in itertools.product(table.rows, table.columns):
         results = {}
         for seed in seeds:
             folder = table.cell(row, column.recipe, seed, runs, extra).folder
-            if (one := records.read(folder, column.subset)) and column.score in one["scores"]:
+            if (one := records.read(folder, column.subset)) and column.metric in one["scores"]:
                 results[seed] = {**one, "folder": folder}
-        means = _mean([one["scores"][column.score]["score"] for one in results.values()])
+        means = _mean([one["scores"][column.metric]["score"] for one in results.values()])
         summaries[row.label, column.label] = {"results": results, **means, "paper": row.published(column)}
     for row, column in itertools.product(table.rows, table.columns):
         if row.baseline:
@@ -57,10 +57,10 @@ def _against(results: dict[int, dict], baseline: dict[int, dict], column: Column
     differences, p = {}, {}
     for seed in seeds:
         one, other = results[seed], baseline[seed]
-        differences[seed] = one["scores"][column.score]["score"] - other["scores"][column.score]["score"]
+        differences[seed] = one["scores"][column.metric]["score"] - other["scores"][column.metric]["score"]
         same = texts if texts and one.get("references") == other.get("references") == digest(texts) else None
         test = records.test_against(one["folder"], other["folder"], column.subset, same, lowercase)
-        # The test is of sacreBLEU, and holds for this score only if the same model is the better one by both.
+        # The test is of sacreBLEU, and holds for this metric only if the same model is the better one by both.
         if test and differences[seed] * test["difference"] >= 0:
             p[seed] = test["p"]
     return {"differences": differences, "difference": _mean(list(differences.values())), "p": p}
@@ -89,13 +89,13 @@ def write(table: Table, summaries: dict, folder: Path, extra: list[str]) -> None
 
 
 def show_in(page: Path, table: Table, summaries: dict) -> bool:
-    """Put the scores between a page's comments <!-- TABLE --> and <!-- end of TABLE -->; says whether it has them."""
+    """Put the rows between a page's comments <!-- TABLE --> and <!-- end of TABLE -->; says whether it has them."""
     begin, end = f"<!-- {table.name} -->\n", f"<!-- end of {table.name} -->"
     before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     _, has_end, after = rest.partition(end)
     if not (has_begin and has_end):
         return False
-    shown = "\n".join([*score_rows(table, summaries), "", *verdicts(table, summaries)]) + "\n"
+    shown = "\n".join([*_model_rows(table, summaries), "", *verdicts(table, summaries)]) + "\n"
     with replacing(page) as temporary:
         temporary.write_text(f"{before}{begin}\n{shown}\n{end}{after}", encoding="utf-8")
     return True
@@ -103,11 +103,11 @@ def show_in(page: Path, table: Table, summaries: dict) -> bool:
 
 def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str]) -> str:
     """The table, its legend, its conclusions, and the source of each number."""
-    scores = ", ".join(dict.fromkeys(LABELS[column.score] for column in table.columns))
+    metrics = ", ".join(dict.fromkeys(LABELS[column.metric] for column in table.columns))
     sizes_of = {row.label: _size(table, row, extra) for row in table.rows}
-    lines = [f"# {table.title}", "", *score_rows(table, summaries, sizes_of), ""]
+    lines = [f"# {table.title}", "", *_model_rows(table, summaries, sizes_of), ""]
     lines += [
-        f"Scores: {scores}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
+        f"Scores: {metrics}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
         'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": no run '
         "yet. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
         "",
@@ -119,7 +119,7 @@ def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str
     return "\n".join([*lines, *provenance(table, summaries, extra)]) + "\n"
 
 
-def score_rows(table: Table, summaries: dict, sizes_of: dict[str, list[str]] | None = None) -> list[str]:
+def _model_rows(table: Table, summaries: dict, sizes_of: dict[str, list[str]] | None = None) -> list[str]:
     """The table itself, a line for each row, with parameters and FLOPs where these are given by the row's label."""
     head = ["Model", *["Parameters", "FLOPs"] * bool(sizes_of), *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
@@ -173,7 +173,7 @@ SIGNIFICANT = 0.05
 def verdicts(table: Table, summaries: dict) -> list[str]:
     """Conclusions: for every row with a baseline, in how many seeds it is better or worse, and significantly so.
 
-    A last line names scores of trainings that had not ended.
+    A last line names evaluations of trainings that had not ended.
     """
     lines, early = [], {}
     for row, column in itertools.product(table.rows, table.columns):
@@ -221,60 +221,60 @@ def _outcomes(cell: dict) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A run that the table shows: its cell, its training, and its scores by split."""
+class Run:
+    """A run that the table shows: its cell, its training, and its evaluations by split."""
 
     row: Row
     recipe: str
     seed: int
     training: records.Training
-    scores: dict[str, dict]
+    evaluations: dict[str, dict]
 
     def __str__(self) -> str:
         return f"{self.row.label}, {Path(self.recipe).stem}, seed {self.seed}"
 
 
 def provenance(table: Table, summaries: dict, extra: list[str]) -> list[str]:
-    """The lines of a report that say of every score how and where it was made."""
+    """The lines of a report that say of every number how and where it was made."""
     runs = {}
     for row, column in itertools.product(table.rows, table.columns):
         for seed, one in summaries[row.label, column.label]["results"].items():
-            new = Made(row, column.recipe, seed, records.training(one["folder"]), {})
-            runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = one
+            new = Run(row, column.recipe, seed, records.training(one["folder"]), {})
+            runs.setdefault((row.label, column.recipe, seed), new).evaluations[column.subset] = one
     runs = list(runs.values())
     if not runs:
         return ["## Where the numbers come from", "", "Nothing has been run yet."]
     lines = ["## Each seed", "", *_seed_rows(table, summaries), "", "## Where the numbers come from", ""]
     lines += [*unlike(runs, extra), "", *_run_rows(runs), "", *_signatures(runs), ""]
     for run in runs:
-        commands = [run.training.command, *(one["command"] for one in run.scores.values())]
+        commands = [run.training.command, *(one["command"] for one in run.evaluations.values())]
         lines.append(f"- {run}: {', then '.join(f'`{command}`' for command in commands)}")
     return lines
 
 
 def _seed_rows(table: Table, summaries: dict) -> list[str]:
-    """A line for each row and seed: the column's score, sacreBLEU, and p against the baseline."""
+    """A line for each row and seed: the column's metric, sacreBLEU, and p against the baseline."""
     head = ["Model", "Seed", *(column.label for column in table.columns)]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for row in table.rows:
         cells = [summaries[row.label, column.label] for column in table.columns]
         for seed in sorted({seed for cell in cells for seed in cell["results"]}):
-            scores = [_seed_cell(cell, column, seed) for cell, column in zip(cells, table.columns, strict=True)]
-            lines.append(markdown_row([row.label, str(seed), *scores]))
+            numbers = [_seed_cell(cell, column, seed) for cell, column in zip(cells, table.columns, strict=True)]
+            lines.append(markdown_row([row.label, str(seed), *numbers]))
     return lines
 
 
 def _seed_cell(cell: dict, column: Column, seed: int) -> str:
     if seed not in cell["results"]:
         return "not run"
-    scores = cell["results"][seed]["scores"]
-    others = [] if column.score == "sacrebleu" else [f"sacreBLEU {scores['sacrebleu']['score']:.2f}"]
+    metrics = cell["results"][seed]["scores"]
+    others = [] if column.metric == "sacrebleu" else [f"sacreBLEU {metrics['sacrebleu']['score']:.2f}"]
     if seed in cell.get("differences", {}):
         others.append(f"p {cell['p'][seed]:.3f}" if seed in cell["p"] else "not tested")
-    return f"{scores[column.score]['score']:.2f}" + (f" ({', '.join(others)})" if others else "")
+    return f"{metrics[column.metric]['score']:.2f}" + (f" ({', '.join(others)})" if others else "")
 
 
-def unlike(runs: list[Made], extra: list[str]) -> list[str]:
+def unlike(runs: list[Run], extra: list[str]) -> list[str]:
     """The differences of the runs in recipe, flags, data, references, settings, precision and commit."""
     lines, by_others = [], {}
     for run in runs:
@@ -284,19 +284,19 @@ def unlike(runs: list[Made], extra: list[str]) -> list[str]:
             lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(others)}.")
         elif run.training.recipe not in (recipe.name, records.UNKNOWN):
             by_others.setdefault((run.training.recipe, recipe.name), []).append(str(run))
-    for (theirs, ours), names in by_others.items():
+    for (given, expected), names in by_others.items():
         lines.append(
-            f"- Trained by the recipe {theirs} with flags on the command line that come to the same as {ours}: "
+            f"- Trained by the recipe {given} with flags on the command line that come to the same as {expected}: "
             f"{'; '.join(names)}."
         )
     for recipe in dict.fromkeys(run.recipe for run in runs):
         same = [run for run in runs if run.recipe == recipe]
         lines += _kinds(f"Training data of {recipe}", {str(run): run.training.data for run in same})
-        for subset in dict.fromkeys(subset for run in same for subset in run.scores):
-            scored = {str(run): run.scores[subset] for run in same if subset in run.scores}
-            texts = {run: one.get("references") for run, one in scored.items()}
+        for subset in dict.fromkeys(subset for run in same for subset in run.evaluations):
+            evaluated = {str(run): run.evaluations[subset] for run in same if subset in run.evaluations}
+            texts = {run: one.get("references") for run, one in evaluated.items()}
             lines += _kinds(f"References of {recipe}, {subset}", texts)
-            by = {run: one["settings_name"] for run, one in scored.items()}
+            by = {run: one["settings_name"] for run, one in evaluated.items()}
             lines += _kinds(f"Beam and averaged checkpoints of the scores of {recipe}, {subset}", by)
     # Rows that ask for a precision compare it. A run without a record of its starts is named below, for its commit.
     precisions = {
@@ -328,23 +328,24 @@ def short_commit(commit: str | None) -> str:
     return f"{first[:10]} {rest}".strip()
 
 
-def _run_rows(runs: list[Made]) -> list[str]:
-    """A line for each run: its length, time and device, and the commits of its training and its scores."""
+def _run_rows(runs: list[Run]) -> list[str]:
+    """A line for each run: its length, time and device, and the commits of its training and its evaluations."""
     head = ["Run", "Updates", "Averaged", "Hours", "Trained on", "Trained at", "Scored at"]
     lines = [markdown_row(head), markdown_row(["---", "---:", "---:", "---:", "---", "---", "---"])]
     for run in runs:
-        scores = list(run.scores.values())
+        evaluations = list(run.evaluations.values())
         training = run.training
+        machines = _all(one["device"] for one in evaluations)
         lines.append(
             markdown_row(
                 [
                     str(run),
-                    _all(f"{one['updates']:,}" if one.get("updates") else records.UNKNOWN for one in scores),
-                    _all(str(len(one["averaged"]) or 1) for one in scores),
+                    _all(f"{one['updates']:,}" if one.get("updates") else records.UNKNOWN for one in evaluations),
+                    _all(str(len(one["averaged"]) or 1) for one in evaluations),
                     f"{training.hours:.2f}" if training.hours else records.UNKNOWN,
-                    _all(training.devices) or f"{records.UNKNOWN}; scored on {_all(one['device'] for one in scores)}",
+                    _all(training.devices) or f"{records.UNKNOWN}; scored on {machines}",
                     _all(map(short_commit, training.commits)) or records.UNKNOWN,
-                    _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores),
+                    _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in evaluations),
                 ]
             )
         )
@@ -361,12 +362,12 @@ def _all(values: Iterable[str]) -> str:
     return ", then ".join(dict.fromkeys(values))
 
 
-def _signatures(runs: list[Made]) -> list[str]:
-    """Each kind of score with its signatures by sacreBLEU."""
+def _signatures(runs: list[Run]) -> list[str]:
+    """Each metric with its signatures by sacreBLEU."""
     kinds = {}
-    for one in (one for run in runs for one in run.scores.values()):
-        for name, score in one["scores"].items():
-            kinds.setdefault(LABELS[name], {})[score["signature"]] = None
+    for one in (one for run in runs for one in run.evaluations.values()):
+        for name, metric in one["scores"].items():
+            kinds.setdefault(LABELS[name], {})[metric["signature"]] = None
     return [f"- {name}: {', '.join(f'`{signature}`' for signature in kinds[name])}" for name in kinds]
 
 
@@ -389,7 +390,7 @@ def draw(table: Table, summaries: dict, path: Path) -> None:
         panel.set_ylim(len(labels) - 0.5, -0.5)
         panel.grid(axis="x", alpha=0.3)
         panel.set_title(column.label)
-        panel.set_xlabel(LABELS[column.score])
+        panel.set_xlabel(LABELS[column.metric])
     published = any(cell["paper"] is not None for cell in summaries.values())
     figure.suptitle("dot: measured here" + (", diamond: the paper" if published else ""), fontsize="small")
     style.save(figure, path, "png")

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from ea_data.command_line import Parser
 from ea_tools.common import UserError, reporting
-from ea_tools.tables import records
+from ea_tools.tables import cells, records
 from ea_tools.tables import table as tables
 from ea_tools.tables.report import gather, write
 from ea_tools.tables.table import Row, Table
-from ea_tools.training import cells, recipes
+from ea_tools.training import recipes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

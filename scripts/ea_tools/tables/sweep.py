@@ -2,7 +2,7 @@
 
 The first value of each flag together make the baseline. All combinations are run with the first of --seeds; then the
 baseline and the best two with the other seeds. The page is that of a table, results/sweep-NAME.md. The test set has no
-part in this: a choice by test scores is fitted to the test set. Options of reproduce.sh and flags of fairseq-train may
+part in this: a choice by its metrics is fitted to the test set. Options of reproduce.sh and flags of fairseq-train may
 follow: --max-update 1500
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from ea_data.command_line import Parser
 from ea_tools.common import UserError, listed, reporting
 from ea_tools.metrics import LABELS
-from ea_tools.tables import reproduce
+from ea_tools.tables import cells, reproduce
 from ea_tools.tables.report import gather
 from ea_tools.tables.table import Column, Row, Table, check, check_flags, check_seeds, file_name
-from ea_tools.training import cells, recipes
+from ea_tools.training import recipes
 
 CONFIRMED = 2  # this many of the best combinations are run with the other seeds
 
@@ -57,7 +57,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         "--grid", action="append", nargs="+", required=True, metavar=pair, help="a flag without dashes, its values"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    parser.add_argument("--score", choices=LABELS, default="sacrebleu", help="what decides (default: sacrebleu)")
+    # --score is its earlier name.
+    parser.add_argument(
+        "--metric", "--score", choices=LABELS, default="sacrebleu", help="what decides (default: sacrebleu)"
+    )
     parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
     cells.add_run_options(parser, "sweep")
     args, extra = parser.parse_known_args(arguments)
@@ -85,11 +88,11 @@ def grid(args: argparse.Namespace) -> Table:
         rows.append(Row(label, args.arch, recipes.spell_flags(chosen), rows[0].label if rows else None))
     name = args.name or file_name([recipe.name, args.arch, *names])
     title = f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}"
-    return Table(f"sweep-{name}", title, [Column(args.recipe, recipe.name, args.score, "valid")], rows, args.seeds)
+    return Table(f"sweep-{name}", title, [Column(args.recipe, recipe.name, args.metric, "valid")], rows, args.seeds)
 
 
 def best(table: Table, args: argparse.Namespace, extra: list[str]) -> list[Row]:
-    """The rows to confirm: the baseline, and those with the highest scores by the first seed."""
+    """The rows to confirm: the baseline, and those with the highest means of the metric by the first seed."""
     (column,) = table.columns
     summaries = gather(table, args.results / "runs", args.seeds[:1], extra)
     means = {row.label: summaries[row.label, column.label]["mean"] for row in table.rows}

@@ -2,7 +2,8 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
-[[column]]    recipe, label, score (a key of metrics.LABELS, but comet), subset (default: "test")
+[[column]]    recipe, label, metric (a key of metrics.LABELS, but comet), subset (default: "test");
+              score is an earlier name of metric
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
@@ -36,11 +37,11 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Column:
-    """One score of one split of a recipe's data."""
+    """One metric of one split of a recipe's data."""
 
     recipe: str
     label: str
-    score: str
+    metric: str
     subset: str = "test"
 
 
@@ -93,7 +94,7 @@ class Table:
         return next(row for row in self.rows if row.label == label)
 
     def subsets(self, recipe: str) -> list[str]:
-        """The splits that this table scores of a recipe."""
+        """The splits of a recipe that this table has columns for."""
         return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
@@ -148,6 +149,9 @@ def read(name: str) -> Table:
         raise UserError(f"{name}: no such table; expected {', '.join(names())}, or a .toml file of your own")
     content = recipes.read_toml(path)
     content = {{"column": "columns", "row": "rows"}.get(key, key): value for key, value in content.items()}
+    for column in content.get("columns", []):
+        if isinstance(column, dict) and "score" in column:  # the key's earlier name
+            column["metric"] = column.pop("score")
     table = recipes.filled(Table, {"name": path.stem, **content}, str(path))
     check_seeds(f"{path}: seeds", table.seeds)
     check(str(path), table)
@@ -161,7 +165,9 @@ def check(where: str, table: Table) -> None:
         flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
         check_flags(f"{where}: {row.label}: flags: --", recipes.parse_flags(row.flags))
         if row.baseline and row.baseline not in labels:
-            raise UserError(f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row")
+            raise UserError(
+                f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; there are: {', '.join(labels)}"
+            )
         other = learnt.setdefault((row.arch, *_slug(_learnt_by(row))), row)
         if other is not row:
             raise UserError(
@@ -173,7 +179,7 @@ def check(where: str, table: Table) -> None:
             raise UserError(f"{where}: the label {twice!r} is there twice; give each a different one")
     for column in table.columns:
         recipe = recipes.read(column.recipe)
-        check_score(f"{where}: {column.label}: score", column.score, recipe)
+        check_metric(f"{where}: {column.label}: metric", column.metric, recipe)
         texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
         if texts and column.subset not in texts:
             raise UserError(
@@ -195,16 +201,16 @@ def check_seeds(where: str, seeds: Sequence[int]) -> None:
         raise UserError(f"{where} {' '.join(map(str, seeds))}: expected different whole numbers")
 
 
-def check_score(where: str, score: str, recipe: recipes.Recipe) -> None:
-    """Refuse a score that evaluate.sh does not make of this recipe's text."""
+def check_metric(where: str, metric: str, recipe: recipes.Recipe) -> None:
+    """Refuse a metric that evaluate.sh does not compute for this recipe's text."""
     languages, raw = (recipe.source_lang, recipe.target_lang), False
     with contextlib.suppress(UserError):  # the data need not be prepared yet
         raw = read_prep(recipe.data)["tokenizer"] == "none"
-    if score not in LABELS:
-        raise UserError(f"{where} {score!r} is not one of {', '.join(LABELS)}")
-    if score == "comet":
-        raise UserError(f"{where} comet: no table and no sweep makes it; score a run with scripts/evaluate.sh --comet")
-    if score == "compound_split_bleu" and tuple(map(base_language, languages)) != ("en", "de"):
-        raise UserError(f"{where} {score}: is made for en-de alone, and {recipe.name} is {'-'.join(languages)}")
-    if score in ("tokenised_bleu", "compound_split_bleu") and raw:
-        raise UserError(f"{where} {score}: needs text in tokens, and {recipe.data} is raw text; choose sacrebleu")
+    if metric not in LABELS:
+        raise UserError(f"{where} {metric!r} is not one of {', '.join(LABELS)}")
+    if metric == "comet":
+        raise UserError(f"{where} comet: no table computes it; score a run with scripts/evaluate.sh --comet")
+    if metric == "compound_split_bleu" and tuple(map(base_language, languages)) != ("en", "de"):
+        raise UserError(f"{where} {metric}: is computed for en-de alone, and {recipe.name} is {'-'.join(languages)}")
+    if metric in ("tokenised_bleu", "compound_split_bleu") and raw:
+        raise UserError(f"{where} {metric}: needs text in tokens, and {recipe.data} is raw text; choose sacrebleu")

@@ -100,6 +100,13 @@ def select(
     return [path for _, path in candidates[-wanted:]]
 
 
+def last(run: Path, count: int) -> list[Path]:
+    """At most `count` of a run's last checkpoints, oldest first: of epochs, or of updates where these are more."""
+    files = list(run.iterdir())
+    by_epoch, by_update = ([path for _, path in numbered(files, pattern)][-count:] for pattern in (EPOCH, UPDATE))
+    return by_epoch if len(by_epoch) >= len(by_update) else by_update
+
+
 def average(paths: Sequence[Path]) -> dict[str, Any]:
     """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
 

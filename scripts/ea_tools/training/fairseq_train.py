@@ -27,11 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Deprecations inside fairseq and hydra: users cannot change them.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"hydra|fairseq")
-warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-warnings.filterwarnings("ignore", message=r"\n'config' is validated|'pin_memory' argument")
+from ea_tools.common import UserError, ignore_warnings
 
+ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
@@ -41,7 +39,6 @@ from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from ea_tools.common import UserError  # noqa: E402
 from ea_tools.training import products  # noqa: E402
 from ea_tools.training.memory import keep_freed_memory  # noqa: E402
 from ea_tools.training.run_folder import next_command, settle_model  # noqa: E402

@@ -31,9 +31,9 @@ class Launch:
         there, capability = (0, None) if args.gpus == 0 else gpus()
         wanted = there if args.gpus is None else args.gpus
         if wanted > there and not args.dry_run:
-            raise UserError(f"--gpus {wanted}: this machine has {there}")
+            raise UserError(f"--gpus {wanted}: this machine has {there}; give at most {there}")
         if wanted < 0:
-            raise UserError(f"--gpus {wanted}: cannot be negative")
+            raise UserError(f"--gpus {wanted}: expected 0 (the CPU) or more")
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:

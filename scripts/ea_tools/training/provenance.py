@@ -13,7 +13,7 @@ from ea_tools.common import REPO
 
 #: folders that scripts write, as git's words for exclusion: changes there are results, not other code
 WRITTEN = (":!results", ":!docs", ":!*.md")
-PACKAGES = ("torch", "fairseq-fixed", "sacrebleu", "sacremoses", "subword-nmt", "sentencepiece", "numpy")
+PACKAGES = "torch fairseq-fixed sacrebleu sacremoses subword-nmt sentencepiece numpy onnxruntime ctranslate2".split()
 
 
 def provenance(on_cpu: bool = False) -> dict:

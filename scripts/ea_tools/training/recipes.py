@@ -216,8 +216,8 @@ def _inherited(path: Path) -> dict[str, Any]:
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """`own` over `base`, table by table."""
-    both = [key for key in base.keys() & own.keys() if isinstance(base[key], dict) and isinstance(own[key], dict)]
-    return {**base, **own, **{key: _merge(base[key], own[key]) for key in both}}
+    tables = [key for key in base.keys() & own.keys() if isinstance(base[key], dict) and isinstance(own[key], dict)]
+    return {**base, **own, **{key: _merge(base[key], own[key]) for key in tables}}
 
 
 def precision_of(flags: Iterable[str]) -> str:

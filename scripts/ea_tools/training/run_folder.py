@@ -12,13 +12,14 @@ from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
-from ea_tools.preparation import Preparation, keep, kept_by, require_same
-from ea_tools.training.average import average, save, select
+from ea_tools.preparation import Preparation, keep, require_same
+from ea_tools.training.average import average, last, save
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import NOT_LEARNING, Flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
+AVERAGED = 10  # at most, of the last checkpoints
 _BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # may be there before a run, as a shell's log of it
 
 _locks = []  # open as long as the process lives
@@ -39,7 +40,9 @@ def take(run: Path) -> None:
         # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(f"{run}: another process trains in this folder") from None
+        raise UserError(
+            f"{run}: another process trains in this folder; wait for its end, or choose another --run"
+        ) from None
     os.set_inheritable(lock.fileno(), True)
     _locks.append(lock)
 
@@ -60,7 +63,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     owner = before.get("identity", this)
     changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
-    if changed == ["data"] and (kept := kept_by(run)):
+    if changed == ["data"] and (kept := Preparation.kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     if changed:
         raise UserError(
@@ -73,7 +76,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
 
 def keep_preparation(run: Path, data: Path) -> None:
     """Keep a copy of the files that the model needs; where the run has one, the data must still agree with it."""
-    if started(run) and (kept := kept_by(run)):
+    if started(run) and (kept := Preparation.kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     else:
         keep(run, data)
@@ -215,27 +218,19 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
 
 def settle_model(run: Path) -> Path:
     """Record the model of a run whose training has ended: an average, made here, or a single checkpoint."""
-    number, by_epoch = _to_average(run)
-    if number:
-        model = run / f"average{number}.pt"
-        save(average(select([run], **{"num_epochs" if by_epoch else "num_updates": number})), model)
+    checkpoints = last(run, AVERAGED)
+    if checkpoints:
+        model = run / f"average{len(checkpoints)}.pt"
+        save(average(checkpoints), model)
     else:
         model = run / (BEST if (run / BEST).exists() else LAST)
     record_model(model)
     return model
 
 
-def _to_average(run: Path) -> tuple[int, bool]:
-    """The number of a run's last checkpoints to average, at most 10, and whether they are those of epochs."""
-    files = list(run.iterdir())
-    epochs, updated = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
-    number = min(10, max(epochs, updated))
-    return number, epochs >= number
-
-
 def next_command(data: Path, run: Path) -> str:
     """The command to type after a training: it scores the average of at most 10 of the last checkpoints."""
-    number, _ = _to_average(run)
+    number = len(last(run, AVERAGED))
     which = ["--average", str(number)] if number else ["--best"]
     # Absolute paths: the next command may be typed in another folder.
     return portable(["scripts/evaluate.sh", "--data", str(data.absolute()), "--run", str(run.absolute()), *which])

@@ -20,7 +20,7 @@ from ea_data.command_line import Parser
 from ea_tools.checkpoints import has_model_recorded, load
 from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
 from ea_tools.metrics import validation_flags
-from ea_tools.preparation import Preparation, fingerprint, kept_by, require_same
+from ea_tools.preparation import Preparation, fingerprint, require_same
 from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, products, recipes, run_folder
 from ea_tools.training.launch import Launch, choose_precision, distribution
@@ -263,7 +263,8 @@ def check_data(data: Path, recipe: Recipe) -> None:
     languages = (prep["source_lang"], prep["target_lang"])
     if languages != (recipe.source_lang, recipe.target_lang):
         raise UserError(
-            f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}"
+            f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
+            "choose another recipe, or another --data"
         )
 
 
@@ -273,7 +274,7 @@ def check_first_model(flags: Flags, data: Path) -> None:
         if not Path(name).is_file():
             raise UserError(f"--finetune-from-model {name}: no such file; expected a checkpoint of another training")
         run = Path(name).parent
-        if (kept := kept_by(run)) is None:
+        if (kept := Preparation.kept_by(run)) is None:
             continue
         try:
             require_same(kept, Preparation.at(data), run)

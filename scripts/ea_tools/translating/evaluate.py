@@ -45,8 +45,8 @@ from ea_tools.common import (
     say,
     write_json,
 )
-from ea_tools.preparation import FOLDER, of_model, require_same
-from ea_tools.text import as_written, digest, read_lines, references, words_of
+from ea_tools.preparation import of_model, require_same
+from ea_tools.text import as_written, digest, read_lines, references
 from ea_tools.training import average
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
@@ -94,6 +94,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns the content of the JSON file."""
+    from ea_runtime.text import words_of
+
     data = Preparation.at(args.data)
     prep, (source, target) = data.prep, data.languages
     written, tokens = references(reference_file(args.data, args.subset, target), prep)
@@ -112,7 +114,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     hypotheses = in_order(model.output, len(written), left_out)
     check_references(model.output, tokens, prep["lowercase"], f"{args.subset!r} in {args.data}")
     detokenised = list(map(words_of(prep, target).detokenize, hypotheses))
-    scoring = {"references": written, "lowercase": prep["lowercase"], "tokenizer": tokenizer}
+    metric_options = {"references": written, "lowercase": prep["lowercase"], "tokenizer": tokenizer}
     result = {
         "data": name,
         "preparation": model.preparation.digest(),
@@ -127,12 +129,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "settings_name": settings_name(args),
         "beam": args.beam,
         "lenpen": args.lenpen,
-        "scores": metrics.score(
+        "scores": metrics.compute(
             tokenised=None if prep["tokenizer"] == "none" else hypotheses,
             detokenised=detokenised,
             tokenised_references=tokens,
             compounds=(base_language(source), base_language(target)) == ("en", "de"),
-            **scoring,
+            **metric_options,
         ),
         "tokenizer": tokenizer,
         "references": digest(written),
@@ -146,7 +148,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         gpu = not result["device"].startswith("CPU")
         result["scores"]["comet"] = metrics.comet(args.comet, sources, detokenised, written, gpu)
     if baseline:
-        difference = metrics.compare(system=detokenised, baseline=baseline, **scoring)
+        difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
     results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
     result |= kept_of_before(results / stem, result, detokenised)
@@ -160,8 +162,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_name(run: Path, data: str, subset: str) -> str:
     """The name of a split in a run's results: "test", or "law.test" of other data than the run's own."""
-    folder = run if exported.is_export(run) else run / FOLDER
-    own = Preparation.at(folder).prep.get("name", data) if (folder / "PREP.json").is_file() else data
+    preparation = Preparation.at(run) if exported.is_export(run) else Preparation.kept_by(run)
+    own = preparation.prep.get("name", data) if preparation else data
     return subset if data == own else f"{data}.{subset}"
 
 

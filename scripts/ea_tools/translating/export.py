@@ -89,29 +89,18 @@ def load_model(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]
     task = section(state, "task").get("_name", "translation")
     if task not in TASKS:
         raise UserError(f"{checkpoint}: was trained for {task}; models for {' and '.join(TASKS)} can be exported")
+    if broken := next((name for name, weight in state["model"].items() if not weight.isfinite().all()), None):
+        raise UserError(f"{checkpoint}: {broken} has values that are not finite; choose another checkpoint")
     from ea_fairseq import hub
     from ea_fairseq.export import reason_against
 
-    if task == "translation":
-        loaded = hub.translator([checkpoint], of_model(checkpoint, state, run).folder)
-    else:
-        loaded = _language_model(checkpoint, Path(section(state, "task")["data"]))
+    translates = task == "translation"
+    folder = of_model(checkpoint, state, run).folder if translates else Path(section(state, "task")["data"])
+    read_prep(folder)  # where there is none, it says so
+    loaded = hub.translator([checkpoint], folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
-
-
-def _language_model(checkpoint: Path, data: Path) -> Translator:
-    """A language model in the place of a translation model."""
-    read_prep(data)  # where there is none, it says so
-    from fairseq import checkpoint_utils
-    from fairseq.hub_utils import GeneratorHubInterface
-
-    from ea_fairseq import Translator
-    from ea_runtime.text import Text
-
-    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
-    return Translator(GeneratorHubInterface(cfg, task, models), Text(data), [checkpoint])
 
 
 def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -> None:
@@ -258,23 +247,26 @@ def compare(loaded: Translator, folder: Path, close: float) -> float:
     from ea_runtime import Translator as Runtime
 
     model, task = loaded.hub.models[0], loaded.hub.task
-    sources, targets = _sentences(task.source_dictionary, LENGTHS), _sentences(task.target_dictionary, LENGTHS[::-1])
+    limits = loaded.hub.max_positions
+    most = (limits if isinstance(limits, int) else min(limits)) - 1  # one position is for the end of the sentence
+    lengths = [min(length, most) for length in LENGTHS]
+    sources, targets = _sentences(task.source_dictionary, lengths), _sentences(task.target_dictionary, lengths[::-1])
     is_translation, lists = (folder / "encoder.onnx").is_file(), [target.tolist() for target in targets]
     if is_translation:
         runtime = Runtime(folder, threads=1)
-        settings = runtime.settings({"beam": 1, "max_len_b": max(LENGTHS), "unnormalized": True})
+        settings = runtime.settings({"beam": 1, "max_len_b": max(lengths), "unnormalized": True})
         results = runtime.search_ids([source.tolist() for source in sources], settings, lists)
-        found = [best for (best,) in results]
+        exported = [best.score for (best,) in results]
     else:
-        found = LanguageModel(folder, threads=1).score_ids(lists, len(lists))
+        exported = [best.score for best in LanguageModel(folder, threads=1).score_ids(lists, len(lists))]
     largest = 0.0
-    for source, target, ours in zip(sources, targets, found, strict=True):
+    for source, target, score in zip(sources, targets, exported, strict=True):
         before = target.roll(1)[None]  # the end of a sentence comes before its first word
         given = (source[None], torch.tensor([len(source)]), before) if is_translation else (before,)
         of_words = model.get_normalized_probs(model(*given), log_probs=True)[0].detach()
         expected = float(of_words.gather(1, target[:, None]).sum())
-        largest = max(largest, abs(ours.score - expected) / len(target))
-    if largest > close:
+        largest = max(largest, abs(score - expected) / len(target))
+    if not largest <= close:  # so that NaN is refused, too
         raise UserError(
             f"the exported model's scores differ from PyTorch's by {largest:.2g}, more than {close}: nothing kept"
         )

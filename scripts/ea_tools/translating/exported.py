@@ -74,10 +74,10 @@ class Exported:
     def hypotheses(self, lines: Sequence[str], beam: int, first: int, **settings: Any) -> list[list[tuple[str, float]]]:
         """The translations of each line, best first, and their scores to base 2."""
         try:
-            found = self._translator.scored(lines, beam, n_best=beam, batch=self._batch, first=first, **settings)
+            translations = self._translator.scored(lines, beam, n_best=beam, batch=self._batch, first=first, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
-        return [[(text, score / math.log(2)) for text, score in of] or [("", 0.0)] * beam for of in found]
+        return [[(text, score / math.log(2)) for text, score in best] or [("", 0.0)] * beam for best in translations]
 
 
 def generate(translator: Translator, data: Path, subset: str, settings: dict[str, Any], batch: int) -> list[str]:
@@ -98,12 +98,12 @@ def generate(translator: Translator, data: Path, subset: str, settings: dict[str
     numbers = [n for n, reference in enumerate(references) if len(reference) <= longest_target]
     tokens = [[*sources[n][:-1][: longest_source - 1], EOS] for n in numbers]
     begin = time.perf_counter()
-    found = [best[0] for best in translator.search_all(tokens, chosen, batch)]
-    seconds, count = time.perf_counter() - begin, sum(len(best.tokens) + 1 for best in found)
-    speed = f"in {seconds:.1f}s ({len(found) / seconds:.2f} sentences/s, {count / seconds:.2f} tokens/s)"
+    best = [hypotheses[0] for hypotheses in translator.search_all(tokens, chosen, batch)]
+    seconds, count = time.perf_counter() - begin, sum(len(one.tokens) + 1 for one in best)
+    speed = f"in {seconds:.1f}s ({len(best) / seconds:.2f} sentences/s, {count / seconds:.2f} tokens/s)"
     output = []
-    for n, best in zip(numbers, found, strict=True):
-        output.append(f"H-{n}\t{best.score / math.log(2)}\t{translator.words(best.tokens)}")
+    for n, one in zip(numbers, best, strict=True):
+        output.append(f"H-{n}\t{one.score / math.log(2)}\t{translator.words(one.tokens)}")
         if UNK not in references[n]:  # such a line could not be compared with the raw reference
             output.append(f"T-{n}\t{translator.words(references[n][:-1])}")
-    return [*output, f"Translated {len(found):,} sentences ({count:,} tokens) {speed}"]
+    return [*output, f"Translated {len(best):,} sentences ({count:,} tokens) {speed}"]

@@ -90,6 +90,8 @@ def _input(args: argparse.Namespace) -> Iterator[IO[bytes]]:
     """The lines of --input, or of standard input, as bytes; an --output that is the same file is refused."""
     if args.input and not args.input.exists():
         raise UserError(f"--input {args.input}: no such file; give a text file")
+    if args.input is None and sys.stdin is None:
+        raise UserError("standard input is closed; give --input FILE")
     # Not sys.stdin: Python aborts where it ends while a thread waits in that object, as at Ctrl-C.
     source = args.input or sys.stdin.fileno()
     with open(source, "rb", closefd=args.input is not None) as file:
@@ -109,6 +111,8 @@ def _output(
     first line, then a digest of each input line, as they are read.
     """
     if args.output is None:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; give --output FILE")
         sys.stdout.reconfigure(encoding="utf-8")
         yield lines, lambda line: print(line, flush=True), 0
         return

@@ -98,19 +98,20 @@ def settings(args: argparse.Namespace) -> str:
 
 
 def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
-    """Whether a cell has a score of this split, in its record or its run.
+    """Whether a cell has an evaluation of this split, in its record or its run.
 
-    A score by other settings, or from before the end of its training, is made again where the run's checkpoints are
-    still there; else it stays.
+    An evaluation by other settings, or from before the end of its training, is made again where the run's checkpoints
+    are still there; else it stays.
     """
-    scores = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
-    if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in scores):
+    evaluations = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
+    if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in evaluations):
         return True
-    if not scores or any(cell.folder.glob("checkpoint*.pt")):
+    if not evaluations or any(cell.folder.glob("checkpoint*.pt")):
         return False
-    early = f", before the end of its training ({scores[0]['unfinished']})" if scores[0].get("unfinished") else ""
+    first = evaluations[0]
+    early = f", before the end of its training ({first['unfinished']})" if first.get("unfinished") else ""
     say(
-        f"note: {cell}: the score of {subset} is by {scores[0]['settings_name']}{early}, and there are no checkpoints "
+        f"note: {cell}: the evaluation of {subset} is by {first['settings_name']}{early}, and there are no checkpoints "
         f"to make one by {settings(args)}; to train it from nothing, remove {record(cell, args)}"
     )
     return True
@@ -157,7 +158,10 @@ def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
     gpus = free_gpus()
     groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     if not groups:
-        raise UserError(f"--gpus-per-run {gpus_per_run}: {len(gpus)} GPUs are free")
+        raise UserError(
+            f"--gpus-per-run {gpus_per_run}: expected at least {gpus_per_run} free GPUs, found {len(gpus)}; "
+            "wait, or give fewer"
+        )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups]
 
 
@@ -172,8 +176,8 @@ def free_gpus() -> list[str]:
 
     busy = {line.strip() for line in ask("compute-apps=gpu_uuid")}
     gpus = [line.split(", ") for line in ask("gpu=index,uuid") if ", " in line]
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
-    allowed = {name.strip() for name in mine.split(",")} if mine is not None else {index for index, _ in gpus}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    allowed = {name.strip() for name in visible.split(",")} if visible is not None else {index for index, _ in gpus}
     return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 

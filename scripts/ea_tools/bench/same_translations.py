@@ -1,4 +1,7 @@
-"""Compare two outputs of `translate.sh --nbest N`: `PYTHONPATH=tests .venv/bin/python -m helpers.same ONE OTHER`."""
+"""Compare two outputs of `translate.sh --nbest N`.
+
+PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.same_translations ONE OTHER
+"""
 
 import collections
 import sys
@@ -7,36 +10,41 @@ from pathlib import Path
 #: scores of equal translations may differ by this much, and those of a tie
 CLOSE, ROUNDING = 1e-3, 1e-5
 
+Hypotheses = list[tuple[str, float]]
 
-def hypotheses(path):
-    """The lists of (text, score), by line's number."""
-    found = collections.defaultdict(list)
+
+def hypotheses(path: str) -> dict[int, Hypotheses]:
+    """The hypotheses with their scores, by line number."""
+    lists = collections.defaultdict(list)
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         number, text, score = line.split("|||")
-        found[int(number)].append((text.strip(), float(score)))
-    return found
+        lists[int(number)].append((text.strip(), float(score)))
+    return lists
 
 
-def kind(one, other):
+def kind(one: Hypotheses, other: Hypotheses) -> str:
     """ "same", "tie" (some changed places whose scores differ by rounding), or "different"."""
     if any(abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=True)):
         return "different"
-    moved = [score for (text, score), (twin, _) in zip(one, other, strict=True) if text != twin]
-    if not moved:
+    if all(text == twin for (text, _), (twin, _) in zip(one, other, strict=True)):
         return "same"
     scores = [score for _, score in one]
-    tied = [place for place in range(1, len(scores)) if abs(scores[place] - scores[place - 1]) < ROUNDING]
+    tied = any(abs(scores[place] - scores[place - 1]) < ROUNDING for place in range(1, len(scores)))
     return "tie" if tied and sorted(text for text, _ in one) == sorted(text for text, _ in other) else "different"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print how many lists are the same, and the first twenty that are not."""
     first, second = map(hypotheses, sys.argv[1:])
     kinds = {number: kind(first[number], second[number]) for number in first | second}
     pairs = (pair for number in first for pair in zip(first[number], second[number], strict=True))
     largest = max((abs(score - twin) for (text, score), (other, twin) in pairs if text == other), default=0.0)
     counts = collections.Counter(kinds.values())
-    print(
-        *(f"{counts[name]} {name}" for name in ("same", "tie", "different")), f"scores within {largest:.1e}", sep=", "
-    )
+    totals = [f"{counts[name]} {name}" for name in ("same", "tie", "different")]
+    print(*totals, f"scores within {largest:.1e}", sep=", ")
     for number in [number for number in kinds if kinds[number] != "same"][:20]:
         print(kinds[number], number, *zip(first[number], second[number], strict=True), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

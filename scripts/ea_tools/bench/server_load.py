@@ -1,0 +1,55 @@
+"""Many clients of one server.
+
+PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.server_load http://127.0.0.1:8000 REQUESTS CLIENTS < text
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+
+def load(address: str, lines: list[str], clients: int) -> tuple[dict[int, str], str]:
+    """Send each line as a request, `clients` at a time. Returns the answers by line number, and the timings."""
+    numbers, lock, answers, seconds = iter(range(len(lines))), threading.Lock(), {}, []
+
+    def one_client() -> None:
+        with httpx.Client(base_url=address, timeout=60) as client:
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                begin = time.perf_counter()
+                answer = client.post("/translate", json={"lines": [lines[number]]}).raise_for_status()
+                seconds.append(time.perf_counter() - begin)
+                (answers[number],) = answer.json()["translations"]
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        for done in [pool.submit(one_client) for _ in range(clients)]:
+            done.result()
+    took = time.perf_counter() - begin
+    percentiles = [1000 * cut for cut in statistics.quantiles(seconds, n=100)]
+    timings = f"50th percentile {percentiles[49]:.0f} ms, 99th {percentiles[98]:.0f} ms"
+    return answers, f"{len(lines) / took:.0f} requests a second; {timings}"
+
+
+def main() -> None:
+    """Read lines from standard input, send them, and print the timings."""
+    parser = argparse.ArgumentParser(prog="server_load", description="Measure a server of `ea_runtime --serve`.")
+    parser.add_argument("address", help="of the server, e.g. http://127.0.0.1:8000")
+    parser.add_argument("requests", type=int, help="how many, one line each; the input is repeated where it is short")
+    parser.add_argument("clients", type=int, help="how many at once, each with one request at a time")
+    args = parser.parse_args()
+    lines = itertools.islice(itertools.cycle(sys.stdin.read().splitlines()), args.requests)
+    print(load(args.address, list(lines), args.clients)[1])
+
+
+if __name__ == "__main__":
+    main()
