@@ -96,11 +96,10 @@ class EvolvingHeads(nn.Module):
             wanted: keep_map, need_weights: see :class:`Call`.
         """
         evolution, heads = self.evolution, q.size(1)
-        masked = masks.combine(padding, attn_mask, heads)
+        masked, added = masks.combine(padding, attn_mask, heads)
         previous = previous if evolution.uses_previous else None
         if previous is not None and previous.dtype != q.dtype:
             previous = previous.to(q.dtype)  # a layer may be computed again outside of the autocast that made the map
-        added = masks.additive(attn_mask, heads)
         if added is not None and _is_nothing(added):
             added = None
         weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)

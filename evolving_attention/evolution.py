@@ -154,7 +154,7 @@ RULES = {
 
 
 def check(rule: str, kernel_size: int) -> None:
-    """Refuse what no attention can have.
+    """Refuse settings that no attention can have.
 
     Raises:
         ValueError: a rule that is not there, or a kernel without a middle.

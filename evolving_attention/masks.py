@@ -11,28 +11,33 @@ from torch import Tensor
 MASKED_FROM = -9e3
 
 
-def combine(key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int = 1) -> Tensor | None:
-    """The keys that the softmax must not see: bool that broadcasts to B x K x T x S, or None.
+def combine(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int = 1
+) -> tuple[Tensor | None, Tensor | None]:
+    """The keys that the softmax must not see, bool, and a summand of the logits.
+
+    Both broadcast to B x K x T x S, or are None.
 
     Args:
         key_padding_mask: B x S; anything but zero = masked.
         attn_mask: T x S, (B K) x T x S, or of four axes that broadcast to B x K x T x S. Floats up to ``MASKED_FROM``
-            are masked, and ``additive`` gives the rest; of any other type, anything but zero is masked.
+            are masked, and others are added; of any other type, anything but zero is masked.
         heads: K.
     """
     masked = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
     if attn_mask is None:
-        return masked
-    attn_mask = _four_axes(attn_mask, heads)
-    attn_mask = attn_mask <= MASKED_FROM if attn_mask.is_floating_point() else attn_mask.bool()
-    return attn_mask if masked is None else masked | attn_mask
-
-
-def additive(attn_mask: Tensor | None, heads: int = 1) -> Tensor | None:
-    """The summand of the logits in a float mask, broadcasting to B x K x T x S; None for masks of another type."""
-    if attn_mask is None or not attn_mask.is_floating_point():
-        return None
-    return _four_axes(attn_mask.masked_fill(attn_mask <= MASKED_FROM, 0), heads)
+        return masked, None
+    if attn_mask.dim() not in (2, 3, 4):
+        raise ValueError(f"attn_mask must be T x S, (B K) x T x S or B x K x T x S, not {tuple(attn_mask.shape)}")
+    if attn_mask.dim() < 4:
+        attn_mask = attn_mask.unflatten(0, (-1, heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+    added = None
+    if attn_mask.is_floating_point():
+        hides = attn_mask <= MASKED_FROM
+        added = attn_mask.masked_fill(hides, 0)
+    else:
+        hides = attn_mask.bool()
+    return hides if masked is None else masked | hides, added
 
 
 def hide_rows(masked: Tensor | None, query_padding: Tensor | None) -> Tensor | None:
@@ -54,9 +59,3 @@ def masked_softmax(a_logit: Tensor, masked: Tensor | None) -> Tensor:
 def future(rows: int, columns: int, device: torch.device) -> Tensor:
     """The keys after each of the last ``rows`` of ``columns`` positions: T x S."""
     return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(columns - rows + 1)
-
-
-def _four_axes(mask: Tensor, heads: int) -> Tensor:
-    if mask.dim() not in (2, 3, 4):
-        raise ValueError(f"attn_mask must be T x S, (B K) x T x S or B x K x T x S, not {tuple(mask.shape)}")
-    return mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask if mask.dim() == 4 else mask[None, None]

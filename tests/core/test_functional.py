@@ -1,4 +1,4 @@
-"""The function and the modules of the core refuse alike what no attention can have."""
+"""The function and the modules of the core refuse the same settings."""
 
 import pytest
 import torch

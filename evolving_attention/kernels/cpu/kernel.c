@@ -318,22 +318,14 @@ INLINE void convolve_some(const int vectors, int turned, const Plan *w, const fl
     else convolve_at(vectors, (int)w->p.lower, turned, size, w, maps, taps, sums);
 }
 
-APART void convolve_one(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
-    convolve_some(1, turned, w, maps, taps, sums);
-}
-APART void convolve_two(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
-    convolve_some(2, turned, w, maps, taps, sums);
-}
-APART void convolve_three(int turned, const Plan *w, const float *maps, const float *taps, vf sums[4][3]) {
-    convolve_some(3, turned, w, maps, taps, sums);
-}
-
-INLINE void convolve(const int vectors, int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
-                     vf sums[4][3]) {
+APART void convolve(int vectors, int turned, const Plan *w, const float *maps, const float *taps, int64_t first,
+                    vf sums[4][3]) {
     taps += first * w->p.K * w->taps;
-    if (vectors == 1) convolve_one(turned, w, maps, taps, sums);
-    else if (vectors == 2) convolve_two(turned, w, maps, taps, sums);
-    else convolve_three(turned, w, maps, taps, sums);
+    switch (vectors) {
+    case 1: convolve_some(1, turned, w, maps, taps, sums); break;
+    case 2: convolve_some(2, turned, w, maps, taps, sums); break;
+    default: convolve_some(3, turned, w, maps, taps, sums);
+    }
 }
 
 /* What is carried at head h, row i, from column s on. */
@@ -350,9 +342,8 @@ INLINE void foresee(const Plan *w, const float *maps, int64_t tall) {
     for (int64_t h = 0; h < w->p.K; h++) __builtin_prefetch(maps + h * tall * w->pitch + 4 * V);
 }
 
-/* P = A_logit of four heads at `vectors` places of row i; in the backward pass G = ReLU(Conv(X)). The number is constant,
-   so that sums stay in registers. */
-INLINE void evolve_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i, int64_t s) {
+/* P = A_logit of four heads at `vectors` places of row i; in the backward pass G = ReLU(Conv(X)). */
+INLINE void evolve_at(int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i, int64_t s) {
     const Problem *p = &w->p;
     int64_t row = i - (band->from - w->down), heads = least(4, p->K - first), tall = w->tall * w->pitch;
     int backward = w->backward, same = (int)p->same;
@@ -385,12 +376,7 @@ static void evolve_row(const Plan *w, Scratch *m, const Band *band, int64_t i, i
         foresee(w, m->X + (row + p->k - 1) * w->pitch + s, w->tall);
         foresee(w, m->P + row * w->pitch + s, w->band);
         if (w->backward) foresee(w, m->G + (row + p->k - 1) * w->pitch + s, w->tall);
-        for (int64_t first = 0; first < p->K; first += 4)
-            switch (vectors) {
-            case 1: evolve_at(1, w, m, band, first, i, s); break;
-            case 2: evolve_at(2, w, m, band, first, i, s); break;
-            default: evolve_at(3, w, m, band, first, i, s);
-            }
+        for (int64_t first = 0; first < p->K; first += 4) evolve_at(vectors, w, m, band, first, i, s);
     }
 }
 
@@ -642,7 +628,7 @@ INLINE void add_shares(const Plan *w, const Scratch *m, const Band *band, int64_
 
 /* Of four heads at `vectors` places of row i: A, the gradient of A_logit, is turned into that of the logits, times their
    scale; that of the previous map, in P's first rows, whose weights are no longer needed; and that of the shares. */
-INLINE void mix_backward_at(const int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
+INLINE void mix_backward_at(int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i,
                             int64_t s, Shares *shares) {
     const Problem *p = &w->p;
     int64_t row = i - band->from + p->k - 1, heads = least(4, p->K - first);
@@ -684,12 +670,7 @@ static void mix_backward(const Plan *w, Scratch *m, const Band *band, int64_t i,
             vectors = vectors_at(s, end);
             if (p->kernel) foresee(w, m->G + (i - band->from + 2 * (p->k - 1)) * w->pitch + s, w->tall);
             foresee(w, m->A + (i - band->from + w->down + p->k - 1) * w->pitch + s, w->tall);
-            for (int64_t first = 0; first < p->K; first += 4)
-                switch (vectors) {
-                case 1: mix_backward_at(1, w, m, band, first, i, s, wanted); break;
-                case 2: mix_backward_at(2, w, m, band, first, i, s, wanted); break;
-                default: mix_backward_at(3, w, m, band, first, i, s, wanted);
-                }
+            for (int64_t first = 0; first < p->K; first += 4) mix_backward_at(vectors, w, m, band, first, i, s, wanted);
         }
         m->d_shares[0] += sum(shares.previous_mixed);
         m->d_shares[1] += sum(shares.logits_mixed);

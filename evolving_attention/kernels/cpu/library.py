@@ -71,7 +71,7 @@ def _reason(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of what is kept between processes."""
+    """The folder of the files that later processes use again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evolving_attention"
 
 

@@ -197,7 +197,7 @@ def composition(problem: Problem) -> Results:
     """Context, and in the encoder the map, by PyTorch's operations one by one."""
     q, k, v = split_heads(problem)
     logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
-    masked = combine(problem.padding, problem.future)
+    masked, _ = combine(problem.padding, problem.future)
     hidden = masked | problem.padding[:, None, :, None]
     a_logit = problem.attention.evolution(logits, hidden, problem.previous)
     scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
@@ -217,8 +217,8 @@ def sdpa(problem: Problem) -> Path:
 
     def run() -> Results:
         q, k, v = split_heads(problem)
-        seen = ~combine(problem.padding, problem.future)
-        return (merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen)),)
+        masked, _ = combine(problem.padding, problem.future)
+        return (merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=~masked)),)
 
     return run
 

@@ -177,7 +177,7 @@ def _stock_logits(
         beams = len(q) // len(k)
         k = k.repeat_interleave(beams, dim=0)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.repeat_interleave(beams, dim=0)
-    return q @ k.transpose(2, 3), combine(key_padding_mask, attn_mask)
+    return q @ k.transpose(2, 3), combine(key_padding_mask, attn_mask)[0]
 
 
 def _cpu(x: Tensor) -> Tensor:
