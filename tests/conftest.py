@@ -32,6 +32,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name != "test_docs_run.py")  # one test of minutes: the last would wait for it
     if config.getoption("--quick"):
         first = {}
         for item in items:

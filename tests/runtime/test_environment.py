@@ -17,7 +17,7 @@ from ea_tools.translating import export
 
 pytestmark = pytest.mark.slow
 
-EXTRAS = "numpy onnxruntime sacremoses subword-nmt sentencepiece".split()
+EXTRAS = "numpy onnxruntime regex sacremoses subword-nmt sentencepiece".split()
 #: most megabytes installed, and in memory; most seconds to the first translation
 SIZE, MEMORY, START = 200, 250, 2.0
 
