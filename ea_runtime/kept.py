@@ -9,6 +9,8 @@ from typing import Any
 KEPT = "prepared"
 #: The last file to be written there: a folder without it is not complete.
 DIGEST = "DIGEST"
+#: Kind of subwords -> the file of codes that makes them.
+CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
 
 
 def kept_by(run: Path) -> Path | None:
@@ -35,18 +37,29 @@ def digest(folder: Path) -> str:
     prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
     whole = hashlib.sha256()
     for path in (folder / "PREP.json", *sorted(model_files(folder, prep))):
-        whole.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        whole.update(path.name.encode() + b"\0" + bytes.fromhex(sha256(path)))
     return whole.hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, which may be large: 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_files(folder: Path, prep: dict[str, Any]) -> list[Path]:
     """The files that a model needs: dictionaries, source first; lists of allowed subwords; codes."""
     languages = (prep["source_lang"], prep["target_lang"])
     names = [f"dict.{language}.txt" for language in languages] + [f"vocabulary.{language}" for language in languages]
-    return [path for name in (*names, "code", "sentencepiece.bpe.model") if (path := folder / name).is_file()]
+    return [path for name in (*names, *CODES.values()) if (path := folder / name).is_file()]
 
 
 def language_in(prep: dict[str, Any], code: str) -> str:
     """The language by whose rules Moses splits and joins text of this code, in data with this PREP.json."""
     # before PREP.json named languages, it was the code without region and script
-    return prep.get("languages", {}).get(code, code.split("_")[0].lower())
+    return prep.get("languages", {}).get(code, first_part(code))
+
+
+def first_part(code: str) -> str:
+    """A code of a language without region and script."""
+    return code.split("_")[0].lower()

@@ -17,7 +17,7 @@ import regex
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 
-from ea_runtime.kept import language_in
+from ea_runtime.kept import CODES, language_in
 
 NON_PRINTING = regex.compile(r"\p{C}")
 #: The most words whose subwords are remembered.
@@ -140,7 +140,7 @@ class Text:
     """
 
     def __init__(self, folder: Path, source: str | None = None) -> None:
-        names = ("PREP.json", "code", "sentencepiece.bpe.model", "vocabulary.*")
+        names = ("PREP.json", *CODES.values(), "vocabulary.*")
         #: all files that are read
         self.files = sorted(path for name in names for path in folder.glob(name))
         self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
@@ -174,14 +174,15 @@ class Text:
 
 def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
     """The function from words to subwords that the folder's code, or its model of sentencepiece, defines."""
+    codes = folder / CODES[kind]
     if kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor
 
-        model = SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+        model = SentencePieceProcessor(model_file=str(codes))
         return lambda line: " ".join(model.encode(line, out_type=str))
     path = folder / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = set(path.read_text(encoding="utf-8").split("\n")) - {""} if path.is_file() else None
-    bpe = segmenter(folder / "code", allowed)
+    bpe = segmenter(codes, allowed)
 
     def split(line: str) -> str:
         # It remembers all words, which a server cannot afford. Another thread may still use the old dictionary.

@@ -5,19 +5,23 @@ Axes: N sentences, S source length, R = N x beams hypotheses.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from ea_runtime.kept import sha256
 from ea_runtime.search import Hypothesis, Settings, check_whole, search
+
+if TYPE_CHECKING:
+    from ea_runtime.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -179,12 +183,17 @@ class Translator(Model):
                 results[n] = hypotheses
         return results
 
-    def _forced(self, prefixes: Sequence[str]) -> list[list[int]]:
+    @cached_property
+    def _target_text(self) -> tuple[Text, dict[str, int]]:
+        """Rules for text in the target language, and ids of its subwords; few callers give prefixes."""
         from ea_runtime.text import Text
 
-        split = Text(self.folder, self.text.prep["target_lang"]).subwords
         ids = {word: number for number, word in enumerate(self._target)}
-        return [[ids.get(word, UNK) for word in split(prefix).split()] for prefix in prefixes]
+        return Text(self.folder, self.text.prep["target_lang"]), ids
+
+    def _forced(self, prefixes: Sequence[str]) -> list[list[int]]:
+        text, ids = self._target_text
+        return [[ids.get(word, UNK) for word in text.subwords(prefix).split()] for prefix in prefixes]
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -248,11 +257,6 @@ class Steps:
         return caches
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def task_of(description: dict[str, Any]) -> str:
     """ "translation" or "language_modeling"."""
     return description.get("task", "translation")
@@ -287,7 +291,7 @@ def describe(folder: Path) -> dict[str, Any]:
     for name, expected in digests.items():
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: no such file; export the model again")
-        if digest(folder / name) != expected:
+        if sha256(folder / name) != expected:
             raise ExportError(f"{folder / name}: damaged, or of another export than model.json; export the model again")
     return description
 

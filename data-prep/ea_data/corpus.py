@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Kind of subwords -> the file of codes that makes them.
-CODES = {"subword_nmt": "code", "sentencepiece": "sentencepiece.bpe.model"}
-
 
 @dataclass(frozen=True)
 class Rules:

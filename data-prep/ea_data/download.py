@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import hashlib
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +13,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ea_runtime.kept import sha256
+
 from .command_line import UserError
 from .parallel import tqdm_options
 from .text import AGAIN, reading
@@ -22,12 +23,6 @@ BLOCK = 1 << 20
 ATTEMPTS = 5
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
 PAUSE = 2.0  # seconds before the second attempt, doubled for each one after it
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file, which may be large: 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(url: str, path: Path, size: int = 0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ea_runtime.kept import first_part
+
 # langcodes is imported where it is used: prepare.py --help works before scripts/setup.sh has run.
 
 #: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
@@ -29,11 +31,6 @@ def script(code: str) -> str | None:
     from langcodes import Language, tag_is_valid
 
     return Language.get(code if tag_is_valid(code) else base_language(code)).maximize().script if known(code) else None
-
-
-def first_part(code: str) -> str:
-    """A code without region and script."""
-    return code.split("_")[0].lower()
 
 
 def default_tokenizer(*codes: str) -> str:

@@ -27,9 +27,11 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from ea_runtime.kept import CODES
+
 from . import binary, download, overlap, report, round_trip, stages, subwords
 from .command_line import UserError, say
-from .corpus import CODES, Corpus
+from .corpus import Corpus
 from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .preparation import Preparation, read_prep

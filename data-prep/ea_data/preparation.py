@@ -11,7 +11,7 @@ from ea_runtime import kept
 
 from .command_line import UserError
 from .corpora import PUBLIC
-from .corpus import CODES, Rules
+from .corpus import Rules
 
 SIDES = ("source_lang", "target_lang")
 #: Entries that PREP.json must have -> their values; () for any word.
@@ -19,7 +19,7 @@ FORM: dict[str, tuple] = {
     **dict.fromkeys(SIDES, ()),
     "tokenizer": ("moses", "none", "given"),
     "lowercase": (True, False),
-    "bpe": tuple(CODES),
+    "bpe": tuple(kept.CODES),
 }
 #: Rules for a line of text that PREP.json states under "rules" alone; the other rules there choose lines.
 ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold")
@@ -96,7 +96,7 @@ class Preparation:
         Raises:
             UserError: a dictionary or the codes are missing, or the dictionaries differ.
         """
-        needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.prep["bpe"]]]
+        needed = [*(f"dict.{code}.txt" for code in self.languages), kept.CODES[self.prep["bpe"]]]
         for name in needed:
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / name}: no such file; prepare that text again")

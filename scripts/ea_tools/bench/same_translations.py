@@ -3,8 +3,8 @@
 PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.same_translations ONE OTHER
 """
 
+import argparse
 import collections
-import sys
 from pathlib import Path
 
 #: scores of equal translations may differ by this much, and those of a tie
@@ -35,7 +35,11 @@ def kind(one: Hypotheses, other: Hypotheses) -> str:
 
 def main() -> None:
     """Print how many lists are the same, and the first twenty that are not."""
-    first, second = map(hypotheses, sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="same_translations", description="Compare outputs of translate.sh --nbest N.")
+    for name in ("one", "other"):
+        parser.add_argument(name, help="a file of such output")
+    args = parser.parse_args()
+    first, second = hypotheses(args.one), hypotheses(args.other)
     kinds = {number: kind(first[number], second[number]) for number in first | second}
     pairs = (pair for number in first for pair in zip(first[number], second[number], strict=True))
     largest = max((abs(score - twin) for (text, score), (other, twin) in pairs if text == other), default=0.0)
