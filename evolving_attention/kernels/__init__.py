@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..evolution import Evolution, MapConvolution
+from ..evolution import Evolution, Geometry, MapConvolution
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
 from .cpu.steps import Steps, is_plain
@@ -20,8 +20,14 @@ __all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_f
 
 
 def kernel_for(call: Call) -> ModuleType | None:
-    """The first kernel that knows all of a call; None where there is none."""
+    """The first kernel that knows all of a call; None where there is none.
+
+    Step by step, and where hypotheses share keys, no kernel has a backward pass.
+    """
     if not sees(*call.tensors) or not _fits(call):
+        return None
+    searches = call.above is not None or call.v.size(0) != call.q.size(0)
+    if searches and torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors):
         return None
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 
@@ -119,8 +125,10 @@ def _fits(call: Call) -> bool:
 
 
 def _fits_above(call: Call, maps: tuple[int, int, int, int]) -> bool:
+    """Whether rows above belong to this map of a decoder."""
     batch, heads, rows, columns = call.above.shape
-    return (batch, heads, rows) == (*maps[:2], call.kernel_size - 1) and columns <= maps[3]
+    fits = (batch, heads, rows) == (*maps[:2], call.kernel_size - 1) and columns <= maps[3]
+    return fits and call.geometry != Geometry.ENCODER_SELF
 
 
 def _is_mask(mask: Tensor, maps: tuple[int, int, int, int]) -> bool:

@@ -199,6 +199,24 @@ def close(ours, theirs):
         assert (ours[name] - true).abs().max() <= 1e-5 * true.abs().max(), name
 
 
+@torch.no_grad()
+def check_steps(case, attend, at_once=1, beams=1):
+    """Step by step, ``at_once`` rows each, a kernel gives the rows of the whole; neighbours may share their keys."""
+    evolution, tensors, masks = problem(case)
+    each = {name: x[::beams].repeat_interleave(beams, 0) if name in "kv" else x for name, x in tensors.items()}
+    expected, q, k, v = plain(evolution, each, masks)[0], *(tensors[name] for name in "qkv")
+    above = q.new_zeros(case.batch, case.heads, case.k - 1, 0)
+    shape = case.batch, 1, case.length, case.columns
+    for i in range(0, case.length, at_once):
+        rows, seen = slice(i, i + at_once), slice(i + at_once if case.geometry == Geometry.DECODER_SELF else None)
+        part = {name: None if x is None else x.expand(shape)[:, :, rows, seen] for name, x in masks.items()}
+        vectors = {"q": q[:, :, rows], "k": k[::beams, :, seen], "v": v[::beams, :, seen]}
+        call = call_of(evolution, vectors, part, above=above, keep_map=False, need_weights=False)
+        context, _, _, above = attend(call)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if case.dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(context, expected[:, :, rows], **tolerance)
+
+
 def check_dropout(given, kernel, share):
     """The backward pass drops and scales the weights as the forward pass did.
 

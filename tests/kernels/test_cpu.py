@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import attentions, warm
-from helpers.attentions import ANY, call_of, case_id, check_dropout, compare, plain, probe, problem, results
+from helpers.attentions import ANY, call_of, case_id, check_dropout, check_steps, compare, plain, probe, problem, results
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -341,39 +341,18 @@ def test_memory_of_a_large_call_is_given_back():
 
 @pytest.mark.parametrize("width", [1, 13, 16, 40, 344])
 @pytest.mark.parametrize("at_once", [1, 2])
-@torch.no_grad()
 def test_steps_are_the_rows_of_the_whole(width, at_once):
-    whole = problem(Case(CROSS, 4, 3, 6, 19, previous=False, width=width))
-    expected = plain(*whole)[0]
-    above = torch.zeros(BATCH, 4, 2, 19)
-    for i in range(0, 6, at_once):
-        rows = slice(i, i + at_once)
-        call = replace(step_of(whole), q=whole.tensors["q"][:, :, rows], above=above)
-        assert cpu.knows(call)
-        result = cpu.attend(call)
-        above = result.kept
-        assert_close(result.context, expected[:, :, rows], rtol=1e-4, atol=1e-5)
+    check_steps(Case(CROSS, 4, 3, 6, 19, "padding", previous=False, width=width), cpu.attend, at_once)
+
+
+def test_steps_of_self_attention_see_one_key_more_each_time():
+    check_steps(Case(DECODER, 4, 3, 6, 6, "future", previous=False), cpu.attend)
 
 
 def step_of(whole, **options):
     """By default the first, above which there are zeros."""
     zeros = torch.zeros(BATCH, whole.tensors["q"].size(1), 2, 0)
     return whole.call(keep_map=False, need_weights=False, **{"above": zeros, **options})
-
-
-@torch.no_grad()
-def test_steps_of_self_attention_see_one_key_more_each_time():
-    whole = problem(Case(DECODER, 4, 3, 6, 6, "future", previous=False))
-    expected = plain(*whole)[0]
-    q, k, v = (whole.tensors[name] for name in "qkv")
-    step = replace(step_of(whole), hidden=None, masked=None)
-    above = step.above
-    for i in range(6):
-        call = replace(step, q=q[:, :, i : i + 1], k=k[:, :, : i + 1], v=v[:, :, : i + 1], above=above)
-        result = cpu.attend(call)
-        above = result.kept
-        assert above.shape == (BATCH, 4, 2, i + 1)
-        assert_close(result.context, expected[:, :, i : i + 1])
 
 
 @torch.no_grad()
@@ -387,14 +366,14 @@ def test_steps_are_refused_where_a_gradient_is_needed(name):
     with torch.no_grad():
         call = step_of(problem(Case(DECODER, 4, 3, 5, 5, previous=False)))
         call = replace(call, **{each: getattr(call, each).clone() for each in ("q", "k", "v", "weight", "bias")})
-    assert cpu.knows(call)
+    assert kernels.kernel_for(call) is cpu
     if name == "c":
         differentiable = replace(call, coefficients=call.coefficients._replace(c=torch.tensor(0.3, requires_grad=True)))
     else:
         differentiable = replace(call, **{name: getattr(call, name).clone().requires_grad_()})
-    assert not cpu.knows(differentiable)
+    assert kernels.kernel_for(differentiable) is None
     with torch.no_grad():
-        assert cpu.knows(differentiable)
+        assert kernels.kernel_for(differentiable) is cpu
 
 
 @pytest.mark.parametrize("rows", [1, 5])

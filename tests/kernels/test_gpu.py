@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import attentions, warm
+from helpers import attentions, promises, warm
 from helpers.attentions import (
     call_of,
     case_id,
     check_dropout,
+    check_steps,
     close,
     compare,
     evolution_of,
@@ -34,7 +35,7 @@ from helpers.attentions import (
     tensors_of,
 )
 from helpers.interpreter import import_kernels, interpret_quickly
-from helpers.models import batch, build
+from helpers.models import amplify_, batch, build
 from helpers.shares import AnyShares
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -261,6 +262,36 @@ def test_dropout_drops_the_same_forward_and_backward(beta):
     check_dropout(problem(Case(masks="padding", columns=6, width=6, beta=beta)), kernel, 0.4)
 
 
+# ---- step by step
+
+#: with how many rows at once, and how many hypotheses share a sentence's keys
+STEPS = [
+    (Case(DECODER, 3, 3, 4, 4, "future padding", previous=False), 1, 1),
+    (Case(DECODER, 2, 5, 4, 4, "future", HALF, previous=False, rule=(0.0, 1.0, 0.3, 0.0, 0.9)), 2, 1),
+    (Case(CROSS, 4, 3, 3, 7, "padding", previous=False, batch=4), 1, 2),
+    (Case(CROSS, 1, 3, 4, 70, "padding", BFLOAT, previous=False), 2, 2),
+    (Case(CROSS, 2, 3, 1, 130, previous=False), 1, 1),
+]
+
+
+@pytest.mark.parametrize(("case", "at_once", "beams"), STEPS, ids=[case_id(case) for case, _, _ in STEPS])
+def test_steps_are_the_rows_of_the_whole(case, at_once, beams):
+    check_steps(case, gpu.attend, at_once, beams)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_steps_of_a_model(monkeypatch):
+    """While beams move; each step of an attention is one launch."""
+    monkeypatch.setattr(trial, "passed", lambda variant: True)
+    monkeypatch.setattr(cpu, "knows", lambda call: False)
+    launches, launch = [], operation._run
+    monkeypatch.setattr(operation, "_run", lambda *arguments: launches.append(arguments) or launch(*arguments))
+    model = amplify_(build("ea_transformer_base").to(DEVICE))
+    promises.check_steps(model, batch([5, 3]).to(DEVICE), steps=3, dropped=(1,))
+    assert len(launches) == len(model.encoder.layers) + 2 * 3 * 2 * len(model.decoder.layers)  # teacher forcing, too
+
+
 # ---- promises about runs
 
 
@@ -406,8 +437,6 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         replace(call, q=many, k=many, v=many),
         replace(call, q=wide, k=wide, v=wide),
         replace(call, v=wide[..., :2]),
-        replace(call, above=torch.zeros(1, 1, 0, 2, device=DEVICE)),
-        replace(call, q=call.q.repeat(2, 1, 1, 1)),
     ]
     assert not any(map(gpu.knows, refused))
     assert len(tried) == 1

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...evolution import Geometry
 from ..call import Call
 from ..operation import Inputs, Operation, Outputs, new_vectors, parted
 from . import library
@@ -18,21 +17,9 @@ from .structures import Problem
 
 
 def knows(call: Call) -> bool:
-    """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``_fits`` of this package.
-
-    Step by step, and where hypotheses share keys, it has no backward pass, and refuses where a gradient is needed.
-    """
-    by_rows = call.above is not None
-    shares_keys = call.v.size(0) != call.q.size(0)
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
-    return (
-        call.v.device.type == "cpu"
-        and call.v.dtype == torch.float32
-        and call.v.size(3) > 0
-        and not (by_rows and call.geometry == Geometry.ENCODER_SELF)
-        and not ((by_rows or shares_keys) and wants_gradients)
-        and library.is_there()
-    )
+    """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``kernel_for``."""
+    v = call.v
+    return v.device.type == "cpu" and v.dtype == torch.float32 and v.size(3) > 0 and library.is_there()
 
 
 def new_outputs(*arguments: Any) -> Outputs:

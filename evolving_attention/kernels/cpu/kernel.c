@@ -45,7 +45,7 @@ typedef struct {
     Vectors q, key, v;           /* q and key are not read where logits are given */
     Mask hidden, masked;         /* from the convolution; from attention */
     const float *previous;       /* A_logit of the layer before */
-    const float *above;          /* B x K x top x before, mixed of the rows before these; NULL: zeros */
+    const float *above;          /* B x K x top x before, mixed of the rows before these; NULL if empty */
     const float *kernel, *bias;  /* K x K x k x k, K; NULL: no convolution, and A_logit is what is carried */
     const float *given;          /* logits, or NULL */
     int64_t beams;               /* neighbouring rows of B that share keys and values */
@@ -722,10 +722,11 @@ static void begin(const Plan *w, Scratch *m, int64_t b, int64_t from) {
             zero(m->X + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
             if (w->backward) zero(m->G + (h * w->tall + t) * w->pitch, w->Sp + w->gap);
         }
-        for (int64_t t = 0; p->above && from == 0 && t < p->top; t++) {
+        for (int64_t t = 0; p->kept && from == 0 && t < p->top; t++) {
             float *row = m->X + (h * w->tall + p->k - 1 - p->top + t) * w->pitch;
-            memcpy(row, p->above + ((b * p->K + h) * p->top + t) * p->before, p->before * sizeof(float));
-            if (p->kept && t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
+            const float *above = p->above + ((b * p->K + h) * p->top + t) * p->before;
+            if (p->before) memcpy(row, above, p->before * sizeof(float));
+            if (t >= p->T) write_row(w, row, w->Sp, p->kept, (b * p->K + h) * p->top + t - p->T);
         }
     }
     if (!w->backward) return;

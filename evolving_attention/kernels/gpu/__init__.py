@@ -32,8 +32,6 @@ def knows(call: Call) -> bool:
         and v.size(3) <= MOST_WIDTH
         and (call.given is not None or call.q.size(3) == v.size(3))
         and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
-        and call.above is None
-        and call.q.size(0) == v.size(0)  # no beams that share their keys
     ):
         return False
     if heads > MOST_HEADS:

@@ -20,8 +20,9 @@ Axes: B batch, K heads (at most 16), T target (query) length, S source (key) len
 Maps are B x K x T x S, contiguous. Masks: True = masked; bool, read by their strides (0 where they broadcast).
 
 The convolution reads a *framed* map, with zeros around it: a tap is an address plus a number, and no border is tested.
-A framed sentence holds K + 1 gaps of k - 1 rows of zeros, and the T rows of a channel between two gaps. A row takes
-``pitch`` numbers; those from S on are zero. Pixel (i, j) reads row i + a - top and column j + b - left of the map.
+A framed sentence holds K + 1 gaps of k - 1 rows of zeros, and the T rows of a channel between two gaps. In a step of
+decoding, a channel's rows of the steps before lie in the gap above it. A row takes ``pitch`` numbers; those from S on
+are zero. Pixel (i, j) reads row i + a - top and column j + b - left of the map.
 ``reach`` gives top and left.
 
 Products take factors of the maps' type and add up in float32. Nothing is added atomically: equal inputs give equal
@@ -50,19 +51,21 @@ ROUNDS = tl.constexpr(7)
 #: bits of ``flags``: the inputs and outputs of a call
 GIVEN, PREVIOUS, HIDDEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 WEIGHTED, SEPARATE, LEARNT, GRAD_MAP = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
-TRIANGULAR = tl.constexpr(256)
-FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR)
+TRIANGULAR, ABOVE = tl.constexpr(256), tl.constexpr(512)
+FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE)
 
 
 class Call(NamedTuple):
     """The tensors, sizes, strides and numbers that phases read; strides of vectors and D are in units."""
 
     b: Any  # the sentence
+    source: Any  # whose keys and values it reads
     q: Any
     k: Any
     v: Any
-    given: Any  # this and the next begin at the sentence
+    given: Any  # this and the next two begin at the sentence
     previous: Any
+    above: Any
     weight: Any
     bias: Any
     seed: Any
@@ -74,6 +77,7 @@ class Call(NamedTuple):
     T: Any
     S: Any
     D: Any
+    before: Any  # columns of ``above``
     pitch: Any
     q_strides: Any
     k_strides: Any
@@ -135,16 +139,22 @@ def _first_pixel(b, K, T, pitch, KERNEL: tl.constexpr):
 
 
 @triton.jit
-def _clear_gaps(first_pixel, call, KERNEL: tl.constexpr):
-    """Zero the gaps of a framed sentence."""
+def _fill_gaps(first_pixel, call, KERNEL: tl.constexpr):
+    """The gaps of a framed sentence: zeros, or the rows of ``above``, which lie above a channel's own."""
     size = (KERNEL - 1) * call.pitch
     p = tl.arange(0, PIXELS)
     zeros = tl.zeros([PIXELS], tl.float32).to(first_pixel.dtype.element_ty)
     tl.store(first_pixel - size - LEAD + p, zeros, mask=p < LEAD)
     for gap in range(call.K + 1):
         for start in range(0, size, PIXELS):
-            places = first_pixel - size + gap * (call.T + KERNEL - 1) * call.pitch + start + p
-            tl.store(places, zeros, mask=start + p < size)
+            at = start + p
+            rows = zeros
+            if (call.flags & ABOVE) != 0:
+                row, column = at // call.pitch, at % call.pitch
+                exists = (gap < call.K) & (at < size) & (column < call.before)
+                rows = tl.load(call.above + (gap * (KERNEL - 1) + row) * call.before + column, mask=exists, other=0)
+            places = first_pixel - size + gap * (call.T + KERNEL - 1) * call.pitch + at
+            tl.store(places, rows, mask=at < size)
 
 
 @triton.jit
@@ -228,7 +238,7 @@ def _mix(
             if (call.flags & GIVEN) != 0:
                 logits = tl.load(call.given + places, mask=exists, other=0).to(tl.float32)
             else:
-                keys = _vectors(call.k, call.k_strides, call.b, h, j, S, call.D, UNIT, WIDTH)
+                keys = _vectors(call.k, call.k_strides, call.source, h, j, S, call.D, UNIT, WIDTH)
                 logits = _product(rows, tl.trans(keys), logits) * call.scale
             before = tl.zeros([BAND, COLUMNS], tl.float32)
             if (call.flags & PREVIOUS) != 0:
@@ -320,7 +330,7 @@ def _attend(call, a_logit, context, weights, band, UNIT: tl.constexpr, WIDTH: tl
             if call.threshold > 0:
                 quad = start // 4 + tl.arange(0, COLUMNS // 4)
                 p = tl.where(_kept(call, row[:, None], quad[None, :]), p, 0)
-            values = _vectors(call.v, call.v_strides, call.b, h, j, call.S, call.D, UNIT, WIDTH)
+            values = _vectors(call.v, call.v_strides, call.source, h, j, call.S, call.D, UNIT, WIDTH)
             sums = _product(p.to(values.dtype), values, sums * less[:, None])
         _store_vectors(context, sums / total[:, None] * call.kept_scale, call, h, i, call.T, UNIT, WIDTH)
         tl.store(call.stats + 2 * row, peak, mask=i < call.T)
@@ -538,16 +548,16 @@ def _of_keys(
 # ---- kernels
 
 _NUMBERS = (
-    "B K T S D pitch hidden_b hidden_t hidden_s masked_b masked_t masked_s top left flags threshold "
+    "B K T S D beams before pitch hidden_b hidden_t hidden_s masked_b masked_t masked_s top left flags threshold "
     "q_b q_h q_t k_b k_h k_t v_b v_h v_t g_b g_h g_t"
 ).split()
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward_kernel(
-    q, k, v, given, previous, weight, bias, learnt, hidden, masked, seed, stats, scratch, a_logit, context, weights,
-    B, K, T, S, D, pitch, hidden_b, hidden_t, hidden_s, masked_b, masked_t, masked_s, top, left, flags, threshold,
-    scale, a, b, c, d, e, lowest, limit, kept_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    q, k, v, given, previous, above, weight, bias, learnt, hidden, masked, seed, stats, scratch, a_logit, context,
+    weights, B, K, T, S, D, beams, before, pitch, hidden_b, hidden_t, hidden_s, masked_b, masked_t, masked_s, top, left,
+    flags, threshold, scale, a, b, c, d, e, lowest, limit, kept_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     HEADS: tl.constexpr, KERNEL: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -561,8 +571,9 @@ def forward_kernel(
         last = first + 1
     at, pitch = sentence * (K * T), pitch * 16
     call = Call(
-        sentence, q, k, v, given + at * S, previous + at * S, weight, bias, seed, stats + 2 * at,
-        (hidden, hidden_b, hidden_t, hidden_s), (masked, masked_b, masked_t, masked_s), B, K, T, S, D, pitch,
+        sentence, sentence // beams, q, k, v, given + at * S, previous + at * S,
+        above + sentence * (K * (KERNEL - 1) * before), weight, bias, seed, stats + 2 * at,
+        (hidden, hidden_b, hidden_t, hidden_s), (masked, masked_b, masked_t, masked_s), B, K, T, S, D, before, pitch,
         (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), _shares(learnt, a, b, c, d, e, flags),
         top, left, scale, lowest, limit, threshold, kept_scale, flags,
     )  # fmt: skip
@@ -572,7 +583,7 @@ def forward_kernel(
     start, end = pitch * first * BAND, tl.minimum(pitch * last * BAND, pitch * T)
     if STEP < 2:
         if KERNEL > 0 and first == 0:
-            _clear_gaps(mixed, call, KERNEL)
+            _fill_gaps(mixed, call, KERNEL)
         for band in range(first, last):
             _mix(call, mixed, a_logit, None, band, KERNEL, UNIT, WIDTH, COLUMNS)
     if STEP == 0:
@@ -587,10 +598,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q, k, v, given, previous, weight, bias, learnt, hidden, masked, seed, stats, scratch, context, inner,
+    q, k, v, given, previous, above, weight, bias, learnt, hidden, masked, seed, stats, scratch, context, inner,
     grad_context, grad_map, grad_weights, grad, grad_q, grad_k, grad_v, grad_previous, partial,
-    B, K, T, S, D, pitch, hidden_b, hidden_t, hidden_s, masked_b, masked_t, masked_s, top, left, flags, threshold,
-    scale, a, b, c, d, e, lowest, limit, kept_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    B, K, T, S, D, beams, before, pitch, hidden_b, hidden_t, hidden_s, masked_b, masked_t, masked_s, top, left, flags,
+    threshold, scale, a, b, c, d, e, lowest, limit, kept_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    g_b, g_h, g_t,
     HEADS: tl.constexpr, KERNEL: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -612,8 +624,9 @@ def backward_kernel(
         last = first + 1
     at, pitch = sentence * (K * T), pitch * 16
     call = Call(
-        sentence, q, k, v, given + at * S, previous + at * S, weight, bias, seed, stats + 2 * at,
-        (hidden, hidden_b, hidden_t, hidden_s), (masked, masked_b, masked_t, masked_s), B, K, T, S, D, pitch,
+        sentence, sentence // beams, q, k, v, given + at * S, previous + at * S,
+        above + sentence * (K * (KERNEL - 1) * before), weight, bias, seed, stats + 2 * at,
+        (hidden, hidden_b, hidden_t, hidden_s), (masked, masked_b, masked_t, masked_s), B, K, T, S, D, before, pitch,
         (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), _shares(learnt, a, b, c, d, e, flags),
         top, left, scale, lowest, limit, threshold, kept_scale, flags,
     )  # fmt: skip
@@ -627,8 +640,8 @@ def backward_kernel(
     start, end = pitch * first * BAND, tl.minimum(pitch * last * BAND, pitch * T)
     if STEP < 2:
         if KERNEL > 0 and first == 0:
-            _clear_gaps(mixed, call, KERNEL)
-            _clear_gaps(grad_conv, call, KERNEL)
+            _fill_gaps(mixed, call, KERNEL)
+            _fill_gaps(grad_conv, call, KERNEL)
         for band in range(first, last):
             _mix(call, mixed, probs, logits, band, KERNEL, UNIT, WIDTH, COLUMNS)
             _grad_probs(call, context, grad_context, of_context, grad, inner, band, UNIT, WIDTH, COLUMNS)

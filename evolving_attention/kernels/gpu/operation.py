@@ -4,7 +4,7 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 Masks: True = masked.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from . import kernels
 from .kernels import backward_kernel, forward_kernel
 
 INTERPRETED = kernels.INTERPRETED.value
-GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR = (bit.value for bit in kernels.FLAGS)
-#: the longest map whose sentences are done by one program each
+GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE = (
+    bit.value for bit in kernels.FLAGS
+)
+#: a map up to this length is done by one program
 SHORT = 64
 #: eight warps: so no variant in half precision needs more registers than there are
 OPTIONS = {"num_warps": 8, "num_stages": 2}
@@ -31,10 +33,10 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     context, a_logit = new_vectors(x.v, x.q), x.v.new_empty(x.maps)
     stats = x.v.new_empty(*x.q.shape[:3], 2, dtype=torch.float32)
     weights = stats.new_empty(x.maps if x.need_weights else 0)
-    size, pitch = _size(x)
-    left = (x.v.new_empty(size), a_logit, context, weights)
-    _launch(forward_kernel, x, stats, left, pitch, x.need_weights, [x.q, x.k, x.v], 2)
-    return context, a_logit, weights, x.v.new_empty(0), stats
+    frame = Frame.of(x)
+    scratch = x.v.new_empty(frame.size)
+    _launch(forward_kernel, x, stats, (scratch, a_logit, context, weights), frame, x.need_weights, [x.q, x.k, x.v], 2)
+    return context, a_logit, weights, x.v.new_empty(0) if x.above is None else frame.last_rows(x, scratch), stats
 
 
 def backward(*arguments: Any) -> list[Tensor]:
@@ -45,7 +47,7 @@ def backward(*arguments: Any) -> list[Tensor]:
     if of_context.stride(3) != 1 or not _is_aligned(of_context):
         of_context = of_context.contiguous()
     inner = (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3])
-    grad, (size, pitch) = x.v.new_empty(x.maps), _size(x)
+    grad, frame = x.v.new_empty(x.maps), Frame.of(x)
     of_vectors = [new_vectors(x.q, x.q), new_vectors(x.v, x.v), new_vectors(x.v, x.v)]
     if x.given is not None:
         of_vectors[:2] = x.v.new_empty(0), x.v.new_empty(0)
@@ -53,13 +55,13 @@ def backward(*arguments: Any) -> list[Tensor]:
     programs = _steps(x, 4)[0][1]
     taps = 0 if x.weight is None else x.weight.numel()
     partial = stats.new_empty(programs, taps + x.q.size(1) + 5)
-    scratch = x.v.new_empty(2 * size + (1 if x.learnt is None else 2) * grad.numel())
+    scratch = x.v.new_empty(2 * frame.size + (1 if x.learnt is None else 2) * grad.numel())
     left = (
         *(scratch, of.context, inner, of_context, *_contiguous(x.v, of.of_a_logit)),
         *(of.of_weights.contiguous() if weighted else stats, grad, *of_vectors, of_previous, partial),
     )
     flags = GRAD_MAP * (of.of_a_logit is not None)
-    _launch(backward_kernel, x, stats, left, pitch, weighted, [x.q, x.k, x.v, of_context], 4, flags)
+    _launch(backward_kernel, x, stats, left, frame, weighted, [x.q, x.k, x.v, of_context], 4, flags)
     sums = partial.sum(0)  # the same order every time
     of_given = x.v.new_empty(0) if x.given is None else grad
     convolution = [x.v.new_empty(0), x.v.new_empty(0)]
@@ -70,6 +72,31 @@ def backward(*arguments: Any) -> list[Tensor]:
     return [y if want else x.v.new_empty(0) for y, want in zip(found, of.wanted, strict=True)]
 
 
+class Frame(NamedTuple):
+    """The room of framed maps, in numbers: see kernels.py."""
+
+    pitch: int  # of a row
+    channel: int
+    sentence: int
+    size: int  # of the whole; 0 without a convolution
+
+    @classmethod
+    def of(cls, x: Inputs) -> "Frame":
+        """The frame of a call's maps."""
+        batch, heads, rows, columns = x.maps
+        gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
+        pitch = (columns + gap + 15) // 16 * 16
+        channel = (rows + gap) * pitch
+        sentence = lead + heads * channel + gap * pitch
+        return cls(pitch, channel, sentence, batch * sentence + lead if x.kernel_size else 0)
+
+    def last_rows(self, x: Inputs, framed: Tensor) -> Tensor:
+        """The last k - 1 rows of each channel, those above it included: B x K x (k - 1) x S, a view."""
+        batch, heads, rows, columns = x.maps
+        shape, strides = (batch, heads, x.kernel_size - 1, columns), (self.sentence, self.channel, self.pitch, 1)
+        return framed.as_strided(shape, strides, kernels.LEAD.value + rows * self.pitch)
+
+
 # ---- launches
 
 
@@ -78,7 +105,7 @@ def _launch(
     x: Inputs,
     stats: Tensor,
     others: tuple[Tensor, ...],
-    pitch: int,
+    frame: "Frame",
     weighted: bool,
     vectors: list[Tensor],
     count: int,
@@ -87,20 +114,21 @@ def _launch(
     """Launch a kernel. Only this kernel takes ``others``; it reads ``vectors`` by their strides."""
     unit, dtype = unit_of(x.q, x.k, x.v, x.given), x.v.dtype
     vectors = [x.v if x.given is not None and index < 2 else _by_rows(y) for index, y in enumerate(vectors)]
-    previous, given, weight, bias = _contiguous(x.v, x.previous, x.given, x.weight, x.bias)
+    given, previous, above, weight, bias = _contiguous(x.v, x.given, x.previous, x.above, x.weight, x.bias)
     nothing = stats.view(torch.bool) if x.hidden is None or x.masked is None else None  # kernels do not read it
     tensors = (
-        *(*vectors[:3], given, previous, weight, bias, stats if x.learnt is None else x.learnt),
+        *(*vectors[:3], given, previous, above, weight, bias, stats if x.learnt is None else x.learnt),
         *(nothing if x.hidden is None else x.hidden, nothing if x.masked is None else x.masked),
         *(stats.view(torch.int64) if x.seed is None else x.seed, stats, *others),
     )
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
     left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
-    flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular
+    flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
-        *(*x.maps, x.v.size(3) // unit, pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
+        *(*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3)),
+        *(frame.pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
         *(top, left, flags, threshold, x.scale, *x.shares, torch.finfo(dtype).min),
         # float16's sums are kept within half of its range, as in evolution.py
         torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
@@ -132,8 +160,8 @@ def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple, key: tuple) 
 
 
 def is_short(rows: int, columns: int) -> bool:
-    """Whether a program does a whole sentence, in one launch."""
-    return max(rows, columns) <= SHORT
+    """Whether a program does a whole sentence, in one launch: a short one, or a step of decoding."""
+    return rows == 1 or max(rows, columns) <= SHORT
 
 
 def _steps(x: Inputs, count: int) -> list[tuple[int, int]]:
@@ -165,14 +193,6 @@ def unit_of(q: Tensor, k: Tensor, v: Tensor, given: Tensor | None) -> int:
 def _is_aligned(x: Tensor) -> bool:
     a, b, c, _ = x.stride()
     return a % 8 == 0 and b % 8 == 0 and c % 8 == 0 and x.storage_offset() % 8 == 0
-
-
-def _size(x: Inputs) -> tuple[int, int]:
-    """The size of framed maps, and their pitch."""
-    batch, heads, rows, columns = x.maps
-    gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
-    pitch = (columns + gap + 15) // 16 * 16
-    return (batch * (lead + (heads * (rows + gap) + gap) * pitch) + lead if x.kernel_size else 0), pitch
 
 
 def _by_rows(x: Tensor) -> Tensor:

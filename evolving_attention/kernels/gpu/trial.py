@@ -130,16 +130,19 @@ def find_difference(variant: Variant) -> str:
 @torch.enable_grad()
 def errors(variant: Variant) -> dict[str, float]:
     """The distance of the kernels from float64, as a share of the largest number, by the name of each result."""
-    found = {}
-    for learnt in (False, True):
-        call = _problem(variant, learnt)
-        here = _moved(call, variant.device, variant.dtype)
-        ours = _results(variant, here, gpu.attend)
-        truth = _results(variant, _moved(call, torch.device("cpu"), torch.float64), compose)
-        found |= {name: _distance(ours[name], true) for name, true in truth.items()}
+    found = _errors(variant, _problem(variant, learnt=False)) | _errors(variant, _problem(variant, learnt=True))
+    steps = _errors(variant._replace(gradients=False), _steps(variant))
+    found |= {f"{name} of steps": error for name, error in steps.items()}
     if variant.gradients:
+        here = _moved(_problem(variant, learnt=True), variant.device, variant.dtype)
         found["dropout on the way back"] = _distance(*_dropped(here))
     return found
+
+
+def _errors(variant: Variant, call: Call) -> dict[str, float]:
+    ours = _results(variant, _moved(call, variant.device, variant.dtype), gpu.attend)
+    truth = _results(variant, _moved(call, torch.device("cpu"), torch.float64), compose)
+    return {name: _distance(ours[name], true) for name, true in truth.items()}
 
 
 def _distance(ours: Tensor, true: Tensor) -> float:
@@ -184,6 +187,19 @@ def _problem(variant: Variant, learnt: bool) -> Call:
         given=_multiples(1 / 8, *maps) if learnt else None,
         previous=_multiples(1 / 8, *maps).flip(1),
         **{"hidden": hidden, "masked": masked, "keep_map": True, "need_weights": not learnt},
+    )
+
+
+def _steps(variant: Variant) -> Call:
+    """Some steps of a search: rows below those of earlier steps, of two hypotheses that share a sentence's keys."""
+    call, size = _problem(variant, learnt=False), variant.kernel_size
+    columns = call.k.size(2)
+    return replace(
+        call,
+        **{"k": call.k[:1], "v": call.v[:1], "hidden": call.masked, "previous": None},
+        geometry=Geometry.ENCODER_DECODER,
+        coefficients=Coefficients(0.0, 1.0, 0.375, 0.0, 1.0),
+        above=_multiples(1 / 8, 2, variant.heads, size - 1, columns - 1) if size > 1 else None,
     )
 
 
