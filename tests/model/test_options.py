@@ -179,14 +179,17 @@ def test_offloaded_activations_are_computed_again(arch):
         (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta 0.2 changes nothing"),
         ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta 0.2 changes nothing"),
         ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta 0.2 changes nothing"),
+        (BASE, "--ea-alpha 1", "--ea-alpha 1.0: layers from the second on use the previous map alone"),
+        (BASE, "--ea-alpha 1 --ea-rule predictive", None),
+        (BASE, "--ea-alpha 1 --ea-learn-mix", None),
         (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
         ("ea_transformer_lm", "--ea-decoder-beta 0.2", None),
     ],
 )
-def test_a_beta_that_changes_nothing_is_noted(arch, flags, note, caplog):
+def test_a_flag_that_changes_nothing_or_stops_gradients_is_noted(arch, flags, note, caplog):
     """An ablation over it would train the same model again and again."""
     build(arch, *flags.split())
-    notes = [message for message in caplog.messages if "changes nothing" in message]
+    notes = [message for message in caplog.messages if "changes nothing" in message or "no gradient" in message]
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
 
