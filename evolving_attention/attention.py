@@ -103,8 +103,6 @@ class EvolvingHeads(nn.Module):
         if added is not None and _is_nothing(added):
             added = None
         weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
-        if weight is not None and weight.dtype != q.dtype and torch.is_autocast_enabled(q.device.type):
-            weight, bias = weight.to(q.dtype), bias.to(q.dtype)  # as autocast does for a convolution
         return Call(
             *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.coefficients(previous is not None)),
             weight=weight,
@@ -239,8 +237,8 @@ class EvolvingAttention(EvolvingHeads):
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)
             if attn_mask is not None:
-                hides = True if attn_mask.dtype == torch.bool else -torch.inf
-                future = attn_mask.masked_fill(future, hides)
+                is_added = attn_mask.is_floating_point()
+                future = attn_mask.masked_fill(future, -torch.inf) if is_added else attn_mask.bool() | future
             attn_mask = future
         rows = cache.rows
         if stepping and rows is None:

@@ -95,9 +95,9 @@ class Rule:
         return any((c, d, e) != (0, 0, 1) for _, _, c, d, e in both)
 
     def uses_previous(self, alpha: float, beta: float) -> bool:
-        """Whether a previous map has any effect where there is one: else none need be handed on."""
+        """Whether a previous map, or that there is one, has any effect: else none need be handed on."""
         a, _, c, d, _ = self.later(alpha, beta)
-        return d != 0 or (c != 0 and a != 0)
+        return d != 0 or (c != 0 and a != 0) or c != self.first(alpha, beta).c
 
     def depends_on(self, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF) -> tuple[bool, bool]:
         """Whether an attention's coefficients change with alpha, and whether they change with beta."""

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from .evolution import Evolution, Geometry
 from .functional import attend
 from .kernels import Call
-from .masks import hide_rows
+from .masks import MASKED_FROM, hide_rows
 
 #: the name of the attention implementation
 NAME = "evolving"
@@ -158,8 +158,8 @@ class _Maps:
         self.of: dict[str, tuple[Tensor, bool]] = {}
 
     def before(self, module: nn.Module) -> Tensor | None:
-        """A_logit of the layer before, B x K x T x S; None in the first layer and in decoders."""
-        if module.map_before is None:
+        """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
+        if module.map_before not in self.of:
             return None
         a_logit, recorded = self.of[module.map_before]
         if torch.is_grad_enabled() and not recorded:
@@ -186,8 +186,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: the context, B x T x K x D, and the weights where they are asked for.
 
-    query is B x K x T x D; key and value are B x K x S x D. The mask broadcasts to B x K x T x S. Its type's lowest
-    number masks. Other numbers are added to the logits.
+    query is B x K x T x D; key and value are B x K x S x D. The mask broadcasts to B x K x T x S. Its numbers up to
+    ``MASKED_FROM`` mask. Others are added to the logits.
     """
     evolution = module.evolution
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
@@ -200,7 +200,7 @@ def _attention(
     given = None
     if position_bias is not None or summand is not None:
         given = torch.matmul(query, key.transpose(2, 3)) * scaling
-        given = sum((more for more in (position_bias, summand) if more is not None), start=given)
+        given = sum((more for more in (position_bias, summand) if more is not None), start=given).type_as(query)
     hidden = masked
     if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
@@ -238,7 +238,7 @@ def _read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The hidden places of a mask, bool, and its summand of the logits; both broadcast to B x K x T x S."""
     if mask is None or mask.dtype == torch.bool:
         return (None if mask is None else ~mask), None
-    masked = mask <= torch.finfo(mask.dtype).min / 2
+    masked = mask <= MASKED_FROM
     rest = mask.masked_fill(masked, 0)
     return masked, rest if bool(rest.any()) else None
 

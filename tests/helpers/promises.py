@@ -17,6 +17,7 @@ MODELS = {
     "no decoder convolution": f"{BASE} --ea-decoder-beta 0",
     "no cross convolution": f"{BASE} --ea-cross-beta 0",
     "learnt": f"{BASE} --ea-learn-mix",
+    "from the second, no skip": "ea_transformer_base --ea-rule evolving-from-second --ea-alpha 0 --ea-beta 0.5",
     "predictive": PREDICTIVE,
     "predictive, 3 convolutions": f"{PREDICTIVE} --ea-conv-layers 3",
     "residual": "ea_transformer_base --ea-rule residual --ea-alpha 0.5",

@@ -313,6 +313,32 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
             _gradients(model, name)
 
 
+def test_T5_trains_under_autocast():
+    """Its position bias is float32."""
+    model = build("t5", alpha=0.3, beta=0.3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=inputs("t5")["input_ids"], labels=torch.randint(3, 30, (3, 5))).loss
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_layers_may_be_dropped_in_training():
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("bart", **{**TINY, "encoder_layers": 4}, encoder_layerdrop=0.5)
+    model = evolve(AutoModel.from_config(config), alpha=0.3, beta=0.3).train()
+    for _ in range(8):
+        assert model(torch.randint(3, 30, (2, 6)))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, -torch.inf])
+def test_a_mask_of_any_low_number_hides(number):
+    model, words = build("bert", alpha=0.3, beta=0.3).eval(), inputs("bert")["input_ids"]
+    expected = model(words, attention_mask=MASK).logits
+    floats = (1 - MASK.double())[:, None, None].expand(-1, -1, 6, -1)
+    floats = torch.where(floats > 0, torch.tensor(number).double(), 0.0)
+    assert_close(model(words, attention_mask=floats).logits[MASK.bool()], expected[MASK.bool()])
+
+
 def _gradients(model, name):
     model.zero_grad()
     model(**inputs(name)).logits.square().sum().backward()

@@ -15,7 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import attentions, warm
-from helpers.attentions import ANY, call_of, case_id, check_dropout, check_steps, compare, plain, probe, problem, results
+from helpers.attentions import (
+    ANY,
+    call_of,
+    case_id,
+    check_dropout,
+    check_steps,
+    compare,
+    plain,
+    probe,
+    problem,
+    results,
+)
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -40,6 +40,7 @@ from helpers.shares import AnyShares
 from torch.utils.flop_counter import FlopCounterMode
 
 from evolving_attention.evolution import Geometry
+from evolving_attention.functional import attend
 from evolving_attention.kernels import cpu, gpu
 from evolving_attention.kernels.operation import Gradients, inputs_of, parted
 
@@ -337,6 +338,15 @@ def test_no_map_is_kept_for_the_backward_pass(rule):
     assert [x.data_ptr() for x in maps] == [tensors["previous"].data_ptr()]
 
 
+def test_saved_tensors_may_come_back_in_another_layout():
+    """As with torch.autograd.graph.save_on_cpu(pin_memory=True)."""
+    case = Case(length=2, masks="padding rows")
+    given = problem(case)
+    expected = results(kernel, *given)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: None if x is None else x.contiguous()):
+        close(results(kernel, *given), expected)
+
+
 @pytest.mark.slow
 def test_in_a_model(monkeypatch):
     """All three kinds of attention take the kernels, the last one too, which is asked for its weights."""
@@ -373,13 +383,15 @@ def test_float32_under_autocast():
 
 
 @pytest.mark.slow
-def test_compile_and_export_keep_the_kernels():
+def test_compile_and_export_keep_the_kernels(monkeypatch):
+    monkeypatch.setattr(trial, "find_difference", lambda variant: "")
+    monkeypatch.setattr(cpu, "knows", lambda call: False)
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True)
     evolution, tensors, masks = problem(case)
 
     def attention(q, k, v, previous):
         own = {"q": q, "k": k, "v": v, "previous": previous}
-        return gpu.attend(call_of(evolution, own, masks, need_weights=False, dropout=0.5))[:2]
+        return attend(call_of(evolution, own, masks, need_weights=False, dropout=0.5))[:2]
 
     def gradients(run):
         torch.manual_seed(2)

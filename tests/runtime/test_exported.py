@@ -6,6 +6,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -129,6 +130,18 @@ def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):
     assert not (tmp_path / "broken").exists()
 
 
+def test_an_export_whose_scores_are_not_pytorchs_is_refused(pair, data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
+    preparation.keep(run, data)
+    for score in (float("nan"), 1.0):
+        monkeypatch.setattr(Translator, "search_ids", lambda *given, score=score: [[Mock(score=score)]] * len(given[1]))
+        with pytest.raises(SystemExit, match="nothing kept"):
+            export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
@@ -138,6 +151,9 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
     state["cfg"]["task"]["_name"] = "denoising"
     monkeypatch.setattr(export, "load", lambda checkpoint: state)
     with pytest.raises(SystemExit, match="denoising"):
+        export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    state["cfg"]["task"] |= {"_name": "language_modeling", "add_bos_token": True}
+    with pytest.raises(SystemExit, match="--add-bos-token"):
         export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     monkeypatch.undo()
     monkeypatch.setattr("ea_fairseq.export.reason_against", lambda model: "it has an adaptive softmax")

@@ -41,7 +41,7 @@ def knows(call: Call) -> bool:
         return False
     from . import trial
 
-    return trial.passed(trial.Variant.of(call))
+    return trial.passed(tuple(trial.Variant.of(call)))
 
 
 def attend(call: Call, seed: Tensor | None = None) -> Result:

@@ -43,7 +43,9 @@ def backward(*arguments: Any) -> list[Tensor]:
     """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
     of, x = parted(arguments)
     stats, weighted = of.stats, of.of_weights is not None
-    of_context = torch.zeros_like(of.context) if of.of_context is None else of.of_context
+    # a hook on saved tensors may give it in another layout than the one that the kernel reads
+    context = of.context.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    of_context = torch.zeros_like(context) if of.of_context is None else of.of_context
     if of_context.stride(3) != 1 or not _is_aligned(of_context):
         of_context = of_context.contiguous()
     inner = (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3])
@@ -57,7 +59,7 @@ def backward(*arguments: Any) -> list[Tensor]:
     partial = stats.new_empty(programs, taps + x.q.size(1) + 5)
     scratch = x.v.new_empty(2 * frame.size + (1 if x.learnt is None else 2) * grad.numel())
     left = (
-        *(scratch, of.context, inner, of_context, *_contiguous(x.v, of.of_a_logit)),
+        *(scratch, context, inner, of_context, *_contiguous(x.v, of.of_a_logit)),
         *(of.of_weights.contiguous() if weighted else stats, grad, *of_vectors, of_previous, partial),
     )
     flags = GRAD_MAP * (of.of_a_logit is not None)
@@ -91,10 +93,10 @@ class Frame(NamedTuple):
         return cls(pitch, channel, sentence, batch * sentence + lead if x.kernel_size else 0)
 
     def last_rows(self, x: Inputs, framed: Tensor) -> Tensor:
-        """The last k - 1 rows of each channel, those above it included: B x K x (k - 1) x S, a view."""
+        """The last k - 1 rows of each channel, those above it included: B x K x (k - 1) x S."""
         batch, heads, rows, columns = x.maps
         shape, strides = (batch, heads, x.kernel_size - 1, columns), (self.sentence, self.channel, self.pitch, 1)
-        return framed.as_strided(shape, strides, kernels.LEAD.value + rows * self.pitch)
+        return framed.as_strided(shape, strides, kernels.LEAD.value + rows * self.pitch).contiguous()  # frees the frame
 
 
 # ---- launches

@@ -63,17 +63,19 @@ class Variant(NamedTuple):
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, kernel_size, call.v.size(3))
-        short = operation.is_short(rows, columns)
+        short = bool(operation.is_short(rows, columns))  # which torch.compile may not know yet
         unit = operation.unit_of(call.q, call.k, call.v, call.given)
         return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
 
 
 @torch.compiler.assume_constant_result
-def passed(variant: Variant) -> bool:
+def passed(variant: tuple) -> bool:
     """Whether a variant has passed its trial, which happens now if there was none.
 
+    A plain tuple, since torch.compile hands a named one on without its values.
     The caller's random numbers and autograd modes do not change. While a CUDA graph is captured, no trial can run.
     """
+    variant = Variant(*variant)
     if variant not in _verdicts and not _capturing(variant.device):
         _verdicts[variant] = _decide(variant)
     return _verdicts.get(variant, False)
