@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ea_runtime.search import Hypothesis, check_whole, search
+from ea_runtime.search import Hypothesis, check_n_best, check_whole, search
 from ea_runtime.translator import Model, Steps
 
 
@@ -52,6 +52,9 @@ class LanguageModel(Model):
         """
         tokens = self._tokens(start, 1)[:-1]
         chosen = self.settings(settings)
+        check_n_best(n_best, chosen.beam)
         max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
+        if len(tokens) >= max_len:
+            raise ValueError(f"start: has {len(tokens)} subwords, and max_len_b allows {max_len}; raise it")
         (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
         return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

@@ -22,6 +22,13 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name}: must be a whole number from {least} on, not {value!r}")
 
 
+def check_n_best(n_best: object, beam: int) -> None:
+    """Raise ValueError unless a beam of this size gives so many."""
+    check_whole("n_best", n_best)
+    if n_best > beam:
+        raise ValueError(f"n_best: must be from 1 to the beam, {beam}, not {n_best}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the search, by fairseq-generate's names and with its defaults.
@@ -45,8 +52,9 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
                 raise ValueError(f"{name}: must be a number, not {value!r}")
-        if abs(self.lenpen) > 10:  # powers of longer lengths overflow
-            raise ValueError(f"lenpen: must be from -10 to 10, not {self.lenpen}")
+        for name, most in (("lenpen", 10), ("unkpen", 1_000_000), ("max_len_a", 1000), ("max_len_b", 1_000_000)):
+            if abs(value := getattr(self, name)) > most:  # else sums, or powers of long lengths, overflow
+                raise ValueError(f"{name}: must be from -{most} to {most}, not {value}")
 
     def max_len(self, source_length: int, longest: int) -> int:
         """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""

@@ -18,7 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from ea_runtime.kept import sha256
-from ea_runtime.search import Hypothesis, Settings, check_whole, search
+from ea_runtime.search import Hypothesis, Settings, check_n_best, check_whole, search
 
 if TYPE_CHECKING:
     from ea_runtime.text import Text
@@ -126,7 +126,8 @@ class Translator(Model):
             lenpen: length penalty; above 1 favours longer translations.
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
             batch: how many sentences the model reads together; fewer where they are long.
-            prefixes: for each line, raw text that its translation begins with.
+            prefixes: for each line, raw text that its translation begins with. As with fairseq, ``min_len`` does not
+                hold while any line of a batch still has a prefix.
             settings: more of ``Settings``.
 
         Raises:
@@ -157,9 +158,7 @@ class Translator(Model):
         if prefixes is not None and (isinstance(prefixes, str) or len(prefixes) != len(lines)):
             raise ValueError(f"prefixes: expected a list of one for each of {len(lines)} lines, not {prefixes!r}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
-        check_whole("n_best", n_best)
-        if not 1 <= n_best <= search_settings.beam:
-            raise ValueError(f"n_best: must be from 1 to the beam, {search_settings.beam}, not {n_best}")
+        check_n_best(n_best, search_settings.beam)
         sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
         forced = None if prefixes is None else self._forced(prefixes)
         numbers = [n for n, source in enumerate(sources) if len(source) > 1]

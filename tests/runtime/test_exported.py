@@ -130,15 +130,15 @@ def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):
     assert not (tmp_path / "broken").exists()
 
 
-def test_an_export_whose_scores_are_not_pytorchs_is_refused(pair, data, tmp_path, monkeypatch):
+def test_an_export_whose_scores_are_nan_is_refused(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
     preparation.keep(run, data)
-    for score in (float("nan"), 1.0):
-        monkeypatch.setattr(Translator, "search_ids", lambda *given, score=score: [[Mock(score=score)]] * len(given[1]))
-        with pytest.raises(SystemExit, match="nothing kept"):
-            export.main(["--run", str(run), "--out", str(tmp_path / "out")])
+    best = Mock(score=float("nan"))
+    monkeypatch.setattr(Translator, "search_ids", lambda self, sources, *_: [[best]] * len(sources))
+    with pytest.raises(SystemExit, match="nothing kept"):
+        export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

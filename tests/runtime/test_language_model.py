@@ -57,6 +57,20 @@ def test_completes_as_fairseq(pair):
     assert all(text.startswith("the dog,") for text, _ in found)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_best": 6}, "n_best: must be from 1 to the beam, 5, not 6"),
+        ({"max_len_b": 2}, "start: has .* subwords, and max_len_b allows 2"),
+        ({"max_len_a": 1e308}, "max_len_a: must be from -1000 to 1000"),
+        ({"max_len_b": 10**400}, "max_len_b: must be from -1000000 to 1000000"),
+    ],
+)
+def test_what_cannot_be_completed_is_refused(pair, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(pair[1], threads=1).complete("The dog,", **settings)
+
+
 def command(folder, text, *flags):
     words = [sys.executable, "-m", "ea_runtime", folder, *flags]
     return subprocess.run(words, input=text, capture_output=True, check=False, cwd=REPO, env=ENVIRONMENT, text=True)
