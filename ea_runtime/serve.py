@@ -180,7 +180,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
 
     @app.post("/translate", openapi_extra=schema)
     async def translate(request: Request) -> Answer:
-        arrived, asked = time.monotonic(), None
+        arrived, body = time.monotonic(), None
         try:
             async with asyncio.timeout(limits.seconds):
                 body = await _body(request, limits.bytes)
@@ -192,7 +192,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
                 batches.add(lines)
                 results = await _answers(lines, request)
         except TimeoutError:
-            if asked is None:
+            if body is None:
                 raise HTTPException(408, f"the request was not complete after {limits.seconds:g} seconds") from None
             sentence = f"no answer within {limits.seconds:g} seconds; send fewer lines, or try again later"
             raise HTTPException(503, sentence, {"Retry-After": "1"}) from None

@@ -18,6 +18,7 @@ from helpers.toy import ENVIRONMENT, save_model, script
 from ea_runtime import Translator
 from ea_tools import preparation
 from ea_tools.checkpoints import load
+from ea_tools.common import UserError
 from ea_tools.translating import evaluate, export, exported, translate
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,12 @@ def test_an_empty_source_line_of_a_test_set_is_scored(pair, data, tmp_path):
     runtime = Translator(pair / "float32", threads=1)
     lines = exported.generate(runtime, copy, "test", {"beam": 2, "max_len_b": 5}, 8)
     assert [line.split("\t")[0] for line in lines[:-1]] == ["H-0", "T-0", "H-1", "T-1"]
+
+
+@pytest.mark.parametrize("words", [["0"], ["-1"], ["x"], []])
+def test_a_batch_size_that_is_none_is_named(words):
+    with pytest.raises(UserError, match=r"-- --batch-size .*: expected a whole number from 1 on"):
+        exported.batch_size(["--batch-size", *words])
 
 
 def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):

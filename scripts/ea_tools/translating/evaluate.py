@@ -218,8 +218,7 @@ def translate_export(args: argparse.Namespace, data: Preparation, split: str, se
     translator = exported.load(args.run)
     preparation = Preparation(args.run, translator.text.prep)
     require_same(preparation, data, args.run)
-    batch = int(parse_flags(args.generate_flags).get("batch-size", [exported.BATCH])[-1])
-    output = exported.generate(translator, args.data, args.subset, search, batch)
+    output = exported.generate(translator, args.data, args.subset, search, exported.batch_size(args.generate_flags))
     write_lines(args.run / "eval" / f"generate-{split}.txt", output)
     stated = translator.description
     description = {name: stated[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}

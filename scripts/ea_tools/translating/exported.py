@@ -14,7 +14,7 @@ from ea_data.binary import read_sentences
 from ea_runtime import ExportError, Translator
 from ea_runtime.search import Settings
 from ea_runtime.translator import EOS, UNK
-from ea_tools.common import UserError, listed
+from ea_tools.common import UserError, listed, say
 from ea_tools.training.recipes import parse_flags
 
 #: flags after -- that change fairseq's speed, and not its translations
@@ -65,6 +65,14 @@ def search_settings(beam: int, lenpen: float, flags: Sequence[str]) -> dict[str,
     return settings
 
 
+def batch_size(flags: Sequence[str]) -> int:
+    """How many sentences the model reads together, by fairseq's flag."""
+    value = " ".join(parse_flags(flags).get("batch-size", [str(BATCH)])[-1:])
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"-- --batch-size {value}: expected a whole number from 1 on")
+    return int(value)
+
+
 class Exported:
     """An exported model with the methods of ``ea_fairseq.Translator`` that translate.sh uses."""
 
@@ -97,6 +105,8 @@ def generate(translator: Translator, data: Path, subset: str, settings: dict[str
     longest_source, longest_target = translator.description["max_positions"]
     numbers = [n for n, reference in enumerate(references) if len(reference) <= longest_target]
     tokens = [[*sources[n][:-1][: longest_source - 1], EOS] for n in numbers]
+    if cut := sum(len(sources[n]) > longest_source for n in numbers):
+        say(f"warning: {cut} source sentences are cut to the {longest_source - 1} subwords that the model reads")
     begin = time.perf_counter()
     best = [hypotheses[0] for hypotheses in translator.search_all(tokens, chosen, batch)]
     seconds, count = time.perf_counter() - begin, sum(len(one.tokens) + 1 for one in best)
