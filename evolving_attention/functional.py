@@ -100,9 +100,8 @@ def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) 
     """
     weight, dtype = call.weight, call.v.dtype
     if weight is not None and weight.dtype != dtype and torch.is_autocast_enabled(call.v.device.type):
-        call = kernels.replace(
-            call, weight=weight.to(dtype), bias=call.bias.to(dtype)
-        )  # as autocast does for a convolution
+        # as autocast does for a convolution
+        call = kernels.replace(call, weight=weight.to(dtype), bias=call.bias.to(dtype))
     kernel = None if plain or not kernels.stands_for(evolution) else kernels.kernel_for(call)
     if kernel is None:
         return compose(call, evolution)

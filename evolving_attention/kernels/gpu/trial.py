@@ -132,7 +132,9 @@ def find_difference(variant: Variant) -> str:
 @torch.enable_grad()
 def errors(variant: Variant) -> dict[str, float]:
     """The distance of the kernels from float64, as a share of the largest number, by the name of each result."""
-    found = _errors(variant, _problem(variant, learnt=False)) | _errors(variant, _problem(variant, learnt=True))
+    found = _errors(variant, _problem(variant, learnt=True))
+    constant = _errors(variant, _problem(variant, learnt=False))
+    found |= {f"{name} of constant shares": error for name, error in constant.items()}
     steps = _errors(variant._replace(gradients=False), _steps(variant))
     found |= {f"{name} of steps": error for name, error in steps.items()}
     if variant.gradients:
