@@ -1,4 +1,4 @@
-"""The function and the modules of the core refuse the same settings."""
+"""What the function and the modules of the core take and refuse."""
 
 import pytest
 import torch
@@ -26,3 +26,13 @@ def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, messa
 def test_a_weight_without_a_bias_is_refused():
     with pytest.raises(ValueError, match="both or neither"):
         function(3, bias=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+def test_a_decoders_mask_may_have_any_type(dtype):
+    attention, x = EvolvingAttention(Geometry.DECODER_SELF, 8, 2, beta=0.5), torch.randn(2, 4, 8)
+    hides = torch.zeros(4, 4, dtype=torch.bool)
+    hides[2:, 0] = True
+    mask = hides.float().masked_fill(hides, -torch.inf) if dtype == torch.float32 else hides.to(dtype)
+    weights = attention(x, attn_mask=mask, need_weights=True).weights
+    assert (weights == 0).equal((hides | torch.ones(4, 4).triu(1).bool()).expand_as(weights))
