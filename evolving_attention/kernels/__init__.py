@@ -118,6 +118,7 @@ def _fits(call: Call) -> bool:
         and v.shape[:3] == (sentences, heads, columns)
         and all(x is None or x.shape == shape for x, shape in shapes)
         and (weight is None) == (bias is None)
+        and not isinstance(call.scale, Tensor)  # whose gradient no kernel gives
         and (call.above is None or _fits_above(call, maps))
         and (call.hidden is None or _is_mask(call.hidden, maps))
         and (call.masked is None or call.masked is call.hidden or _is_mask(call.masked, maps))

@@ -24,6 +24,12 @@ def test_steps_equal_teacher_forcing_while_beams_move(name, beams_known):
 
 
 @torch.no_grad()
+def test_convolutions_in_another_layout_of_memory():
+    """A kernel's copies of them must live as long as its prepared steps."""
+    check_steps(lively("kernel 5").to(memory_format=torch.channels_last), batch([6, 3]))
+
+
+@torch.no_grad()
 def test_the_beams_of_an_earlier_search_leave_teacher_forcing_as_it_was():
     """As in --eval-bleu."""
     model = amplify_(build())

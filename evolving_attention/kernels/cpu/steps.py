@@ -34,7 +34,9 @@ class Steps:
 
     def __init__(self, call: Call, inner: list[Projection], outer: Projection):
         inputs = inputs_of(call)
-        self._problem, self._tensors = bytes(Problem.of(inputs)), inputs  # whose addresses are in there
+        problem = Problem.of(inputs)
+        self._problem = bytes(problem)
+        self._tensors = inputs.weight, inputs.bias, problem.copies  # whose addresses are in there
         weights, biases = zip(*inner, strict=True)
         self._inner = torch.cat(weights), None if biases[0] is None else torch.cat(biases)  # one product, not three
         self._outer = outer
