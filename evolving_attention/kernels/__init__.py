@@ -116,6 +116,7 @@ def _fits(call: Call) -> bool:
         and sentences > 0
         and batch % sentences == 0
         and v.shape[:3] == (sentences, heads, columns)
+        and (call.given is not None or q.size(3) == v.size(3))
         and all(x is None or x.shape == shape for x, shape in shapes)
         and (weight is None) == (bias is None)
         and not isinstance(call.scale, Tensor)  # whose gradient no kernel gives

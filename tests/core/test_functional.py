@@ -1,4 +1,4 @@
-"""What the function and the modules of the core take and refuse."""
+"""The core's function and modules: their refusals, and types of masks."""
 
 import pytest
 import torch

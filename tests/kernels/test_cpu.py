@@ -449,6 +449,7 @@ def test_rows_above_that_do_not_fit_are_refused(shape):
     call = step_of(problem(Case(DECODER, 4, 3, 5, 5, previous=False)), above=torch.zeros(3, 4, 2, 5))
     assert kernels.kernel_for(call) is cpu
     assert kernels.kernel_for(replace(call, above=torch.zeros(shape))) is None
+    assert kernels.kernel_for(replace(call, geometry=ENCODER)) is None
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
 
+from ea_runtime import serve  # noqa: E402
 from ea_runtime.serve import Limits, _body, application  # noqa: E402
 from ea_tools.bench.server_load import load  # noqa: E402
 
@@ -258,6 +259,14 @@ def test_a_request_that_takes_too_long_is_refused_and_its_lines_are_dropped(tran
         translator.gate.set()
         assert ask(client, "Katze.").status_code == 200
     assert translator.calls == [["Haus."], ["Katze."]]
+
+
+def test_a_server_that_is_slow_to_check_a_request_does_not_blame_its_client(translator, monkeypatch):
+    checked = serve._checked
+    monkeypatch.setattr(serve, "_checked", lambda *given: time.sleep(1) or checked(*given))
+    with serving(translator, Limits(seconds=0.3)) as client:
+        answer = ask(client, "Haus.")
+    assert answer.status_code == 503 and "no answer within 0.3 seconds" in answer.json()["detail"]
 
 
 def test_a_body_that_takes_too_long_is_refused(translator):

@@ -30,7 +30,6 @@ def knows(call: Call) -> bool:
         (v.is_cuda or _interpreted())
         and v.dtype in DTYPES
         and v.size(3) <= MOST_WIDTH
-        and (call.given is not None or call.q.size(3) == v.size(3))
         and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
     ):
         return False

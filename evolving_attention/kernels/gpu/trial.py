@@ -132,14 +132,14 @@ def find_difference(variant: Variant) -> str:
 @torch.enable_grad()
 def errors(variant: Variant) -> dict[str, float]:
     """The distance of the kernels from float64, as a share of the largest number, by the name of each result."""
-    found = _errors(variant, _problem(variant, learnt=True))
+    learnt = _problem(variant, learnt=True)
+    found = _errors(variant, learnt)
     constant = _errors(variant, _problem(variant, learnt=False))
     found |= {f"{name} of constant shares": error for name, error in constant.items()}
     steps = _errors(variant._replace(gradients=False), _steps(variant))
     found |= {f"{name} of steps": error for name, error in steps.items()}
     if variant.gradients:
-        here = _moved(_problem(variant, learnt=True), variant.device, variant.dtype)
-        found["dropout on the way back"] = _distance(*_dropped(here))
+        found["dropout on the way back"] = _distance(*_dropped(_moved(learnt, variant.device, variant.dtype)))
     return found
 
 
