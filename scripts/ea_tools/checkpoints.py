@@ -140,6 +140,11 @@ def record_model(model: Path) -> None:
     write_json(model.parent / _loading().RECORD, {"checkpoint": model.name})
 
 
+def forget_model(run: Path) -> None:
+    """Take the record of a run's model away: its training goes on, and the model at its end is another."""
+    (run / _loading().RECORD).unlink(missing_ok=True)
+
+
 def has_model_recorded(run: Path) -> bool:
     """Whether the run has a record of which checkpoint is its model."""
     return (run / _loading().RECORD).is_file()

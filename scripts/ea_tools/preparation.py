@@ -86,8 +86,10 @@ def file_difference(ours: Path, other: Path) -> str | None:
     if ours.suffix == ".model":
         return f"{ours.name}: other contents"
     pairs = itertools.zip_longest(read_lines(ours), read_lines(other))
-    number, (here, there) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
+    for number, (here, there) in enumerate(pairs, 1):
+        if here != there:
+            return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
+    return f"{ours.name}: the same lines with other ends, or a byte-order mark; prepare the data anew"
 
 
 def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Preparation | None = None) -> Preparation:

@@ -25,11 +25,14 @@ def read_lines(path: Path | str) -> list[str]:
 
 
 def decode(line: bytes, path: Path | str, number: int) -> str:
-    """One line of bytes as text without its end, or an error that names the file and the line's number."""
+    """One line of bytes as text without its end, or an error that names the file and the line's number.
+
+    A carriage return inside the line becomes a space, as in prepared data.
+    """
     if encoding := wide_encoding(line):
         raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
     try:
-        text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        text = line.removesuffix(b"\n").removesuffix(b"\r").replace(b"\r", b" ").decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     return text.removeprefix("\ufeff") if number == 1 else text  # a byte-order mark is no part of the text

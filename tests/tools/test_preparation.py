@@ -68,6 +68,15 @@ def test_every_file_that_splits_words_is_kept(data, tmp_path):
             preparation.require_same(preparation.Preparation.kept_by(run), Preparation.at(other), run)
 
 
+def test_files_that_differ_in_their_ends_alone(tmp_path):
+    """As an editor or git on Windows leaves them: every line of text is the same."""
+    for name, content in (("one", b"a\nb\n"), ("two", b"a\r\nb\r\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code").write_bytes(content)
+    said = preparation.file_difference(tmp_path / "one/code", tmp_path / "two/code")
+    assert said.startswith("code: the same lines with other ends")
+
+
 def swap_words(text):
     """The same number of entries, two of them exchanged."""
     lines = text.splitlines(keepends=True)

@@ -263,6 +263,21 @@ def test_a_training_that_had_not_ended_goes_on(toy, capsys):
     assert "Evolving" in next(line for line in said.err.splitlines() if "(7 of 80 updates), and there are no" in line)
 
 
+def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys):
+    folder = pretend(toy, "Plain", 1, 10.0)
+    assert "| Plain | 1 | 10.00 (" in collect(toy)
+    path = folder / "eval/test.beam5.average2.json"
+    one = json.loads(path.read_text())
+    one["scores"]["tokenised_bleu"]["score"] = 5.0
+    path.write_text(json.dumps(one | {"unfinished": "7 of 80 updates"}))
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace("toy", "another"))
+    record = toy / "results/runs/toy" / folder.name / "run.json"
+    before = record.read_text()
+    assert "| Plain | 1 | 10.00 (" in collect(toy)
+    assert record.read_text() == before
+    assert "is of a training that has not ended: not taken" in capsys.readouterr().err
+
+
 def test_seeds_choose_what_is_run_and_hide_nothing(toy):
     for seed in (1, 4):
         pretend(toy, "Plain", seed, 10.0 + seed)
@@ -405,6 +420,12 @@ def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     assert "10.00" not in other
     sizes = [re.search(r"\| Plain \| ([\d,]+) \|", page)[1].replace(",", "") for page in (own, other)]
     assert int(sizes[1]) < int(sizes[0]), "the parameters are those of the flags"
+
+
+def test_flags_by_which_two_rows_become_one_model_are_refused(toy):
+    """Their cells would all show the number of one run."""
+    with pytest.raises(SystemExit, match=r"table6 with --ea-kernel-size 5: the rows .* would share one run"):
+        reproduce.main(["table6", *map(str, options(toy)[1:]), "--collect", "--ea-kernel-size", "5"])
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])

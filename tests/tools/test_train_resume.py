@@ -66,10 +66,12 @@ def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
     checkpoint(tmp_path / "checkpoint_3_25.pt", 25)
     os.truncate(checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
     os.truncate(checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
-    (tmp_path / "checkpoint4.pt.tmp").write_text("half")
+    halves = [tmp_path / "checkpoint4.pt.tmp", tmp_path / ".average10.pt.123.tmp"]
+    for path in halves:
+        path.write_text("half")
     assert run_folder.updates(run_folder.mend(tmp_path)) == 25
     assert last_updates(tmp_path) == 25
-    assert not (tmp_path / "checkpoint4.pt.tmp").exists()
+    assert not any(path.exists() for path in halves)
 
 
 def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
@@ -291,8 +293,10 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     assert len(first["commit"].split()[0]) == 40 and first["date"]
     assert first["device"].startswith("CPU, ")
     checkpoint(tmp_path / "checkpoint1.pt", 10)
+    run_folder.settle_model(tmp_path)
     capsys.readouterr()
     record = start("0.3", 10, fp16=[])
+    assert not has_model_recorded(tmp_path), "a kill before the end must not leave the first training's average"
     assert record["command"] == "train.sh a --lr 0.2", "the one that began the run"
     assert [(one["updates"], one["command"]) for one in record["starts"]] == [
         (0, "train.sh a --lr 0.2"),

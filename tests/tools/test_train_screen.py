@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from fairseq_cli import train
@@ -91,6 +92,24 @@ def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
     assert best.read_text() == "contents 2"
     assert len(list(tmp_path.iterdir())) == 3
     assert "could not write" in caplog.text
+
+
+def test_a_write_that_fails_once_leaves_no_torn_checkpoint(tmp_path):
+    """fairseq would write again behind the first half, and say that it had saved."""
+    part = tmp_path / "checkpoint1.pt.tmp"
+    with part.open("wb") as file:
+        whole, failed = file.write, []
+
+        def write(block):
+            if not failed and file.tell() > 100:
+                failed.append(True)
+                raise OSError(28, "No space left on device")
+            return whole(block)
+
+        stream = SimpleNamespace(write=write, flush=file.flush)
+        with pytest.raises((OSError, RuntimeError)):
+            checkpoint_utils._torch_persistent_save({"model": torch.zeros(100)}, stream)
+    assert failed
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ea_tools.translating import evaluate, translate
 
 def test_bad_bytes_are_named():
     assert decode(b" gut \r\n", "x", 1) == " gut "
+    assert decode(b"a\rb\r\n", "x", 1) == "a b", "else it would be two lines to fairseq"
     with pytest.raises(UserError, match=r"x:7: not UTF-8: .* at byte 3"):
         decode(b"ab\xff", "x", 7)
 

@@ -35,12 +35,15 @@ def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
             say(f"note: {last} is by other settings than this table's, {wanted}: not taken; leave out --collect")
         return
     scored = json.loads(json.dumps(read_json(evaluation), ensure_ascii=False).replace(f"{REPO}/", ""))
+    kept = read_json(target) if target.exists() else {}
+    if kept and scored.get("unfinished") and not kept.get("unfinished"):
+        say(f"note: {evaluation} is of a training that has not ended: not taken; {target} is of a finished one")
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "log.jsonl"):
         if (run / name).exists():
             with replacing(record / name) as temporary:
                 shutil.copyfile(run / name, temporary)
-    kept = read_json(target) if target.exists() else {}
     if {**kept, "paired": None} != {**scored, "paired": None}:
         translations = evaluation.with_suffix(".hyp.txt").read_bytes()
         with replacing(target.with_suffix(".hyp.txt.gz")) as temporary:

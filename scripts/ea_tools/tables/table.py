@@ -105,12 +105,13 @@ class Table:
     def with_flags(self, extra: Sequence[str]) -> Table:
         """The table of runs that have these flags besides their own, which has its own page and a title that says so.
 
-        Flags by which no other model is learnt change nothing.
+        Flags by which no other model is learnt change nothing. Flags by which two rows become one model are refused.
         """
         given = learning(extra)
         if not given:
             return self
         words = " ".join(recipes.spell_flags(given))
+        check_apart(f"{self.name} with {words}", self.rows, given)
         return replace(self, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
 
 
@@ -160,7 +161,7 @@ def read(name: str) -> Table:
 
 def check(where: str, table: Table) -> None:
     """Refuse a table that would fail only when it is trained, or when its page is written."""
-    labels, learnt = [row.label for row in table.rows], {}
+    labels = [row.label for row in table.rows]
     for row in table.rows:
         flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
         check_flags(f"{where}: {row.label}: flags: --", recipes.parse_flags(row.flags))
@@ -168,12 +169,7 @@ def check(where: str, table: Table) -> None:
             raise UserError(
                 f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; there are: {', '.join(labels)}"
             )
-        other = learnt.setdefault((row.arch, *_slug(_learnt_by(row))), row)
-        if other is not row:
-            raise UserError(
-                f"{where}: the rows {other.label!r} and {row.label!r} would share one run: they have the same "
-                "architecture and flags"
-            )
+    check_apart(where, table.rows)
     for its_labels in (labels, [column.label for column in table.columns]):
         if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
             raise UserError(f"{where}: the label {twice!r} is there twice; give each a different one")
@@ -185,6 +181,18 @@ def check(where: str, table: Table) -> None:
             raise UserError(
                 f"{where}: {column.label}: subset {column.subset!r} is not in {recipe.data}; there are: "
                 f"{', '.join(texts)}"
+            )
+
+
+def check_apart(where: str, rows: Iterable[Row], besides: recipes.Flags | None = None) -> None:
+    """Refuse rows that would share one run, where all have the flags `besides`."""
+    learnt = {}
+    for row in rows:
+        other = learnt.setdefault((row.arch, *_slug(_learnt_by(row) | (besides or {}))), row)
+        if other is not row:
+            raise UserError(
+                f"{where}: the rows {other.label!r} and {row.label!r} would share one run: they have the same "
+                "architecture and flags"
             )
 
 

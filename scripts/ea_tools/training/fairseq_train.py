@@ -33,6 +33,8 @@ ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
+import torch  # noqa: E402
+from fairseq import checkpoint_utils  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
@@ -247,6 +249,8 @@ def _log_to(folder: Path) -> None:
 # At import and not in main(): with several GPUs fairseq starts processes that import this file and no more.
 fairseq_train.Trainer = LongRunTrainer
 PathManager.copy = staticmethod(copy_in_one_step)
+# fairseq tries a failed write twice more, in the same open file: behind the first half of the checkpoint.
+checkpoint_utils._torch_persistent_save = torch.save
 _configuration = fairseq_train.convert_namespace_to_omegaconf
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, forget_model, load, numbered, record_model
 from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
 from ea_tools.preparation import Preparation, keep, require_same
 from ea_tools.training.average import average, last, save
@@ -83,7 +83,10 @@ def keep_preparation(run: Path, data: Path) -> None:
 
 
 def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str) -> None:
-    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags."""
+    """Add to run.json that training starts, or goes on after `done` updates: when, by which command, code and flags.
+
+    A finished run that goes on has no model recorded until its new end.
+    """
     machine = {"user-dir", "save-dir", "tensorboard-logdir", "wandb-project"}
     start = {
         "command": command,
@@ -96,6 +99,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
     if done and record["starts"]:
         say_what_differs(record["starts"][-1]["flags"], start["flags"])
     write_json(run / "run.json", {**record, "starts": [*record["starts"], start]})
+    forget_model(run)
 
 
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -139,7 +143,7 @@ def mend(run: Path) -> dict[str, Any] | None:
     A whole checkpoint that asks for more than weights and settings is an error, and stays where it is. So does one
     that the machine cannot read.
     """
-    for path in run.glob("*.pt.tmp"):  # fairseq's
+    for path in [*run.glob("*.pt.tmp"), *run.glob(".*.pt.*.tmp")]:  # fairseq's, and replacing()'s
         path.unlink()
     files = list(run.iterdir())
     single = [[(0, run / name)] if (run / name).exists() else [] for name in (LAST, BEST)]

@@ -7,8 +7,8 @@ All scores of a model of lower-cased text ignore case, and their signatures say 
 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
 the last of a split is test.json and test.hyp.txt, too. Results on other data than the run's have the data's name in
-front: law.test.beam5.average10.json, law.test.json. Results of COMET and --against stay where the same translations
-are made again without them.
+front: law.test.beam5.average10.json, law.test.json. A score of COMET stays where the same translations are made again
+without --comet.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
     results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
-    result |= kept_of_before(results / stem, result, detokenised)
+    if (comet := comet_of_before(results / stem, result, detokenised)) and not args.comet:
+        result["scores"]["comet"] = comet
     for place in (stem, split):
         write_lines(results / f"{place}.hyp.txt", detokenised)
         write_json(results / f"{place}.json", result)
@@ -167,18 +168,13 @@ def split_name(run: Path, data: str, subset: str) -> str:
     return subset if data == own else f"{data}.{subset}"
 
 
-def kept_of_before(path: Path, result: dict[str, Any], translations: Sequence[str]) -> dict[str, Any]:
-    """The results of --against and --comet in an earlier result of the same translations, where this one has none."""
+def comet_of_before(path: Path, result: dict[str, Any], translations: Sequence[str]) -> dict[str, Any] | None:
+    """The score of COMET in an earlier result of the same translations and references; None where there is none."""
     file, text = Path(f"{path}.json"), Path(f"{path}.hyp.txt")
     if not (file.exists() and text.exists()) or read_lines(text) != list(translations):
-        return {}
+        return None
     earlier = read_json(file)
-    if earlier.get("references") != result["references"]:
-        return {}
-    kept = {"against": earlier["against"]} if "against" in earlier and "against" not in result else {}
-    if "comet" in earlier["scores"] and "comet" not in result["scores"]:
-        kept["scores"] = {**result["scores"], "comet": earlier["scores"]["comet"]}
-    return kept
+    return earlier["scores"].get("comet") if earlier.get("references") == result["references"] else None
 
 
 # ---- the model's translations
