@@ -4,7 +4,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 
 for argument in "$@"; do
     if [[ $argument == -h || $argument == --help ]]; then
-        exec "${PYTHON:-python3}" -P -m ea_data.prepare "$1" --help
+        [[ -x $python ]] || python=${PYTHON:-python3}
+        PYTHONSAFEPATH=1 exec "$python" -m ea_data.prepare "$1" --help
     fi
 done
 require_setup

@@ -15,7 +15,7 @@ class Rules:
     lowercase: bool = False  # text that comes in subwords must be lower-case already, and is refused where it is not
     split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
     normalise: bool = False  # punctuation and non-printing characters, in training text
-    plain_apostrophes: bool = False  # ’ becomes ', in tests
+    plain_apostrophes: bool = False  # ’ becomes ', in text that is no training text
     filter_on: str = "words"  # lengths are counted in "words", before the split and BPE, or in "subwords", after
     max_ratio: float | None = None  # a pair goes if one side is more than this many times as long as the other
     max_length: int | None = None

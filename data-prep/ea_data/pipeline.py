@@ -99,7 +99,7 @@ class Pipeline:
         lower_case_codes = bool(self.codes and rules.lowercase)  # such text must be lower-case already
         options = {
             "extract": [RULES, versions(), self.languages, self._fingerprint(), lower_case_codes, rules.normalise],
-            "clean": [rules.normalise, rules.plain_apostrophes, rules.nfc, self.spoken],
+            "clean": [rules.normalise, "all but train" if rules.plain_apostrophes else False, rules.nfc, self.spoken],
             "tokenise": [rules.tokenizer, rules.lowercase, rules.split_dashes, rules.valid_every],
             "learn": self._what_is_learnt(),
             "apply": None,
@@ -195,7 +195,7 @@ class Pipeline:
             steps = [compose] * rules.nfc
             if split == "train" and rules.normalise:
                 steps.append(Normalise(self.spoken))
-            if split.startswith("test") and rules.plain_apostrophes:
+            if split != "train" and rules.plain_apostrophes:
                 steps.append(plain_apostrophes)
             if steps:
                 self._rewrite(Steps(steps), "extract", folder, split)

@@ -218,10 +218,12 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
     from . import download
 
     folder = DATA / "downloads" / corpus.downloads
-    for url, part in corpus.files().items():
-        path = folder / Path(url).name
-        if not path.exists():
-            download.fetch(url, path, part.size)
+    files = {folder / Path(url).name: (url, part.size) for url, part in corpus.files().items()}
+    if not all(path.exists() for path in files):
+        with stages.alone(folder):  # two directions of a corpus share its downloads
+            for path, (url, size) in files.items():
+                if not path.exists():
+                    download.fetch(url, path, size)
     return folder
 
 

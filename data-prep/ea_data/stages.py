@@ -137,7 +137,7 @@ def alone(work: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if not patience:
-                    raise UserError(f"{work}: another run is at work here") from error
+                    raise UserError(f"{work}: another run is at work here; wait for its end") from error
                 time.sleep(0.1)
         for left in [path for pattern in LEFT_OVER for path in work.glob(pattern)]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()

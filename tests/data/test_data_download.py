@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ea_data import download
+from ea_data import download, prepare, stages
 from ea_data.command_line import UserError
 
 DATA = bytes(range(256)) * 4000
@@ -99,6 +99,20 @@ def test_checksums_are_recorded_at_first_use_and_verified_after(tmp_path):
         with pytest.raises(UserError, match=message):
             download.verify([file], where, known)
     assert not (tmp_path / "other").exists()
+
+
+def test_preparations_that_share_downloads_take_turns(tmp_path, monkeypatch):
+    """Two at once would write one file."""
+    monkeypatch.setattr(prepare, "DATA", tmp_path)
+    monkeypatch.setattr(stages.time, "sleep", lambda _: None)
+    monkeypatch.setattr(download, "fetch", lambda url, path, size: path.touch())
+    args, corpus = prepare.parse(["multi30k", "de-en"])
+    folder = tmp_path / "downloads/multi30k"
+    with stages.alone(folder), pytest.raises(UserError, match="another run is at work here; wait for its end"):
+        prepare.raw_folder(args, corpus, tmp_path / "out")
+    assert prepare.raw_folder(args, corpus, tmp_path / "out") == folder
+    with stages.alone(folder):
+        assert prepare.raw_folder(args, corpus, tmp_path / "out") == folder, "all is there"
 
 
 def test_a_full_disk_is_not_tried_again(tmp_path, monkeypatch):

@@ -95,6 +95,21 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode)
     assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
 
+def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, tmp_path):
+    """As in WMT'14: the model's training text had them from Moses' normalisation."""
+    first, new = shutil.copytree(before, tmp_path / "first"), tmp_path / "new"
+    prep = json.loads((first / "PREP.json").read_text())
+    prep["rules"]["plain_apostrophes"] = True
+    (first / "PREP.json").write_text(json.dumps(prep))
+    shutil.copytree(text / "two", tmp_path / "two")
+    for split in ("valid", "train"):
+        path = tmp_path / f"two/{split}.de"
+        write(path, ["Nr. 7 don’t", *read(path)[1:]])
+    custom(tmp_path / "two", new, "--like", first)
+    assert read(tmp_path / "new.work/2-clean/valid.de")[0] == "Nr. 7 don't"
+    assert read(tmp_path / "new.work/2-clean/train.de")[0] == "Nr. 7 don’t", "as the corpus's own training text"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
