@@ -12,7 +12,9 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,7 @@ class Batches:
 
     def __init__(self, translator: Translator, batch: int) -> None:
         self._translator, self._batch = translator, batch
+        self._thread = ThreadPoolExecutor(1)  # of its own: checks of many requests must not keep translations waiting
         self._lines: list[Line] = []
         self._arrived = asyncio.Event()
 
@@ -136,13 +139,14 @@ class Batches:
         texts, first, n_best = [line.text for line in lines], lines[0], max(line.n_best for line in lines)
         began = time.monotonic()
         try:
-            translations = await asyncio.to_thread(
-                self._translator.scored, texts, first.beam, first.lenpen, n_best, batch=self._batch
-            )
+            translate = partial(self._translator.scored, batch=self._batch)
+            arguments = (texts, first.beam, first.lenpen, n_best)
+            translations = await asyncio.get_running_loop().run_in_executor(self._thread, translate, *arguments)
         except Exception as error:
             # A line that fails must not cost the others their answers.
             for line in lines if len(lines) > 1 else []:
-                await self._translate([line])
+                if not line.answer.done():
+                    await self._translate([line])
             if len(lines) == 1 and not first.answer.done():
                 first.answer.set_exception(error)
             return
@@ -294,7 +298,8 @@ async def _answers(lines: list[Line], request: Request) -> list[tuple[list[tuple
         logger.exception("the translation of %d lines failed", len(lines))
         raise HTTPException(500, "the translation failed; the server's log has the reason") from None
     finally:
-        answers.cancel()
+        for line in lines:
+            line.answer.cancel()
         gone.cancel()
 
 

@@ -171,6 +171,12 @@ def test_a_fault_of_one_line_costs_no_other_its_answer(translator, client):
     assert "failed" in answers[2].json()["detail"]
 
 
+def test_a_request_that_has_failed_costs_no_more_work(translator, client):
+    assert ask(client, "fail", *["Haus."] * 60).status_code == 500
+    until(lambda: client.get("/health").json()["waiting"] == 0)
+    assert len(translator.calls) < 6, "its first batch, the line that fails by itself, and what ran then"
+
+
 def test_a_client_that_has_gone_costs_no_work(translator, client):
     with held(translator, client) as (first,):
         with pytest.raises(httpx.ReadTimeout):
