@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..evolution import Evolution, Geometry, MapConvolution
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
-from .cpu.steps import Steps, is_plain
+from .steps import Steps, is_readable
 
 __all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_for", "steps_after"]
 
@@ -41,17 +41,18 @@ def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer:
         inner, outer: linear layers: see ``Steps``.
     """
     layers, width = (*inner, outer), call.q.size(1) * call.q.size(3)
-    known = (
+    alike = (
         call.q.size(2) == 1
         and call.given is None
         and call.dropout == 0
         and not any(isinstance(share, Tensor) for share in call.coefficients)
         and stands_for(evolution)
         and all(_unchanged(layer, nn.Linear) and layer.weight.shape == (width, width) for layer in layers)
-        and all(is_plain(x) for layer in layers for x in layer.parameters())
-        and kernel_for(call) is cpu
+        and all(is_readable(x, call.v.dtype, call.v.device) for layer in layers for x in layer.parameters())
     )
-    return Steps(call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias)) if known else None
+    if not alike or (kernel := kernel_for(call)) is None:
+        return None
+    return Steps(kernel, call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias))
 
 
 def stands_for(evolution: nn.Module | None) -> bool:

@@ -156,10 +156,14 @@ class Operation:
         self._there, self._back = there, back
         self._eager = type("Attend", (torch.autograd.Function,), {"forward": self._go, "backward": self._go_back})
 
+    def run(self, inputs: Inputs) -> Outputs:
+        """The outputs of the way forward."""
+        run = self._there if _is_looked_at() else self._eager.apply if torch.is_grad_enabled() else self.forward
+        return Outputs(*run(*inputs))
+
     def attend(self, call: Call, seed: Tensor | None = None) -> Result:
         """The result of a call that the kernel knows. seed: see ``inputs_of``."""
-        run = self._there if _is_looked_at() else self._eager.apply if torch.is_grad_enabled() else self.forward
-        context, a_logit, weights, kept, _ = run(*inputs_of(call, seed))
+        context, a_logit, weights, kept, _ = self.run(inputs_of(call, seed))
         return Result(
             context,
             a_logit if call.keep_map else None,

@@ -41,7 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evolving_attention.evolution import Geometry
 from evolving_attention.functional import attend
-from evolving_attention.kernels import cpu, gpu, kernel_for
+from evolving_attention.kernels import Steps, cpu, gpu, kernel_for
 from evolving_attention.kernels.operation import Gradients, inputs_of, parted
 
 ENCODER, DECODER, CROSS = Geometry
@@ -288,8 +288,11 @@ def test_steps_of_a_model(monkeypatch):
     monkeypatch.setattr(cpu, "knows", lambda call: False)
     launches, launch = [], operation._run
     monkeypatch.setattr(operation, "_run", lambda *arguments: launches.append(arguments) or launch(*arguments))
+    prepared, run_step = [], Steps.run
+    monkeypatch.setattr(Steps, "run", lambda *given: prepared.append(run_step(*given)) or prepared[-1])
     model = amplify_(build("ea_transformer_base").to(DEVICE))
     promises.check_steps(model, batch([5, 3]).to(DEVICE), steps=3, dropped=(1,))
+    assert len(prepared) == 2 * 2 * len(model.decoder.layers) and None not in prepared, "all steps but the first"
     assert len(launches) == len(model.encoder.layers) + 2 * 3 * 2 * len(model.decoder.layers)  # teacher forcing, too
 
 

@@ -5,15 +5,17 @@ The plain composition does the work if the C file cannot be compiled (library.py
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ...cache import Cache
+from ..call import Call, Result
 from ..operation import Inputs, Operation, Outputs, new_vectors, parted
 from . import library
-from .structures import Problem
+from .structures import Problem, address, mask, vectors
 
 
 def knows(call: Call) -> bool:
@@ -74,6 +76,32 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     vectors = [new_vectors(y, y) for y in x[:3]]
     others = [x.v.new_empty(0 if y is None else y.shape) for y in x[3:8]]
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]
+
+
+def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
+    """The steps of a search after its first: see ``Steps``."""
+    prepared, rows_above = Problem.of(first), max(0, first.kernel_size - 1)
+    prepared.tensors = first.weight, first.bias  # whose addresses are in there
+
+    def step(q: Tensor, cache: Cache, need_weights: bool) -> Result:
+        batch, heads, size = q.shape
+        maps = batch, heads, 1, cache.keys.size(2)
+        problem = Problem.from_buffer_copy(prepared)
+        problem.copies = copies = []
+        problem.B, problem.S, problem.beams = batch, maps[3], batch // cache.keys.size(0)
+        problem.q = q.data_ptr(), q.stride(0), size, 0
+        problem.key, problem.v = vectors(cache.keys, copies), vectors(cache.values, copies)
+        problem.hidden = problem.masked = mask(None if cache.padding is None else cache.padding[:, None, None, :])
+        if cache.rows is not None:
+            problem.above, problem.before = address(cache.rows, copies), cache.rows.size(3)
+        weights = problem.result("weights", maps) if need_weights else None
+        rows = problem.result("kept", (batch, heads, rows_above, maps[3])) if rows_above else None
+        context = q.new_empty(1, batch, heads * size)
+        problem.context = context.data_ptr(), heads * size, size, 0
+        library.call("evolving_attention_forward", problem, maps)
+        return Result(context, None, weights, rows)
+
+    return step
 
 
 attend = Operation("cpu", forward, backward, (new_outputs, _fake_backward)).attend

@@ -13,7 +13,7 @@
    outside of its own rows. Nothing of a map is kept for the backward pass, which computes it again.
 
    How rows are shared out depends on shapes alone, and every sum has one order: so bits do not depend on the number of
-   threads. evolution.py has the mathematics; __init__.py and steps.py call this.
+   threads. evolution.py has the mathematics; __init__.py calls this.
 
    Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension; k kernel size. */
 

@@ -9,12 +9,15 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 import functools
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ...cache import Cache
 from ..call import Call, Result
+from ..operation import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,22 @@ def knows(call: Call) -> bool:
 def attend(call: Call, seed: Tensor | None = None) -> Result:
     """The result of a call that ``knows`` knows. seed: see ``operation.inputs_of``."""
     return _kernels().operation.attend(call, seed)
+
+
+def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
+    """The steps of a search after its first: see ``Steps``."""
+    run, convolved = _kernels().operation.run, first.weight is not None
+    first = first._replace(q=None, k=None, v=None, hidden=None, masked=None, above=None)  # not to keep them in memory
+
+    def step(q: Tensor, cache: Cache, need_weights: bool) -> Result:
+        masked = None if cache.padding is None else cache.padding[:, None, None, :]
+        hidden, above = (masked, cache.rows) if convolved else (None, None)
+        changed = {"q": q[:, :, None], "k": cache.keys, "v": cache.values, "hidden": hidden, "masked": masked}
+        found = run(first._replace(**changed, above=above, need_weights=need_weights))
+        context = found.context.permute(2, 0, 1, 3).flatten(2)
+        return Result(context, None, found.weights if need_weights else None, None if above is None else found.kept)
+
+    return step
 
 
 def _interpreted() -> bool:
