@@ -1,9 +1,12 @@
-"""The core's function and modules: their refusals, and types of masks."""
+"""The core's function and modules: their numbers, steps with a cache, refusals, and types of masks."""
 
 import pytest
 import torch
+from helpers.reference import COEFFICIENTS, evolve
+from torch.testing import assert_close
 
-from evolving_attention import EvolvingAttention, Geometry, evolving_attention
+from evolving_attention import Cache, EvolvingAttention, Geometry, evolving_attention
+from evolving_attention.masks import combine
 
 
 def module(kernel_size, rule="evolving"):
@@ -36,3 +39,93 @@ def test_a_decoders_mask_may_have_any_type(dtype):
     mask = hides.float().masked_fill(hides, -torch.inf) if dtype == torch.float32 else hides.to(dtype)
     weights = attention(x, attn_mask=mask, need_weights=True).weights
     assert (weights == 0).equal((hides | torch.ones(4, 4).triu(1).bool()).expand_as(weights))
+
+
+@pytest.mark.parametrize("dtype, plain", [(torch.float32, False), (torch.float64, True)], ids=["kernel", "plain"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
+def test_the_function_gives_the_papers_sums(kind, dtype, plain):
+    """Every argument counts: each number of them is another."""
+    geometry = dict(zip(("encoder", "decoder", "cross"), Geometry, strict=True))[kind]
+    q, k, v = torch.randn(3, 2, 3, 4, 5).to(dtype)
+    weight, bias, logit_bias = torch.randn(3, 3, 3, 3).to(dtype), torch.randn(3).to(dtype), torch.randn(4, 4).to(dtype)
+    previous = torch.randn(2, 3, 4, 4).to(dtype) if kind == "encoder" else None
+    mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
+    mask[0, ..., 2:] = True
+    hidden = mask.clone()
+    hidden[1, :, 1] = True
+    shares = {"alpha": torch.tensor(0.4, dtype=dtype), "beta": 0.3}
+    options = {"geometry": geometry, "mask": mask, "hidden": hidden, "plain": plain, **shares}
+    maps = {"scale": 0.7, "logit_bias": logit_bias}
+    output, a_logit = evolving_attention(q, k, v, previous, weight, bias, **maps, **options)
+    logits = 0.7 * q @ k.transpose(2, 3) + logit_bias
+    for b in range(2):
+        coefficients = COEFFICIENTS["evolving", previous is not None](0.4, 0.3)
+        before = None if previous is None else previous[b]
+        sums = evolve(logits[b], kind, [(weight, bias)], coefficients, lambda i, j, b=b: hidden[b, 0, i, j], before)
+        expected = torch.tensor(sums, dtype=dtype)
+        shown = ~hidden[b].expand_as(expected)
+        assert_close(a_logit[b][shown], expected[shown], rtol=1e-5, atol=1e-5)
+        weights = expected.masked_fill(mask[b], -torch.inf).softmax(-1)
+        rows = ~hidden[b, 0].all(1)
+        assert_close(output[b][:, rows], (weights @ v[b])[:, rows], rtol=1e-5, atol=1e-5)
+    again, nothing = evolving_attention(q, k, v, previous, weight, bias, logits=logits, keep_map=False, **options)
+    assert_close(again, output, rtol=1e-5, atol=1e-5)
+    assert nothing is None
+    dropped, _ = evolving_attention(q, k, v, previous, weight, bias, logits=logits, dropout=1.0, **options)
+    assert not dropped.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "plain"])
+@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+@pytest.mark.parametrize("at_once", [1, 2])
+@torch.no_grad()
+def test_steps_with_a_cache_give_the_rows_of_the_whole(geometry, at_once, dtype):
+    """While a search moves its rows; the source is read in the first step alone."""
+    attention = EvolvingAttention(geometry, 8, 2, beta=0.5).to(dtype)
+    torch.nn.init.normal_(attention.evolution.conv.weight)
+    x, source = torch.randn(3, 6, 8, dtype=dtype), None
+    padding = torch.tensor([[True, False, False, False, False, False], *[[False] * 6] * 2])
+    of_keys = padding
+    if geometry == Geometry.ENCODER_DECODER:
+        source, of_keys = torch.randn(3, 5, 8, dtype=dtype), padding[:, 1:].flip(0, 1)
+    cache, outputs, order = Cache(), [], torch.tensor([2, 0, 0])
+    for start in range(0, 6, at_once):
+        if start == 4:
+            cache, x, padding, of_keys = cache.reorder(order), x[order], padding[order], of_keys[order]
+            source = None if source is None else source[order]
+            outputs = [output[order] for output in outputs]
+        now = slice(start, start + at_once)
+        masks = {"padding": padding[:, now]} if source is None else {"query_padding": padding[:, now]}
+        if source is not None and start == 0:
+            masks |= {"source": source, "padding": of_keys}
+        output, _, _, cache = attention(x[:, now], cache=cache, **masks)
+        outputs.append(output)
+    whole = attention(x, source, of_keys if source is not None else padding, padding if source is not None else None)
+    real = ~padding
+    assert_close(torch.cat(outputs, 1)[real], whole.output[real], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_hides_keys_and_the_rows_of_padded_queries():
+    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, beta=0.5), torch.randn(2, 5, 8)
+    padding = torch.tensor([[True, True, False, False, False], [False] * 5])
+    q, k, v = (
+        layer(x).unflatten(2, (2, 4)).transpose(1, 2)
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    keys, conv = padding[:, None, None, :], attention.evolution.conv
+    masks = {"mask": keys, "hidden": keys | padding[:, None, :, None]}
+    context, _ = evolving_attention(q, k, v, None, conv.weight, conv.bias, beta=0.5, **masks)
+    expected = attention.out_proj(context.transpose(1, 2).flatten(2))
+    assert_close(attention(x, padding=padding).output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_of_each_head_may_have_three_axes():
+    mask = torch.rand(3 * 2, 4, 5) < 0.5
+    assert torch.equal(combine(None, mask, heads=2)[0], mask.view(3, 2, 4, 5))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_weights_are_those_before_dropout(plain):
+    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, dropout=0.5, plain=plain)
+    weights = attention(torch.randn(2, 6, 8), need_weights=True).weights
+    assert_close(weights.sum(-1), torch.ones(2, 2, 6))

@@ -79,6 +79,14 @@ def test_without_evolution_the_numbers_are_those_of_transformers(name, training)
     assert torch.equal(evolve(model, alpha=0, beta=0)(**inputs(name)).logits, expected)
 
 
+def test_weights_are_dropped_in_training_alone():
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5}
+    model = evolve(BertModel(BertConfig(**SIZES, **WORDS, **dropout)), alpha=0.5, beta=0.5)
+    outputs = [model.train(training)(torch.arange(3, 9)[None])[0] for training in (True, True, False, False)]
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_mixes_learnt_from_zero_leave_the_function(name):
     model = build(name).eval()

@@ -60,7 +60,8 @@ def test_values_and_gradients_are_float32s(build, plain):
     for (name, parameter), gradient, other in zip(module.named_parameters(), ours, gradients, strict=True):
         if other is not None:
             assert gradient.dtype == parameter.dtype
-            assert_close(gradient, other, rtol=0.1, atol=0.02 * other.abs().max().item() + 0.02, msg=name)
+            if other.norm() > 0.1:  # those of keys' biases are 0, but for rounding
+                assert (gradient - other).norm() < 0.1 * other.norm(), name
 
 
 @pytest.mark.parametrize("rule", ["evolving", "predictive"])
@@ -79,15 +80,18 @@ def test_a_layer_may_be_computed_again_without_it(rule):
         assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05 * expected.abs().max().item() + 0.01, msg=name)
 
 
-@torch.no_grad()
-def test_the_map_of_the_layer_before_counts():
+@pytest.mark.parametrize("again", [False, True], ids=["inside", "again outside"])
+def test_the_map_of_the_layer_before_counts(again):
+    """In values and gradients; also where a layer is computed again, in float32, with the smaller type's map."""
     module = amplify_(EncoderSelfAttention(16, 4, alpha=0.4, beta=0.5))
-    x, previous = torch.randn(6, 2, 16), 3 * torch.randn(2, 4, 6, 6)
+    x, previous = torch.randn(6, 2, 16), (3 * torch.randn(2, 4, 6, 6)).requires_grad_()
     expected = module(x, previous=previous)[0]
-    with autocast():
+    with autocast(enabled=not again):
         output = module(x, previous=previous.bfloat16())[0]
     assert (output.float() - expected).norm() < 0.02 * expected.norm()
     assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
+    ours, theirs = (torch.autograd.grad(y.float().square().sum(), previous)[0] for y in (output, expected))
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
 @pytest.mark.parametrize("mixed_first", [True, False])

@@ -11,8 +11,6 @@ from helpers.promises import MODELS, lively, outputs
 from ea_fairseq.attention import EncoderSelfAttention
 from evolving_attention.evolution import Evolution, Geometry
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 HALF = [torch.float16, torch.bfloat16]
 
 

@@ -10,8 +10,6 @@ from torch.testing import assert_close
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
 from evolving_attention.evolution import Geometry
 
-pytestmark = pytest.mark.usefixtures("each_way")
-
 OFF = ["--ea-alpha", 0, "--ea-beta", 0]
 PRE_NORM = ["--encoder-normalize-before", "--decoder-normalize-before"]
 ARCHES = "transformer transformer_lm transformer_lm_gpt roberta roberta_prenorm bart_base mbart_base".split()
@@ -37,7 +35,7 @@ def test_without_evolution_a_model_is_fairseqs(arch, flags):
 
 @pytest.mark.parametrize("geometry", list(Geometry), ids=lambda geometry: geometry.name)
 @torch.no_grad()
-def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry):
+def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry, each_way):
     """The module itself, because a model has fairseq's in its place."""
     kind = {"encoder_decoder_attention" if geometry == Geometry.ENCODER_DECODER else "self_attention": True}
     encoder = geometry == Geometry.ENCODER_SELF
