@@ -193,6 +193,28 @@ def test_a_byte_order_mark_is_no_text(pair):
     assert command(pair / "float32", b"\xef\xbb\xbf" + text).stdout == command(pair / "float32", text).stdout
 
 
+def test_several_translations_of_a_line_have_scores(pair):
+    lines, settings = ["Haus.", "", "Hund."], {"beam": 3, "lenpen": 0.5, "n_best": 2}
+    scored = Translator(pair / "float32", threads=1).scored(lines, **settings)
+    expected = [f"{score:.4f}\t{text}" for hypotheses in scored for text, score in hypotheses or [("", 0)] * 2]
+    flags = ["--beam", "3", "--lenpen", "0.5", "--n-best", "2", "--threads", "1"]
+    done = command(pair / "float32", "\n".join(lines).encode() + b"\n", *flags)
+    assert done.stdout.decode().splitlines() == expected
+    assert len(set(expected)) == 5, "the empty line's are alike"
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [("| head -n 1", 141, ""), ("> /dev/full", 1, "ea_runtime: standard output: No space left on device\n")],
+    ids=["a closed pipe", "a full disk"],
+)
+def test_output_that_nobody_takes_ends_the_command(pair, output, status, said):
+    line = f'yes Haus. | head -n 3000 | "$0" -m ea_runtime "$1" --beam 1 --buffer 10 {output}; exit ${{PIPESTATUS[2]}}'
+    words = ["bash", "-c", line, sys.executable, pair / "float32"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPO, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
 @pytest.mark.parametrize("stream", ["0<&-", "1>&-"], ids=["input", "output"])
 def test_a_closed_stream_is_named(pair, stream):
     name = "stdin" if stream[0] == "0" else "stdout"
