@@ -13,8 +13,10 @@ import pytest
 import torch
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from helpers import REPO
+from helpers.models import build
 from helpers.toy import ENVIRONMENT, save_model, script
 
+from ea_fairseq.export import reason_against
 from ea_runtime import Translator
 from ea_tools import preparation
 from ea_tools.checkpoints import load
@@ -169,6 +171,27 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
     with pytest.raises(SystemExit, match="no such checkpoint"):
         export.main(["--run", str(run), "--checkpoint", "none.pt", "--out", str(tmp_path / "out")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "reason"),
+    [
+        ("ea_transformer_base", [], None),
+        ("ea_transformer_lm", [], None),
+        ("ea_roberta", [], "EARobertaModel is neither"),
+        ("ea_transformer_base", ["--adaptive-softmax-cutoff", "5,10"], "it has an adaptive softmax"),
+        (
+            "ea_transformer_lm",
+            ["--adaptive-input", "--adaptive-input-cutoff", "5,10"],
+            "its embedding is AdaptiveInput",
+        ),
+        ("ea_transformer_base", ["--no-cross-attention"], "its decoder has no encoder-decoder attention of its own"),
+        ("transformer", ["--cross-self-attention"], "its decoder has no encoder-decoder attention of its own"),
+    ],
+)
+def test_models_that_no_graph_holds_are_told_apart(arch, flags, reason):
+    said = reason_against(build(arch, *flags))
+    assert said is None if reason is None else said.startswith(reason)
 
 
 def command(folder, text, *flags):
