@@ -106,7 +106,7 @@ def _serve(args: argparse.Namespace) -> None:
     try:
         from ea_runtime.serve import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"--serve needs {error.name}: pip install '.[serve]'") from None
+        raise ValueError(f"--serve needs {error.name}: pip install fastapi uvicorn") from None
     serve(Translator(args.folder, args.threads), args.serve, batch=args.batch)
 
 
