@@ -38,7 +38,15 @@ def report(scores: dict[str, list[float]], out: Path | None, **settings: Any) ->
         each = " ".join(f"{value:.2f}" for value in values)
         print(f"| {system} | {statistics.mean(values):.2f} | {deviation(values):.2f} | {each} |")
     if out:
-        out.write_text(json.dumps({**origin(), **settings, "scores": scores}, indent=1) + "\n")
+        write(out, {**origin(), **settings, "scores": scores})
+
+
+def write(path: Path, content: Any) -> None:
+    """Write JSON; a kill leaves the file that was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, default=str, indent=1) + "\n")
+    partial.replace(path)
 
 
 def draw_classes(representations: dict[str, np.ndarray], classes: np.ndarray, path: Path) -> None:

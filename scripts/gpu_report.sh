@@ -33,6 +33,7 @@ while (($#)); do
                 only+=("$1")
                 shift
             done
+            ((${#only[@]})) || die "--only: name steps; choose from ${all[*]}"
             ;;
         *) die "unknown argument '$1'; see --help" ;;
     esac

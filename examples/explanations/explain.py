@@ -9,7 +9,7 @@ subwords. LIME (Ribeiro et al., 2016) fits a linear model to the classifier's an
 """
 
 import argparse
-import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -26,6 +26,7 @@ from evolving_attention import huggingface
 from examples.explanations.measures import Probabilities, auprc, faithfulness
 from examples.glue.fine_tune import DATA
 from examples.glue.tasks import DataError, Row, download, read
+from examples.report import write
 
 METHODS = ("attention", "LIME")
 MEASURES = ("accuracy", "AUPRC", "comprehensiveness", "sufficiency")
@@ -92,7 +93,8 @@ def measure(
             if len(set(chosen)) == 2:
                 result["AUPRC"].append(auprc(chosen, scores))
     return {
-        method: {name: float(np.mean(values)) for name, values in result.items()} for method, result in results.items()
+        method: {name: float(np.mean(result[name])) if result[name] else math.nan for name in MEASURES}
+        for method, result in results.items()
     }
 
 
@@ -127,7 +129,7 @@ def main(words: list[str] | None = None) -> None:
             cells = [_mean([result[method][name] for result in results]) for name in MEASURES]
             print(f"| {kind} | {method} | {' | '.join(cells)} |", flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"settings": vars(args), "results": record}, default=str, indent=1) + "\n")
+        write(args.out, {"settings": vars(args), "results": record})
 
 
 def _mean(values: list[float]) -> str:

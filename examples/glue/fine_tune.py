@@ -7,7 +7,6 @@ With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tomllib
@@ -31,6 +30,7 @@ from transformers import (
 
 from evolving_attention.huggingface import evolve
 from examples.glue.tasks import TASKS, DataError, Row, download, read, score
+from examples.report import write
 
 PAPERS = tomllib.loads((Path(__file__).parent / "papers.toml").read_text())
 DATA = Path("data/glue")
@@ -54,8 +54,7 @@ def main(words: list[str] | None = None) -> None:
             print(_row(args, evolving, results), flush=True)
             if args.out:
                 record = {"settings": vars(args), "evolving": evolving, "results": results}
-                path = args.out / f"{args.task}-{_kind(evolving)}.json"
-                path.write_text(json.dumps(record, default=str, indent=1) + "\n")
+                write(args.out / f"{args.task}-{_kind(evolving)}.json", record)
     except (DataError, OSError) as error:
         print(f"fine_tune: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
@@ -80,7 +79,7 @@ def run(
     # Torch's Adam with the papers' epsilon; the linear schedule with a tenth of warm-up is our choice.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-8)
     schedule = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
-    batches = _batches(train_rows, args.batch_size)
+    batches = _batches(train_rows, args.batch_size, seed)
     model.train()
     for _ in tqdm(range(updates), f"{args.task}, seed {seed}", disable=None):
         optimizer.zero_grad()
@@ -107,7 +106,7 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving
         config = BertConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=args.max_length, **options)
         model = AutoModelForSequenceClassification.from_config(config)
     else:
-        # Dropout of the papers, whatever the checkpoint's names for it are.
+        # The papers' dropout, by the names of BERT, RoBERTa and T5.
         config = AutoConfig.from_pretrained(args.model, **options)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"):
             if hasattr(config, name):
@@ -135,9 +134,10 @@ def small_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     return BertTokenizerFast().train_new_from_iterator(sentences, vocab_size=8000)
 
 
-def _batches(rows: list[Row], size: int) -> Iterator[list[Row]]:
+def _batches(rows: list[Row], size: int, seed: int) -> Iterator[list[Row]]:
+    generator = torch.Generator().manual_seed(seed)  # of its own: models take other amounts of random numbers
     while True:
-        for chosen in torch.randperm(len(rows)).split(size):
+        for chosen in torch.randperm(len(rows), generator=generator).split(size):
             yield [rows[i] for i in chosen]
 
 

@@ -8,7 +8,9 @@ import gzip
 import io
 import urllib.request
 import zipfile
+import zlib
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from scipy import stats
@@ -111,7 +113,7 @@ def download(name: str, folder: Path) -> None:
                 part = folder / name / (Path(member).name + ".part")
                 part.write_bytes(contents.read(member))
                 part.rename(part.with_suffix(""))
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, HTTPException, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{URL}{archive}: {error}; download it elsewhere, unpack it, and give --data DIR") from error
 
 

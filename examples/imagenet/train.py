@@ -48,7 +48,9 @@ class Pictures(Dataset):
     """The pictures FOLDER/CLASS/*: for training a random part of each, mirrored at random; else the centre."""
 
     def __init__(self, folder: Path, training: bool) -> None:
-        self.files, self.training = sorted(folder.glob("*/*")), training
+        known = Image.registered_extensions()
+        self.files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in known)
+        self.training = training
         self.classes = sorted({file.parent.name for file in self.files})
 
     def __len__(self) -> int:
@@ -103,7 +105,12 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
     device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     sampler = DistributedSampler(train)
     options = {"batch_size": args.batch, "num_workers": args.workers, "pin_memory": device != "cpu"}
-    batches = DataLoader(train, sampler=sampler, drop_last=True, **options)
+    draws = torch.Generator()  # of parts and mirrorings, in the processes that read pictures
+    batches = DataLoader(train, sampler=sampler, drop_last=True, generator=draws, **options)
+    if not len(batches):
+        raise SystemExit(
+            f"train: {len(train):,} pictures give no batch of {args.batch} for each of {processes} processes"
+        )
     tests = DataLoader(Subset(valid, range(rank, len(valid), processes)), **options)
     config = configuration(args.layers, len(train.classes))
     torch.manual_seed(0)
@@ -119,12 +126,16 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
             part.load_state_dict(state[name])
     for epoch in range(state["epochs"], args.epochs):
         sampler.set_epoch(epoch)
+        draws.manual_seed(processes * epoch + rank)
+        random.seed(processes * epoch + rank)  # where this process itself reads them
         parallel.train()
         for x, classes in batches:
             optimizer.zero_grad()
             F.cross_entropy(parallel(x.to(device)), classes.to(device)).backward()
             optimizer.step()
             schedule.step()
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # batch normalisation's: score the model that is saved
         top1, top5 = accuracies(model, tests, device)
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {top1:.2f}, top-5 {top5:.2f}", flush=True)

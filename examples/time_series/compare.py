@@ -19,7 +19,7 @@ from scipy.stats import rankdata
 from sklearn.metrics import root_mean_squared_error
 from sklearn.model_selection import GridSearchCV, ParameterGrid, ShuffleSplit, StratifiedShuffleSplit
 
-from examples.report import deviation, draw_classes, origin
+from examples.report import deviation, draw_classes, origin, write
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 
 PLAIN = {"alpha": [0.0], "beta": [0.0]}
@@ -100,12 +100,19 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if len({name in REGRESSION for name in args.data}) > 1:
         parser.error("data: expected classification only, or regression only")
+    if args.tsne and args.data[0] in REGRESSION:
+        parser.error("--tsne: draws classes, and these data sets have none")
     results = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     common = {"epochs": args.epochs, "pretrain_epochs": args.pretrain_epochs}
     systems = {**SYSTEMS, **(ABLATIONS if args.ablations else {})}
     for name, system in itertools.product(args.data, systems):
         known = results.setdefault(name, {})
         if system in known:
+            made = {option: known[system][option] for option in common} | {
+                "seeds": [*map(int, known[system]["scores"])]
+            }
+            if made != {**common, "seeds": args.seeds}:
+                parser.error(f"--out {args.out}: its scores of {name}, {system}, are of {made}; give another file")
             continue
         if system in SYSTEMS:
             settings = choose(name, SYSTEMS[system], common)
@@ -114,7 +121,7 @@ def main(words: list[str] | None = None) -> None:
         known[system] = measure(name, settings, common, args.seeds)
         print(name, system, settings, *known[system]["scores"].values(), flush=True)
         if args.out:
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
+            write(args.out, results)
     print(table(results, args.data, list(systems)))
     if args.tsne:
         name, (x, y) = args.data[0], load(args.data[0], "test")

@@ -79,13 +79,16 @@ class _Trained:
         return F.pad(x, (0, 0, 0, self.length_ - x.size(1))), torch.arange(self.length_) >= lengths
 
     @torch.no_grad()
-    def _outputs(self, series: Sequence[np.ndarray]) -> Tensor:
-        return self.network_(*self._tensors(series))
+    def _in_batches(self, function: Callable[[Tensor, Tensor], Tensor], series: Sequence[np.ndarray]) -> Tensor:
+        parts = (self._tensors(series[start : start + self.batch]) for start in range(0, len(series), self.batch))
+        return torch.cat([function(*part) for part in parts])
 
-    @torch.no_grad()
+    def _outputs(self, series: Sequence[np.ndarray]) -> Tensor:
+        return self._in_batches(self.network_, series)
+
     def represent(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """The flattened representation Z of each series, n x (T d)."""
-        return self.network_.represent(*self._tensors(series)).flatten(1).numpy()
+        return self._in_batches(self.network_.represent, series).flatten(1).numpy()
 
 
 class EvolvingDCTransformerClassifier(_Trained, BaseClassifier):

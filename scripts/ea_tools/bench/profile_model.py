@@ -105,12 +105,16 @@ def count_parameters(model: nn.Module) -> int:
 def count_flops(model: nn.Module, src_len: int, tgt_len: int) -> dict[str, int]:
     """{"encoder": ..., "decoder": ...}, whichever the model has, of a forward pass over one sentence or pair."""
     import torch
+    from fairseq.modules import LayerDropModuleList
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     # The counter sees neither the fused kernel that fairseq's encoder takes in evaluation, nor PyTorch's fused
     # attention on the CPU.
     model.train()
+    for module in model.modules():
+        if isinstance(module, LayerDropModuleList):
+            module.p = 0  # count every layer
     sides = sides_of(type(model))
     source, target = torch.full((1, src_len), 10), torch.full((1, tgt_len), 10)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

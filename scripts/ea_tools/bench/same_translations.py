@@ -24,7 +24,9 @@ def hypotheses(path: str) -> dict[int, Hypotheses]:
 
 def kind(one: Hypotheses, other: Hypotheses) -> str:
     """ "same", "tie" (some changed places whose scores differ by rounding), or "different"."""
-    if any(abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=True)):
+    if len(one) != len(other) or any(
+        abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=False)
+    ):
         return "different"
     if all(text == twin for (text, _), (twin, _) in zip(one, other, strict=True)):
         return "same"
@@ -41,13 +43,13 @@ def main() -> None:
     args = parser.parse_args()
     first, second = hypotheses(args.one), hypotheses(args.other)
     kinds = {number: kind(first[number], second[number]) for number in first | second}
-    pairs = (pair for number in first for pair in zip(first[number], second[number], strict=True))
+    pairs = (pair for number in first for pair in zip(first[number], second[number], strict=False))
     largest = max((abs(score - twin) for (text, score), (other, twin) in pairs if text == other), default=0.0)
     counts = collections.Counter(kinds.values())
     totals = [f"{counts[name]} {name}" for name in ("same", "tie", "different")]
     print(*totals, f"scores within {largest:.1e}", sep=", ")
     for number in [number for number in kinds if kinds[number] != "same"][:20]:
-        print(kinds[number], number, *zip(first[number], second[number], strict=True), sep="\n  ")
+        print(kinds[number], number, *zip(first[number], second[number], strict=False), sep="\n  ")
 
 
 if __name__ == "__main__":
