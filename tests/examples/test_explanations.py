@@ -92,6 +92,15 @@ def test_the_command_compares_models_and_methods(folder, capsys):
     assert all(len(seeds) == 2 and set(seeds[0]["LIME"]) == set(explain.MEASURES) for seeds in results.values())
 
 
+def test_a_measure_without_sentences_is_no_number(folder):
+    """No sentence has words that people chose beside others."""
+    model = explain.Classifier(next(folder.glob("SST-2-stock-*/")))
+    found = explain.measure(model, [(("bad film",), 0)], {}, samples=2)
+    assert {method: sorted(name for name in values if np.isnan(values[name])) for method, values in found.items()} == {
+        method: ["AUPRC"] for method in explain.METHODS
+    }
+
+
 def test_a_folder_without_models_is_named(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         explain.main(["--models", str(tmp_path), "--data", str(folder)])

@@ -7,6 +7,7 @@ import urllib.error
 import zipfile
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 from examples.glue import fine_tune, speed, tasks
@@ -54,6 +55,17 @@ def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsy
     record = json.loads((tmp_path / f"{name}-evolving.json").read_text())
     assert "/".join(f"{number:.1f}" for number in record["results"][0]) == evolving.split("|")[-2].strip()
     assert (tmp_path / f"{name}-evolving-1" / "model.safetensors").is_file()
+
+
+def test_both_models_see_the_same_batches_in_every_epoch():
+    """Dropout, of which the models take other amounts, has no say."""
+    rows, seen = [(("a",), number) for number in range(6)], []
+    for drawn in (1, 5):
+        torch.manual_seed(3)
+        batches = fine_tune._batches(rows, 4, seed=3)
+        seen.append([(next(batches), torch.rand(drawn))[0] for _ in range(4)])
+    assert seen[0] == seen[1]
+    assert seen[0][:2] != seen[0][2:], "each epoch has an order of its own"
 
 
 def test_rows_have_sentences_and_classes(tmp_path):

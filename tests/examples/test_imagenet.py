@@ -59,6 +59,13 @@ def test_the_centre_is_that_of_a_picture_of_256_pixels(tmp_path):
     torch.testing.assert_close(red[0], torch.arange(144.0, 368) / 2, atol=1, rtol=0)
 
 
+def test_other_files_are_no_pictures(folder):
+    before = len(train.Pictures(folder / "train", training=False))
+    (folder / "train" / "n01440764" / ".DS_Store").write_bytes(b"x")
+    (folder / "train" / "n01440764" / "list.txt").write_text("x")
+    assert len(train.Pictures(folder / "train", training=False)) == before
+
+
 def test_training_pictures_are_mirrored_at_random(folder, monkeypatch):
     picture = train.Pictures(folder / "train", training=True)
     monkeypatch.setattr(train, "random_part", lambda width, height: (0, 0, width, height))

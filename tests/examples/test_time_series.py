@@ -219,4 +219,7 @@ def test_the_command_keeps_scores_and_makes_none_again(capsys, monkeypatch, tmp_
     compare.main([*words, "--ablations"])
     assert capsys.readouterr().out.splitlines() == first[len(kept) :]
     with pytest.raises(SystemExit):
+        compare.main([*words, "--pretrain-epochs", "3"])
+    assert "are of {'epochs': 1, 'pretrain_epochs': 0, 'seeds': [1, 2]}; give another" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         compare.main(["ItalyPowerDemand", "Covid3Month"])

@@ -34,6 +34,11 @@ def test_stock_attention_is_counted_fully(length=30):
     assert profile_model.profile("transformer", (), length, length)["flops"] == by_hand(length, 512, 2048, 6)
 
 
+def test_layers_that_training_leaves_out_are_counted():
+    whole = profile_model.profile("transformer_lite")["flops"]
+    assert profile_model.profile("transformer_lite", ["--encoder-layerdrop", "1"])["flops"] == whole
+
+
 def test_convolutions_are_counted():
     """K x K x k x k multiply-adds a pixel, in each kind of attention of each layer."""
     plain = profile_model.profile("transformer_lite")["flops"]
