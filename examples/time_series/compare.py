@@ -108,9 +108,8 @@ def main(words: list[str] | None = None) -> None:
     for name, system in itertools.product(args.data, systems):
         known = results.setdefault(name, {})
         if system in known:
-            made = {option: known[system][option] for option in common} | {
-                "seeds": [*map(int, known[system]["scores"])]
-            }
+            made = {option: known[system][option] for option in common}
+            made["seeds"] = [*map(int, known[system]["scores"])]
             if made != {**common, "seeds": args.seeds}:
                 parser.error(f"--out {args.out}: its scores of {name}, {system}, are of {made}; give another file")
             continue

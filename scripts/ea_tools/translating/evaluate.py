@@ -151,7 +151,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
     results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
-    if (comet := comet_of_before(results / stem, result, detokenised)) and not args.comet:
+    if not args.comet and (comet := comet_of_before(results / stem, result, detokenised)):
         result["scores"]["comet"] = comet
     for place in (stem, split):
         write_lines(results / f"{place}.hyp.txt", detokenised)
