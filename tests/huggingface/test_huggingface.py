@@ -19,6 +19,10 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
     RobertaConfig,
@@ -238,12 +242,43 @@ def test_cached_generation_equals_uncached(name, beams):
     assert torch.equal(cached, uncached)
 
 
+@torch.no_grad()
+def test_an_encoder_and_a_decoder_of_two_models_step_with_a_cache(tmp_path):
+    decoder = BertConfig(**SIZES, **WORDS, is_decoder=True, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**SIZES, **WORDS), decoder)
+    torch.manual_seed(1)
+    model = evolve(EncoderDecoderModel(config), alpha=0.4, beta=0.5).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    batch, cache = inputs("bert"), EncoderDecoderCache(DynamicCache(), DynamicCache())
+    whole = model(**batch, decoder_input_ids=batch["input_ids"], use_cache=False).logits
+    steps = batch["input_ids"].split(1, dim=1)
+    parts = [model(**batch, decoder_input_ids=word, past_key_values=cache).logits for word in steps]
+    assert_close(torch.cat(parts, dim=1), whole)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(EncoderDecoderModel, tmp_path, dtype=torch.float64)
+    assert_close(loaded(**batch, decoder_input_ids=batch["input_ids"]).logits, whole)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_repeated_selected_and_forgotten():
+    model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
+    cache = DynamicCache()
+    model(words[:, :3], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([5, 0]))  # of the third and the first sentence
+    rest = model(words[[2, 0], 3:], past_key_values=cache).logits
+    assert_close(rest, model(words[[2, 0]]).logits[:, 3:])
+    cache.reset()
+    assert_close(model(words, past_key_values=cache).logits, model(words).logits)
+
+
 @pytest.mark.parametrize("steps", [[3, 1, 2], [1, 1, 4]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "kernel"])
 @torch.no_grad()
 def test_steps_with_a_cache_equal_one_pass(steps, dtype):
     model = build("gpt2", alpha=0.4, beta=0.5).to(dtype).eval()
-    words, cache = inputs("gpt2")["input_ids"], transformers.DynamicCache()
+    words, cache = inputs("gpt2")["input_ids"], DynamicCache()
     whole = model(words).logits
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in words.split(steps, dim=1)]
     assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
