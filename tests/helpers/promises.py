@@ -66,13 +66,14 @@ def outputs(model, source, target):
 
 @torch.no_grad()
 def scored(name, model):
-    """The scores of a batch, and beam search's hypotheses of a model for translation."""
+    """The scores of a batch, and beam search's hypotheses where there is a decoder; a language model goes on."""
     source, target = batch([6, 3]), batch([5, 4], eos_first=True)
     scores = outputs(model, source, target)[:, :3]
-    if name in ("language model", "RoBERTa", "BART"):
+    if not has(model, "decoder"):
         return scores, []
-    generator = SequenceGenerator([model], dictionary(), beam_size=3, max_len_a=0, max_len_b=5)
-    hypotheses = generator({"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}})
+    generator = SequenceGenerator([model], dictionary(scores.size(2) - 4), beam_size=3, max_len_a=0, max_len_b=5)
+    sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+    hypotheses = generator(sample, prefix_tokens=None if has(model, "encoder") else target[:, 1:3])
     return scores, [[beam["tokens"].tolist() for beam in beams] for beams in hypotheses]
 
 
