@@ -5,7 +5,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from helpers.models import batch, build
-from helpers.promises import each_model, lively
+from helpers.promises import each_model, has, lively, outputs
 from torch import nn
 from torch.autograd import forward_ad
 from torch.testing import assert_close
@@ -14,7 +14,7 @@ from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
 from evolving_attention import EvolvingAttention, kernels
 from evolving_attention.evolution import Evolution, Geometry
 
-SOURCE, OTHER_SOURCE = batch([6, 3]), batch([6, 5], seed=2)
+OTHER_MODELS = ["language model", "RoBERTa", "BART"]
 
 
 @pytest.fixture
@@ -42,10 +42,6 @@ class Part(nn.Module):
         return self.run(self.model, *tensors)
 
 
-def encoder_of(model):
-    return Part(model.encoder, lambda encoder, tokens: encoder(tokens)["encoder_out"][0])
-
-
 def two_steps(decoder, tokens, encoder_out, encoder_padding_mask):
     """The scores of the first two words, B x 2 x V."""
     encoded, state = {"encoder_out": [encoder_out], "encoder_padding_mask": [encoder_padding_mask]}, {}
@@ -53,26 +49,40 @@ def two_steps(decoder, tokens, encoder_out, encoder_padding_mask):
     return torch.cat(steps, dim=1)
 
 
-@each_model(["kernel 5", "relative, additive", "two branches, predictive"])
-@torch.no_grad()
-def test_a_recorded_encoder_gives_the_numbers_for_other_sentences_too(name):
-    encoder = encoder_of(lively(name))
-    traced = torch.jit.trace(encoder, (SOURCE,), check_trace=False)
-    exported = torch.export.export(encoder, (SOURCE,), strict=False).module()
-    for source in (SOURCE, OTHER_SOURCE, batch([6, 6], seed=3)):
-        assert_close(traced(source), encoder(source), rtol=1e-5, atol=1e-5)
-        assert_close(exported(source), encoder(source), rtol=1e-5, atol=1e-5)
+def pair(sources, targets, seed):
+    """A batch of sentences of these lengths: B x S and B x T tokens."""
+    return batch(sources, seed=seed), batch(targets, eos_first=True, seed=seed)
 
 
+FIRST = pair([6, 3], [5, 4], seed=1)
+#: of the same shape, with other words and other padding
+OTHERS = pair([6, 5], [5, 2], seed=2), pair([6, 6], [5, 5], seed=3)
+
+
+@each_model(["kernel 5", "learnt", "relative, additive", "two branches, predictive", *OTHER_MODELS])
 @torch.no_grad()
-def test_a_traced_model_that_learns_its_mixes_gives_the_numbers():
-    model = Part(lively("learnt"), lambda model, *tokens: model(*tokens)[0])
-    inputs = SOURCE, torch.tensor([6, 3]), batch([4, 4], eos_first=True)
-    traced = torch.jit.trace(model, inputs, check_trace=False)
-    assert_close(traced(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
-    others = OTHER_SOURCE, torch.tensor([6, 5]), batch([4, 2], eos_first=True, left_pad=True)
-    real = others[2].ne(1)
-    assert_close(traced(*others)[real], model(*others)[real], rtol=1e-5, atol=1e-5)
+def test_a_recorded_model_gives_the_numbers_for_other_sentences_too(name):
+    model = Part(lively(name), outputs)
+    traced = torch.jit.trace(model, FIRST, check_trace=False)
+    exported = torch.export.export(model, FIRST, strict=False).module()
+    for source, target in (FIRST, *OTHERS):
+        real = (target if has(model.model, "decoder") else source).ne(1)
+        expected = model(source, target)[real]
+        for ours in (traced, exported):
+            assert_close(ours(source, target)[real], expected, rtol=1e-5, atol=1e-5)
+
+
+@each_model(["kernel 5", *OTHER_MODELS])
+def test_a_compiled_model_trains_as_the_eager_one(name):
+    model = lively(name)
+
+    def gradients(run):
+        real = (FIRST[1] if has(model, "decoder") else FIRST[0]).ne(1)
+        wanted = [parameter for key, parameter in model.named_parameters() if "evolution" in key or "_proj" in key]
+        return torch.autograd.grad(run(model, *FIRST)[real].square().mean(), wanted)
+
+    compiled = torch.compile(outputs, fullgraph=True, backend="aot_eager")
+    assert_close(gradients(compiled), gradients(outputs), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -81,7 +91,7 @@ def test_exported_steps_give_the_numbers():
     step, tokens = Part(model.decoder, two_steps), batch([2, 2], eos_first=True)
     inputs, others = (
         (tokens, encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
-        for encoded in map(model.encoder, (SOURCE, OTHER_SOURCE))
+        for encoded in (model.encoder(source) for source, _ in (FIRST, OTHERS[0]))
     )
     exported = torch.export.export(step, inputs, strict=False).module()
     assert_close(exported(*others), step(*others), rtol=1e-5, atol=1e-5)
