@@ -246,6 +246,13 @@ def test_attention(tmp_path, monkeypatch):
                 assert min(cost["memory"], cost["milliseconds"]["median"], cost["floor"]["milliseconds"]) > 0
     assert record["results"][0]["paths"]["plain"]["forward"]["memory"] >= 4 * 3 * 4 * 16 * 16  # one map at least
 
+    monkeypatch.setitem(benchmark_attention.PATHS, "plain", broken)  # as where a GPU has too little memory for it
+    (result,) = result_of(benchmark_attention, tmp_path / "b.json", *flags, "--paths", "ours", "--kind", "cross")[
+        "results"
+    ]
+    assert result["paths"].keys() == {"ours"} and result["cannot_run"].keys() == {"plain"}
+    assert result["difference_from_plain"] == {}
+
 
 @pytest.mark.parametrize("kind", benchmark_attention.KINDS)
 def test_floor_counts_what_must_be_done(kind):
