@@ -1,4 +1,4 @@
-"""The page of a table: its numbers, conclusions, and the source of each number."""
+"""The page of a table: its numbers, and the source of each."""
 
 import contextlib
 import functools
@@ -95,25 +95,28 @@ def show_in(page: Path, table: Table, summaries: dict) -> bool:
     _, has_end, after = rest.partition(end)
     if not (has_begin and has_end):
         return False
-    shown = "\n".join([*_model_rows(table, summaries), "", *verdicts(table, summaries)]) + "\n"
+    shown = "\n".join([*_model_rows(table, summaries), "", *_early(table, summaries)]).rstrip() + "\n"
     with replacing(page) as temporary:
         temporary.write_text(f"{before}{begin}\n{shown}\n{end}{after}", encoding="utf-8")
     return True
 
 
 def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str]) -> str:
-    """The table, its legend, its conclusions, and the source of each number."""
+    """The table, its legend, and the source of each number."""
     metrics = ", ".join(dict.fromkeys(LABELS[column.metric] for column in table.columns))
     sizes_of = {row.label: _size(table, row, extra) for row in table.rows}
     lines = [f"# {table.title}", "", *_model_rows(table, summaries, sizes_of), ""]
     lines += [
-        f"Scores: {metrics}. Mean ± standard deviation over the seeds, where there are several; Δ is the difference "
-        'from the row\'s baseline over the seeds that both have. In brackets: the published number. "not run": no run '
-        "yet. Parameters: without embeddings and output projection. FLOPs: 30 source and 30 target tokens.",
+        f"Scores: {metrics}. Mean ± standard deviation over the seeds, where there are several. In square brackets: "
+        'the published number. "not run": no run yet. Parameters: without embeddings and output projection. FLOPs: '
+        "30 source and 30 target tokens.",
         "",
+        "Δ: the difference over the seeds that both models have; behind it, in how many of the tested seeds it is "
+        f"significant, p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text. The test resamples "
+        "a test set's sentences, and says nothing of other seeds.",
+        "",
+        *_early(table, summaries),
     ]
-    if said := verdicts(table, summaries):
-        lines += ["## What follows", "", *said, ""]
     if picture:
         lines += [f"![{table.title}]({picture})", ""]
     return "\n".join([*lines, *provenance(table, summaries, extra)]) + "\n"
@@ -121,13 +124,13 @@ def markdown(table: Table, summaries: dict, picture: str | None, extra: list[str
 
 def _model_rows(table: Table, summaries: dict, sizes_of: dict[str, list[str]] | None = None) -> list[str]:
     """The table itself, a line for each row, with parameters and FLOPs where these are given by the row's label."""
-    head = ["Model", *["Parameters", "FLOPs"] * bool(sizes_of), *(column.label for column in table.columns)]
-    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    sizes = ["Parameters", "FLOPs"] * bool(sizes_of)
+    head = ["Model", "Δ from", *sizes, *(column.label for column in table.columns)]
+    lines = [markdown_row(head), markdown_row(["---", "---"] + ["---:"] * (len(head) - 2))]
     for row in table.rows:
         counts = sizes_of[row.label] if sizes_of else []
-        lines.append(
-            markdown_row([row.label, *counts, *(_cell(summaries[row.label, column.label]) for column in table.columns)])
-        )
+        cells = [_cell(summaries[row.label, column.label]) for column in table.columns]
+        lines.append(markdown_row([row.label, row.baseline or "", *counts, *cells]))
     return lines
 
 
@@ -158,7 +161,9 @@ def _cell(cell: dict) -> str:
     paper = f" [{cell['paper']:.2f}]" if cell["paper"] is not None else ""
     if cell["mean"] is None:
         return "not run" + paper
-    difference = f", Δ {_spread(cell['difference'], '+.2f')}" if cell.get("difference") else ""
+    difference = ""
+    if cell.get("difference"):
+        difference = f", Δ {_spread(cell['difference'], '+.2f')} ({_significance(cell)})"
     return _spread(cell) + difference + paper
 
 
@@ -170,51 +175,24 @@ def _spread(values: dict, form: str = ".2f") -> str:
 SIGNIFICANT = 0.05
 
 
-def verdicts(table: Table, summaries: dict) -> list[str]:
-    """Conclusions: for every row with a baseline, in how many seeds it is better or worse, and significantly so.
+def _significance(cell: dict) -> str:
+    """In how many of the tested seeds the difference is significant: in the mean's direction, and in the other."""
+    if not cell["p"]:
+        return "not tested"
+    significant = [cell["differences"][seed] for seed, p in cell["p"].items() if p < SIGNIFICANT]
+    alike = sum(value * cell["difference"]["mean"] > 0 for value in significant)
+    others = len(significant) - alike
+    return f"{alike} of {len(cell['p'])}" + (f", {others} the other way" if others else "")
 
-    A last line names evaluations of trainings that had not ended.
-    """
-    lines, early = [], {}
+
+def _early(table: Table, summaries: dict) -> list[str]:
+    """The evaluations of trainings that had not ended."""
+    early = {}
     for row, column in itertools.product(table.rows, table.columns):
-        cell = summaries[row.label, column.label]
-        for seed, one in cell.get("results", {}).items():
+        for seed, one in summaries[row.label, column.label]["results"].items():
             if one.get("unfinished"):
                 early[f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({one['unfinished']})"] = None
-        if cell.get("differences"):
-            number = len(cell["differences"])
-            seeds = f"over {number} seeds" if number > 1 else f"with seed {next(iter(cell['differences']))} alone"
-            lines.append(
-                f"- {column.label}: {row.label} against {row.baseline}, {_spread(cell['difference'], '+.2f')} {seeds}: "
-                f"{'; '.join(_outcomes(cell)) or 'no difference'}."
-            )
-    if early:
-        lines.append(f"- **Scored before the end of their training**: {'; '.join(early)}.")
-    if lines:
-        lines += [
-            "",
-            f"Significantly: p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text. It "
-            "resamples a test set's sentences, and says nothing of other seeds.",
-        ]
-    return lines
-
-
-def _outcomes(cell: dict) -> list[str]:
-    """The numbers of seeds that are better and worse, with the results of their tests."""
-    outcomes, several = [], len(cell["differences"]) > 1
-    for word, sign in (("better", 1), ("worse", -1)):
-        seeds = [seed for seed, value in cell["differences"].items() if sign * value > 0]
-        p = [cell["p"][seed] for seed in seeds if seed in cell["p"]]
-        significant = sum(value < SIGNIFICANT for value in p)
-        if not p:
-            tests = "not tested"
-        elif several:
-            tests = f"significantly in {significant}" + (f" of {len(p)} that were tested" * (len(p) < len(seeds)))
-        else:
-            tests = "significantly" if significant else "not significantly"
-        if seeds:
-            outcomes.append(f"{word}{f' in {len(seeds)}' * several}, {tests}")
-    return outcomes
+    return [f"**Scored before the end of their training**: {'; '.join(early)}.", ""] if early else []
 
 
 # --- where the numbers come from --------------------------------------------------------------------------------------
