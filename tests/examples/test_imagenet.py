@@ -5,6 +5,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 from PIL import Image
@@ -55,8 +56,8 @@ def test_the_centre_is_that_of_a_picture_of_256_pixels(tmp_path):
     ((pixels, number),) = train.Pictures(tmp_path, training=False)
     red, green, _ = 255 * (pixels * train.DEVIATIONS[:, None, None] + train.MEANS[:, None, None])
     assert number == 0 and pixels.shape == (3, 224, 224)
-    torch.testing.assert_close(green[:, 0], torch.arange(16.0, 240), atol=1, rtol=0)
-    torch.testing.assert_close(red[0], torch.arange(144.0, 368) / 2, atol=1, rtol=0)
+    assert_close(green[:, 0], torch.arange(16.0, 240), atol=1, rtol=0)
+    assert_close(red[0], torch.arange(144.0, 368) / 2, atol=1, rtol=0)
 
 
 def test_other_files_are_no_pictures(folder):
@@ -72,7 +73,7 @@ def test_training_pictures_are_mirrored_at_random(folder, monkeypatch):
     monkeypatch.setattr(train.random, "random", lambda: 0.9)
     plain, _ = picture[1]
     monkeypatch.setattr(train.random, "random", lambda: 0.1)
-    torch.testing.assert_close(picture[1][0], plain.flip(2))
+    assert_close(picture[1][0], plain.flip(2))
 
 
 def test_the_rate_rises_in_five_epochs_and_falls_four_times():
@@ -82,13 +83,15 @@ def test_the_rate_rises_in_five_epochs_and_falls_four_times():
 
 @pytest.mark.slow
 def test_the_command_trains_and_goes_on_from_its_state(capsys, folder, monkeypatch, processes):
-    monkeypatch.setattr(train, "SIDE", 64)
-    words = [str(folder), "--batch", "4", "--workers", "0", "--out", str(folder / "state.pt")]
+    monkeypatch.setattr(train, "SIDE", 32)
+    words = [str(folder), "--batch", "8", "--workers", "0", "--out"]
     for epoch in (1, 2):
-        train.main([*words, "--epochs", str(epoch)])
+        train.main([*words, str(folder / "state.pt"), "--epochs", str(epoch)])
         assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"epoch {epoch}"]
-    state = torch.load(folder / "state.pt")
-    assert state["schedule"]["last_epoch"] == 6
+    train.main([*words, str(folder / "whole.pt"), "--epochs", "2"])
+    state, whole = torch.load(folder / "state.pt"), torch.load(folder / "whole.pt")
+    assert_close(state["model"], whole["model"])  # the same parts of pictures, mirrored alike
+    assert state["schedule"]["last_epoch"] == 2
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.128 * 2 / 5)
     assert state["model"]["resnet.classifier.1.weight"].shape == (2, 512)
 
