@@ -10,7 +10,6 @@ from ea_tools.tables.report import markdown_row
 
 NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
 WHICH = "forward + backward"
-IN_BF16 = "ours with `--precision bf16` / stock in float32"
 #: translated in both precisions: direction, architecture, how it was trained, seed
 TRANSLATED = [
     ("en-fr", "transformer_lite", "", 1),
@@ -69,14 +68,13 @@ def translated_in_bf16(run):
 def rows_of_performance():
     for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
         kept = list(training(threads))
-        yield row(f"training, {label}", *map(ratio, kept))
-        yield row("its peak memory, MiB, ours / stock", *map(mebibytes, kept))
-        yield row(IN_BF16, *in_bf16(training, threads))
+        yield row(f"training, {label}", *map(ratio, kept), *in_bf16(training, threads))
+        yield row(label, *map(mebibytes, kept))
     for beam, search in ((1, "greedy"), (5, "beam 5")):
         for batch in (1, 8, 32):
             sentences = "one sentence at a time" if batch == 1 else f"{batch} sentences"
-            yield row(f"decoding, {search}, {sentences}", *map(ratio, decoding(beam, batch)))
-            yield row(IN_BF16, *in_bf16(decoding, beam, batch))
+            label = f"decoding, {search}, {sentences}"
+            yield row(label, *map(ratio, decoding(beam, batch)), *in_bf16(decoding, beam, batch))
     for direction, arch, trained, seed in TRANSLATED:
         pair = direction.title()
         yield row(f"{pair}, `{arch}`{trained}, seed {seed}", *translated_in_bf16(f"{direction}-{arch}-seed{seed}"))
