@@ -49,14 +49,14 @@ def two_steps(decoder, tokens, encoder_out, encoder_padding_mask):
     return torch.cat(steps, dim=1)
 
 
-def pair(sources, targets, seed):
-    """A batch of sentences of these lengths: B x S and B x T tokens."""
-    return batch(sources, seed=seed), batch(targets, eos_first=True, seed=seed)
+def pair(sources, targets, seed, left_pad=False):
+    """A batch of sentences of these lengths: B x S and B x T tokens. left_pad: of the targets."""
+    return batch(sources, seed=seed), batch(targets, eos_first=True, left_pad=left_pad, seed=seed)
 
 
 FIRST = pair([6, 3], [5, 4], seed=1)
 #: of the same shape, with other words and other padding
-OTHERS = pair([6, 5], [5, 2], seed=2), pair([6, 6], [5, 5], seed=3)
+OTHERS = pair([6, 5], [5, 2], seed=2), pair([6, 6], [5, 5], seed=3), pair([6, 4], [5, 3], seed=4, left_pad=True)
 
 
 @each_model(["kernel 5", "learnt", "relative, additive", "two branches, predictive", *OTHER_MODELS])

@@ -91,7 +91,7 @@ def measure(
     """Times, memory and floor of all paths on one problem."""
     batch = max(1, args.tokens // length)
     problem = make_problem(args.seed, device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
-    runs, failed, differences, memory, expected = {}, {}, {}, {}, None
+    runs, failed, differences, expected = {}, {}, {}, None
     for name in dict.fromkeys(["plain", *args.paths]):  # the others are compared with plain, timed or not
         try:
             run = PATHS[name](problem)
@@ -101,16 +101,20 @@ def measure(
             failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             continue
         runs[name] = run
-        memory[name] = {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
         expected = outcome if name == "plain" else expected
         if name != "sdpa" and expected is not None:
             differences[name] = max(map(relative_difference, outcome, expected))
-    if not runs.keys() & set(args.paths):
+    timed = {name: runs[name] for name in args.paths if name in runs}
+    if not timed:
         raise UserError(f"no path could be measured: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
     first, loops = next(iter(runs.values())), {}
     for which, call in PASSES.items():  # how many calls make up one timing
         loops[which] = max(1, round(SHORTEST_TIMING / fastest(partial(call, first, problem), 3, device)))
-    paths = {name: partial(repeat, run, problem, loops) for name, run in runs.items() if name in args.paths}
+    memory = {
+        name: {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
+        for name, run in timed.items()
+    }
+    paths = {name: partial(repeat, run, problem, loops) for name, run in timed.items()}
     label = f"{kind} K={heads} N={length} {precision}"
     times = common.interleave(paths, list(PASSES), args.repetitions, device, label)
     return {
