@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back.
+#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back (-1: never).
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
@@ -20,4 +20,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1))
