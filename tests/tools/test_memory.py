@@ -13,7 +13,7 @@ from ea_tools.training.memory import keep_freed_memory
 print(int(keep_freed_memory()) if sys.argv[1:] == ["keep"] else 0)
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = b"x" * (64 << 20)
+    block = b"x" * (2100 << 20)  # more than mallopt's largest number
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 pages()
 print(pages())

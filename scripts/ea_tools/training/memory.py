@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back (-1: never).
+#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back
+#: (-1: never). It takes numbers below 2 GiB alone, and a step of R-Drop frees more.
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
