@@ -108,6 +108,7 @@ OTHERS = {
     "realformer": ("ea_transformer_lite", ["--ea-rule", "realformer"]),
     "decoder of stock": ("ea_transformer_lite", ["--ea-decoder-beta", "0", "--ea-cross-beta", "0"]),
     "separate embeddings": ("transformer", []),
+    "BART": ("ea_bart", ["--task", "translation"]),
     "learned positions": (
         "transformer_wmt_en_de_big",
         ["--encoder-learned-pos", "--decoder-learned-pos", "--encoder-normalize-before", "--decoder-normalize-before"],
