@@ -33,7 +33,7 @@ done
 "$python" -P -c '
 import json, sys
 prep = json.load(open(sys.argv[1], encoding="utf-8"))
-kept = {name: prep[name] for name in ("name", "tokenizer", "unicode", "lowercase", "bpe", "rules", "languages") if name in prep}
+kept = {name: prep[name] for name in ("name", "tokenizer", "escape", "unicode", "lowercase", "bpe", "rules", "languages") if name in prep}
 print(json.dumps({**kept, "source_lang": sys.argv[2], "target_lang": sys.argv[2]}, indent=1))
 ' "$folder/PREP.json" "$language" > "$temporary/PREP.json"
 mv "$temporary" "$out"

@@ -55,6 +55,6 @@ class LanguageModel(Model):
         check_n_best(n_best, chosen.beam)
         max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
         if len(tokens) >= max_len:
-            raise ValueError(f"start: has {len(tokens)} subwords, and max_len_b allows {max_len}; raise it")
+            raise ValueError(f"start: has {len(tokens)} subwords, {max_len} fit; raise max_len_b, or shorten it")
         (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
         return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

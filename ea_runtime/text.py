@@ -27,7 +27,7 @@ VERSION = "#version:"
 
 
 class Tokenizer(MosesTokenizer):
-    """sacremoses' tokenizer with one rule that Moses has and it has not, and with sets where it searches strings.
+    """sacremoses' tokenizer with a rule of Moses that it lacks, and sets for fast look-ups.
 
     Moses splits the full stop off the last word whatever that is: "in the U.S." ends in "U.S" and ".". The text that
     the standard recipes made is like that.

@@ -60,7 +60,7 @@ class Model:
         self.folder = Path(folder)
         self.description = describe(self.folder)
         if (task := task_of(self.description)) != self.TASK:
-            raise ExportError(f"{folder}: is a model for {task}, but {type(self).__name__} reads one for {self.TASK}")
+            raise ExportError(f"{folder}: is a model for {task}; {type(self).__name__} takes one for {self.TASK} alone")
         from ea_runtime.text import Text  # here, for --help needs none of the packages that split text
 
         self.text = Text(self.folder)
@@ -118,7 +118,7 @@ class Translator(Model):
         prefixes: Sequence[str] | None = None,
         **settings: Any,
     ) -> str | list[str] | list[list[tuple[str, float]]]:
-        """Translate raw text: a sentence, or several, of which order and empty ones are kept.
+        """Translate raw text: a sentence, or several in order; empty ones stay empty.
 
         Args:
             lines: raw text, a sentence each.
@@ -286,7 +286,7 @@ def describe(folder: Path) -> dict[str, Any]:
     digests = description["digests"]
     needed = {"decoder.onnx", "PREP.json", *description["dictionaries"].values()}
     if missing := sorted(needed - digests.keys()):
-        raise ExportError(f"{path}: digests: there is none of {missing[0]}; export the model again")
+        raise ExportError(f"{path}: digests: {missing[0]} is missing; export the model again")
     for name, expected in digests.items():
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: no such file; export the model again")

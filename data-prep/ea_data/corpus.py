@@ -1,4 +1,4 @@
-"""A corpus: parts, rules and expected counts. The corpora themselves are in ../corpora.py."""
+"""A corpus: parts, rules and expected counts. The corpora themselves are in corpora.py."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Pipeline:
                     for file, line in zip(valid if kept % every == 0 else train, row, strict=False):
                         file.write(line)
         if not kept:
-            raise UserError(f"no training pair is left; dropped: {dict(dropped)}")
+            raise UserError(none_left("train", dropped))
         if rules.valid_every and kept < rules.valid_every:
             raise UserError(
                 f"valid: no pair is left: --valid-every {rules.valid_every} of {kept:,} training pairs; "
@@ -339,7 +339,7 @@ class Pipeline:
                         for file, line in zip(files, row, strict=True):
                             file.write(line)
         if dropped.total() == read:
-            raise UserError(f"{split}: no pair is left; dropped: {dict(dropped)}")
+            raise UserError(none_left(split, dropped))
         return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
 
     def _faults(self, split: str) -> Faults:
@@ -463,6 +463,12 @@ def _link(paths: list[Path], folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
+def none_left(split: str, dropped: Counter[str]) -> str:
+    """What to say where every pair was dropped."""
+    counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items())
+    return f"{split}: no pair is left: {counts}; give other text, or raise --max-length or --max-ratio"
+
+
 def versions() -> dict[str, str]:
-    """The digest of everything that decides the data."""
+    """The versions of Python and of the libraries that decide the data."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}

@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, C
     if command == "custom" and (mistake := mistake_in(args)):
         parser.error(mistake)
     if args.vocabulary_threshold and args.bpe == "sentencepiece":
-        parser.error("--vocabulary-threshold goes with --bpe subword_nmt; sentencepiece no longer has such an option")
+        parser.error("--vocabulary-threshold needs --bpe subword_nmt")
     try:
         corpus = corpus_of(args)
     except UserError as error:
@@ -79,12 +79,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
     kinds = ["subword_nmt", "sentencepiece"]
     add("--bpe", choices=kinds, help="kind of subwords (default: subword_nmt; sentencepiece without tokens)")
-    add(
-        "--merges",
-        type=positive,
-        metavar="N",
-        help="merges of BPE, or pieces (default: the corpus's; custom.sh: 10000)",
-    )
+    merges = "merges of BPE, or pieces (default: the corpus's; custom.sh: 10000)"
+    add("--merges", type=positive, metavar="N", help=merges)
     rare = "split subwords again that occur fewer than N times on their side of the training text"
     add("--vocabulary-threshold", type=positive, metavar="N", help=rare)
     add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")

@@ -43,7 +43,7 @@ class RoundTrip:
     ) -> None:
         self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in languages]
         self._rules, self._in_subwords = rules, in_subwords
-        # subword-nmt only marks where it cut a word; sentencepiece has spaces and rare characters in its charge, too.
+        # subword-nmt only marks where it cut a word; sentencepiece also changes spaces and rare characters.
         self._pieces = subwords.Apply(codes) if rules.bpe == "sentencepiece" else None
 
     def __call__(self, chunk: Chunk) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The rules for a line: punctuation, tokens, case, lengths. Each function takes and gives one line or one pair."""
+"""The rules for a line: punctuation, tokens, case, lengths. Each takes a chunk of lines."""
 
 from __future__ import annotations
 

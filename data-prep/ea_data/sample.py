@@ -288,7 +288,9 @@ def corpus(train: int, valid: int, test: int, seed: int) -> dict[str, list[tuple
             new = {*german.lower().split(), *english.lower().split()}
             patience -= 1
             if not patience:
-                raise UserError(f"--train {train}: cannot make {size:,} {name} sentences of that training text's words")
+                raise UserError(
+                    f"--train {train}: cannot make {size:,} {name} sentences of its words; give a larger number"
+                )
             if german in seen or not 4 <= len(german.split()) <= 13 or (name != "train" and not new <= words):
                 continue
             if name == "train":

@@ -1,7 +1,7 @@
 """Reading text that others made: UTF-8 or refused, one line per "\\n" and nothing else.
 
-Python's str.splitlines (and iteration over files opened as text) also breaks lines at U+2028, U+0085, form feeds or
-lone carriage returns. One of those in one language would put the two sides out of step. So everything here works on
+Python's str.splitlines also breaks lines at U+2028, U+0085, form feeds and lone carriage returns, and files opened as
+text break at the last. One of those in one language would put the two sides out of step. So everything here works on
 bytes and splits at b"\\n" alone.
 """
 
@@ -22,7 +22,7 @@ GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
 #: Marks at the beginning of a file, longest first -> iconv's name of the encoding.
 WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-AGAIN = "delete it, and fetch it again (the same command does, where it fetched it itself)"
+AGAIN = "delete it and run this again, or fetch it again where you gave it by --raw"
 
 
 @contextmanager

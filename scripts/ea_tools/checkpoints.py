@@ -114,6 +114,20 @@ def section(state: dict, name: str) -> dict[str, Any]:
     return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
 
 
+def task_of(state: dict) -> dict[str, Any]:
+    """The options of the task that a checkpoint was trained for, its name among them as "_name"."""
+    options = section(state, "task") or settings(state)  # older checkpoints hold all options in one place
+    return {**options, "_name": options.get("_name") or options.get("task")}
+
+
+def trained_on(checkpoint: Path, state: dict) -> Path:
+    """The folder of data that a checkpoint was trained on; a UserError where it is gone."""
+    data = task_of(state).get("data") or "data that it does not name"
+    if not Path(data).is_dir():
+        raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
+    return Path(data)
+
+
 def structure(state: dict) -> dict[str, Any]:
     """The settings in which two checkpoints must agree for their weights to mean the same thing."""
     return {
@@ -125,6 +139,8 @@ def structure(state: dict) -> dict[str, Any]:
 
 def choose(run: Path) -> Path:
     """The checkpoint that is a run's model, by ea_fairseq's one rule; says on standard error which it is."""
+    if (run / "decoder.onnx").exists():
+        raise UserError(f"--run {run}: is an exported model; give the run that it came from")
     try:
         path = _loading().model_of(run)
     except (FileNotFoundError, ValueError) as error:

@@ -15,7 +15,7 @@ from ea_data.command_line import UserError, finite, positive, reporting, say  # 
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]
-#: of a line of JSON, except where the line is one measurement
+#: in a line of JSON; an item of a list is never broken
 MOST_LETTERS = 120
 
 
@@ -87,7 +87,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def json_text(content: Any) -> str:
-    """JSON with one line for what fits on a line, and for each item of a list, however long: one measurement."""
+    """JSON: what fits stands on one line, and so does each item of a list, however long."""
     return "\n".join(_json_lines(content, "", "")) + "\n"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ea_data.preparation import SIDES, Preparation
 from ea_runtime.kept import DIGEST, KEPT
-from ea_tools.checkpoints import check_dictionaries, section
+from ea_tools.checkpoints import check_dictionaries, task_of, trained_on
 from ea_tools.common import UserError, read_json
 from ea_tools.text import read_lines
 
@@ -73,6 +73,7 @@ def require_same(kept: Preparation, data: Preparation, run: Path) -> None:
         raise UserError(
             f"{data.folder} is not what {run} was trained on, or was prepared anew in another way:\n"
             + "\n".join(f"  {line}" for line in differences)
+            + f"\nGive the data of its training, or prepare these with custom.sh --like {run}"
         )
 
 
@@ -107,8 +108,8 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
             others.append(there)
         for other in others:
             require_same(kept, other, run)
-    preparation = kept or data or Preparation.at(Path(section(state, "task").get("data") or ""))
-    trained, given = ([names.get(side) for side in SIDES] for names in (section(state, "task"), preparation.prep))
+    preparation = kept or data or Preparation.at(trained_on(checkpoint, state))
+    trained, given = ([names.get(side) for side in SIDES] for names in (task_of(state), preparation.prep))
     if all(trained) and trained != given:
         raise UserError(
             f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}; give "

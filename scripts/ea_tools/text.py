@@ -66,9 +66,9 @@ def references(path: Path, prep: dict[str, Any]) -> tuple[list[str], list[str]]:
     if prep["tokenizer"] == "given":
         return written, read_lines(path)
     lines = written
-    if rules.get("normalise") and rules.get("valid_every") and path.name.startswith("valid."):
-        # this split was training text, which was normalised
+    was_training_text = rules.get("valid_every") and path.name.startswith("valid.")
+    if was_training_text and rules.get("normalise"):
         lines = list(map(Normalizer(language_in(prep, language)).clean, lines))
-    if rules.get("plain_apostrophes"):
+    if rules.get("plain_apostrophes") and not was_training_text:
         lines = [line.replace("’", "'") for line in lines]
     return written, list(map(words_of(prep, language).tokenize, lines))

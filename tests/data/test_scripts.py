@@ -127,6 +127,15 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
     assert read(data / "raw/test.en")[1] == DECOMPOSED, "raw text stays as it was given"
 
 
+def test_references_of_validation_text_keep_the_apostrophes_of_training_text(tmp_path):
+    """Rules make ’ plain in text that is no training text: in a test, but not in validation taken from training."""
+    prep = {"tokenizer": "moses", "lowercase": False, "target_lang": "en"}
+    prep["rules"] = {"plain_apostrophes": True, "valid_every": 5}
+    for split, tokens in (("valid", "It ’ s here ."), ("test", "It &apos;s here .")):
+        write(tmp_path / f"{split}.en", ["It’s here."])
+        assert text.references(tmp_path / f"{split}.en", prep)[1] == [tokens]
+
+
 def test_published_text_keeps_its_bytes(tmp_path):
     """Without nfc, as in every public corpus, only typed text is composed, and that where the corpus is."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60

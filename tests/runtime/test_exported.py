@@ -19,7 +19,7 @@ from helpers.toy import ENVIRONMENT, save_model, script
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
 from ea_tools import preparation
-from ea_tools.checkpoints import load
+from ea_tools.checkpoints import choose, load
 from ea_tools.common import UserError
 from ea_tools.translating import evaluate, export, exported, translate
 
@@ -96,6 +96,11 @@ def test_what_an_export_cannot_do_is_refused_by_name(pair, data, flags, says):
 def test_an_export_has_one_checkpoint(pair, data, flags):
     with pytest.raises(SystemExit, match=flags[0]):
         evaluate.main(["--data", str(data), "--run", str(pair / "float32"), *flags])
+
+
+def test_an_export_is_no_run_whose_checkpoints_can_be_looked_at(pair):
+    with pytest.raises(UserError, match="is an exported model; give the run that it came from"):
+        choose(pair / "float32")
 
 
 def test_an_export_names_its_checkpoint(pair):

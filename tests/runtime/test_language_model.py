@@ -29,8 +29,12 @@ def pair(request, data, tmp_path_factory):
     command = [str(side), "--task", "language_modeling", "--arch", request.param, *LM, "--tokens-per-sample", "40"]
     args = options.parse_args_and_arch(options.get_training_parser(), command)
     checkpoint = save_untrained(args, side, run / "checkpoint_last.pt")
-    export.main(["--run", str(run), "--out", str(folder / "out")])
-    return export.load_model(checkpoint, run)[0], folder / "out"
+    moved = side.rename(folder / "moved")
+    words = ["--run", str(run), "--out", str(folder / "out")]
+    with pytest.raises(SystemExit, match=r"was trained on .*/data, which is not there any more; say where by --data"):
+        export.main(words)
+    export.main([*words, "--data", str(moved)])
+    return export.load_model(checkpoint, run, moved)[0], folder / "out"
 
 
 @torch.no_grad()
@@ -61,7 +65,7 @@ def test_completes_as_fairseq(pair):
     ("settings", "message"),
     [
         ({"n_best": 6}, "n_best: must be from 1 to the beam, 5, not 6"),
-        ({"max_len_b": 2}, "start: has .* subwords, and max_len_b allows 2"),
+        ({"max_len_b": 2}, "start: has .* subwords, 2 fit"),
         ({"max_len_a": 1e308}, "max_len_a: must be from -1000 to 1000"),
         ({"max_len_b": 10**400}, "max_len_b: must be from -1000000 to 1000000"),
     ],

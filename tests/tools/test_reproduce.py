@@ -301,7 +301,7 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: metric comet: no table computes it"),
+        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: metric 'comet' is not one of sacrebleu, chrf, tokenised_bleu"),
         ('"Evolving"', '"Plain"', "tiny.toml: the label 'Plain' is there twice; give each a different one"),
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
         ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
@@ -440,6 +440,8 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
     with pytest.raises(UserError, match="expected at least 5 free GPUs, found 4"):
         cells.slots(5, 0)
+    with pytest.raises(UserError, match="--gpus-per-run 2: the runs are on the CPU"):
+        cells.slots(2, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "c, GPU-d,b")
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["c", "d"]
 

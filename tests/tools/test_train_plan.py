@@ -155,6 +155,9 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     own = ["--node-rank", 0, "--master", "one:65535"]
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, *own)
     assert "--node-rank 0 --nproc-per-node 8 --master-addr one --master-port 65535" in shlex.join(command)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(SystemExit, match=r"SLURM does not name its first machine .*; give --master HOST"):
+        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["SLURM_NODEID"] == "1"
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"

@@ -1,4 +1,4 @@
-"""Time the operation alone, in time, memory and share of the floor; options.attention names the candidates."""
+"""Measure the operation alone: time, memory, share of the floor; options.attention names the candidates."""
 
 from __future__ import annotations
 

@@ -155,3 +155,5 @@ def require(args: Namespace, device: str) -> None:
     """Refuse what cannot be timed: exported models run on the CPU, in their own precision."""
     if device != "cpu" or args.precision != ["fp32"]:
         raise UserError("--exported: exported models run on the CPU; add --device cpu, and leave --precision at fp32")
+    if others := [size for size in args.size if size in ("lm", "roberta_base")]:
+        raise UserError(f"--exported: {others[0]} does not translate; leave it out of --size")

@@ -62,7 +62,7 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
     parser.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
-    parser.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="of N = 16, 32, ... (default: 1024)")
+    parser.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="N, in tokens (default: 1024)")
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
     parser.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
@@ -89,20 +89,11 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
     """
     parser = _parser("decoding", decoding.__doc__)
-    parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], help="pair of models (default: lite)")
-    _add_precision(parser)
+    _add_models(parser)
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
-    parser.add_argument(
-        "--batch",
-        nargs="+",
-        type=_sentences,
-        default=["1", "full"],
-        metavar="N",
-        help="sentences at once, or full for --max-tokens (default: 1 full)",
-    )
-    parser.add_argument(
-        "--max-tokens", type=positive, default=12000, metavar="N", help="of a full batch (default: fairseq's, 12000)"
-    )
+    batch, tokens = "sentences at once, or full for --max-tokens (default: 1 full)", "of a full batch (default: 12000)"
+    parser.add_argument("--batch", nargs="+", type=_sentences, default=["1", "full"], metavar="N", help=batch)
+    parser.add_argument("--max-tokens", type=positive, default=12000, metavar="N", help=tokens)
     parser.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
     parser.add_argument("--exported", action="store_true", help="also exported models, and CTranslate2 if it is there")
     _add_corpus(parser)
@@ -122,26 +113,16 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/benchmark_training.sh --growth --output growth.json
     """
     parser = _parser("training", training.__doc__)
-    parser.add_argument(
-        "--size", nargs="+", choices=PAIRS, default=["lite"], help="which pair of models (default: lite)"
-    )
-    _add_precision(parser)
-    parser.add_argument(
-        "--recipe", default="iwslt14-de-en", metavar="NAME", help="flags of training (default: iwslt14-de-en)"
-    )
+    _add_models(parser)
+    recipe = "flags of training (default: iwslt14-de-en)"
+    parser.add_argument("--recipe", default="iwslt14-de-en", metavar="NAME", help=recipe)
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of a batch (default: the recipe's)")
     _add_corpus(parser)
-    parser.add_argument(
-        "--memory-batches",
-        type=int,
-        default=60,
-        metavar="N",
-        help="to measure memory on; 0: do not (default: 60)",
-    )
+    memory = "to measure memory on; 0: do not (default: 60)"
+    parser.add_argument("--memory-batches", type=int, default=60, metavar="N", help=memory)
     parser.add_argument("--growth", action="store_true", help="one length after another, in the place of a corpus")
-    parser.add_argument(
-        "--longest", type=int, choices=LENGTHS, default=2048, help="where --growth ends, in tokens (default: 2048)"
-    )
+    longest = "where --growth ends, in tokens (default: 2048)"
+    parser.add_argument("--longest", type=int, choices=LENGTHS, default=2048, help=longest)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # the process that measures memory: model and precision
     args = parser.parse_args(arguments)
     if args.growth and args.output == parser.get_default("output"):
@@ -163,33 +144,21 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
     parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=REPO / "results" / f"benchmark_{name}.json",
-        metavar="FILE",
-        help="JSON with every time (default: %(default)s)",
-    )
+    output, times = REPO / "results" / f"benchmark_{name}.json", "JSON with every time (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=output, metavar="FILE", help=times)
     return parser
 
 
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    """--precision of whole models."""
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=PRECISIONS,
-        default=["fp32"],
-        help="on a CPU bf16 is that of matrix products alone (default: fp32)",
-    )
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Which pairs of whole models, and their precision."""
+    sizes = f"pairs of models: {', '.join(PAIRS)} (default: lite)"
+    parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], metavar="PAIR", help=sizes)
+    precision = "on a CPU bf16 is that of matrix products alone (default: fp32)"
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help=precision)
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
     """Options that say which sentences; `corpus` and `pick` read them."""
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="prepared data, data/NAME (default: generated sentences, as long as in IWSLT'14 De-En)",
-    )
+    data = "prepared data, data/NAME (default: generated sentences, as long as in IWSLT'14 De-En)"
+    parser.add_argument("--data", type=Path, metavar="DIR", help=data)
     parser.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")

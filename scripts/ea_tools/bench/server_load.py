@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("requests", type=int, help="how many, one line each; the input is repeated where it is short")
     parser.add_argument("clients", type=int, help="how many at once, each with one request at a time")
     args = parser.parse_args()
-    lines = itertools.islice(itertools.cycle(sys.stdin.read().splitlines()), args.requests)
+    text = sys.stdin.read().splitlines()
+    if not text or args.requests < 2 or args.clients < 1:
+        parser.error("expected lines on standard input, 2 requests or more, and 1 client or more")
+    lines = itertools.islice(itertools.cycle(text), args.requests)
     print(load(args.address, list(lines), args.clients)[1])
 
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = read_all(args.runs)
         lines = group(runs)
         with replacing(args.out) as temporary:
-            draw(lines, args.x, temporary, args.out.suffix[1:])
+            draw(lines, args.x, temporary, args.out.suffix[1:].lower())
         report(runs)
         print(f"written: {args.out}")
 

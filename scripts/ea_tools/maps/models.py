@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from ea_data.preparation import Preparation
 from ea_fairseq.hub import read_models
 from ea_runtime.text import Text
-from ea_tools.checkpoints import choose, load, section, settings
+from ea_tools.checkpoints import choose, load, task_of, trained_on
 from ea_tools.common import UserError
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
@@ -191,19 +190,17 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     path = Path(run_or_checkpoint)
     checkpoint = choose(path) if path.is_dir() else path
     state = load(checkpoint)
-    trained_for = _task_of(state)
+    trained_for = task_of(state)
     if (name := trained_for["_name"]) not in TASKS:
         raise UserError(f"{checkpoint} was trained for the task {name}; known here are {', '.join(TASKS)}")
     if with_text and data is None:
-        data = trained_for.get("data") or "data that it does not name"
-        if not Path(data).is_dir():
-            raise UserError(f"{checkpoint} was trained on {data}, which is not there any more; say where by --data")
+        data = trained_on(checkpoint, state)
     given = Path(data) if data else None
     if name == "translation":
         run = path if path.is_dir() else None
         preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
     else:
-        preparation = Preparation.at(_data_of_one_language(checkpoint, trained_for, given))
+        preparation = Preparation.at(_data_of_one_language(checkpoint, state, given))
     folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     try:
@@ -216,18 +213,11 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     return Loaded(checkpoint, folder, preparation.prep, model.eval(), task, trained_for)
 
 
-def _task_of(state: dict) -> dict[str, Any]:
-    """The options of the task that a checkpoint was trained for, its name among them as "_name"."""
-    options = section(state, "task") or settings(state)  # older checkpoints hold all options in one place
-    return {**options, "_name": options.get("_name") or options.get("task")}
-
-
-def _data_of_one_language(checkpoint: Path, trained_for: dict, given: Path | None) -> Path:
+def _data_of_one_language(checkpoint: Path, state: dict, given: Path | None) -> Path:
     """The folder whose dictionary a model of one language was trained with."""
-    trained_on = Path(trained_for.get("data") or "")
     if given is None:
-        return trained_on
-    dictionary = trained_on / "dict.txt"
+        return trained_on(checkpoint, state)
+    dictionary = Path(task_of(state).get("data") or "") / "dict.txt"
     if dictionary.is_file() and (difference := file_difference(dictionary, given / "dict.txt")):
         raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
     return given

@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     pharaoh = 'alignments in Pharaoh\'s format, a sentence a line: "0-0 1-2 1?3"'
     add("--gold", type=Path, metavar="FILE", help=pharaoh)
     add("--gold-from", type=int, choices=(0, 1), help="the first word's number (default: 0)")
-    files, default = ", ".join(SUFFIXES), [Path("map-statistics.md")]
+    files, default = ", ".join(SUFFIXES) + " (default: map-statistics.md)", [Path("map-statistics.md")]
     add("--out", nargs="+", type=style.output(SUFFIXES), default=default, metavar="FILE", help=files)
     args = parser.parse_args(arguments)
     if args.gold_from is not None and not args.gold:

@@ -149,8 +149,10 @@ def _ending_the_runs() -> Iterator[None]:
 def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
     """The environments in which cells run side by side: `on_cpu` of one thread each, or a few GPUs each.
 
-    A single empty one is one cell after another on all that there is.
+    One that is empty: cells run in turn on the whole machine.
     """
+    if on_cpu and gpus_per_run:
+        raise UserError(f"--gpus-per-run {gpus_per_run}: the runs are on the CPU, where --at-once N says how many")
     if on_cpu:
         return [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}] * on_cpu
     if not gpus_per_run:

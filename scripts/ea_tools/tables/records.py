@@ -73,7 +73,7 @@ def test_against(
     """The paired bootstrap test of two runs' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
 
     It is computed once and kept in the record's JSON, so that it is there without `references`, too. A test of
-    other translations than today's is not believed but made again.
+    older translations is made again.
     """
     texts = [translations(folder, subset) for folder in (record, baseline)]
     if None in texts:

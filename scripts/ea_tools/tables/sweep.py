@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from ea_data.command_line import Parser
 from ea_tools.common import UserError, listed, reporting
-from ea_tools.metrics import LABELS
 from ea_tools.tables import cells, reproduce
 from ea_tools.tables.report import gather
-from ea_tools.tables.table import Column, Row, Table, check, check_flags, check_seeds, file_name
+from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, check_seeds, file_name
 from ea_tools.training import recipes
 
 CONFIRMED = 2  # this many of the best combinations are run with the other seeds
@@ -59,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     # --score is its earlier name.
     parser.add_argument(
-        "--metric", "--score", choices=LABELS, default="sacrebleu", help="what decides (default: sacrebleu)"
+        "--metric", "--score", choices=TABLED, default="sacrebleu", help="what decides (default: sacrebleu)"
     )
     parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
     cells.add_run_options(parser, "sweep")

@@ -108,7 +108,7 @@ def last(run: Path, count: int) -> list[Path]:
 
 
 def average(paths: Sequence[Path]) -> dict[str, Any]:
-    """The last checkpoint of `paths` with the mean of everyone's weights; without its optimizer's state.
+    """The mean of all weights; the rest is the last checkpoint's, without the optimizer's state.
 
     Sums are in float64, so that the order does not matter and equal checkpoints average to themselves, bit for bit.
     The mean of 16-bit weights is kept in 32: ten of them together say more than 16 bits hold. Counters and indices are

@@ -7,7 +7,7 @@
 - SAVE_DIR/log.jsonl holds the numbers for programs
 - on a CPU, memory that a step frees is kept for the next one
 - --bf16-products, before the data: the CPU's units for bfloat16 make float32 products
-- a line comes by time; divergence, Ctrl-C and errors end in one sentence, and success with the next command
+- progress lines come by the clock; divergence, Ctrl-C and errors end in one sentence, success in a command
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LongRunTrainer(Trainer):
     def __init__(self, cfg: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
         self._batches_in_epoch = 0
-        self._taken_up: dict[str, Any] | None = None  # where in an epoch the checkpoint was made that this goes on from
+        self._taken_up: dict[str, Any] | None = None  # place in the epoch of the checkpoint that is resumed
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
             Journal.progress = None
@@ -78,7 +78,7 @@ class LongRunTrainer(Trainer):
         return batches
 
     def _first_may_serve(self) -> bool:
-        """Whether all epochs may have the first one's batches; it is sure only when the data are loaded."""
+        """Whether the first epoch's batches serve all epochs; certain once the data are loaded."""
         if self.task.has_sharded_data("train") or self.cfg.dataset.update_epoch_batch_itr:
             return False
         data = self.task.datasets.get(self.cfg.dataset.train_subset)
@@ -162,7 +162,7 @@ class Progress:
         if self._max_update:
             line += f" of {self._max_update:,}"
         if "loss" in values and "wps" in values:
-            line += f": loss {float(values['loss']):.3f}, {float(values['wps']):,.0f} words a second"
+            line += f": loss {float(values['loss']):.3f}, {float(values['wps']):,.0f} tokens a second"
         logger.info(line)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ea_tools.common import REPO, UserError
 
-USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch ARCH --help lists all flags"
+USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch ARCH --help lists the common flags and --ea-*"
 
 
 def parse(

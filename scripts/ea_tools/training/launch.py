@@ -59,7 +59,7 @@ class Launch:
         return what if self.nodes == 1 else f"{self.nodes} machines x {what}"
 
 
-#: A GPU's driver puts there: NVIDIA's, AMD's, and Windows' for Linux inside it.
+#: Device files of GPU drivers: NVIDIA's, AMD's, and that of Linux in Windows.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -79,7 +79,10 @@ def gpus() -> tuple[int, tuple[int, int] | None]:
 def _slurm_master(nodelist: str | None) -> str | None:
     if not nodelist:
         return None
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    try:
+        hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"SLURM does not name its first machine ({error}); give --master HOST[:PORT]") from None
     return hosts.stdout.split()[0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: glibc's mallopt(3): the number of blocks that it maps singly; the free memory from which on it gives some back
-#: (-1: never). It takes numbers below 2 GiB alone, and a step of R-Drop frees more.
+#: Parameters of glibc's mallopt(3): the most blocks mapped singly; the free memory above which some is returned (-1:
+#: never). A threshold must be below 2 GiB, and a step of R-Drop frees more.
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 

@@ -68,7 +68,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
     if changed:
         raise UserError(
             f"{run} belongs to another run; choose another --run\n"
-            + "\n".join(f"  {name}: there {owner.get(name)}, now {this.get(name)}" for name in changed)
+            + "\n".join(f"  {name}: there {said(owner.get(name))}, now {said(this.get(name))}" for name in changed)
         )
     first = before.get("command", command)  # the one that began the run; each start has its own
     write_json(record, {"identity": this, "command": first, "starts": before.get("starts", [])})
@@ -166,7 +166,7 @@ def mend(run: Path) -> dict[str, Any] | None:
                 (run / name).unlink()
             with replacing(run / name) as temporary:
                 shutil.copyfile(path, temporary)
-        say(f"train: {path.name} is newer than the {LAST} there is, or there is none: going on from it")
+        say(f"train: going on from {path.name}; {LAST} is older or missing")
     return state
 
 

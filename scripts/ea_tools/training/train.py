@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ea_data.command_line import Parser
 from ea_tools.checkpoints import has_model_recorded, load
-from ea_tools.common import REPO, UserError, portable, replacing, reporting, say
+from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting, say
 from ea_tools.metrics import validation_flags
 from ea_tools.preparation import Preparation, fingerprint, require_same
 from ea_tools.text import read_prep
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "distributed-world-size": "use --gpus",
     "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
 }
-# A flag that changes none of these belongs to the launch; one that does makes another model of the run.
+# Beginnings of flags that define the model: a run cannot go on with other values of them.
 IDENTITY = (
     *("ea-", "encoder-", "decoder-", "share-", "layernorm-", "activation-", "seed", "criterion", "optimizer"),
     *("no-scale-embedding", "no-token-positional-embeddings", "no-cross-attention", "adaptive-"),
@@ -153,10 +153,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and train nothing")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs a machine (default: all; 0 is the CPU)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: SLURM's number, or 1)")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: SLURM's number, or 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (default: SLURM's)")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="machine 0 (default: SLURM's first host; port 29500)")
-    parser.add_argument("--precision", choices=("auto", "fp32", "fp16", "bf16"), default="auto")
+    precision = "(default: bf16 or fp16 on a GPU that has it, else fp32)"
+    parser.add_argument("--precision", choices=("auto", "fp32", "fp16", "bf16"), default="auto", help=precision)
     parser.add_argument("--eval-bleu", action="store_true", help="BLEU at each validation; it decides which is best")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--no-tensorboard", action="store_true", help="without the log in RUN/tensorboard")
@@ -184,7 +185,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
 
 
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
-    """The wishes of the command line. `flags` are those for fairseq-train, and replace the recipe's."""
+    """The plan of a command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:

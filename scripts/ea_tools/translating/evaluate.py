@@ -34,17 +34,7 @@ from ea_data.languages import base_language
 from ea_data.preparation import Preparation
 from ea_tools import metrics
 from ea_tools.checkpoints import EPOCH, UPDATE, load, longest, numbered, section, settings
-from ea_tools.common import (
-    REPO,
-    UserError,
-    portable,
-    positive,
-    read_json,
-    replacing,
-    reporting,
-    say,
-    write_json,
-)
+from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, say, write_json
 from ea_tools.preparation import of_model, require_same
 from ea_tools.text import as_written, digest, read_lines, references
 from ea_tools.training import average
@@ -312,10 +302,6 @@ def read_baseline(args: argparse.Namespace, data: str, references: Sequence[str]
     return read_lines(folder / f"{stem}.hyp.txt")
 
 
-#: Flags of fairseq-generate that change its speed and its device, and not the translations.
-SPEED_FLAGS = {"cpu", "max-tokens", "batch-size", "num-workers", "log-format"}
-
-
 def settings_name(args: argparse.Namespace) -> str:
     """The settings of a translation as part of a file name: "beam5.average10"."""
     parts = [f"beam{args.beam}"]
@@ -334,7 +320,7 @@ def settings_name(args: argparse.Namespace) -> str:
     if args.precision != "fp32":
         parts.append(args.precision)
     given = parse_flags(args.generate_flags).items()
-    others = sorted((name, values) for name, values in given if name not in SPEED_FLAGS)
+    others = sorted((name, values) for name, values in given if name not in exported.OF_THE_WORK)
     if others:
         parts.append("flags-" + hashlib.sha256(json.dumps(others).encode()).hexdigest()[:6])
     return ".".join(parts)
@@ -452,7 +438,7 @@ def check_references(output: Iterable[str], tokens: Sequence[str], lowercase: bo
         first = different[0]
         message = (
             f"{len(different)} of {len(targets)} raw references of {name} are not the text of the binary data, first "
-            f"line {first + 1}:\n  raw:    {tokens[first]}\n  binary: {targets[first]}"
+            f"line {first + 1}:\n  raw:    {tokens[first]}\n  binary: {targets[first]}\nPrepare the data again"
         )
         if len(different) > len(targets) // 10:
             raise UserError(message)

@@ -1,7 +1,4 @@
-"""Export a translation or language model to ONNX: a folder for ea_runtime, compared with PyTorch before it is left.
-
-Axes: N sentences.
-"""
+"""Export a translation or language model to ONNX: a folder for ea_runtime, compared with PyTorch before it is left."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.checkpoints import choose, load, section
+from ea_data.preparation import Preparation
+from ea_tools.checkpoints import choose, load, task_of, trained_on
 from ea_tools.common import UserError, positive, quiet, reporting, say
 from ea_tools.preparation import of_model
 from ea_tools.text import read_prep
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_export(args.run):
             raise UserError(f"--run {args.run}: is exported already; name the run that it came from")
         checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
-        loaded, state = load_model(checkpoint, args.run)
+        loaded, state = load_model(checkpoint, args.run, args.data)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".export-") as work:
             folder = Path(work) / "model"
@@ -70,6 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint (default: the run's model)")
     which.add_argument("--average", type=positive, metavar="N", help="the average of the run's last N checkpoints")
+    add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's copy, or those of its training)")
     add("--int8", action="store_true", help="matrix products in 8 bits: a quarter of the size, faster, less exact")
     return parser.parse_args(arguments)
 
@@ -79,26 +78,28 @@ def _average(args: argparse.Namespace) -> Path:
     return Path(choose_checkpoint(args.run, None, best=False, count=args.average)[0])
 
 
-def load_model(checkpoint: Path, run: Path) -> tuple[Translator, dict[str, Any]]:
+def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[Translator, dict[str, Any]]:
     """A checkpoint's model with its text, and the checkpoint's content.
 
     Raises:
         UserError: there is no such checkpoint, or its model cannot be exported; the message names the obstacle.
     """
     state = load(checkpoint)
-    task = section(state, "task").get("_name", "translation")
+    task = task_of(state)["_name"]
     if task not in TASKS:
         raise UserError(f"{checkpoint}: was trained for {task}; models for {' and '.join(TASKS)} can be exported")
-    if section(state, "task").get("add_bos_token"):
+    if task_of(state).get("add_bos_token"):
         raise UserError(f"{checkpoint}: was trained with --add-bos-token; exports start sentences with </s> alone")
     if broken := next((name for name, weight in state["model"].items() if not weight.isfinite().all()), None):
         raise UserError(f"{checkpoint}: {broken} has values that are not finite; choose another checkpoint")
     from ea_fairseq import hub
     from ea_fairseq.export import reason_against
 
-    translates = task == "translation"
-    folder = of_model(checkpoint, state, run).folder if translates else Path(section(state, "task")["data"])
-    read_prep(folder)  # where there is none, it says so
+    if task == "translation":
+        folder = of_model(checkpoint, state, run, Preparation.at(data) if data else None).folder
+    else:
+        folder = data or trained_on(checkpoint, state)
+        read_prep(folder)  # where there is none, it says so
     loaded = hub.translator([checkpoint], folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
@@ -117,7 +118,7 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     strip(folder)
     for path in loaded.text.files:
         shutil.copyfile(path, folder / path.name)
-    kind = section(state, "task")["_name"]
+    kind = task_of(state)["_name"]
     sides = {"source": "dict.txt", "target": "dict.txt"}
     if kind == "translation":
         sides = {"source": f"dict.{task.cfg.source_lang}.txt", "target": f"dict.{task.cfg.target_lang}.txt"}
@@ -148,7 +149,7 @@ def describe_folder(folder: Path, description: dict[str, Any]) -> None:
 
 
 def quantise(folder: Path) -> None:
-    """Weights of matrix products in 8 bits, a scale for each output; convolutions and normalisations stay float32."""
+    """Weights of matrix products in 8 bits, a scale for each output; maps' convolutions and norms stay float32."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     for name in sorted(path.name for path in folder.glob("*.onnx")):
@@ -165,7 +166,7 @@ def quantise(folder: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """Store in 8 bits what `quantise` leaves: the embedding once more, positions, and convolutions over time."""
+    """Store positions and convolutions over time in 8 bits, and an embedding that is shared only once."""
     import onnx
 
     model = onnx.load(path)

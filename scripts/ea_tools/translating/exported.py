@@ -17,8 +17,10 @@ from ea_runtime.translator import EOS, UNK
 from ea_tools.common import UserError, listed, say
 from ea_tools.training.recipes import parse_flags
 
-#: flags after -- that change fairseq's speed, and not its translations
-OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers"}
+#: flags of fairseq-generate that change its speed and its device, and not the translations
+OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers", "log-format"}
+#: what a flag takes, by the type of its setting
+EXPECTED = {bool: "no value", int: "a whole number", float: "a number"}
 #: how many sentences the model reads together by default
 BATCH = 32
 
@@ -56,12 +58,12 @@ def search_settings(beam: int, lenpen: float, flags: Sequence[str]) -> dict[str,
         if flag in OF_THE_WORK:
             continue
         if name not in kinds:
-            known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds)
+            known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds.keys() - {"beam", "lenpen"})
             raise UserError(f"-- --{flag}: an exported model has beam search alone, with {known}")
         try:
             settings[name] = True if kinds[name] is bool and not values else kinds[name](*values)
         except (TypeError, ValueError):
-            raise UserError(f"-- --{flag} {listed(values, ' ')}: expected one {kinds[name].__name__}") from None
+            raise UserError(f"-- --{flag} {listed(values, ' ')}: expected {EXPECTED[kinds[name]]}") from None
     return settings
 
 

@@ -43,7 +43,7 @@ BESIDES_THE_SEARCH = ("cpu", "seed")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: raw text from --input or standard input, translations to --output or standard output."""
     args = parse(arguments)
-    again = "run it again with --resume to go on" if args.output else "the translations above are complete"
+    again = "run it again with --resume to go on" if args.output else "every line above is whole, the rest is missing"
     with reporting("translate", again):
         quiet()
         if exported.is_export(args.run):
@@ -67,12 +67,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export")
     add("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
-    add("--data", type=Path, metavar="DIR", help="prepared data to compare with the run's own copy")
+    add("--data", type=Path, metavar="DIR", help="prepared data (default: the run's copy, which they must match)")
     add("--input", type=Path, metavar="FILE", help="raw text, UTF-8 (default: standard input)")
     add("--output", type=Path, metavar="FILE", help="(default: standard output)")
     add_search(parser)
     add("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
-    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens)")
+    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens; of an export 32)")
     add("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
     add("--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a terminal)")
     args, args.interactive_flags = parse_both(parser, arguments)

@@ -13,7 +13,7 @@ from ea_tools.training.launch import Launch, choose_precision, gpus
 #: fairseq's flags whose values are printed and recorded -> where they come from instead.
 SETTLED = {
     **{"--path": "--checkpoint", "--gen-subset": "--subset", "--beam": "--beam", "--lenpen": "--lenpen"},
-    **{"--input": "--input", "--nbest": "translate.sh --nbest"},
+    **{"--input": "--input", "--nbest": "--nbest of translate.sh; evaluate.sh scores the best alone"},
     **dict.fromkeys(("--source-lang", "--target-lang", "-s", "-t", "--task", "--user-dir"), "the run"),
     **dict.fromkeys(("--fp16", "--bf16", "--memory-efficient-fp16", "--memory-efficient-bf16"), "--precision"),
     **dict.fromkeys(("--post-process", "--remove-bpe", "--results-path"), "the run"),
