@@ -1,6 +1,6 @@
 """Translates with an exported model: numpy, ONNX Runtime and the text tools, without PyTorch and fairseq.
 
-ONNX Runtime is imported with the first of these classes, for ``text`` and ``kept`` serve programs without it, too.
+ONNX Runtime is imported only with these classes: others use ``text`` and ``kept``.
 """
 
 from importlib import import_module

@@ -61,7 +61,7 @@ class Model:
         self.description = describe(self.folder)
         if (task := task_of(self.description)) != self.TASK:
             raise ExportError(f"{folder}: is a model for {task}; {type(self).__name__} takes one for {self.TASK} alone")
-        from ea_runtime.text import Text  # here, for --help needs none of the packages that split text
+        from ea_runtime.text import Text  # here: --help needs none of the packages that split text
 
         self.text = Text(self.folder)
         names = self.description["dictionaries"]

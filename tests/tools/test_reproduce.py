@@ -306,12 +306,18 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
         ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
         ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
+        ("[[column]]", "[[columns]]", "tiny.toml: has no [[column]]; give one or more"),
+        (
+            '"transformer"',
+            '"transformer"\npaper = {other = 1}',
+            "tiny.toml: Plain: paper: other is no column",
+        ),
         ("flags = [", "flags = [3, ", "tiny.toml: rows: flags = 3: expected str"),
         ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
         ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9' is not in "),
         ('"transformer"', '"ea_transformer_base"', "tiny.toml: the rows 'Plain' and 'Evolving' would share one run"),
     ],
-    ids=["comet", "label", "key", "seeds", "arch", "type", "flag", "subset", "twice"],
+    ids=["comet", "label", "key", "seeds", "arch", "column", "paper", "type", "flag", "subset", "twice"],
 )
 def test_a_mistake_in_a_table_is_named(toy, before, after, message):
     path = toy / "tiny.toml"

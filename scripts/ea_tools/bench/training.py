@@ -135,7 +135,7 @@ def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, coun
 
 
 def memory_alone(arguments: Sequence[str], **what: Any) -> dict[str, int]:
-    """`memory` in a fresh process, for memory that one model has had is no measure for the next."""
+    """`memory` in a fresh process: memory that one model has had is no measure for the next."""
     command = [sys.executable, "-P", "-m", "ea_tools.bench", "training", *arguments, "--memory-of", json.dumps(what)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:

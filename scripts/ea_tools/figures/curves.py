@@ -1,8 +1,9 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-scripts/plot_curves.sh is how it is called. A RUN is a folder of scripts/train.sh, or fairseq-train's log (its screen,
-or --log-file; --log-format simple or json). Runs that differ in the seed alone become one line, their mean. The range
-from the lowest to the highest is shaded, up to the end of the shortest run.
+A RUN is a folder of scripts/train.sh, or fairseq-train's log (its screen, or --log-file; --log-format simple or json).
+Runs that differ in the seed alone become one line, their mean. The range from the lowest to the highest is shaded, up
+to the end of the shortest run. The last column of the printed table is the update at which a run reached the lowest
+validation loss of the first RUN.
 
 A training loss is the mean over a stretch between two lines of the log, and stands in the stretch's middle. After a
 kill, repeated updates replace the log from there on. Time is that between updates, validation and saving included,

@@ -1,4 +1,4 @@
-"""Draw a model's attention maps for a sentence, and their parts; scripts/plot_attention.sh is how it is called.
+"""Draw a model's attention maps for a sentence, and their parts.
 
 Each row of the picture is one place: a kind of attention, a layer and a head. It shows the map in use, the map of the
 layer's own query-key logits alone and the map of the convolution alone. With --compare it shows another model's map in

@@ -1,4 +1,4 @@
-"""Attention maps as numbers, for each kind of attention and each layer; scripts/map_statistics.sh is how it is called.
+"""Attention maps as numbers, for each kind of attention and each layer.
 
 Over the first sentences of a prepared split, under teacher forcing: entropy, similarity to the layer before, and the
 shares of skip connection and convolution in the logits. With --gold also the alignment error rate, with --compare the

@@ -1,12 +1,11 @@
 """Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
 
-scripts/reproduce.sh calls this. Finished runs stay; interrupted ones go on. Cells without a run
-say "not run". Flags of fairseq-train go to every training run, whose table is then another page:
---max-update 300 writes results/TABLE-max-update300.md.
+Finished runs stay; interrupted ones go on. Cells without a run say "not run". Flags of fairseq-train go to every
+training run, whose table is then another page: --max-update 300 writes results/TABLE-max-update300.md.
 
-Without a GPU, each core trains one run, on one thread. The small files of a finished run are kept
-in results/runs, from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought
-in by putting its files there.
+Without a GPU, each core trains one run, on one thread. The small files of a finished run are kept in results/runs, from
+which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting its
+files there.
 """
 
 from __future__ import annotations

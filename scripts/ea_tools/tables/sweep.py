@@ -1,4 +1,4 @@
-"""Train every combination of some flags' values, and score each on the validation set; scripts/sweep.sh calls this.
+"""Train every combination of some flags' values, and score each on the validation set.
 
 The first value of each flag together make the baseline. All combinations are run with the first of --seeds; then the
 baseline and the best two with the other seeds. The page is that of a table, results/sweep-NAME.md. The test set has no

@@ -45,6 +45,11 @@ class Column:
     metric: str
     subset: str = "test"
 
+    @property
+    def key(self) -> str:
+        """Its name among the published numbers of a row."""
+        return self.recipe if self.subset == "test" else f"{self.recipe}/{self.subset}"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -58,8 +63,7 @@ class Row:
 
     def published(self, column: Column) -> float | None:
         """The paper's number for this row and column, or None."""
-        key = column.recipe if column.subset == "test" else f"{column.recipe}/{column.subset}"
-        return self.paper.get(key)
+        return self.paper.get(column.key)
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,8 @@ def read(name: str) -> Table:
     if not path.is_file():
         raise UserError(f"{name}: no such table; expected {', '.join(names())}, or a .toml file of your own")
     content = recipes.read_toml(path)
+    if missing := [key for key in ("column", "row") if not content.get(key)]:
+        raise UserError(f"{path}: has no [[{missing[0]}]]; give one or more")
     content = {{"column": "columns", "row": "rows"}.get(key, key): value for key, value in content.items()}
     for column in content.get("columns", []):
         if isinstance(column, dict) and "score" in column:  # the key's earlier name
@@ -166,6 +172,8 @@ def check(where: str, table: Table) -> None:
     for row in table.rows:
         flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
         check_flags(f"{where}: {row.label}: flags: --", recipes.parse_flags(row.flags))
+        if unknown := row.paper.keys() - {column.key for column in table.columns}:
+            raise UserError(f"{where}: {row.label}: paper: {min(unknown)} is no column")
         if row.baseline and row.baseline not in labels:
             raise UserError(
                 f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; there are: {', '.join(labels)}"
@@ -189,7 +197,9 @@ def check_apart(where: str, rows: Iterable[Row], besides: recipes.Flags | None =
     """Refuse rows that would share one run, where all have the flags `besides`."""
     learnt = {}
     for row in rows:
-        other = learnt.setdefault((row.arch, *_slug(_learnt_by(row) | (besides or {}))), row)
+        flags = _learnt_by(row) | (besides or {})
+        model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags.items()))
+        other = learnt.setdefault(model, row)
         if other is not row:
             raise UserError(
                 f"{where}: the rows {other.label!r} and {row.label!r} would share one run: they have the same "

@@ -66,7 +66,7 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 def gpus() -> tuple[int, tuple[int, int] | None]:
     """The number of GPUs, and their least compute capability.
 
-    PyTorch is only asked where there is a driver, for its import takes seconds.
+    PyTorch is only asked where there is a driver: its import takes seconds.
     """
     if not any(Path(driver).exists() for driver in DRIVERS):
         return 0, None

@@ -36,6 +36,6 @@ def use_bf16_products(wanted: bool = True) -> None:
 
     Weights, gradients, the optimizer and evolving attention's own kernel are float32 either way.
     """
-    import torch  # here, for its import takes seconds, and planning a training needs none of it
+    import torch  # here: its import takes seconds, and planning a training needs none of it
 
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if wanted else "ieee"

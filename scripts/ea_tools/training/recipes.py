@@ -79,7 +79,7 @@ def names() -> list[str]:
 
 
 def common_flags() -> set[str]:
-    """The flags of the recipes here. One of them may belong to a part that the user replaced by another."""
+    """The flags of the recipes here. Some do not fit a part that the user replaced."""
     return {name for path in FOLDER.glob("*.toml") for name in read_toml(path).get("flags", {})}
 
 

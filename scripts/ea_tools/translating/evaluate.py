@@ -1,4 +1,4 @@
-"""Translate a prepared split with a trained run and score it; scripts/evaluate.sh is how it is called.
+"""Translate a prepared split with a trained run and score it.
 
 Two kinds of BLEU come out, and they are not comparable with each other.
 sacreBLEU: detokenised translations against the raw references. Report this one today.

@@ -1,4 +1,4 @@
-"""Translate raw text with a trained run; scripts/translate.sh is how it is called.
+"""Translate raw text with a trained run.
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
 With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; --resume goes on
