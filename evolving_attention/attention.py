@@ -63,6 +63,8 @@ class EvolvingHeads(nn.Module):
             evolution: see :class:`Evolution`.
         """
         self.evolution = Evolution(geometry, heads, **evolution)
+        if score not in SCORES:
+            raise ValueError(f"score {score!r}: must be one of {', '.join(SCORES)}")
         build_score = SCORES[score]
         self.score = None if build_score is None else build_score(heads, size)
         self.relative_positions = RelativePositions(relative_positions, size) if relative_positions else None
@@ -225,10 +227,17 @@ class EvolvingAttention(EvolvingHeads):
             cache: of the earlier steps.
             keep_map: whether to return A_logit.
             need_weights: whether to return the weights.
+
+        Raises:
+            ValueError: an encoder's attention with a cache, or encoder-decoder attention without a source.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
+        if stepping and geometry == Geometry.ENCODER_SELF:
+            raise ValueError("cache: an encoder reads its whole sentence at once; leave it out")
         q = self._heads(self.q_proj(query))
         cache = cache or Cache()
+        if geometry == Geometry.ENCODER_DECODER and source is None and cache.keys is None:
+            raise ValueError("source: encoder-decoder attention needs the encoder's output")
         if geometry != Geometry.ENCODER_DECODER:
             source, query_padding = query, padding
         if geometry != Geometry.ENCODER_DECODER or cache.keys is None:

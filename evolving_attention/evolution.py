@@ -153,16 +153,22 @@ RULES = {
 }
 
 
-def check(rule: str, kernel_size: int) -> None:
+def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: int = 1) -> None:
     """Refuse settings that no attention can have.
 
     Raises:
-        ValueError: a rule that is not there, or a kernel without a middle.
+        ValueError: a rule that is not there, a kernel without a middle, a share that is none, or several convolutions
+            where the rule has one.
     """
     if rule not in RULES:
         raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size {kernel_size}: must be a positive odd number")
+    for name, share in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(share, Tensor) and not 0 <= share <= 1:
+            raise ValueError(f"{name} {share}: must be a number from 0 to 1")
+    if conv_layers != 1 and not (conv_layers > 1 and RULES[rule].stackable):
+        raise ValueError(f"conv_layers {conv_layers}: rule {rule!r} takes 1")
 
 
 class Part(NamedTuple):
@@ -223,12 +229,12 @@ def evolve(
     """
     _, _, c, d, e = coefficients
     if convolve is None or is_always(c, 0):
-        return _finite(_weighted(d, previous, e, logits))
+        return finite(_weighted(d, previous, e, logits))
     mixed = mix(coefficients, logits, hidden, previous)
     carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
-    convolved = _finite(F.relu(convolve(mixed, above, hidden)))
+    convolved = finite(F.relu(convolve(mixed, above, hidden)))
     share = c.type_as(carried) if isinstance(c, Tensor) else c
-    return _finite(torch.lerp(carried, convolved, share))
+    return finite(torch.lerp(carried, convolved, share))
 
 
 def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previous: Tensor | None) -> Tensor:
@@ -270,7 +276,7 @@ class Evolution(nn.Module):
         geometry: Geometry,
         heads: int,
         kernel_size: int = 3,
-        alpha: float = 0.0,
+        alpha: float = 0.1,
         beta: float = 0.1,
         *,
         rule: str = "evolving",
@@ -279,7 +285,7 @@ class Evolution(nn.Module):
         learn_mix: bool = False,
     ):
         super().__init__()
-        check(rule, kernel_size)
+        check(rule, kernel_size, alpha, beta, conv_layers)
         self.geometry = geometry
         self.kernel_size = kernel_size
         self.rule = rule
@@ -336,7 +342,7 @@ class Evolution(nn.Module):
         Only encoders have several, so that there are no rows above.
         """
         for conv in self.stacked:
-            mixed = _hide(_finite(F.relu(conv(mixed))), hidden)
+            mixed = _hide(finite(F.relu(conv(mixed))), hidden)
         return mixed
 
     def for_one_convolution(self, hidden: Tensor | None, previous: Tensor | None) -> Tensor | None:
@@ -363,7 +369,7 @@ class Evolution(nn.Module):
             parts["previous"] = Part(rest * d, previous)
         if convolved:
             mixed = mix(coefficients, logits, hidden, previous)
-            parts["convolution"] = Part(c, _finite(F.relu(self.convolve(mixed, above, hidden))))
+            parts["convolution"] = Part(c, finite(F.relu(self.convolve(mixed, above, hidden))))
         return parts
 
     def extra_repr(self) -> str:
@@ -393,7 +399,7 @@ def _hide(maps: Tensor, hidden: Tensor | None) -> Tensor:
     return maps if hidden is None else maps.masked_fill(hidden, 0)
 
 
-def _finite(maps: Tensor) -> Tensor:
+def finite(maps: Tensor) -> Tensor:
     """Keep half-precision sums out of infinity, from which the next layer would make NaN.
 
     Half of the range, so that masked logits, which are set to its end, stay the lowest.

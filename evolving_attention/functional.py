@@ -4,17 +4,14 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 Masks: True = masked.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .evolution import RULES, Evolution, Geometry, Share, check, convolve, evolve, mix
+from .evolution import RULES, Evolution, Geometry, Share, check, convolve, evolve, finite, mix
 from .kernels import Call, Result
 from .masks import masked_softmax
-from .scores import dot_products
 
 
 def evolving_attention(
@@ -32,7 +29,6 @@ def evolving_attention(
     mask: Tensor | None = None,
     hidden: Tensor | None = None,
     logits: Tensor | None = None,
-    logit_bias: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     keep_map: bool = True,
@@ -40,7 +36,7 @@ def evolving_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention whose map is convolved, and mixed with the map of the layer before (ICML 2021, equation 4).
 
-        logits  = scale * q k^T + logit_bias
+        logits  = scale * q k^T
         A_logit = the rule's sum of previous, logits and ReLU(Conv(...)): see evolution.py
         output  = dropout(softmax(mask(A_logit))) v
 
@@ -55,8 +51,7 @@ def evolving_attention(
         mask: True where a key must not be attended to; broadcasts to B x K x T x S. In decoders it holds the future.
         hidden: True where the convolution sees zero; broadcasts likewise. Default: ``mask``. In encoders it holds the
             padded rows too.
-        logits: B x K x T x S, in the place of scale * q k^T.
-        logit_bias: broadcasts to B x K x T x S.
+        logits: B x K x T x S, finite, in the place of scale * q k^T: other scores, or these with a bias.
         scale: of q k^T; default: 1 / sqrt(D).
         dropout: probability that an attention weight is dropped.
         keep_map: whether to return A_logit.
@@ -66,14 +61,14 @@ def evolving_attention(
         output, B x K x T x D; A_logit before the mask, B x K x T x S, or None without ``keep_map``.
 
     Raises:
-        ValueError: an unknown rule, or a weight without a bias.
+        ValueError: an unknown rule, a share out of range, a weight without a bias, or a previous map of another shape.
     """
-    check(rule, 1 if weight is None else weight.size(-1))
+    check(rule, 1 if weight is None else weight.size(-1), alpha, beta)
+    if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
+        raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
     if (weight is None) != (bias is None):
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    if logit_bias is not None:
-        logits = (dot_products(q, k, scale) if logits is None else logits) + logit_bias
     coefficients = RULES[rule].coefficients(alpha, beta, previous is not None, geometry)
     if weight is None:
         coefficients = coefficients._replace(c=0.0)
@@ -117,8 +112,11 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
     if evolution is not None:
         a_logit = evolution(*maps, above)
     else:
-        convolution = None if call.weight is None else functools.partial(_convolve, call)
-        a_logit = evolve(call.coefficients, *maps, above, convolution)
+
+        def convolution(mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
+            return convolve(call.geometry, mixed, above, call.weight, call.bias)
+
+        a_logit = evolve(call.coefficients, *maps, above, None if call.weight is None else convolution)
     kept = None
     if above is not None:
         kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
@@ -130,16 +128,10 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
 
 def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:
     """A call's logits, B x K x T x S, and the mixed rows above them, as wide as they are, or None."""
-    logits = call.given
-    if logits is None:
-        logits = _product(call.q * call.scale, call.k.transpose(2, 3))
+    logits = finite(_product(call.q * call.scale, call.k.transpose(2, 3)) if call.given is None else call.given)
     if call.above is None:
         return logits, None
     return logits, F.pad(call.above, (0, logits.size(3) - call.above.size(3)))  # new columns were the future then
-
-
-def _convolve(call: Call, mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
-    return convolve(call.geometry, mixed, above, call.weight, call.bias)
 
 
 def _product(x: Tensor, by: Tensor) -> Tensor:

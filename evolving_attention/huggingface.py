@@ -20,9 +20,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from .evolution import Evolution, Geometry
+from .evolution import Evolution, Geometry, check
 from .functional import attend
-from .kernels import Call
+from .kernels import Call, sees
 from .masks import MASKED_FROM, hide_rows
 
 #: the name of the attention implementation
@@ -156,6 +156,17 @@ class _Maps:
     def __init__(self, need_weights: bool) -> None:
         self.need_weights = need_weights
         self.of: dict[str, tuple[Tensor, bool]] = {}
+        self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # those of this call, and what is in them
+
+    def read(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """``_read_mask``, once for the layers that share a mask: on a GPU it waits."""
+        if mask is None:
+            return None, None
+        for other, found in self._masks:
+            if other is mask:
+                return found
+        self._masks.append((mask, _read_mask(mask)))
+        return self._masks[-1][1]
 
     def before(self, module: nn.Module) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
@@ -196,7 +207,7 @@ def _attention(
         bias = {} if position_bias is None else {"position_bias": position_bias}
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **bias)
-    masked, summand = _read_mask(attention_mask)
+    masked, summand = evolving_maps.read(attention_mask)
     given = None
     if position_bias is not None or summand is not None:
         given = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -207,6 +218,9 @@ def _attention(
     previous = evolving_maps.before(module)
     layer, above = _cached_layer(evolving_cache, module), None
     if layer is not None:
+        if layer.above is None and evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
+            raise ValueError("past_key_values: holds keys and values without the rows of maps that the convolution "
+                             "reads; let the evolving model fill it from the start")  # fmt: skip
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
         above = first if layer.above is None else layer.above
     call = Call(
@@ -234,13 +248,14 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, eager_mask)
 
 
-def _read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """The hidden places of a mask, bool, and its summand of the logits; both broadcast to B x K x T x S."""
-    if mask is None or mask.dtype == torch.bool:
-        return (None if mask is None else ~mask), None
+    if mask.dtype == torch.bool:
+        return ~mask, None
     masked = mask <= MASKED_FROM
     rest = mask.masked_fill(masked, 0)
-    return masked, rest if bool(rest.any()) else None
+    unread = torch.compiler.is_compiling() or not sees(rest)
+    return masked, rest if unread or bool(rest.any()) else None
 
 
 def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | None:
@@ -278,9 +293,7 @@ def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, An
 
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Refuse what ``evolve`` cannot do, before anything changes."""
-    for name in ("alpha", "beta"):
-        if not 0 <= settings[name] <= 1:
-            raise ValueError(f"{name} {settings[name]}: must be a number from 0 to 1")
+    check(*(settings[name] for name in ("rule", "kernel_size", "alpha", "beta")))
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
     types = {module.config.model_type for module in model.modules() if _is_attention(module)}

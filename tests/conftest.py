@@ -5,6 +5,7 @@ needs neither.
 """
 
 import gc
+import importlib.util
 import logging
 
 import pytest
@@ -22,7 +23,8 @@ def pytest_configure(config):
         from helpers.interpreter import import_triton
 
         import_triton()  # before anything else lets PyTorch do it
-        import helpers.models  # noqa: F401
+        if importlib.util.find_spec("fairseq"):  # core/ and huggingface/ need none
+            import helpers.models  # noqa: F401
 
         gc.set_threshold(70_000, 20, 20)  # looking for circles of garbage takes a tenth of a short test
 

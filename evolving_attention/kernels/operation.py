@@ -44,15 +44,7 @@ class Inputs(NamedTuple):
     keep_map: bool
     need_weights: bool
 
-    @property
-    def maps(self) -> tuple[int, int, int, int]:
-        """B, K, T, S."""
-        return *self.q.shape[:3], self.v.size(2)
-
-    @property
-    def kernel_size(self) -> int:
-        """k; 0: no convolution."""
-        return 0 if self.weight is None else self.weight.size(-1)
+    maps, kernel_size = Call.maps, Call.kernel_size
 
 
 #: the first inputs, which are tensors; of these, the first, which may have gradients

@@ -6,6 +6,7 @@ from helpers.reference import COEFFICIENTS, evolve
 from torch.testing import assert_close
 
 from evolving_attention import Cache, EvolvingAttention, Geometry, evolving_attention
+from evolving_attention.evolution import RULES
 from evolving_attention.masks import combine
 
 
@@ -26,9 +27,37 @@ def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, messa
         build(size, rule)
 
 
-def test_a_weight_without_a_bias_is_refused():
-    with pytest.raises(ValueError, match="both or neither"):
-        function(3, bias=False)
+def attend(geometry=Geometry.ENCODER_SELF, cache=None, **options):
+    return EvolvingAttention(geometry, 8, 2, **options)(torch.randn(1, 5, 8), cache=cache)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: function(3, bias=False), "both or neither"),
+        (
+            lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 4)),
+            r"previous: must be \(1, 2, 5, 5\), not \(1, 2, 5, 4\)",
+        ),
+        (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
+        (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
+        (lambda: attend(score="cosine"), "score 'cosine': must be one of dot, "),
+        (lambda: attend(cache=Cache()), "cache: an encoder reads its whole sentence at once"),
+        (lambda: attend(Geometry.ENCODER_DECODER), "source: encoder-decoder attention needs the encoder's output"),
+    ],
+)
+def test_what_would_give_other_numbers_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_beyond_float16_stay_finite(rule):
+    """As in the plain Transformer, whose softmax alone reads them."""
+    q = torch.tensor([-600.0, 600]).half().repeat(1, 2, 3, 4).mT
+    previous, weight = torch.zeros(1, 2, 8, 8).half(), torch.full((2, 2, 3, 3), 0.1).half()
+    output, a_logit = evolving_attention(q, q, q, previous, weight, torch.zeros(2).half(), rule=rule)
+    assert output.isfinite().all() and a_logit.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
@@ -47,7 +76,7 @@ def test_the_function_gives_the_papers_sums(kind, dtype, plain):
     """Every argument counts: each number of them is another."""
     geometry = dict(zip(("encoder", "decoder", "cross"), Geometry, strict=True))[kind]
     q, k, v = torch.randn(3, 2, 3, 4, 5).to(dtype)
-    weight, bias, logit_bias = torch.randn(3, 3, 3, 3).to(dtype), torch.randn(3).to(dtype), torch.randn(4, 4).to(dtype)
+    weight, bias = torch.randn(3, 3, 3, 3).to(dtype), torch.randn(3).to(dtype)
     previous = torch.randn(2, 3, 4, 4).to(dtype) if kind == "encoder" else None
     mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
     mask[0, ..., 2:] = True
@@ -55,9 +84,8 @@ def test_the_function_gives_the_papers_sums(kind, dtype, plain):
     hidden[1, :, 1] = True
     shares = {"alpha": torch.tensor(0.4, dtype=dtype), "beta": 0.3}
     options = {"geometry": geometry, "mask": mask, "hidden": hidden, "plain": plain, **shares}
-    maps = {"scale": 0.7, "logit_bias": logit_bias}
-    output, a_logit = evolving_attention(q, k, v, previous, weight, bias, **maps, **options)
-    logits = 0.7 * q @ k.transpose(2, 3) + logit_bias
+    output, a_logit = evolving_attention(q, k, v, previous, weight, bias, scale=0.7, **options)
+    logits = 0.7 * q @ k.transpose(2, 3)
     for b in range(2):
         coefficients = COEFFICIENTS["evolving", previous is not None](0.4, 0.3)
         before = None if previous is None else previous[b]

@@ -5,8 +5,6 @@ import math
 import torch
 from torch.testing import assert_close
 
-from ea_fairseq.attention import Padding
-
 
 def visible_taps(kind, k):
     """(row offset, column offset, kernel row, kernel column) of every tap that pixel (i, j) reads."""
@@ -207,6 +205,8 @@ def compare_decoder(module, padding):
 
 def compare_cross(module, source_padding, target_padding):
     """Encoder-decoder attention, against loops. source_padding: S numbers, target_padding: T numbers, 1 = padded."""
+    from ea_fairseq.attention import Padding  # here: tests of the core do without fairseq
+
     module = randomised(module)
     source, target = (torch.tensor(padding, dtype=torch.bool) for padding in (source_padding, target_padding))
     x = torch.randn(len(target), module.embed_dim, dtype=torch.float64, requires_grad=True)

@@ -290,6 +290,10 @@ def test_what_cannot_work_is_refused_by_name():
         model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(NotImplementedError, match="assisted decoding, which takes back tokens, does not work"):
         model.generate(words[:1], max_new_tokens=4, assistant_model=build("gpt2"), pad_token_id=0)
+    layers = model(words[:, :-1], use_cache=True).past_key_values.layers
+    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in layers])
+    with pytest.raises(ValueError, match="past_key_values: holds keys and values without the rows"):
+        model(words[:, -1:], past_key_values=rebuilt)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="'sdpa' hides the attention map; expected 'evolving'"):
         model(words)
@@ -383,6 +387,17 @@ def test_a_mask_of_any_low_number_hides(number):
     floats = (1 - MASK.double())[:, None, None].expand(-1, -1, 6, -1)
     floats = torch.where(floats > 0, torch.tensor(number).double(), 0.0)
     assert_close(model(words, attention_mask=floats).logits[MASK.bool()], expected[MASK.bool()])
+
+
+@torch.no_grad()
+def test_a_masked_call_is_exported_and_compiled_whole():
+    model, given = build("bert", alpha=0.3, beta=0.3).eval(), {"attention_mask": MASK}
+    words = inputs("bert")["input_ids"]
+    expected = model(words, **given).logits
+    exported = torch.export.export(model, (words,), given, strict=False).module()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for run in (exported, compiled):
+        assert_close(run(words, **given).logits[MASK.bool()], expected[MASK.bool()])
 
 
 def _gradients(model, name):

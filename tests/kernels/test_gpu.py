@@ -199,6 +199,19 @@ def test_float16_stays_finite():
     assert gradient[0, 0, 0, 1] != 0
 
 
+def test_logits_beyond_float16_are_cut_off_before_they_are_mixed():
+    case = Case(ENCODER, 2, 3, 3, 4, "", HALF, previous=True, batch=1)
+    evolution, tensors = evolution_of(case), tensors_of(case)
+    with torch.no_grad():
+        for name in "qk":
+            tensors[name][0, 0, 0] = 300
+        evolution.conv.weight *= 0.01
+    call = call_of(evolution, tensors, masks_of(case))
+    found, expected = gpu.attend(call).a_logit, attend(call, evolution, plain=True).a_logit
+    assert expected.isfinite().all() and (expected.abs() > 1e4).any()
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=1)
+
+
 def test_learnt_shares_may_stay_float32_among_half_tensors():
     """As under --amp: the numbers are those of shares in half precision, the gradients are float32."""
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, alpha=0.5, beta=0.25, learn=True)
@@ -709,7 +722,7 @@ def resources(triton, cubin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
 def test_compiles_without_spills(capability):
     """Run in another process: Triton here was imported for its interpreter.
 

@@ -240,6 +240,7 @@ def _mix(
             else:
                 keys = _vectors(call.k, call.k_strides, call.source, h, j, S, call.D, UNIT, WIDTH)
                 logits = _product(rows, tl.trans(keys), logits) * call.scale
+            logits = _clamped(logits, call.limit)
             before = tl.zeros([BAND, COLUMNS], tl.float32)
             if (call.flags & PREVIOUS) != 0:
                 before = tl.load(call.previous + places, mask=exists, other=0).to(tl.float32)

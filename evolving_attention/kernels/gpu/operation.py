@@ -64,13 +64,13 @@ def backward(*arguments: Any) -> list[Tensor]:
     )
     flags = GRAD_MAP * (of.of_a_logit is not None)
     _launch(backward_kernel, x, stats, left, frame, weighted, [x.q, x.k, x.v, of_context], 4, flags)
-    sums = partial.sum(0)  # the same order every time
-    of_given = x.v.new_empty(0) if x.given is None else grad
-    convolution = [x.v.new_empty(0), x.v.new_empty(0)]
-    if x.weight is not None:
-        convolution = [sums[:taps].view(x.weight.shape), sums[taps:-5]]
-        convolution = [y.to(x.weight.dtype, copy=True) for y in convolution]  # results may not share memory
-    found = [*of_vectors, of_given, of_previous, *convolution, sums[-5:].clone()]
+    nothing = x.v.new_empty(0)
+    of_convolution = [nothing, nothing]
+    if x.weight is not None:  # sums of their own: results may not share memory. The same order every time
+        of_convolution = [partial[:, :taps].sum(0).view(x.weight.shape), partial[:, taps:-5].sum(0)]
+        of_convolution = [y.to(x.weight.dtype) for y in of_convolution]
+    of_shares = nothing if x.learnt is None else partial[:, -5:].sum(0)
+    found = [*of_vectors, nothing if x.given is None else grad, of_previous, *of_convolution, of_shares]
     return [y if want else x.v.new_empty(0) for y, want in zip(found, of.wanted, strict=True)]
 
 
