@@ -171,13 +171,6 @@ def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: i
         raise ValueError(f"conv_layers {conv_layers}: rule {rule!r} takes 1")
 
 
-class Part(NamedTuple):
-    """One summand of A_logit: ``share`` times ``map``."""
-
-    share: Share
-    map: Tensor  # B x K x T x S
-
-
 class MapConvolution(nn.Conv2d):
     """PyTorch's convolution of K channels by a k x k kernel, which lies over a map as its geometry says.
 
@@ -352,25 +345,6 @@ class Evolution(nn.Module):
         ``predictive`` has several, and its convolutions read nothing but the previous map.
         """
         return previous if previous is None else self.before_last(_hide(previous, hidden), hidden)
-
-    def parts(
-        self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None
-    ) -> dict[str, Part]:
-        """The summands of A_logit by name: "logits", "previous" and "convolution", those that there are.
-
-        Arguments as in ``forward``. The sum of share times map is A_logit, where nothing is hidden.
-        """
-        coefficients = self.coefficients(previous is not None)
-        _, _, c, d, e = coefficients
-        convolved = self.conv is not None and not is_always(c, 0)
-        rest = 1 - c if convolved else 1.0
-        parts = {"logits": Part(rest * e, logits)}
-        if previous is not None and not is_always(d, 0):
-            parts["previous"] = Part(rest * d, previous)
-        if convolved:
-            mixed = mix(coefficients, logits, hidden, previous)
-            parts["convolution"] = Part(c, finite(F.relu(self.convolve(mixed, above, hidden))))
-        return parts
 
     def extra_repr(self) -> str:
         return f"{self.rule}, {self.geometry.value}, alpha={float(self.alpha):g}, beta={float(self.beta):g}"

@@ -13,13 +13,40 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from evolving_attention import Geometry
 from evolving_attention.attention import EvolvingHeads
-from evolving_attention.scores import RelativePositions2d
 
 HEADS = 8
 #: v: the share of the channels that attention gives. Keys have k = 2 v of them (section A.1).
 SHARE = 0.2
 #: Larger pictures are averaged 2 x 2 before attention, whose result is enlarged again, as in the authors' code.
 LONGEST_SIDE = 14
+
+
+class RelativePositions2d(nn.Module):
+    """Relative positions in a picture: q_i^T (e^H_(h(j) - h(i)) + e^W_(w(j) - w(i))); ICML 2021, equation 3.
+
+    Pixels are numbered row by row. All heads of a layer share its two tables.
+
+    Args:
+        height, width: of the picture.
+        size: D.
+    """
+
+    def __init__(self, height: int, width: int, size: int):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2 * height - 1, size) * size**-0.5)
+        self.columns = nn.Parameter(torch.randn(2 * width - 1, size) * size**-0.5)
+        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        row, column = row.flatten(), column.flatten()
+        self.register_buffer("row_distance", row - row[:, None] + height - 1, persistent=False)  # N x N
+        self.register_buffer("column_distance", column - column[:, None] + width - 1, persistent=False)
+
+    def forward(self, q: Tensor, keys: int) -> Tensor:
+        """q: B x K x N x D, scaled; keys: N = height * width -> B x K x N x N, to be added to the logits."""
+        by_row, by_column = q @ self.rows.T, q @ self.columns.T  # B x K x N x (2 height - 1), (2 width - 1)
+        shape = *q.shape[:3], keys
+        return by_row.gather(3, self.row_distance.expand(shape)) + by_column.gather(
+            3, self.column_distance.expand(shape)
+        )
 
 
 class AugmentedConvolution(EvolvingHeads):

@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from helpers import reference
 from torch import nn
 
-from evolving_attention.scores import RelativePositions2d
-
 pytest.importorskip("transformers")
 from transformers import ResNetForImageClassification, ViTForImageClassification
 
 from examples.images import digits, maps, resnet
-from examples.images.resnet import AugmentedConvolution
+from examples.images.resnet import AugmentedConvolution, RelativePositions2d
 
 SIDE = 3
 

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
@@ -24,8 +25,15 @@ from torch import Tensor, nn
 from ea_tools.common import UserError
 from ea_tools.maps import KINDS
 from evolving_attention.attention import EvolvingHeads, Maps
-from evolving_attention.evolution import Part
+from evolving_attention.evolution import Evolution, Share, finite, is_always, mix
 from evolving_attention.masks import combine
+
+
+class Part(NamedTuple):
+    """One summand of A_logit: ``share`` times ``map``."""
+
+    share: Share
+    map: Tensor  # B x K x T x S
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def _observer(collected: Collected, kind: str, number: int, attention: EvolvingH
 
     @torch.no_grad()
     def observe(maps: Maps) -> None:
-        parts = evolution.parts(maps.logits, maps.hidden, maps.previous, maps.above)
+        parts = parts_of(evolution, maps)
         collected.layers.append(
             LayerMaps(
                 kind,
@@ -113,6 +121,24 @@ def _observer(collected: Collected, kind: str, number: int, attention: EvolvingH
         )
 
     return observe
+
+
+def parts_of(evolution: Evolution, maps: Maps) -> dict[str, Part]:
+    """The summands of A_logit by name: "logits", "previous" and "convolution", those that there are.
+
+    The sum of share times map is A_logit, where nothing is hidden.
+    """
+    coefficients = evolution.coefficients(maps.previous is not None)
+    _, _, c, d, e = coefficients
+    convolved = evolution.conv is not None and not is_always(c, 0)
+    rest = 1 - c if convolved else 1.0
+    parts = {"logits": Part(rest * e, maps.logits)}
+    if maps.previous is not None and not is_always(d, 0):
+        parts["previous"] = Part(rest * d, maps.previous)
+    if convolved:
+        mixed = mix(coefficients, maps.logits, maps.hidden, maps.previous)
+        parts["convolution"] = Part(c, finite(F.relu(evolution.convolve(mixed, maps.above, maps.hidden))))
+    return parts
 
 
 class _StockHook:
