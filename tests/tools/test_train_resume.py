@@ -258,7 +258,7 @@ def test_a_folder_belongs_to_one_run(tmp_path, data):
     with pytest.raises(UserError, match="belongs to another run") as refusal:
         run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"}, "", data)
     assert "arch: there a, now b" in str(refusal.value)
-    assert "ea-beta: there None, now 0.3" in str(refusal.value)
+    assert "ea-beta: there not given, now 0.3" in str(refusal.value)
     (tmp_path / "run.json").unlink()
     with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
         run_folder.claim(tmp_path, mine, "", data)

@@ -50,7 +50,7 @@ def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, caplog):
     steps(1)
     assert len(caplog.records) == 6, "one in ten seconds, however short or long the steps are"
     first = caplog.records[0].getMessage()
-    assert first == "epoch 1, batch 10 of 1,000, update 10 of 201: loss 5.250, 1,234 words a second"
+    assert first == "epoch 1, batch 10 of 1,000, update 10 of 201: loss 5.250, 1,234 tokens a second"
     caplog.clear()
     clock.now += 3600
     steps(10)
