@@ -156,7 +156,7 @@ class _Maps:
     def __init__(self, need_weights: bool) -> None:
         self.need_weights = need_weights
         self.of: dict[str, tuple[Tensor, bool]] = {}
-        self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # those of this call, and what is in them
+        self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # each mask of this call, and its parts
 
     def read(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """``_read_mask``, once for the layers that share a mask: on a GPU it waits."""

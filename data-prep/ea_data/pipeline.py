@@ -464,7 +464,7 @@ def _link(paths: list[Path], folder: Path) -> None:
 
 
 def none_left(split: str, dropped: Counter[str]) -> str:
-    """What to say where every pair was dropped."""
+    """The message where every pair was dropped."""
     counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items())
     return f"{split}: no pair is left: {counts}; give other text, or raise --max-length or --max-ratio"
 

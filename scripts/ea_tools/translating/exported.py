@@ -19,7 +19,7 @@ from ea_tools.training.recipes import parse_flags
 
 #: flags of fairseq-generate that change its speed and its device, and not the translations
 OF_THE_WORK = {"cpu", "batch-size", "max-tokens", "num-workers", "log-format"}
-#: what a flag takes, by the type of its setting
+#: the value of a flag, by the type of its setting
 EXPECTED = {bool: "no value", int: "a whole number", float: "a number"}
 #: how many sentences the model reads together by default
 BATCH = 32
