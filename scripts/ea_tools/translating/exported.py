@@ -58,7 +58,7 @@ def search_settings(beam: int, lenpen: float, flags: Sequence[str]) -> dict[str,
         if flag in OF_THE_WORK:
             continue
         if name not in kinds:
-            known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds.keys() - {"beam", "lenpen"})
+            known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds if name not in ("beam", "lenpen"))
             raise UserError(f"-- --{flag}: an exported model has beam search alone, with {known}")
         try:
             settings[name] = True if kinds[name] is bool and not values else kinds[name](*values)
