@@ -137,9 +137,14 @@ def structure(state: dict) -> dict[str, Any]:
     }
 
 
+def is_export(folder: Path | None) -> bool:
+    """Whether a folder is what export.sh wrote, in whatever state."""
+    return folder is not None and any((folder / name).exists() for name in ("encoder.onnx", "decoder.onnx"))
+
+
 def choose(run: Path) -> Path:
     """The checkpoint that is a run's model, by ea_fairseq's one rule; says on standard error which it is."""
-    if (run / "decoder.onnx").exists():
+    if is_export(run):
         raise UserError(f"--run {run}: is an exported model; give the run that it came from")
     try:
         path = _loading().model_of(run)

@@ -6,10 +6,13 @@ The tools read them there, and refuse data that were prepared in another way.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,27 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
     if not kept:
         _check_fingerprint(run, preparation.folder)
     return preparation
+
+
+def of_one_language(checkpoint: Path, state: dict, data: Path | None = None) -> Preparation:
+    """The preparation of text for a model of one language, of which runs keep no copy. Arguments as ``of_model``'s."""
+    if data is None:
+        return Preparation.at(trained_on(checkpoint, state))
+    dictionary = Path(task_of(state).get("data") or "") / "dict.txt"
+    if dictionary.is_file() and (difference := file_difference(dictionary, data / "dict.txt")):
+        raise UserError(f"{data} is not what {checkpoint} was trained on: {difference}")
+    return Preparation.at(data)
+
+
+@contextlib.contextmanager
+def fitting(checkpoint: Path, data: Path) -> Iterator[None]:
+    """Inside, a checkpoint is read with the dictionaries of these data; where they do not fit, it is a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if wrong := re.search(r"size mismatch for .*", str(error)):
+            raise UserError(f"{checkpoint} was not trained on {data}: {wrong[0]}") from None
+        raise
 
 
 def _check_fingerprint(run: Path, data: Path) -> None:

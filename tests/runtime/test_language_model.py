@@ -1,6 +1,7 @@
 """An exported language model scores and completes text as fairseq does."""
 
 import math
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,11 @@ def pair(request, data, tmp_path_factory):
     words = ["--run", str(run), "--out", str(folder / "out")]
     with pytest.raises(SystemExit, match=r"was trained on .*/data, which is not there any more; say where by --data"):
         export.main(words)
+    other = shutil.copytree(moved, folder / "other")
+    with (other / "dict.txt").open("a") as dictionary:
+        dictionary.write("more 1\n")
+    with pytest.raises(SystemExit, match=r"was not trained on .*/other: size mismatch for decoder\.embed_tokens"):
+        export.main([*words, "--data", str(other)])
     export.main([*words, "--data", str(moved)])
     return export.load_model(checkpoint, run, moved)[0], folder / "out"
 

@@ -33,7 +33,7 @@ from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
-from ea_tools.preparation import file_difference, of_model
+from ea_tools.preparation import fitting, of_model, of_one_language
 
 TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
 MASK = "<mask>"
@@ -200,24 +200,10 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         run = path if path.is_dir() else None
         preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
     else:
-        preparation = Preparation.at(_data_of_one_language(checkpoint, state, given))
+        preparation = of_one_language(checkpoint, state, given)
     folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
-    try:
+    with fitting(checkpoint, folder):
         # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
         (model,), _, task = read_models([checkpoint], folder, preparation.prep)
-    except RuntimeError as error:
-        if wrong := re.search(r"size mismatch for .*", str(error)):
-            raise UserError(f"{checkpoint} was not trained on {folder}: {wrong[0]}") from None
-        raise
     return Loaded(checkpoint, folder, preparation.prep, model.eval(), task, trained_for)
-
-
-def _data_of_one_language(checkpoint: Path, state: dict, given: Path | None) -> Path:
-    """The folder whose dictionary a model of one language was trained with."""
-    if given is None:
-        return trained_on(checkpoint, state)
-    dictionary = Path(task_of(state).get("data") or "") / "dict.txt"
-    if dictionary.is_file() and (difference := file_difference(dictionary, given / "dict.txt")):
-        raise UserError(f"{given} is not what {checkpoint} was trained on: {difference}")
-    return given

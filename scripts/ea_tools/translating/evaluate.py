@@ -33,7 +33,7 @@ from ea_data.command_line import Parser
 from ea_data.languages import base_language
 from ea_data.preparation import Preparation
 from ea_tools import metrics
-from ea_tools.checkpoints import EPOCH, UPDATE, load, longest, numbered, section, settings
+from ea_tools.checkpoints import EPOCH, UPDATE, is_export, load, longest, numbered, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, say, write_json
 from ea_tools.preparation import of_model, require_same
 from ea_tools.text import as_written, digest, read_lines, references
@@ -98,7 +98,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     name = prep.get("name", args.data.name)
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
-    translate = translate_export if exported.is_export(args.run) else translate_run
+    translate = translate_export if is_export(args.run) else translate_run
     model = translate(args, data, split, len(written))
     cut, left_out = count_longer(data, args.subset, model.lengths)
     hypotheses = in_order(model.output, len(written), left_out)
@@ -153,7 +153,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_name(run: Path, data: str, subset: str) -> str:
     """The name of a split in a run's results: "test", or "law.test" of other data than the run's own."""
-    preparation = Preparation.at(run) if exported.is_export(run) else Preparation.kept_by(run)
+    preparation = Preparation.at(run) if is_export(run) else Preparation.kept_by(run)
     own = preparation.prep.get("name", data) if preparation else data
     return subset if data == own else f"{data}.{subset}"
 
@@ -309,7 +309,7 @@ def settings_name(args: argparse.Namespace) -> str:
         parts.append(f"lenpen{args.lenpen:g}")
     if args.tok:
         parts.append(f"tok-{args.tok}")
-    if exported.is_export(args.run):
+    if is_export(args.run):
         parts.append(_exported_name(args.run))
     elif args.best:
         parts.append("best")

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ea_data.preparation import Preparation
-from ea_tools.checkpoints import choose, load, task_of, trained_on
+from ea_tools.checkpoints import choose, is_export, load, task_of
 from ea_tools.common import UserError, positive, quiet, reporting, say
-from ea_tools.preparation import of_model
-from ea_tools.text import read_prep
+from ea_tools.preparation import fitting, of_model, of_one_language
 from ea_tools.training import provenance
 from ea_tools.translating.evaluate import choose_checkpoint, describe
-from ea_tools.translating.exported import is_export
 
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
@@ -98,9 +96,9 @@ def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[T
     if task == "translation":
         folder = of_model(checkpoint, state, run, Preparation.at(data) if data else None).folder
     else:
-        folder = data or trained_on(checkpoint, state)
-        read_prep(folder)  # where there is none, it says so
-    loaded = hub.translator([checkpoint], folder)
+        folder = of_one_language(checkpoint, state, data).folder
+    with fitting(checkpoint, folder):
+        loaded = hub.translator([checkpoint], folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state

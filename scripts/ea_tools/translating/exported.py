@@ -25,11 +25,6 @@ EXPECTED = {bool: "no value", int: "a whole number", float: "a number"}
 BATCH = 32
 
 
-def is_export(folder: Path | None) -> bool:
-    """Whether a folder is what export.sh wrote, in whatever state."""
-    return folder is not None and any((folder / name).exists() for name in ("encoder.onnx", "decoder.onnx"))
-
-
 def refuse(args: argparse.Namespace, *names: str) -> None:
     """Refuse options that choose a checkpoint or how it computes: an export holds one model, whose numbers are fixed.
 

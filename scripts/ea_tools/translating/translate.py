@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ea_data.command_line import Parser
 from ea_data.preparation import Preparation
-from ea_tools.checkpoints import choose, load
+from ea_tools.checkpoints import choose, is_export, load
 from ea_tools.common import UserError, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import decode
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = "run it again with --resume to go on" if args.output else "every line above is whole, the rest is missing"
     with reporting("translate", again):
         quiet()
-        if exported.is_export(args.run):
+        if is_export(args.run):
             exported.refuse(args, "checkpoint", "data")
             checkpoint = args.run / "model.json"  # it holds the digests of all files
         else:
@@ -197,7 +197,7 @@ def translate(
     args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0
 ) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
-    if exported.is_export(args.run):
+    if is_export(args.run):
         settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
         runtime = exported.load(args.run)
         translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
