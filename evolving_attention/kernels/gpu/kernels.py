@@ -126,9 +126,9 @@ def _store_vectors(x, values, call, h, i, size, UNIT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _hides(mask, b, i, j, exists):
-    """True where a mask hides a pixel, or where there is none."""
+    """True where a mask hides a pixel that exists."""
     places = mask[0] + b * mask[1] + i.to(tl.int64) * mask[2] + j * mask[3]
-    return tl.load(places, mask=exists, other=1).to(tl.int1)
+    return tl.load(places, mask=exists, other=0).to(tl.int1)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def _mix(
                 x = of_previous * before + of_logits * logits
                 hide = ~exists
                 if (call.flags & HIDDEN) != 0:
-                    hide = _hides(call.hidden, call.b, i[:, None], j[None, :], exists)
+                    hide = hide | _hides(call.hidden, call.b, i[:, None], j[None, :], exists)
                 x = tl.where(hide, 0, x)
                 pixels = mixed + _channel(h, call.T, call.pitch, KERNEL) + i[:, None] * call.pitch + j[None, :]
                 tl.store(pixels, x.to(mixed.dtype.element_ty), mask=(i < T)[:, None] & (j < call.pitch)[None, :])
@@ -305,9 +305,10 @@ def _scores(call, a_logit, h, i, j):
     exists = (i < call.T)[:, None] & (j < call.S)[None, :]
     places = (h * call.T + i[:, None]) * call.S + j[None, :]
     x = tl.load(a_logit + places, mask=exists, other=0).to(tl.float32)
-    if (call.flags & MASKED) != 0:
-        # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked.
-        x = tl.where(_hides(call.masked, call.b, i[:, None], j[None, :], exists), call.lowest, x)
+    # The lowest number, not -inf: the same zeros after the softmax, and no NaN in a row that is all masked. Without an
+    # ``if``: Triton 3.6 cannot compile one here beside that of dropout.
+    has_mask = (call.flags & MASKED) != 0
+    x = tl.where(_hides(call.masked, call.b, i[:, None], j[None, :], exists & has_mask), call.lowest, x)
     return tl.where((j < call.S)[None, :], x, float("-inf"))
 
 
