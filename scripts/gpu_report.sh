@@ -48,7 +48,7 @@ benchmark() {   # NAME FILE FLAGS...: one command; what all benchmarks here have
 plan() {
     local models="--size base lite --precision bf16 fp16 fp32"
     case $1 in
-        kernels) commands=("${python@Q} -m pytest -q tests/kernels/test_gpu.py") ;;
+        kernels) commands=("${python@Q} -m pytest -q -n 8 tests/kernels/test_gpu.py") ;;
         training) benchmark training "$1" "$models" --batches 6 --memory-batches 20 ;;
         decoding) benchmark decoding "$1" "$models" --beam 5 --batch 1 full --batches 3 ;;
         attention) benchmark attention "$1" --precision bf16 fp16 fp32 --paths ours plain sdpa ;;
