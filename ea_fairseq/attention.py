@@ -219,8 +219,14 @@ class DecoderAttention(EvolvingMultiheadAttention):
             )
         return kept
 
-    def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> IncrementalState:
-        """Follow beam search: hypothesis b continues hypothesis new_order[b]."""
+    def reorder_incremental_state(
+        self, incremental_state: IncrementalState, new_order: Tensor, numbers: list[int] | None = None
+    ) -> IncrementalState:
+        """Follow beam search: hypothesis b continues hypothesis new_order[b].
+
+        Args:
+            numbers: those of new_order, where they are known: to read them, one waits for a GPU.
+        """
         kept = dict(self._get_input_buffer(incremental_state))
         if not kept:
             return incremental_state
@@ -229,7 +235,9 @@ class DecoderAttention(EvolvingMultiheadAttention):
                 kept[name] = kept[name].index_select(0, new_order)
         order = new_order
         if self.encoder_decoder_attention:
-            order, kept["beams"] = _order_of_sentences(new_order, kept.get("beams", 1), len(kept["prev_key"]))
+            numbers = new_order.tolist() if numbers is None else numbers
+            beams, count = kept.get("beams", 1), len(kept["prev_key"])
+            order, kept["beams"] = _order_of_sentences(numbers, beams, count, new_order.device)
         if order is not None:
             for name in ("prev_key", "prev_value"):  # whose heads lie side by side in memory
                 kept[name] = kept[name].transpose(1, 2).index_select(0, order).transpose(1, 2)
@@ -282,13 +290,13 @@ def _repeated(padding: Tensor | None, batch: int) -> Tensor | None:
     return None if padding is None else padding.bool().repeat_interleave(batch // padding.size(0), dim=0)
 
 
-def _order_of_sentences(order: Tensor, beams: int, count: int) -> tuple[Tensor | None, int]:
+def _order_of_sentences(numbers: list[int], beams: int, count: int, device: torch.device) -> tuple[Tensor | None, int]:
     """The sentence of each group of hypotheses in a new order, None where all ``count`` stay; the groups' size.
 
     The size is 1 where a group would mix sentences.
     """
-    sentences = [hypothesis // beams for hypothesis in order.tolist()]
+    sentences = [hypothesis // beams for hypothesis in numbers]
     firsts = sentences[::beams]
     if sentences != [sentence for sentence in firsts for _ in range(beams)]:
-        return torch.tensor(sentences, device=order.device), 1
-    return None if firsts == list(range(count)) else torch.tensor(firsts, device=order.device), beams
+        return torch.tensor(sentences, device=device), 1
+    return None if firsts == list(range(count)) else torch.tensor(firsts, device=device), beams

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from evolving_attention.evolution import Geometry, refuse_script
 
-from .attention import IncrementalState
+from .attention import DecoderAttention, IncrementalState
 from .dropout import adopt_dropout
 from .from_plain import accept_plain
 from .layers import EADecoderLayer, EAEncoderLayer
@@ -140,10 +140,14 @@ class EATransformerDecoder(TransformerDecoderBase):
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
         if self._keeps_order(incremental_state, new_order):
             return
+        numbers = None
         for layer in self.layers.children():
             for name in ("self_attn", "encoder_attn"):
                 attention = getattr(layer, name, None)  # experts (--base-layers) have none
-                if attention is not None:
+                if isinstance(attention, DecoderAttention) and attention.encoder_decoder_attention:
+                    numbers = numbers or new_order.tolist()  # once for all layers
+                    attention.reorder_incremental_state(incremental_state, new_order, numbers)
+                elif attention is not None:
                     attention.reorder_incremental_state(incremental_state, new_order)
 
     def _keeps_order(self, incremental_state: Any, new_order: Tensor) -> bool:

@@ -84,10 +84,11 @@ def check_steps(model, source=None, beams=2, dropped=(), steps=8, seed=3):
     """
     generator = torch.Generator().manual_seed(seed)
     sentences, options = 1 if source is None else len(source), {}
+    device = next(model.parameters()).device
     if source is not None:
-        order = torch.arange(sentences).repeat_interleave(beams)
+        order = torch.arange(sentences, device=device).repeat_interleave(beams)
         options["encoder_out"] = model.encoder.reorder_encoder_out(model.encoder(source), order)
-    tokens, state = torch.full((sentences * beams, 1), 2), {}
+    tokens, state = torch.full((sentences * beams, 1), 2, device=device), {}
     for step in range(steps):
         ours = model.decoder(tokens, incremental_state=state, **options)[0][:, -1]
         assert_close(ours, model.decoder(tokens, **options)[0][:, -1], rtol=1e-5, atol=1e-5)
@@ -96,11 +97,11 @@ def check_steps(model, source=None, beams=2, dropped=(), steps=8, seed=3):
             kept.pop(step % sentences)
         sentences = len(kept)
         choice = torch.randint(beams, (sentences, beams), generator=generator)  # a beam may go on twice or never
-        order = (torch.tensor(kept)[:, None] * beams + choice).view(-1)
+        order = (torch.tensor(kept)[:, None] * beams + choice).view(-1).to(device)
         model.decoder.reorder_incremental_state_scripting(state, order)
         if source is not None:
             options["encoder_out"] = model.encoder.reorder_encoder_out(options["encoder_out"], order)
-        new = torch.randint(4, 24, (sentences * beams, 1), generator=generator)
+        new = torch.randint(4, 24, (sentences * beams, 1), generator=generator).to(device)
         tokens = torch.cat([tokens[order], new], dim=1)
 
 

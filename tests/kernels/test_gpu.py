@@ -191,7 +191,7 @@ def test_float16_stays_finite():
     tensors = tensors_of(case)
     with torch.no_grad():
         tensors["previous"][0, 0, 0, 0] = 60000
-    call = call_of(AnyShares(ENCODER, 2, 3, (0.0, 1.0, 0.5, 1.9, 1.0), False).to(HALF), tensors, masks_of(case))
+    call = call_of(AnyShares(ENCODER, 2, 3, (0.0, 1.0, 0.5, 1.9, 1.0), False).to(DEVICE, HALF), tensors, masks_of(case))
     a_logit = gpu.attend(call).a_logit
     assert a_logit[0, 0, 0, 0] == torch.finfo(HALF).max / 2
     (gradient,) = torch.autograd.grad(a_logit.sum(), tensors["previous"])

@@ -256,6 +256,20 @@ def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):
 
 
 @torch.no_grad()
+def test_the_order_of_beams_is_read_once_for_all_layers(monkeypatch):
+    """To read numbers, one waits for a GPU."""
+    model, state = build(), {}
+    order = torch.tensor([1, 0, 3, 2])
+    encoded = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4])), torch.tensor([0, 0, 1, 1]))
+    model.decoder(torch.full((4, 1), 2), encoder_out=encoded, incremental_state=state)
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x) or tolist(x))
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    assert len(model.decoder.layers) > 1
+    assert sum(x is order for x in read) == 1
+
+
+@torch.no_grad()
 def test_moving_beams_passes_over_layers_without_attention():
     """fairseq puts layers of experts (--base-layers) among the decoder's."""
     decoder = build().decoder
