@@ -38,9 +38,11 @@ import triton.language as tl
 #: whether the kernels run in Triton's interpreter, on the CPU: Triton decides so when it is imported
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: rows of a head's tile
-BAND = tl.constexpr(32)
-#: channels (heads, or heads times taps) and pixels of a tile of all heads; products need at least 16
-CHANNELS, PIXELS = tl.constexpr(16), tl.constexpr(128)
+BAND = tl.constexpr(16)
+#: channels (heads, or heads times taps) of a tile of all heads; products need at least 16
+CHANNELS = tl.constexpr(16)
+#: pixels of a tile of all heads, where a program does a sentence, which needs more registers, and where it does not
+SENTENCE_PIXELS, PIXELS = tl.constexpr(64), tl.constexpr(128)
 #: zeros before a sentence's first gap: the first tap looks at most so far to the left
 LEAD = tl.constexpr(16)
 #: how products of float32 are made: three products of tensor cores, about as exact as float32 (others: no difference)
@@ -201,11 +203,11 @@ def _channel(o, T, pitch, KERNEL: tl.constexpr):
 
 
 @triton.jit
-def _pixels(start, end, K, T, S, pitch):
+def _pixels(start, end, K, T, S, pitch, TILE: tl.constexpr):
     """A tile of all heads: pixels of a framed channel, their rows and columns, which are inside, which exist in which
     head, and places in a map.
     """
-    p = start + tl.arange(0, PIXELS)
+    p = start + tl.arange(0, TILE)
     i, j = p // pitch, p % pitch
     o = tl.arange(0, CHANNELS)
     inside = p < end
@@ -262,13 +264,15 @@ def _mix(
 
 
 @triton.jit
-def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.constexpr, KERNEL: tl.constexpr):
+def _evolve_pixels(
+    call, mixed, carried, p, inside, exists, at, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A_logit before it is clamped, carried, ReLU(Conv(mixed)), and whether gradients pass that ReLU."""
     if KERNEL == 0:
         x = tl.load(carried + at, mask=exists, other=0).to(tl.float32)
         return x, x, x, exists
     K, o = call.K, tl.arange(0, CHANNELS)
-    total = tl.zeros([CHANNELS, PIXELS], tl.float32)
+    total = tl.zeros([CHANNELS, TILE], tl.float32)
     for first in range(0, KERNEL * KERNEL, CHANNELS // HEADS):
         channel, a, b, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
         away = _channel(channel, call.T, call.pitch, KERNEL) + (a - call.top) * call.pitch + b - call.left
@@ -279,7 +283,7 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
     total += tl.load(call.bias + o, mask=o < K, other=0).to(tl.float32)[:, None]
     on = ~(total <= 0)  # NaN stays NaN: it shows that a loss scale is too high
     convolved = _clamped(tl.where(on, total, 0), call.limit)
-    x = tl.zeros([CHANNELS, PIXELS], tl.float32)
+    x = tl.zeros([CHANNELS, TILE], tl.float32)
     if (call.flags & SEPARATE) != 0:
         x = tl.load(carried + at, mask=exists, other=0).to(tl.float32)
     else:
@@ -291,11 +295,11 @@ def _evolve_pixels(call, mixed, carried, p, inside, exists, at, HEADS: tl.conste
 
 
 @triton.jit
-def _evolve(call, mixed, a_logit, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr):
+def _evolve(call, mixed, a_logit, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr):
     """A_logit, written over carried."""
-    for first in range(start, end, PIXELS):
-        p, _, _, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch)
-        x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, inside, exists, at, HEADS, KERNEL)
+    for first in range(start, end, TILE):
+        p, _, _, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch, TILE)
+        x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, inside, exists, at, HEADS, KERNEL, TILE)
         tl.store(a_logit + at, _clamped(x, call.limit).to(a_logit.dtype.element_ty), mask=exists)
 
 
@@ -372,7 +376,7 @@ def _grad_probs(
 @triton.jit
 def _soften_backward(
     call, mixed, probs, inner, grad_map, grad_weights, grad, grad_conv, of_shares, start, end,
-    HEADS: tl.constexpr, KERNEL: tl.constexpr,
+    HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """With P the probabilities before dropout and G the gradient of P:
 
@@ -383,9 +387,9 @@ def _soften_backward(
     """
     of_share = tl.zeros([CHANNELS], tl.float32)
     o = tl.arange(0, CHANNELS)
-    for first in range(start, end, PIXELS):
-        p, i, j, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch)
-        x, carried, convolved, on = _evolve_pixels(call, mixed, probs, p, inside, exists, at, HEADS, KERNEL)
+    for first in range(start, end, TILE):
+        p, i, j, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch, TILE)
+        x, carried, convolved, on = _evolve_pixels(call, mixed, probs, p, inside, exists, at, HEADS, KERNEL, TILE)
         in_range = ~((x > call.limit) | (x < -call.limit))
         x = _clamped(x, call.limit).to(probs.dtype.element_ty).to(tl.float32)
         hide = ~exists
@@ -398,7 +402,7 @@ def _soften_backward(
         g = tl.load(grad + at, mask=exists, other=0).to(tl.float32)
         dropped = x
         if call.threshold > 0:
-            quad = first // 4 + tl.arange(0, PIXELS // 4)  # a pitch is whole quads
+            quad = first // 4 + tl.arange(0, TILE // 4)  # a pitch is whole quads
             rows = o[:, None] * call.T + (quad * 4 // call.pitch)[None, :]
             keep = _kept(call, rows, (quad % (call.pitch // 4))[None, :])
             g = tl.where(keep, g * call.kept_scale, 0)
@@ -420,7 +424,9 @@ def _soften_backward(
 
 
 @triton.jit
-def _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr):
+def _weight_backward(
+    call, mixed, grad_conv, partial, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A part of the gradients of weight and bias: K x K x k x k numbers, then K, with Z = ``grad_conv``:
 
     gradient of weight[o, c, a, b] = c * sum over (i, j) of Z[o, i, j] * mixed[c, i + a - top, j + b - left]
@@ -434,8 +440,8 @@ def _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS: tl.cons
         away = _channel(channel, call.T, call.pitch, KERNEL) + (a - call.top) * call.pitch + b - call.left
         of_weight = tl.zeros([CHANNELS, CHANNELS], tl.float32)
         of_bias = tl.zeros([CHANNELS], tl.float32)
-        for pixel in range(start, end, PIXELS):
-            p = pixel + tl.arange(0, PIXELS)
+        for pixel in range(start, end, TILE):
+            p = pixel + tl.arange(0, TILE)
             pixels = tl.load(mixed + (away[:, None] + p[None, :]), mask=tap[:, None] & (p < end)[None, :], other=0)
             places = grad_conv + _channel(o, call.T, call.pitch, KERNEL)[:, None] + p[None, :]
             z = tl.load(places, mask=(o < K)[:, None] & (p < end)[None, :], other=0)
@@ -450,8 +456,9 @@ def _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS: tl.cons
 
 @triton.jit
 def _unmix(
-    call, logits, grad_conv, grad, grad_previous, of_shares, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr
-):
+    call, logits, grad_conv, grad, grad_previous, of_shares, start, end,
+    HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """With G = ``grad``, the gradient of A_logit, and Z = ``grad_conv``:
 
     gradient of mixed[c, i, j] = c * sum over (o, a, b) of weight[o, c, a, b] * Z[o, i - a + top, j - b + left],
@@ -468,10 +475,10 @@ def _unmix(
     of_b = tl.zeros([CHANNELS], tl.float32)
     of_d = tl.zeros([CHANNELS], tl.float32)
     of_e = tl.zeros([CHANNELS], tl.float32)
-    for pixel in range(start, end, PIXELS):
-        p, i, j, inside, exists, at = _pixels(pixel, end, call.K, call.T, call.S, call.pitch)
+    for pixel in range(start, end, TILE):
+        p, i, j, inside, exists, at = _pixels(pixel, end, call.K, call.T, call.S, call.pitch, TILE)
         of_carried = tl.load(grad + at, mask=exists, other=0).to(tl.float32)
-        of_mixed = tl.zeros([CHANNELS, PIXELS], tl.float32)
+        of_mixed = tl.zeros([CHANNELS, TILE], tl.float32)
         if KERNEL > 0:
             for first in range(0, M, CHANNELS // HEADS):
                 o, y, x, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
@@ -567,6 +574,7 @@ def forward_kernel(
 
     STEP 0 does a sentence in one program. Else a program does a band of rows: STEP 1 mixes, STEP 2 does the rest.
     """
+    TILE: tl.constexpr = SENTENCE_PIXELS if STEP == 0 else PIXELS
     first, last, sentence = 0, tl.cdiv(T, BAND), tl.program_id(0).to(tl.int64)
     if STEP > 0:
         first, sentence = (sentence % last).to(tl.int32), sentence // last
@@ -592,7 +600,7 @@ def forward_kernel(
         tl.debug_barrier()  # the next phase reads results of other threads
     if STEP != 1:
         if KERNEL > 0:
-            _evolve(call, mixed, a_logit, start, end, HEADS, KERNEL)
+            _evolve(call, mixed, a_logit, start, end, HEADS, KERNEL, TILE)
             tl.debug_barrier()
         for band in range(first, last):
             _attend(call, a_logit, context, weights, band, UNIT, WIDTH, COLUMNS)
@@ -613,6 +621,7 @@ def backward_kernel(
     STEP 0 does a sentence in one program. Else a program does a band of rows: STEP 1 mixes, STEP 2 evolves and softens,
     STEP 3 goes back to the logits and queries; or, in STEP 4, a block of keys of a head.
     """
+    TILE: tl.constexpr = SENTENCE_PIXELS if STEP == 0 else PIXELS
     first, last, sentence = 0, tl.cdiv(T, BAND), tl.program_id(0).to(tl.int64)
     partial += sentence * (K * K * KERNEL * KERNEL + K + 5)
     of_shares = partial + K * K * KERNEL * KERNEL + K
@@ -652,14 +661,14 @@ def backward_kernel(
     if STEP == 0 or STEP == 2:
         _soften_backward(
             call, mixed, probs, inner, grad_map + at * S, grad_weights + at * S, grad, grad_conv, of_shares, start, end,
-            HEADS, KERNEL,
+            HEADS, KERNEL, TILE,
         )  # fmt: skip
     if STEP == 0:
         tl.debug_barrier()
     if STEP == 0 or STEP == 3:
         if KERNEL > 0:
-            _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS, KERNEL)
-        _unmix(call, logits, grad_conv, grad, grad_previous, of_shares, start, end, HEADS, KERNEL)
+            _weight_backward(call, mixed, grad_conv, partial, start, end, HEADS, KERNEL, TILE)
+        _unmix(call, logits, grad_conv, grad, grad_previous, of_shares, start, end, HEADS, KERNEL, TILE)
         tl.debug_barrier()
         if (flags & GIVEN) == 0:
             for band in range(first, last):

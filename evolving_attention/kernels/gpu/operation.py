@@ -20,9 +20,9 @@ GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULA
     bit.value for bit in kernels.FLAGS
 )
 #: a map up to this length is done by one program
-SHORT = 64
-#: eight warps: so no variant in half precision needs more registers than there are
-OPTIONS = {"num_warps": 8, "num_stages": 2}
+SHORT = 32
+#: With other warps and tiles (BAND, PIXELS, ``_columns``) both passes took up to four times as long on an H200.
+OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 _compiled: dict[tuple, Any] = {}
 
@@ -139,7 +139,7 @@ def _launch(
     )
     heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
     for step, programs in _steps(x, count):
-        constants = (heads, kernel_size, unit, width, _columns(x.v), step)
+        constants = (heads, kernel_size, unit, width, _columns(x), step)
         _run(kernel, (programs, 1, 1), (*tensors, *numbers, *constants), (dtype, x.v.device, constants))
 
 
@@ -172,13 +172,15 @@ def _steps(x: Inputs, count: int) -> list[tuple[int, int]]:
     if is_short(rows, columns):
         return [(0, batch)]
     bands = batch * -(-rows // kernels.BAND.value)
-    blocks = batch * heads * -(-columns // _columns(x.v))
+    blocks = batch * heads * -(-columns // _columns(x))
     return [(step, blocks if step == 4 else bands) for step in range(1, count + 1)]
 
 
-def _columns(v: Tensor) -> int:
-    """Columns of a head's tile: as many as there are registers for."""
-    return 128 // v.element_size() if v.size(3) <= 64 else 64 // (v.element_size() // 2) ** 2
+def _columns(x: Inputs) -> int:
+    """Columns of a head's tile: a short map's, or as many as there are registers for."""
+    size = x.v.element_size()
+    most = 128 // size if x.v.size(3) <= 64 else 64 // (size // 2) ** 2
+    return min(SHORT, most) if is_short(*x.maps[2:]) else most
 
 
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:

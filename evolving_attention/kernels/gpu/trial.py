@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: the inputs that have gradients, beside the shares
 INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
 #: rows and columns of the trial's problem, of short maps (True) and long ones: more than one band and block
-SIZES = {True: (35, 60), False: (67, 70)}
+SIZES = {True: (20, 31), False: (35, 70)}
 #: the verdict on a right variant; any other verdict names a fault
 RIGHT = "right"
 
