@@ -65,7 +65,21 @@ def translated_in_bf16(run):
         yield f"{test['baseline']:.2f} -> {test['baseline'] + test['difference']:.2f} (p {test['p']:.2f})"
 
 
+def rows_of_the_gpu():
+    """Results of lite, where there are any, and of base on an H200."""
+    in_bf16, in_fp16 = results("speed/h200-training.json")
+    yield row("training, 4,096 tokens a batch", "not run", ratio(in_bf16))
+    yield row("training, 4,096 tokens, float16", "not run", ratio(in_fp16))
+    yield row("training, 16,384 tokens", "not run", ratio(*results("speed/h200-training-16384.json")))
+    alone, full, lite = results("speed/h200-decoding.json")
+    yield row("decoding, beam 5, one sentence at a time", ratio(lite), ratio(alone))
+    yield row("decoding, beam 5, 12,000 tokens at once", "not run", ratio(full))
+    (memory,) = results("speed/h200-memory.json")
+    yield row("training's peak memory, 4,096 tokens, MiB, ours / stock", "not run", mebibytes(memory))
+
+
 def rows_of_performance():
+    yield from rows_of_the_gpu()
     for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
         kept = list(training(threads))
         yield row(f"training, {label}", *map(ratio, kept), *in_bf16(training, threads))
