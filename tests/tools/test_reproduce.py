@@ -444,6 +444,8 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     assert cells.slots(None, 0) == [{}]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["a", "c", "d", "e"]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
+    assert cells.slots(None, 0, 3) == [{}] * 3
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0, 2)] == ["a,c", "d,e", "a,c", "d,e"]
     with pytest.raises(UserError, match="expected at least 5 free GPUs, found 4"):
         cells.slots(5, 0)
     with pytest.raises(UserError, match="--gpus-per-run 2: the runs are on the CPU"):

@@ -31,7 +31,8 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add = parser.add_argument
     add("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
     add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
-    add("--at-once", type=positive, metavar="N", help="runs at once on the CPU, of one thread (default: one per core)")
+    at_once = "runs at once: of one thread on the CPU (default: one per core), or on each GPU or group (default: 1)"
+    add("--at-once", type=positive, metavar="N", help=at_once)
     add("--nice", type=int, default=0, metavar="N", help="priority of the runs: 19 is the lowest (default: 0)")
     add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help="where runs go")
     add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go")
@@ -69,7 +70,7 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
             for command in commands(table, cell, args, extra):
                 print(shlex.join(command))
         return []
-    environments = slots(args.gpus_per_run, cpu_runs(args, extra))
+    environments = slots(args.gpus_per_run, cpu_runs(args, extra), args.at_once or 1)
     free = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)
@@ -146,17 +147,17 @@ def _ending_the_runs() -> Iterator[None]:
         _ending.clear()
 
 
-def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
+def slots(gpus_per_run: int | None, on_cpu: int, on_gpus: int = 1) -> list[dict[str, str]]:
     """The environments in which cells run side by side: `on_cpu` of one thread each, or a few GPUs each.
 
-    One that is empty: cells run in turn on the whole machine.
+    `on_gpus` of them share the same GPUs, as small models may. Empty ones are for the whole machine.
     """
     if on_cpu and gpus_per_run:
         raise UserError(f"--gpus-per-run {gpus_per_run}: the runs are on the CPU, where --at-once N says how many")
     if on_cpu:
         return [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}] * on_cpu
     if not gpus_per_run:
-        return [{}]
+        return [{}] * on_gpus
     gpus = free_gpus()
     groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
     if not groups:
@@ -164,7 +165,7 @@ def slots(gpus_per_run: int | None, on_cpu: int) -> list[dict[str, str]]:
             f"--gpus-per-run {gpus_per_run}: expected at least {gpus_per_run} free GPUs, found {len(gpus)}; "
             "wait, or give fewer"
         )
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups] * on_gpus
 
 
 def free_gpus() -> list[str]:
