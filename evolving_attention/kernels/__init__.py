@@ -24,10 +24,11 @@ def kernel_for(call: Call) -> ModuleType | None:
 
     Step by step, and where hypotheses share keys, no kernel has a backward pass.
     """
-    if not sees(*call.tensors) or not _fits(call):
+    tensors = call.tensors
+    if not sees(*tensors) or not _fits(call, tensors):
         return None
     searches = call.above is not None or call.v.size(0) != call.q.size(0)
-    if searches and torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors):
+    if searches and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
     return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
 
@@ -87,15 +88,15 @@ def _unchanged(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not hooks and "forward" not in module.__dict__
 
 
-def _fits(call: Call) -> bool:
-    """Whether the tensors are plain dense ones on one device, of one type, with shapes that agree.
+def _fits(call: Call, tensors: list[Tensor]) -> bool:
+    """Whether a call's tensors are plain dense ones on one device, of one type, with shapes that agree.
 
     The plain composition takes other calls, such as float32 weights under automatic mixed precision, or raises.
     """
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     compiling = torch.compiler.is_compiling()  # then tensors are of other types, and stand for plain ones
-    for x in call.tensors:
+    for x in tensors:
         if not (type(x) in PLAIN or compiling) or x.layout is not torch.strided or x.device != device:
             return False
         # masks have a type of their own; learnt shares stay float32 under automatic mixed precision

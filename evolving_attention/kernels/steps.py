@@ -61,7 +61,7 @@ class Steps:
             query.shape != (1, batch, heads * size)
             or not all(is_readable(x, self._type, self._device) for x in tensors if x is not None)
             or torch.is_autocast_enabled(self._device.type)
-            or any(x.size(0) != batch for x in (above, cache.padding) if x is not None)
+            or any(x.size(0) != batch or x.device != self._device for x in (above, cache.padding) if x is not None)
             or (above is not None and above.size(3) > cache.keys.size(2))
         ):
             return None

@@ -395,6 +395,23 @@ def test_float32_under_autocast():
     assert tensors["q"].grad.isfinite().all()
 
 
+def test_later_launches_give_addresses(monkeypatch):
+    """In the places of the tensors, which the first launch gives to the compiler."""
+    compiled, launched = [], []
+
+    class Kernel:
+        def warmup(self, *arguments, **_):
+            compiled.append(arguments)
+            return {(7, 1, 1): lambda *arguments: launched.append(arguments)}
+
+    monkeypatch.setattr(operation, "INTERPRETED", False)
+    kernel, tensors = Kernel(), (torch.ones(2), torch.ones(1, dtype=torch.bool), torch.ones(3))
+    for _ in range(2):
+        operation._run(kernel, (7, 1, 1), tensors, (0.5, 3), (SINGLE,))
+    assert compiled == [(*tensors, 0.5, 3)]
+    assert launched == [(*(x.data_ptr() for x in tensors), 0.5, 3)] * 2
+
+
 # ---- the dispatcher
 
 
@@ -695,9 +712,9 @@ def compiled(capability, *case):
 
     from evolving_attention.kernels.gpu import operation
 
-    def compile_only(kernel, grid, arguments, key):
-        made = kernel.warmup(*arguments, grid=grid, **operation.OPTIONS)
-        used[f"{kernel.__name__} {arguments[-1]}"] = {
+    def compile_only(kernel, grid, tensors, others, key):
+        made = kernel.warmup(*tensors, *others, grid=grid, **operation.OPTIONS)
+        used[f"{kernel.__name__} {others[-1]}"] = {
             **resources(triton, made.asm["cubin"]),
             "SHARED": made.metadata.shared,
         }

@@ -4,6 +4,7 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 Masks: True = masked.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -125,40 +126,51 @@ def _launch(
     )
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
-    left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
+    left, top, triangular = _reach(x.geometry, x.kernel_size)
     flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
         *(*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3)),
         *(frame.pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
-        *(top, left, flags, threshold, x.scale, *x.shares, torch.finfo(dtype).min),
-        # float16's sums are kept within half of its range, as in evolution.py
-        torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
+        *(top, left, flags, threshold, x.scale, *x.shares, *_range(dtype)),
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
         *[stride // unit for y in vectors for stride in y.stride()[:3]],
     )
     heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
     for step, programs in _steps(x, count):
         constants = (heads, kernel_size, unit, width, _columns(x), step)
-        _run(kernel, (programs, 1, 1), (*tensors, *numbers, *constants), (dtype, x.v.device, constants))
+        _run(kernel, (programs, 1, 1), tensors, (*numbers, *constants), (dtype, x.v.device, constants))
 
 
-def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple, key: tuple) -> None:
+def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple, key: tuple) -> None:
     """Launch a kernel on the device of its tensors.
 
-    Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that.
+    Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that. They
+    give addresses, too: of a tensor Triton would ask the driver whether the GPU can read it.
     """
-    if type(arguments[2]) not in PLAIN:  # it is being traced
+    if type(tensors[2]) not in PLAIN:  # it is being traced
         if not INTERPRETED:
-            torch.library.wrap_triton(kernel)[grid](*arguments, **OPTIONS)
+            torch.library.wrap_triton(kernel)[grid](*tensors, *others, **OPTIONS)
     elif INTERPRETED:
-        kernel[grid](*arguments, **OPTIONS)
+        kernel[grid](*tensors, *others, **OPTIONS)
     else:
-        with torch.cuda.device_of(arguments[2]):
+        with torch.cuda.device_of(tensors[2]):
             compiled = _compiled.get((kernel, *key))
             if compiled is None:
-                compiled = _compiled[kernel, *key] = kernel.warmup(*arguments, grid=grid, **OPTIONS)
-            compiled[grid](*arguments)
+                compiled = _compiled[kernel, *key] = kernel.warmup(*tensors, *others, grid=grid, **OPTIONS)
+            compiled[grid](*[x.data_ptr() for x in tensors], *others)
+
+
+@functools.cache
+def _reach(geometry: str, kernel_size: int) -> tuple[int, int, bool]:
+    return reach(Geometry(geometry), kernel_size)
+
+
+@functools.cache
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """The lowest number, and what float16's sums are kept within: half of its range, as in evolution.py."""
+    bounds = torch.finfo(dtype)
+    return bounds.min, bounds.max / 2 if dtype == torch.float16 else float("inf")
 
 
 def is_short(rows: int, columns: int) -> bool:
