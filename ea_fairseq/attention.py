@@ -225,7 +225,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         """Follow beam search: hypothesis b continues hypothesis new_order[b].
 
         Args:
-            numbers: those of new_order, where they are known: to read them, one waits for a GPU.
+            numbers: new_order as a list, if it is known. Reading it waits for a GPU.
         """
         kept = dict(self._get_input_buffer(incremental_state))
         if not kept:

@@ -67,7 +67,7 @@ class Steps:
             return None
         x = F.linear(query, *self._inner).view(batch, -1, heads, size)
         if x.size(1) == 3:
-            if x.is_cuda:  # whose cat is five times as fast where everything is contiguous
+            if x.is_cuda:  # there cat is faster where all tensors are contiguous
                 x = x.transpose(0, 1).contiguous().transpose(0, 1)
             keys, values = (
                 torch.cat([old.transpose(1, 2), x[:, number, None]], 1).transpose(1, 2)

@@ -113,7 +113,8 @@ CASES = [
 ]
 #: more than one band of rows and one block of columns: in one program, and in one for each
 LONG = [
-    Case(ENCODER, 3, 3, 20, 30, "padding rows", batch=1),
+    Case(ENCODER, 3, 3, 20, 30, "padding rows", batch=1, width=72),
+    Case(CROSS, 2, 3, 1, 70, "padding", previous=False, batch=2, learn=True),
     Case(ENCODER, 2, 5, 35, 70, "padding", HALF, batch=2),
     Case(DECODER, 2, 3, 65, 65, "future", previous=False, learn=True, batch=1),
     Case(CROSS, 2, 3, 66, 4, "", BFLOAT, previous=False, rule=(0.6, 0.5, 0.3, 0.2, 0.9), batch=1),
@@ -419,7 +420,7 @@ def test_later_launches_give_addresses(monkeypatch):
 def test_compile_and_export_keep_the_kernels(monkeypatch):
     monkeypatch.setattr(trial, "find_difference", lambda variant: "")
     monkeypatch.setattr(cpu, "knows", lambda call: False)
-    case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True)
+    case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, width=8)
     evolution, tensors, masks = problem(case)
 
     def attention(q, k, v, previous):
@@ -535,6 +536,7 @@ assert "evolving_attention.kernels.gpu.operation" not in sys.modules
 def small_trial(monkeypatch):
     """The trial's problems at their smallest: the interpreter is slow."""
     monkeypatch.setattr(trial, "SIZES", {True: (3, 4), False: (3, 4)})
+    monkeypatch.setattr(trial, "STEP", (1, 4))
 
 
 def variant(**options):
@@ -666,6 +668,7 @@ COMPILED = [
     (4, 3, HALF, 30, 30, 40),
     (8, 3, HALF, 256, 256, 64),
     (16, 5, HALF, 60, 60, 128),
+    (16, 5, HALF, 30, 30, 128),
     (4, 0, BFLOAT, 30, 30, 40),
 ]
 #: these may

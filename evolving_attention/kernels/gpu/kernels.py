@@ -41,7 +41,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 BAND = tl.constexpr(16)
 #: channels (heads, or heads times taps) of a tile of all heads; products need at least 16
 CHANNELS = tl.constexpr(16)
-#: pixels of a tile of all heads, where a program does a sentence, which needs more registers, and where it does not
+#: pixels of a tile of all heads: in one launch, which needs more registers; in several launches
 SENTENCE_PIXELS, PIXELS = tl.constexpr(64), tl.constexpr(128)
 #: zeros before a sentence's first gap: the first tap looks at most so far to the left
 LEAD = tl.constexpr(16)

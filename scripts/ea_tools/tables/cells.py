@@ -31,7 +31,7 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add = parser.add_argument
     add("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
     add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
-    at_once = "runs at once: of one thread on the CPU (default: one per core), or on each GPU or group (default: 1)"
+    at_once = "runs at once: of one thread on the CPU (default: one per core), or on the same GPUs (default: 1)"
     add("--at-once", type=positive, metavar="N", help=at_once)
     add("--nice", type=int, default=0, metavar="N", help="priority of the runs: 19 is the lowest (default: 0)")
     add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help="where runs go")
