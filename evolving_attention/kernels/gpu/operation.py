@@ -4,7 +4,6 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 Masks: True = masked.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -126,13 +125,15 @@ def _launch(
     )
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
-    left, top, triangular = _reach(x.geometry, x.kernel_size)
+    left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
     flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
         *(*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3)),
         *(frame.pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
-        *(top, left, flags, threshold, x.scale, *x.shares, *_range(dtype)),
+        *(top, left, flags, threshold, x.scale, *x.shares, torch.finfo(dtype).min),
+        # float16's sums are kept within half of its range, as in evolution.py
+        torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
         *[stride // unit for y in vectors for stride in y.stride()[:3]],
     )
@@ -159,18 +160,6 @@ def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], o
             if compiled is None:
                 compiled = _compiled[kernel, *key] = kernel.warmup(*tensors, *others, grid=grid, **OPTIONS)
             compiled[grid](*[x.data_ptr() for x in tensors], *others)
-
-
-@functools.cache
-def _reach(geometry: str, kernel_size: int) -> tuple[int, int, bool]:
-    return reach(Geometry(geometry), kernel_size)
-
-
-@functools.cache
-def _range(dtype: torch.dtype) -> tuple[float, float]:
-    """The lowest number, and what float16's sums are kept within: half of its range, as in evolution.py."""
-    bounds = torch.finfo(dtype)
-    return bounds.min, bounds.max / 2 if dtype == torch.float16 else float("inf")
 
 
 def is_short(rows: int, columns: int) -> bool:

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: the inputs that have gradients, beside the shares
 INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
-#: rows and columns of the trial's problem, of short maps (True) and long ones: more than one band, and where maps are
-#: long more than one block
+#: Rows and columns of the trial's problem. Short maps (True) have two bands of rows; long ones have several bands, and
+#: blocks of columns.
 SIZES = {True: (20, 31), False: (35, 70)}
-#: those of a step of a search, by the kernel of short maps: more than one block
+#: Rows and columns of a search's step, by the kernel of short maps: several blocks.
 STEP = 1, 70
 #: the verdict on a right variant; any other verdict names a fault
 RIGHT = "right"
@@ -162,12 +162,12 @@ def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
 
 
-def _problem(variant: Variant, learnt: bool, size: tuple[int, int] | None = None) -> Call:
+def _problem(variant: Variant, learnt: bool, shape: tuple[int, int] | None = None) -> Call:
     """A small call in float64: an encoder's with weights, or a decoder's with given logits and learnt shares.
 
     The decoder carries another sum than it mixes.
     """
-    rows, columns = size or SIZES[variant.short]
+    rows, columns = shape or SIZES[variant.short]
     width = variant.width if variant.unit == 8 else max(1, variant.width - 3)
     heads, size = variant.heads, variant.kernel_size
     maps = (2, heads, rows, columns)
