@@ -347,7 +347,9 @@ class Evolution(nn.Module):
         return previous if previous is None else self.before_last(_hide(previous, hidden), hidden)
 
     def extra_repr(self) -> str:
-        return f"{self.rule}, {self.geometry.value}, alpha={float(self.alpha):g}, beta={float(self.beta):g}"
+        shares = (("alpha", self.alpha), ("beta", self.beta))
+        shown = [f"{name}={'learnt' if isinstance(share, Tensor) else f'{share:g}'}" for name, share in shares]
+        return ", ".join([self.rule, self.geometry.value, *shown])
 
 
 def is_always(share: Share, constant: float) -> bool:
@@ -365,7 +367,7 @@ def _weighted(of_previous: Share, previous: Tensor | None, of_logits: Share, log
     if previous is None or is_always(of_previous, 0):
         return logits if is_always(of_logits, 1) else of_logits * logits
     if not isinstance(of_previous, Tensor) and of_previous + of_logits == 1:
-        return torch.lerp(logits, previous, of_previous)
+        return torch.lerp(logits, previous.type_as(logits), of_previous)  # under autocast their types may differ
     return of_previous * previous + of_logits * logits
 
 

@@ -46,7 +46,7 @@ def evolving_attention(
         previous: B x K x T x S, A_logit of the layer before, in encoders.
         weight, bias: of the convolution, K x K x k x k and K; None: no convolution.
         rule: a name in ``RULES``.
-        alpha, beta: numbers from 0 to 1, or tensors of one number.
+        alpha, beta: numbers from 0 to 1, or tensors without axes.
         geometry: which neighbours the convolution reads.
         mask: True where a key must not be attended to; broadcasts to B x K x T x S. In decoders it holds the future.
         hidden: True where the convolution sees zero; broadcasts likewise. Default: ``mask``. In encoders it holds the

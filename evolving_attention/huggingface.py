@@ -58,7 +58,8 @@ def evolve(
         The same model.
 
     Raises:
-        ValueError: a setting that ``Evolution`` does not have, a model that evolves already, or one of another type.
+        ValueError: an unknown setting, or a model of another type, that evolves or was saved evolving, or whose
+            configuration asks for attention maps.
     """
     settings = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "learn_mix": learn_mix}
     _check(model, settings)
@@ -94,23 +95,28 @@ def from_pretrained(model_class: type[Model], folder: str, **options: Any) -> Mo
     Args:
         model_class: the model's class, for example ``BertModel``.
         folder: the folder, or a name on the hub.
-        options: of ``model_class.from_pretrained``.
+        options: of ``model_class.from_pretrained``, but ``output_loading_info``.
 
     Raises:
-        ValueError: a checkpoint of a model that does not evolve.
+        ValueError: a class that only chooses one, such as ``AutoModel``, or a checkpoint without evolving attention.
     """
+    if not issubclass(model_class, PreTrainedModel):
+        raise ValueError(f"{model_class.__name__}: must be a model's own class, such as BertModel")
 
     def build(self: Model, config: Any, *arguments: Any, **keywords: Any) -> None:
         model_class.__init__(self, config, *arguments, **keywords)
-        if not getattr(config, SETTINGS, None):
+        settings = vars(self.config).pop(SETTINGS, None)
+        if not settings:
             raise ValueError(
-                f"{folder}: its config.json has no {SETTINGS!r}; load it with {model_class.__name__}.from_pretrained "
+                f"{folder}: its configuration has no {SETTINGS!r}; load it with {model_class.__name__}.from_pretrained "
                 "and pass it to evolve"
             )
-        evolve(self, **getattr(config, SETTINGS))
+        evolve(self, **settings)
 
     evolved = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
-    model = evolved.from_pretrained(folder, **options)
+    model, info = evolved.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(key for key in info["missing_keys"] if ".evolution." in key):
+        raise ValueError(f"{folder}: has no {missing[0]}; was it saved by a model that did not evolve?")
     model.__class__ = model_class
     return model
 
@@ -217,10 +223,13 @@ def _attention(
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
     previous = evolving_maps.before(module)
     layer, above = _cached_layer(evolving_cache, module), None
-    if layer is not None:
-        if layer.above is None and evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
+    if layer is not None and layer.above is None:
+        if evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
             raise ValueError("past_key_values: holds keys and values without the rows of maps that the convolution "
                              "reads; let the evolving model fill it from the start")  # fmt: skip
+        if module.training and torch.is_grad_enabled():
+            layer = None  # nothing goes on from a training step's cache, and no kernel has a backward pass with rows
+    if layer is not None:
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
         above = first if layer.above is None else layer.above
     call = Call(
@@ -296,6 +305,13 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     check(*(settings[name] for name in ("rule", "kernel_size", "alpha", "beta")))
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
+    if getattr(model.config, SETTINGS, None):
+        raise ValueError(
+            f"{type(model).__name__}: it was saved evolving, and loaded without its convolutions; load it with "
+            "evolving_attention.huggingface.from_pretrained"
+        )
+    if model.config.output_attentions:  # transformers could not save it
+        raise ValueError("output_attentions: must be False in the configuration; give it to the model's calls instead")
     types = {module.config.model_type for module in model.modules() if _is_attention(module)}
     unknown = (types or {model.config.model_type}).difference(MODEL_TYPES)
     if unknown:

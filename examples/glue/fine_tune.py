@@ -28,7 +28,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from evolving_attention.huggingface import evolve
+from evolving_attention.huggingface import SETTINGS, evolve
 from examples.glue.tasks import TASKS, DataError, Row, download, read, score
 from examples.report import write
 
@@ -108,6 +108,8 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving
     else:
         # The papers' dropout, by the names of BERT, RoBERTa and T5.
         config = AutoConfig.from_pretrained(args.model, **options)
+        if getattr(config, SETTINGS, None):
+            raise DataError(f"--model {args.model}: evolves already; give the model that it was made from")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"):
             if hasattr(config, name):
                 setattr(config, name, 0.1)

@@ -120,8 +120,11 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / len(batches)))
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = {"epochs": 0}
+    settings = {name: getattr(args, name) for name in ("layers", "alpha", "beta", "batch")} | {"processes": processes}
     if args.out.exists():
         state = torch.load(args.out, map_location=device, weights_only=True)
+        if state["settings"] != settings:
+            raise SystemExit(f"--out {args.out}: is of a training with {state['settings']}, this one has {settings}")
         for name, part in parts.items():
             part.load_state_dict(state[name])
     for epoch in range(state["epochs"], args.epochs):
@@ -140,7 +143,8 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {top1:.2f}, top-5 {top5:.2f}", flush=True)
             partial = args.out.with_name(f"{args.out.name}.partial")  # a kill while it is written loses nothing
-            torch.save({"epochs": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, partial)
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({"epochs": epoch + 1, "settings": settings, **states}, partial)
             partial.replace(args.out)
 
 

@@ -51,6 +51,19 @@ def test_what_would_give_other_numbers_is_refused(call, message):
         call()
 
 
+def test_autocast_may_make_logits_of_another_type_than_the_map_before():
+    q, previous, weight = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
+    arguments = q, q, q, previous, weight, torch.zeros(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = evolving_attention(*arguments, plain=True)
+    assert_close(output.float(), evolving_attention(*arguments)[0], rtol=0.1, atol=0.1)
+
+
+def test_a_module_says_what_it_is_made_of():
+    shown = repr(EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0.25, learn_mix=True, rule="predictive"))
+    assert "predictive, encoder self-attention, alpha=learnt, beta=" in shown
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_logits_beyond_float16_stay_finite(rule):
     """As in the plain Transformer, whose softmax alone reads them."""

@@ -57,6 +57,15 @@ def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsy
     assert (tmp_path / f"{name}-evolving-1" / "model.safetensors").is_file()
 
 
+def test_a_model_that_evolves_already_is_refused(tmp_path, capsys):
+    write(tmp_path, "RTE")
+    options = ["--updates", "1", "--max-length", "16", "--data", str(tmp_path)]
+    fine_tune.main(["RTE", "--from-scratch", "--out", str(tmp_path), *options])
+    with pytest.raises(SystemExit):
+        fine_tune.main(["RTE", "--model", str(tmp_path / "RTE-evolving-1"), *options])
+    assert "RTE-evolving-1: evolves already" in capsys.readouterr().err
+
+
 def test_both_models_see_the_same_batches_in_every_epoch():
     """Dropout, of which the models take other amounts, has no say."""
     rows, seen = [(("a",), number) for number in range(6)], []

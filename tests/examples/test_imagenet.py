@@ -88,6 +88,9 @@ def test_the_command_trains_and_goes_on_from_its_state(capsys, folder, monkeypat
     for epoch in (1, 2):
         train.main([*words, str(folder / "state.pt"), "--epochs", str(epoch)])
         assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"epoch {epoch}"]
+    with pytest.raises(SystemExit, match=r"is of a training with {.*'alpha': 0.5.*}, this one has {.*'alpha': 0.9"):
+        train.main([*words, str(folder / "state.pt"), "--epochs", "3", "--alpha", "0.9"])
+    torch.distributed.destroy_process_group()
     train.main([*words, str(folder / "whole.pt"), "--epochs", "2"])
     state, whole = torch.load(folder / "state.pt"), torch.load(folder / "whole.pt")
     assert_close(state["model"], whole["model"])  # the same parts of pictures, mirrored alike

@@ -33,7 +33,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from evolving_attention import RULES, Geometry, huggingface
+from evolving_attention import RULES, Geometry, huggingface, kernels
 from evolving_attention.huggingface import MODEL_TYPES, evolve, from_pretrained
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
@@ -284,6 +284,14 @@ def test_steps_with_a_cache_equal_one_pass(steps, dtype):
     assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_a_decoder_trains_by_the_kernel_though_transformers_makes_a_cache(monkeypatch):
+    model, calls, attend = build("gpt2", beta=0.5).float().train(), [], huggingface.attend
+    monkeypatch.setattr(huggingface, "attend", lambda call, *more: attend(calls.append(call) or call, *more))
+    output = model(inputs("gpt2")["input_ids"])
+    assert output.past_key_values is not None
+    assert len(calls) == 2 and all(kernels.cpu.knows(call) and kernels.kernel_for(call) for call in calls)
+
+
 def test_what_cannot_work_is_refused_by_name():
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
@@ -313,7 +321,10 @@ def test_bad_settings_change_nothing(settings, message):
         evolve(evolve(model))
 
 
-def test_other_model_types_are_refused():
+def test_other_models_are_refused():
+    asks_for_maps = BertModel(BertConfig(**SIZES, **WORDS, output_attentions=True, attn_implementation="eager"))
+    with pytest.raises(ValueError, match="output_attentions: must be False in the configuration"):
+        evolve(asks_for_maps)
     with pytest.raises(ValueError, match="model type albert: must be one of bert, "):
         evolve(AlbertModel(AlbertConfig(**SIZES, **WORDS, embedding_size=8)))
 
@@ -420,6 +431,19 @@ def test_round_trip(name, tmp_path):
 def test_a_checkpoint_without_evolution_is_named(tmp_path):
     build("bert").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no 'evolving_attention'"):
+        from_pretrained(BertForMaskedLM, tmp_path)
+    with pytest.raises(ValueError, match="AutoModel: must be a model's own class"):
+        from_pretrained(AutoModel, tmp_path)
+
+
+def test_convolutions_that_another_loader_left_out_are_missed(tmp_path):
+    """It keeps the settings, so that evolving it again or loading it would draw convolutions anew."""
+    build("bert", alpha=0.4).save_pretrained(tmp_path)
+    plain = BertForMaskedLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was saved evolving, and loaded without its convolutions"):
+        evolve(plain)
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no .*\.evolution\.conv\.bias; was it saved by"):
         from_pretrained(BertForMaskedLM, tmp_path)
 
 
