@@ -74,6 +74,7 @@ if [[ ! $dry_run ]]; then
 fi
 
 failed=()
+trap 'exit 130' INT
 for step in "${only[@]}"; do
     log=$output/$step.log
     if [[ -f $log && $(tail -n 1 "$log") == "done" ]]; then

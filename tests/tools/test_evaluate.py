@@ -123,6 +123,14 @@ def test_other_checkpoints_and_flags_have_other_names():
     assert len({settings(), *(settings("--", "--max-len-b", number) for number in ("10", "20"))}) == 3
 
 
+def test_a_result_of_other_data_of_the_same_name_stays(tmp_path):
+    result = tmp_path / "test.beam5.average10.json"
+    result.write_text(json.dumps({"references": digest(["a"])}))
+    evaluate.refuse_other_text(result, digest(["a"]))
+    with pytest.raises(UserError, match=r"average10\.json: is of other references, .* prepare these data with another"):
+        evaluate.refuse_other_text(result, digest(["b"]))
+
+
 def test_against_needs_the_same_settings_and_references(tmp_path):
     other = tmp_path / "other" / "eval"
     other.mkdir(parents=True)

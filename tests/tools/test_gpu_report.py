@@ -16,7 +16,8 @@ from ea_tools.training import train
 
 def gpu_report(repo, *flags):
     command = ["bash", str(repo / "scripts" / "gpu_report.sh"), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    options = {"capture_output": True, "text": True, "timeout": 60, "start_new_session": True}
+    return subprocess.run(command, check=False, **options)
 
 
 def test_commands_take_their_flags(tmp_path):
@@ -37,7 +38,7 @@ def test_commands_take_their_flags(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_step_stops_no_other_and_a_done_one_is_left_out(tmp_path):
+def test_a_failed_step_stops_no_other_a_done_one_is_left_out_and_an_interrupt_ends_all(tmp_path):
     """In a repository of stand-ins."""
     for folder in ("scripts", "data-prep", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
@@ -47,9 +48,12 @@ def test_a_failed_step_stops_no_other_and_a_done_one_is_left_out(tmp_path):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     training, corpus = tmp_path / "scripts/benchmark_training.sh", tmp_path / "data-prep/sample.sh"
-    training.write_text("#!/bin/sh\nexit 1\n")
+    training.write_text("#!/bin/sh\ntrap 'exit 130' INT\nkill -INT 0\n")  # Ctrl-C, to the whole group
     corpus.write_text('#!/bin/sh\necho made >> "$0.log"\n')
     flags = ("--output", tmp_path / "a folder", "--only", "training", "corpus")
+    assert gpu_report(tmp_path, *flags).returncode == 130
+    assert not corpus.with_suffix(".sh.log").exists()
+    training.write_text("#!/bin/sh\nexit 1\n")
     first = gpu_report(tmp_path, *flags)
     assert (first.returncode, "failed: training" in first.stderr) == (1, True)
     training.write_text("#!/bin/sh\n")

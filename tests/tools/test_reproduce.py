@@ -526,6 +526,10 @@ def test_a_mistake_on_the_command_line_is_named(arguments, message, capsys):
     assert message in f"{refusal.value}{capsys.readouterr().err}"
 
 
+def test_a_bar_in_a_label_stays_in_its_cell():
+    assert table_report.markdown_row(["a | b", "1"]) == r"| a \| b | 1 |"
+
+
 @pytest.mark.slow
 def test_missing_cells_are_run_once(toy, run):
     table = tables.read(str(toy / "tiny.toml"))

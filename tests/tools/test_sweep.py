@@ -109,8 +109,9 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
     [
         (["--grid", "ea-alfa", "0", "1"], "ea-alfa 0: --ea-alfa: there is no such flag; is --ea-alpha meant?"),
         (["--grid", "ea-alpha", "0", "1.5"], "ea-alpha 1.5: argument --ea-alpha: "),
-        (["--grid", "ea-alpha"], "--grid ea-alpha: expected the flag's values after it"),
+        (["--grid", "ea-alpha"], "--grid ea-alpha: expected all the flag's values after it"),
         ([*GRID, "--ea-alpha", "0.3"], "--grid ea-alpha: expected .* the flag nowhere else"),
+        ([*GRID, "--grid", "ea-alpha", "0.3"], "--grid ea-alpha: expected all the flag's values after it"),
         (["--grid", "ea-alpha", "0.1", "0.10"], "--grid: the rows .* would share one run"),
         (["--grid", "seed", "1", "2"], "--grid seed: use --seeds"),
         ([], "the following arguments are required: --grid"),

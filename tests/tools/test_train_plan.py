@@ -246,11 +246,11 @@ def test_the_command_line_wins(capsys):
     ("pairs", "tokens", "update_freq", "dropout"),
     [(1_000, "1000", "1", "0.3"), (160_239, "4096", "1", "0.2"), (4_000_000, "4096", "16", "0.1")],
 )
-def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, dropout):
+def test_own_data_need_no_recipe(capsys, tmp_path, monkeypatch, pairs, tokens, update_freq, dropout):
     """The recipe is made by the size of the corpus, and printed as TOML that gives the same command as a file."""
     prep = {"source_lang": "et", "target_lang": "en", "tokenizer": "moses", "lowercase": False, "bpe": "subword_nmt"}
-    data = tmp_path / "mine.v2"
-    data.mkdir()
+    data = tmp_path / "a 😀" / "mine.v2"
+    data.mkdir(parents=True)
     (data / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": pairs}}}))
     command, said = dry_run(capsys, "--data", data, "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
     planned = flags(command)
@@ -263,7 +263,9 @@ def test_own_data_need_no_recipe(capsys, tmp_path, pairs, tokens, update_freq, d
     (tmp_path / "mine.v2.toml").write_text(toml)
     again, _ = dry_run(capsys, tmp_path / "mine.v2.toml", "ea_transformer_lite", "--gpus", 0, "--lr", "5e-4")
     assert again == command
-    after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", "--data", data, "--gpus", 0)
+    monkeypatch.chdir(tmp_path)
+    given = ["--data", data.relative_to(tmp_path)]  # the run is used from any folder
+    after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", *given, "--gpus", 0)
     assert after == command
 
 

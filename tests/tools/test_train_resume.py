@@ -171,13 +171,25 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
     same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"], "fp16": []}
     run_folder.refuse_other_flags(tmp_path, same)
     for name, values, said in (
-        ("dropout", ["0.4"], r"without --dropout 0\.4 \(it was 0\.3\); to train with it choose another --run"),
+        ("dropout", ["0.4"], r"not trained with --dropout 0\.4 \(it was 0\.3\); to train with it choose another --run"),
         ("clip-norm", ["1"], r"--clip-norm 1 \(it was not given\)"),
     ):
         with pytest.raises(UserError, match=said):
             run_folder.refuse_other_flags(tmp_path, {**same, name: values})
+    with pytest.raises(UserError, match=r"not trained with --without dropout \(it was 0\.3\)"):
+        run_folder.refuse_other_flags(tmp_path, same, ["--dropout", "clip-norm"])
     (tmp_path / "run.json").write_text(json.dumps({"starts": []}))  # as version 0.1.0 left it
     run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
+
+
+def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
+    run_folder.say_what_differs({"lr": "0.001"}, {"lr": "1e-3"})
+    run_folder.claim(tmp_path, {"encoder-layers": "1", "arch": "x"}, "", data)
+    checkpoint(tmp_path / "checkpoint1.pt", 1)
+    run_folder.claim(tmp_path, {"encoder-layers": "01", "arch": "x"}, "", data)
+    assert not capsys.readouterr().err
+    with pytest.raises(UserError, match="encoder-layers: there 01, now 2"):
+        run_folder.claim(tmp_path, {"encoder-layers": "2", "arch": "x"}, "", data)
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):

@@ -154,7 +154,7 @@ def _size_of(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
 
 
 def markdown_row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _cell(cell: dict) -> str:

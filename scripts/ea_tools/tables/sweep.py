@@ -66,8 +66,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     try:
         given = recipes.parse_flags(extra)
         for name, *values in args.grid:
-            if not values or name in given:
-                raise UserError(f"--grid {name}: expected the flag's values after it, and the flag nowhere else")
+            if not values or name in given or [other for other, *_ in args.grid].count(name) > 1:
+                raise UserError(f"--grid {name}: expected all the flag's values after it, and the flag nowhere else")
         check_flags("--grid ", [name for name, *_ in args.grid])
         check_flags("--", given)
         check_seeds("--seeds", args.seeds)

@@ -27,6 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# The printed command can be given anywhere, without scripts/lib.sh.
+sys.path.extend(str(Path(__file__).parents[3] / folder) for folder in (".", "scripts", "data-prep"))
+
 from ea_tools.common import UserError, ignore_warnings
 
 ignore_warnings()
@@ -296,7 +299,7 @@ def main(words: list[str]) -> None:
     folder = Path(_value(words, "--save-dir", "checkpoints"))
     if _value(words, "--distributed-rank", os.environ.get("RANK", "0")) == "0" and folder.is_dir():
         _log_to(folder)
-        logger.info("+ " + shlex.join(sys.argv), extra=LOG_ALONE)
+        logger.info("+ " + shlex.join(sys.orig_argv), extra=LOG_ALONE)
     try:
         fairseq_train.cli_main()
     except KeyboardInterrupt:

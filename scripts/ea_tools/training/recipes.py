@@ -141,7 +141,7 @@ def for_data(data: Path) -> tuple[Recipe, str]:
         [
             f"# For a corpus of {pairs:,} pairs, by its size. Change it as you like, and give it as RECIPE.",
             'inherit = "base"',
-            f"data = {json.dumps(str(place))}",
+            f"data = {json.dumps(str(place), ensure_ascii=False)}",
             *(["eval-bleu = true"] if pairs <= FOR_SIZE[1][0] else []),
             *(f'{side}-lang = "{prep[f"{side}_lang"]}"' for side in ("source", "target")),
             f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",

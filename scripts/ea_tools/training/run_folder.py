@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
     if started(run) and not before:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     owner = before.get("identity", this)
-    changed = [name for name in sorted(owner.keys() | this.keys()) if owner.get(name) != this.get(name)]
+    changed = [name for name in sorted(owner.keys() | this.keys()) if differ(owner.get(name), this.get(name))]
     if changed == ["data"] and (kept := Preparation.kept_by(run)):
         require_same(kept, Preparation.at(data), run)
     if changed:
@@ -105,7 +105,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Print a note for each flag of fairseq-train that a run goes on without, with, or with another value."""
     for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
+        if differ(before.get(name), now.get(name)):
             was, is_now = (said(flags.get(name)) for flags in (before, now))
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
@@ -116,8 +116,16 @@ _STOPPING = re.compile(
 )
 
 
-def refuse_other_flags(run: Path, flags: Flags) -> None:
-    """Refuse flags of the command line by which a finished run was not trained: they would have no effect."""
+def differ(value: str | None, other: str | None) -> bool:
+    """Whether two values of a flag, None where it is not given, mean different things."""
+    return value != other and (value is None or other is None or plain(value) != plain(other))
+
+
+def refuse_other_flags(run: Path, flags: Flags, without: Sequence[str] = ()) -> None:
+    """Refuse flags of the command line by which a finished run was not trained: they would have no effect.
+
+    `without`: what --without names, which must not have been among them.
+    """
     starts = read_json(run / "run.json")["starts"]
     if not starts:  # version 0.1.0 made the run, and recorded none
         return
@@ -125,13 +133,13 @@ def refuse_other_flags(run: Path, flags: Flags) -> None:
     others = [
         f"--{name} {' '.join(values)} (it was {said(before.get(name))})"
         for name, values in flags.items()
-        if name not in NOT_LEARNING
-        and not _STOPPING.fullmatch(name)
-        and (name not in before or plain(before[name]) != plain(" ".join(values)))
+        if name not in NOT_LEARNING and not _STOPPING.fullmatch(name) and differ(before.get(name), " ".join(values))
     ]
+    left_out = (name.removeprefix("--") for name in without)
+    others += [f"--without {name} (it was {said(before[name])})" for name in left_out if name in before]
     if others:
         raise UserError(
-            f"{run}: this run is finished, and was trained without {', '.join(others)}; to train with it choose "
+            f"{run}: this run is finished, and was not trained with {', '.join(others)}; to train with it choose "
             "another --run"
         )
 

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
         if reason := run_folder.finished(last, start.flags):
-            run_folder.refuse_other_flags(start.run, flags)
+            run_folder.refuse_other_flags(start.run, flags, args.without)
             say(f"{start.run}: this run is finished: {reason}")
             if is_first and not has_model_recorded(start.run):  # a kill came before
                 say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
@@ -178,7 +178,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
             parser.error(f"{name} {path}: fairseq takes a colon for the end of a name; choose one without")
     args.own_flags = flag_faults.flags_of(parser)
     args.command = portable(["scripts/train.sh", *arguments])
-    args.data = args.data or recipes.read(args.recipe).data
+    args.data = (args.data or recipes.read(args.recipe).data).absolute()  # checkpoints name it
     learnt = Path(args.recipe or args.data.resolve()).name.removesuffix(".toml")
     args.run = args.run or REPO / "runs" / f"{learnt}-{args.arch}"
     return args, flags

@@ -98,6 +98,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     name = prep.get("name", args.data.name)
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
+    results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
+    refuse_other_text(results / f"{stem}.json", digest(written))
     translate = translate_export if is_export(args.run) else translate_run
     model = translate(args, data, split, len(written))
     cut, left_out = count_longer(data, args.subset, model.lengths)
@@ -140,7 +142,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if baseline:
         difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
-    results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
     if not args.comet and (comet := comet_of_before(results / stem, result, detokenised)):
         result["scores"]["comet"] = comet
     for place in (stem, split):
@@ -156,6 +157,15 @@ def split_name(run: Path, data: str, subset: str) -> str:
     preparation = Preparation.at(run) if is_export(run) else Preparation.kept_by(run)
     own = preparation.prep.get("name", data) if preparation else data
     return subset if data == own else f"{data}.{subset}"
+
+
+def refuse_other_text(result: Path, references: str) -> None:
+    """Refuse to write over the result of another text whose data have the same name."""
+    if result.exists() and read_json(result).get("references", references) != references:
+        raise UserError(
+            f"{result}: is of other references, though the data's name is the same; prepare these data with another "
+            "--name, or remove that file"
+        )
 
 
 def comet_of_before(path: Path, result: dict[str, Any], translations: Sequence[str]) -> dict[str, Any] | None:
