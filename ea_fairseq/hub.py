@@ -99,7 +99,11 @@ class Translator:
                 tokens[place] = self.hub.binarize(" ".join(subwords))
         hypotheses = [[("", 0.0)] * beam for _ in sentences]
         if tokens:
-            for place, beams in zip(tokens, self.hub.generate(list(tokens.values()), **settings), strict=True):
+            try:
+                generated = self.hub.generate(list(tokens.values()), **settings)
+            except AssertionError as error:  # how fairseq refuses settings that do not go together
+                raise ValueError(str(error)) from None
+            for place, beams in zip(tokens, generated, strict=True):
                 hypotheses[place] = [(self._text_of(one["tokens"]), float(one["score"]) / math.log(2)) for one in beams]
         return hypotheses
 

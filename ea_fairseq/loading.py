@@ -51,9 +51,11 @@ def model_of(run: Path) -> Path:
     averages with equal updates, the largest number in a name decides. File times have no say.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such checkpoint, or RUN/model.json is damaged; the message begins
-            with the run's folder.
+        FileNotFoundError, ValueError: there is no such checkpoint, RUN/model.json is damaged, or the folder is an
+            export; the message begins with the folder.
     """
+    if (run / "decoder.onnx").is_file():
+        raise ValueError(f"{run}: is an exported model; give the run that it came from")
     if (run / RECORD).is_file():
         name = _recorded(run / RECORD)
         if not (run / name).is_file():

@@ -25,8 +25,8 @@ class LanguageModel(Model):
             first: messages number the lines from here on.
         """
         check_whole("batch", batch)
-        sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
-        return [(best.score, len(best.tokens) + 1) for best in self.score_ids(sources, batch)]
+        scored = self.score_ids(self._sources(lines, first), batch)
+        return [(best.score, len(best.tokens) + 1) for best in scored]
 
     def score_ids(self, sources: list[list[int]], batch: int) -> list[Hypothesis]:
         """The scores of sentences that are token ids, the end included."""
@@ -55,6 +55,7 @@ class LanguageModel(Model):
         check_n_best(n_best, chosen.beam)
         max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
         if len(tokens) >= max_len:
-            raise ValueError(f"start: has {len(tokens)} subwords, {max_len} fit; raise max_len_b, or shorten it")
+            hint = " or raise max_len_b" if max_len < self._longest[1] - 1 else ""
+            raise ValueError(f"start: fills the {max_len} subwords that a sentence may have; shorten it{hint}")
         (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
         return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

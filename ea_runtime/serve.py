@@ -286,6 +286,8 @@ async def _answers(lines: list[Line], request: Request) -> list[tuple[list[tuple
         HTTPException: the translator failed.
     """
     answers = asyncio.gather(*(line.answer for line in lines))
+    # Else asyncio logs each request whose lines are taken back.
+    answers.add_done_callback(lambda done: done.cancelled() or done.exception())
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait([answers, gone], return_when=asyncio.FIRST_COMPLETED)

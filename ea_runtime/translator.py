@@ -91,6 +91,12 @@ class Model:
             logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), room)
         return [*ids[:room], EOS]
 
+    def _sources(self, lines: Iterable[str], first: int) -> list[list[int]]:
+        """Token ids of each line; messages number the lines from `first` on."""
+        if isinstance(lines, str):
+            raise ValueError("lines: expected several, such as [line], not one text")
+        return [self._tokens(line, number) for number, line in enumerate(lines, first)]
+
     def words(self, tokens: Iterable[int]) -> str:
         """Target words, their subwords joined, of token ids."""
         return self.text.join(" ".join(self._target[token] for token in tokens if token != BOS))
@@ -124,7 +130,8 @@ class Translator(Model):
             lines: raw text, a sentence each.
             beam: width of the search; default: the export's, 5.
             lenpen: length penalty; above 1 favours longer translations.
-            n_best: how many translations of each sentence; above 1, lists of (text, score) are returned.
+            n_best: how many translations of each sentence; above 1, lists of (text, score) are returned. A score is
+                the natural log-probability over length.
             batch: how many sentences the model reads together; fewer where they are long.
             prefixes: for each line, raw text that its translation begins with. As with fairseq, ``min_len`` does not
                 hold while any line of a batch still has a prefix.
@@ -153,13 +160,12 @@ class Translator(Model):
 
         Messages number the lines from `first` on.
         """
-        lines = list(lines)
         check_whole("batch", batch)
-        if prefixes is not None and (isinstance(prefixes, str) or len(prefixes) != len(lines)):
-            raise ValueError(f"prefixes: expected a list of one for each of {len(lines)} lines, not {prefixes!r}")
+        sources = self._sources(lines, first)
+        if prefixes is not None and (isinstance(prefixes, str) or [*map(type, prefixes)] != [str] * len(sources)):
+            raise ValueError(f"prefixes: expected a list of one for each of {len(sources)} lines, not {prefixes!r}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
         check_n_best(n_best, search_settings.beam)
-        sources = [self._tokens(line, number) for number, line in enumerate(lines, first)]
         forced = None if prefixes is None else self._forced(prefixes)
         numbers = [n for n, source in enumerate(sources) if len(source) > 1]
         prefixed = None if forced is None else [forced[n] for n in numbers]

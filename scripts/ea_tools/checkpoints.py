@@ -144,8 +144,6 @@ def is_export(folder: Path | None) -> bool:
 
 def choose(run: Path) -> Path:
     """The checkpoint that is a run's model, by ea_fairseq's one rule; says on standard error which it is."""
-    if is_export(run):
-        raise UserError(f"--run {run}: is an exported model; give the run that it came from")
     try:
         path = _loading().model_of(run)
     except (FileNotFoundError, ValueError) as error:

@@ -82,6 +82,9 @@ def test_scores_as_the_run(pair, data, capsys):
         (["--precision", "bf16"], "--precision"),
         (["--", "--sampling"], "--sampling"),
         (["--", "--max-len-b", "many"], "--max-len-b many"),
+        (["--", "--unkpen"], "--unkpen : expected a number"),
+        (["--", "--unnormalized", "False"], "--unnormalized False: expected no value"),
+        (["--", "--min-len", "999"], "min_len 999 is above the longest translation"),
     ],
 )
 def test_what_an_export_cannot_do_is_refused_by_name(pair, data, flags, says):
@@ -121,6 +124,12 @@ def test_an_empty_source_line_of_a_test_set_is_scored(pair, data, tmp_path):
     runtime = Translator(pair / "float32", threads=1)
     lines = exported.generate(runtime, copy, "test", {"beam": 2, "max_len_b": 5}, 8)
     assert [line.split("\t")[0] for line in lines[:-1]] == ["H-0", "T-0", "H-1", "T-1"]
+
+
+def test_the_batch_is_set_by_translates_own_flag(pair, data):
+    with pytest.raises(SystemExit, match=r"-- --batch-size: has no effect here; see --batch-size in --help"):
+        flags = ["--run", str(pair / "float32"), "--", "--batch-size", "2"]
+        translate.main(["--input", str(data / "raw" / "test.de"), *flags])
 
 
 @pytest.mark.parametrize("words", [["0"], ["-1"], ["x"], []])

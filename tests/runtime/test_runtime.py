@@ -210,6 +210,7 @@ def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
         (["a"], {"batch": 0}, "batch"),
         (["a"], {"prefixes": []}, "prefixes"),
         (["a"], {"prefixes": "b"}, "prefixes"),
+        (["a"], {"prefixes": [None]}, "prefixes"),
         (["a"], {"n_best": "2"}, "n_best"),
         (["a"], {"sampling": True}, "sampling"),
     ],
@@ -217,3 +218,8 @@ def test_a_faulty_folder_is_named(folder, tmp_path, fault, says):
 def test_bad_input_is_refused(folder, lines, options, says):
     with pytest.raises(ValueError, match=says):
         Translator(folder, threads=1).translate(lines, **options)
+
+
+def test_a_text_is_not_taken_for_lines_of_a_letter(folder):
+    with pytest.raises(ValueError, match="lines: expected several"):
+        Translator(folder, threads=1).scored("ab")

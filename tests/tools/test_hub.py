@@ -138,6 +138,8 @@ def test_settings_of_the_search_are_used(kept):
         ({"prefix_size": 1}, "prefix_size: has no effect"),
         ({"lenpen": math.nan}, "lenpen=nan: must be a finite number"),
         ({"beam": "5"}, "beam='5': must be a whole number, not str"),
+        ({"min_len": 999}, "min_len cannot be larger than max_len"),
+        ({"sampling_topk": 5}, "--sampling-topk requires --sampling"),
     ],
 )
 def test_settings_that_would_be_ignored_or_fail_are_named(translator, settings, message):

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.toy import ENVIRONMENT, Payload, script, tool
@@ -153,6 +155,14 @@ def test_flags_of_fairseq_are_settings_of_the_search(flags, expected):
     assert translate.search_settings(args) == {"beam": 5, "lenpen": 1.5, **expected}
     with pytest.raises(UserError, match="-- --constraints: has no effect"):
         translate.search_settings(translate.parse(["--run", "r", "--", "--constraints"]))
+
+
+def test_settings_that_do_not_go_together_are_one_line(run, monkeypatch):
+    args = translate.parse(["--run", str(run), "--", "--cpu"])
+    stand_in = SimpleNamespace(hypotheses=Mock(side_effect=ValueError("min_len cannot be larger")))
+    monkeypatch.setattr(translate, "load_translator", lambda *_: stand_in)
+    with pytest.raises(UserError, match="min_len cannot be larger"):
+        translate.translate(args, run / "checkpoint3.pt", [b"Hund.\n"], print)
 
 
 @pytest.fixture

@@ -56,8 +56,10 @@ def search_settings(beam: int, lenpen: float, flags: Sequence[str]) -> dict[str,
             known = ", ".join(f"--{name.replace('_', '-')}" for name in kinds if name not in ("beam", "lenpen"))
             raise UserError(f"-- --{flag}: an exported model has beam search alone, with {known}")
         try:
-            settings[name] = True if kinds[name] is bool and not values else kinds[name](*values)
-        except (TypeError, ValueError):
+            if len(values) != (kinds[name] is not bool):
+                raise ValueError
+            settings[name] = kinds[name](*values) if values else True
+        except ValueError:
             raise UserError(f"-- --{flag} {listed(values, ' ')}: expected {EXPECTED[kinds[name]]}") from None
     return settings
 
@@ -78,10 +80,7 @@ class Exported:
 
     def hypotheses(self, lines: Sequence[str], beam: int, first: int, **settings: Any) -> list[list[tuple[str, float]]]:
         """The translations of each line, best first, and their scores to base 2."""
-        try:
-            translations = self._translator.scored(lines, beam, n_best=beam, batch=self._batch, first=first, **settings)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        translations = self._translator.scored(lines, beam, n_best=beam, batch=self._batch, first=first, **settings)
         return [[(text, score / math.log(2)) for text, score in best] or [("", 0.0)] * beam for best in translations]
 
 
@@ -105,7 +104,10 @@ def generate(translator: Translator, data: Path, subset: str, settings: dict[str
     if cut := sum(len(sources[n]) > longest_source for n in numbers):
         say(f"warning: {cut} source sentences are cut to the {longest_source - 1} subwords that the model reads")
     begin = time.perf_counter()
-    best = [hypotheses[0] for hypotheses in translator.search_all(tokens, chosen, batch)]
+    try:
+        best = [hypotheses[0] for hypotheses in translator.search_all(tokens, chosen, batch)]
+    except ValueError as error:
+        raise UserError(str(error)) from None
     seconds, count = time.perf_counter() - begin, sum(len(one.tokens) + 1 for one in best)
     speed = f"in {seconds:.1f}s ({len(best) / seconds:.2f} sentences/s, {count / seconds:.2f} tokens/s)"
     output = []

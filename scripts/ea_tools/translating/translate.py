@@ -198,6 +198,8 @@ def translate(
 ) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
     if is_export(args.run):
+        if ours := sorted(parse_flags(args.interactive_flags).keys() & (exported.OF_THE_WORK - {"cpu"})):
+            raise UserError(f"-- --{ours[0]}: has no effect here; see --batch-size in --help")
         settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
         runtime = exported.load(args.run)
         translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
@@ -212,7 +214,11 @@ def translate(
     prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
     with tqdm(unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1) as progress:
         for first, sentences in batches(lines, args.input or "standard input", size, done):
-            for number, hypotheses in enumerate(translator.hypotheses(sentences, first=first, **settings), first - 1):
+            try:
+                translations = translator.hypotheses(sentences, first=first, **settings)
+            except ValueError as error:  # settings that do not go together
+                raise UserError(str(error)) from None
+            for number, hypotheses in enumerate(translations, first - 1):
                 for line in _written(number, hypotheses, args.nbest):
                     write(line)
             progress.update(len(sentences))
