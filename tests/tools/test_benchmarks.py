@@ -215,7 +215,7 @@ def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
 
 
 @pytest.mark.slow
-def test_decoding_of_exported_models(tmp_path, small):
+def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
     """All decode as many steps, so that their times can be compared."""
     flags = ["--exported", "--batch", 3, "--beam", 2]
     (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
@@ -224,6 +224,7 @@ def test_decoding_of_exported_models(tmp_path, small):
     assert all(counts == tokens["stock"] for counts in tokens.values())
     assert result["ratios"].keys() == tokens.keys() - {"stock"}
     assert all(start["seconds"] > 0 and 20 < start["MiB"] < 250 for start in result["starts"].values())
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
     with pytest.raises(SystemExit, match="--exported"):
         benchmark_decoding.main(list(map(str, [*small, *flags, "--precision", "fp32", "bf16"])))
 

@@ -3,9 +3,11 @@
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 from fairseq import options
+from helpers.toy import script
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools.common import UserError
@@ -130,7 +132,7 @@ def test_torchrun_starts_the_processes_of_two_machines(capsys):
     where = ["--nodes", 2, "--node-rank", 1, "--master", "one.example:4000", "--gpus", 8]
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_base", *where)
     expected = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr one.example --master-port 4000"
-    assert command[0].endswith("torchrun")
+    assert command[2].endswith("torchrun")  # after env and PYTHONPATH
     assert expected in shlex.join(command)
     assert flags(command)["update-freq"] == "8"
     assert flags(command)["distributed-world-size"] == "16"
@@ -267,6 +269,14 @@ def test_own_data_need_no_recipe(capsys, tmp_path, monkeypatch, pairs, tokens, u
     given = ["--data", data.relative_to(tmp_path)]  # the run is used from any folder
     after, _ = dry_run(capsys, "ea_transformer_lite", "--lr", "5e-4", *given, "--gpus", 0)
     assert after == command
+
+
+@pytest.mark.slow
+def test_the_printed_command_can_be_given_elsewhere():
+    printed = shlex.split(script("train.sh", "sample", "ea_transformer_lite", "--gpus", 0, "--dry-run").stdout)
+    program = next(place for place, word in enumerate(printed) if word.endswith("fairseq_train.py"))
+    command = ["env", "-u", "PYTHONPATH", *printed[: program + 1], "--help"]
+    subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, check=True, timeout=120)
 
 
 def test_the_command_that_makes_a_recipes_data_is_named(tmp_path, monkeypatch):

@@ -27,9 +27,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# The printed command can be given anywhere, without scripts/lib.sh.
-sys.path.extend(str(Path(__file__).parents[3] / folder) for folder in (".", "scripts", "data-prep"))
-
 from ea_tools.common import UserError, ignore_warnings
 
 ignore_warnings()

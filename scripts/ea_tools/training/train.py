@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.dry_run:
             if toml:
                 say(made)
-            print(shlex.join(start.command))
+            where = f"PYTHONPATH={start.environment.get('PYTHONPATH', '')}"  # from scripts/lib.sh
+            print(shlex.join(["env", where, *start.command]))
             return
         check_data(start.data, start.recipe)
         check_first_model(flags, start.data)
