@@ -236,9 +236,8 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     files = list(run.iterdir())
     epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
     if (there := max(epochs, updates)) < wanted:
-        kept = run / f"average{wanted}.pt"
         hint = f"give --average {there}, or --best for the best one" if there else "train it first"
-        if kept.exists():  # and the checkpoints that it is made of were removed
+        if (kept := run / f"average{wanted}.pt").exists():  # and the checkpoints that it is made of were removed
             hint = f"give --checkpoint {kept}"
         raise UserError(
             f"{run}: expected {wanted} checkpoints to average, found {epochs} by epoch and {updates} by update; {hint}"
