@@ -1,7 +1,7 @@
 """fairseq's multi-head attention with evolving maps.
 
 Parameters, state-dict keys and options are those of ``fairseq.modules.MultiheadAttention``, with ``evolution.*`` added.
-fairseq's own forward leaves for a fused kernel that never shows its maps, so the path from projections to context is
+fairseq's own forward calls a fused kernel, which does not return its maps, so the path from projections to context is
 that of ``evolving_attention``.
 
 Axes: T target (query) length, S source (key) length, B batch, C channels, K heads, D = C / K. During beam search B

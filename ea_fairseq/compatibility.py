@@ -1,4 +1,4 @@
-"""Small faults of fairseq 0.12.2 that users of these models meet, with today's packages or at all, mended at import."""
+"""Mends small faults of fairseq 0.12.3.1 when ea_fairseq is imported; some are seen with newer packages only."""
 
 import functools
 import types

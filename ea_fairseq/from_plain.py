@@ -1,8 +1,8 @@
-"""Starting from a checkpoint of fairseq's own model: what evolving attention adds to it starts fresh, and is logged.
+"""Starting from a checkpoint of fairseq's own model: what evolving attention adds to it gets random values.
 
 ``fairseq-train --restore-file model.pt --reset-optimizer --reset-dataloader --reset-meters``, or
-``--finetune-from-model model.pt``, which goes on where it was when the same command is run again. Anything else that is
-missing or left over is refused, as fairseq does.
+``--finetune-from-model model.pt``, which resumes when the same command is run again. The log names the new parameters.
+Anything else that is missing or left over is refused, as fairseq does.
 """
 
 import logging

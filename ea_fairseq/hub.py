@@ -166,8 +166,8 @@ def read_models(
 
 def _lines(sentences: Iterable[str]) -> list[str]:
     """The sentences as a list. Anything but lines of text is refused."""
-    if isinstance(sentences, (bytes, bytearray)) or not isinstance(sentences, Iterable):
-        raise TypeError(f"translate takes a sentence or several, each a str, not {_kind(sentences)}")
+    if isinstance(sentences, (str, bytes, bytearray)) or not isinstance(sentences, Iterable):
+        raise TypeError(f"sentences: expected several, such as [sentence], each a str, not {_kind(sentences)}")
     lines = list(sentences)
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 #: The most numbers that additive and concatenative scores hold in one piece of B x K x rows x S x D, or one row of
-#: queries where that is more. Training keeps no piece: each is computed once more on the way back.
+#: queries where that is more. Training keeps no piece: each is computed once more in the backward pass.
 PIECE = 2**22
 
 

@@ -53,7 +53,7 @@ if [[ -e $venv ]] && ! supported "$venv/bin/python"; then
     exit 1
 fi
 
-echo "setting up $venv with $("$python" --version); the first time takes a few minutes"
+echo "setting up $venv with $("$python" --version); the first time takes some ten minutes"
 # A set-up that was killed may have left an environment without pip.
 "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
 

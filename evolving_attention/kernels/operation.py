@@ -236,5 +236,5 @@ def _flops(*shapes: Any, **_: Any) -> int:
 
 
 def _backward_flops(*shapes: Any, **_: Any) -> int:
-    """Each product of the way forward has two on the way back."""
+    """Each product of the forward pass has two in the backward pass."""
     return 2 * _flops(*parted(shapes)[1])

@@ -1,4 +1,4 @@
-"""Dropout of the CPU's kernel: the right share, in places that nothing else tells, the same on the way back."""
+"""Dropout of the CPU's kernel: the right share, in places that nothing else tells, the same in the backward pass."""
 
 import pytest
 import torch

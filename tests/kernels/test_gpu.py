@@ -588,7 +588,7 @@ def test_trial_finds_other_dropout_on_the_way_back(monkeypatch, small_trial):
         return right(*of, *x._replace(seed=None if x.seed is None else x.seed + 1))
 
     monkeypatch.setattr(operation.operation, "backward", wrong)
-    assert trial.find_difference(variant(heads=1, kernel_size=1)).startswith("dropout on the way back")
+    assert trial.find_difference(variant(heads=1, kernel_size=1)).startswith("dropout in the backward pass")
 
 
 def test_sizes_that_get_other_machine_code_are_tried_by_themselves(monkeypatch):

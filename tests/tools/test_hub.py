@@ -175,6 +175,11 @@ def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
         translator.translate(sentences)
 
 
+def test_letters_of_one_text_are_not_taken_for_sentences(translator):
+    with pytest.raises(TypeError, match=r"sentences: expected several, such as \[sentence\]"):
+        translator.hypotheses("Hund.")
+
+
 def test_lines_of_a_file_and_other_iterables_are_sentences(translator):
     expected = translator.translate(["Hund.", "Haus."], beam=1, max_len_b=9)
     assert translator.translate((line for line in ("Hund.\n", "Haus.\r\n")), beam=1, max_len_b=9) == expected

@@ -1,4 +1,4 @@
-/* Dropout of any numbers, such as what a layer adds to its input. No mask is kept: the way back draws it again. */
+/* Dropout of any numbers, such as what a layer adds to its input. No mask is kept: the backward pass draws it again. */
 
 #include "vectors.h"
 

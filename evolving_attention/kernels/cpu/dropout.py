@@ -1,6 +1,6 @@
 """Dropout on the CPU, in float32, by ``dropout.c``: no mask is kept, and all threads draw random bits.
 
-PyTorch's own draws its mask number by number on one thread, and keeps it for the way back.
+PyTorch's own draws its mask number by number on one thread, and keeps it for the backward pass.
 """
 
 from ctypes import byref

@@ -142,7 +142,7 @@ def errors(variant: Variant) -> dict[str, float]:
     steps = _errors(variant._replace(gradients=False), _steps(variant))
     found |= {f"{name} of steps": error for name, error in steps.items()}
     if variant.gradients:
-        found["dropout on the way back"] = _distance(*_dropped(_moved(learnt, variant.device, variant.dtype)))
+        found["dropout in the backward pass"] = _distance(*_dropped(_moved(learnt, variant.device, variant.dtype)))
     return found
 
 
@@ -238,7 +238,7 @@ def _results(variant: Variant, call: Call, run: Callable[[Call], Result]) -> dic
 
 
 def _dropped(call: Call) -> tuple[Tensor, Tensor]:
-    """Two products, B x K x D each, which are equal if the way back drops the same weights as the way there.
+    """Two products, B x K x D each, which are equal if the backward pass drops the weights that the forward pass drops.
 
     The context is linear in the values: its product with any numbers is that of the values with their gradient.
     """

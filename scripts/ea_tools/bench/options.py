@@ -120,7 +120,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_corpus(parser)
     memory = "to measure memory on; 0: do not (default: 60)"
     parser.add_argument("--memory-batches", type=int, default=60, metavar="N", help=memory)
-    parser.add_argument("--growth", action="store_true", help="one length after another, in the place of a corpus")
+    parser.add_argument("--growth", action="store_true", help="batches of one length each, instead of a corpus")
     longest = "where --growth ends, in tokens (default: 2048)"
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=2048, help=longest)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # the process that measures memory: model and precision

@@ -34,8 +34,8 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     at_once = "runs at once: of one thread on the CPU (default: one per core), or on the same GPUs (default: 1)"
     add("--at-once", type=positive, metavar="N", help=at_once)
     add("--nice", type=int, default=0, metavar="N", help="priority of the runs: 19 is the lowest (default: 0)")
-    add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help="where runs go")
-    add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go")
+    add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help=f"default: runs/{folder}")
+    add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go (default: results)")
     add("--collect", action="store_true", help="run nothing, write the report from what there is")
     add("--dry-run", action="store_true", help="print what would be run")
 

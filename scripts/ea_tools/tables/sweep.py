@@ -1,8 +1,8 @@
 """Train every combination of some flags' values, and score each on the validation set.
 
 The first value of each flag together make the baseline. All combinations are run with the first of --seeds; then the
-baseline and the best two with the other seeds. The page is that of a table, results/sweep-NAME.md. The test set has no
-part in this: a choice by its metrics is fitted to the test set. Options of reproduce.sh and flags of fairseq-train may
+baseline and the best two with the other seeds. The page is that of a table, results/sweep-NAME.md. The test set is
+not used, so that it stays an independent check. Options of reproduce.sh and flags of fairseq-train may
 follow: --max-update 1500
 """
 

@@ -1,8 +1,8 @@
-"""Train a recipe with an architecture, on the GPUs that there are or on the CPU (scripts/train.sh).
+"""Train a recipe with an architecture, on the machine's GPUs or its CPU (scripts/train.sh).
 
 The effective batch is the recipe's on every number of GPUs that divides it: accumulation (--update-freq) makes up for
 those missing.
-Run the same command again and it goes on, from the newest checkpoint that loads; a finished run says so and stops.
+Run the same command again to resume from the newest checkpoint that loads; a finished run says so and stops.
 Any flag of fairseq-train may follow, and replaces the recipe's: --max-update 1000 --seed 2 --encoder-layers 4
 """
 

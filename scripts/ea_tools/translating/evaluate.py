@@ -6,9 +6,9 @@ tokenised BLEU: Moses tokens on both sides, as in the papers' tables; for En-De 
 All scores of a model of lower-cased text ignore case, and their signatures say so.
 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
-the last of a split is test.json and test.hyp.txt, too. Results on other data than the run's have the data's name in
-front: law.test.beam5.average10.json, law.test.json. A score of COMET stays where the same translations are made again
-without --comet.
+test.json and test.hyp.txt hold the latest of a split. Results on other data than the run's have the data's name in
+front: law.test.beam5.average10.json, law.test.json. Scoring the same translations again without --comet keeps
+their COMET score.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translate raw text with a trained run.
 
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
-With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; --resume goes on
+With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; --resume continues
 after an interruption. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION ||| SCORE.
 Numbers count input lines from 0. A score is the model's log-probability (base 2) over length.
 """
