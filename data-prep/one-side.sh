@@ -19,6 +19,7 @@ folder=$1 language=$2 out=${3%/}
 [[ -f $folder/dict.$language.txt ]] || die "$folder: has no dict.$language.txt; its languages are" \
     "$(CDPATH= cd -- "$folder" && echo dict.*.txt)"
 
+require_setup
 temporary=$out.tmp.$$
 trap 'rm -rf "$temporary"' EXIT
 mkdir -p "$temporary"

@@ -31,6 +31,9 @@ class UserError(Exception):
 class Parser(argparse.ArgumentParser):
     """A parser that answers an error in two lines; argparse prints the whole usage first."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from .corpus import Rules
 from .parallel import Chunk
-from .rules import Faults
+from .rules import faults
 
 HELD_OUT = "in a held-out split"
+Digests = tuple[frozenset[bytes], ...]  # of sources, of targets, of pairs
 
 
 def digests(chunk: Chunk) -> list[tuple[bytes, bytes, bytes]]:
@@ -27,37 +28,23 @@ def _digest(*lines: bytes) -> bytes:
     return hashlib.blake2b(b"\n".join(line.strip() for line in lines), digest_size=8).digest()
 
 
-class HeldOut:
-    """The sentences of one or more splits, as three sets of digests: of sources, of targets and of pairs."""
-
-    def __init__(self, rows: Iterable[tuple[bytes, bytes, bytes]]) -> None:
-        sides = list(zip(*rows, strict=True)) or [(), (), ()]
-        self.sets = tuple(map(frozenset, sides))
+def held_out(rows: Iterable[tuple[bytes, bytes, bytes]]) -> Digests:
+    """The sentences of one or more splits."""
+    return tuple(map(frozenset, list(zip(*rows, strict=True)) or [(), (), ()]))
 
 
-class Seen:
-    """Chunk of training text -> (a digest of each pair, which of the held-out sources, targets and pairs are in it)."""
-
-    def __init__(self, held_out: HeldOut) -> None:
-        self._held_out = held_out
-
-    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, tuple[frozenset[bytes], ...]]:
-        sides = list(zip(*digests(chunk), strict=True))
-        pairs = np.frombuffer(b"".join(sides[2]), np.uint64)
-        return pairs, tuple(known.intersection(side) for known, side in zip(self._held_out.sets, sides, strict=True))
+def seen(held_out: Digests, chunk: Chunk) -> tuple[np.ndarray, Digests]:
+    """A digest of each pair of training text, and which of the held-out sources, targets and pairs are in it."""
+    sides = list(zip(*digests(chunk), strict=True))
+    pairs = np.frombuffer(b"".join(sides[2]), np.uint64)
+    return pairs, tuple(known.intersection(side) for known, side in zip(held_out, sides, strict=True))
 
 
-class FaultsAndLeaks(Faults):
-    """As Faults; a training pair is dropped too where its source or its target is a sentence of a held-out split."""
-
-    def __init__(self, rules: Rules, held_out: HeldOut) -> None:
-        super().__init__(rules)
-        self._sources, self._targets, _ = held_out.sets
-
-    def __call__(self, chunk: Chunk) -> list[str | None]:
-        leaks = [source in self._sources or target in self._targets for source, target, _ in digests(chunk)]
-        faults = super().__call__(chunk)
-        return [fault or (HELD_OUT if leak else None) for fault, leak in zip(faults, leaks, strict=True)]
+def faults_and_leaks(rules: Rules, held_out: Digests, chunk: Chunk) -> list[str | None]:
+    """As `faults`; a training pair is dropped too where its source or its target is a sentence of a held-out split."""
+    sources, targets, _ = held_out
+    leaks = [source in sources or target in targets for source, target, _ in digests(chunk)]
+    return [fault or (HELD_OUT if leak else None) for fault, leak in zip(faults(rules, chunk), leaks, strict=True)]
 
 
 def count(rows: list[tuple[bytes, bytes, bytes]], seen: tuple[set[bytes], ...]) -> dict[str, int]:

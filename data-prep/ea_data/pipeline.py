@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +35,7 @@ from .corpus import Corpus
 from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, tqdm_options
 from .preparation import Preparation, read_prep
-from .rules import Faults, Normalise, Steps, Tokenise, TokeniseChecked, compose, plain_apostrophes
+from .rules import Normalise, Tokenise, TokeniseChecked, compose, faults, in_turn, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
 from .text import checked_lines, count_lines, lower_case_lines
@@ -198,7 +198,7 @@ class Pipeline:
             if split != "train" and rules.plain_apostrophes:
                 steps.append(plain_apostrophes)
             if steps:
-                self._rewrite(Steps(steps), "extract", folder, split)
+                self._rewrite(partial(in_turn, steps), "extract", folder, split)
             else:
                 _link(self.text("extract", split), folder)
         return {}
@@ -302,9 +302,9 @@ class Pipeline:
 
         Text to translate is split by these codes: with the wrong ones the model would read subwords it never saw.
         """
-        work, paths = subwords.Otherwise(self._codes(self.folder["learn"])), self.text("tokenise", "valid")
+        apply, paths = subwords.Apply(self._codes(self.folder["learn"])), self.text("tokenise", "valid")
         lines = sum(map(count_lines, paths))
-        different = sum(number for _, number in self._read(work, paths, "check valid"))
+        different = sum(n for _, n in self._read(partial(subwords.split_otherwise, apply), paths, "check valid"))
         if different:
             message = f"{different:,} of {lines:,} lines of the validation text are not in the subwords of these codes"
             if different > lines / 10:
@@ -342,12 +342,13 @@ class Pipeline:
             raise UserError(none_left(split, dropped))
         return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
 
-    def _faults(self, split: str) -> Faults:
+    def _faults(self, split: str) -> Callable:
         """The finder of pairs to drop from a split."""
         if split == "train" and self.corpus.rules.drop_test_overlap:
             held_out = (self._digests("apply", other) for other in self.splits()[1:])
-            return overlap.FaultsAndLeaks(self.corpus.rules, overlap.HeldOut(chain.from_iterable(held_out)))
-        return Faults(self.corpus.rules)
+            sentences = overlap.held_out(chain.from_iterable(held_out))
+            return partial(overlap.faults_and_leaks, self.corpus.rules, sentences)
+        return partial(faults, self.corpus.rules)
 
     def _digests(self, stage: str, split: str) -> list[tuple[bytes, bytes, bytes]]:
         """The digests of each pair of a split, as `stage` left it; see overlap.digests."""
@@ -411,7 +412,7 @@ class Pipeline:
         work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
         sides = reduce(round_trip.add, (counts for _, counts in self._read(work, paths, "check valid")))
         held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
-        work = overlap.Seen(overlap.HeldOut(chain.from_iterable(held_out.values())))
+        work = partial(overlap.seen, overlap.held_out(chain.from_iterable(held_out.values())))
         pairs, seen = [], (set(), set(), set())
         for _, (digests, known) in self._read(work, self.text("filter", "train"), "compare train"):
             pairs.append(digests)

@@ -44,7 +44,7 @@ def folder_name(text: str) -> str:
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Corpus]:
     """The arguments (default: those of the command line), a corpus's name first, and the corpus that they describe."""
     command, *words = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(prog=f"{command}.sh", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=f"{command}.sh")
     if command == "sample":
         parser.description = sample.__doc__
         parser.add_argument("--train", type=positive, default=12_000, metavar="N", help="pairs (default: 12000)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from ea_runtime.text import Normalizer, composed, words
 
@@ -13,16 +14,9 @@ from .parallel import Chunk
 OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
 
 
-class Steps:
-    """Chunk -> what several functions of chunks make of it, one after the other."""
-
-    def __init__(self, steps: Sequence[Callable[[Chunk], Chunk]]) -> None:
-        self._steps = steps
-
-    def __call__(self, chunk: Chunk) -> Chunk:
-        for step in self._steps:
-            chunk = step(chunk)
-        return chunk
+def in_turn(steps: Sequence[Callable[[Chunk], Chunk]], chunk: Chunk) -> Chunk:
+    """What several functions of chunks make of one, one after the other."""
+    return reduce(lambda lines, step: step(lines), steps, chunk)
 
 
 def compose(chunk: Chunk) -> Chunk:
@@ -71,24 +65,14 @@ class Tokenise:
         return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
 
 
-class Faults:
-    """Chunk of space-separated tokens -> the length rules' fault of each pair, or None."""
-
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-
-    def __call__(self, chunk: Chunk) -> list[str | None]:
-        pairs = zip(*chunk, strict=True)
-        return [self._rules.fault(len(source.split()), len(target.split())) for source, target in pairs]
+def faults(rules: Rules, chunk: Chunk) -> list[str | None]:
+    """The length rules' fault of each pair of a chunk of space-separated tokens, or None."""
+    return [rules.fault(len(source.split()), len(target.split())) for source, target in zip(*chunk, strict=True)]
 
 
 class TokeniseChecked(Tokenise):
     """Chunk -> (its tokenised lines, the length rules' fault of each pair)."""
 
-    def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
-        super().__init__(languages, rules)
-        self._faults = Faults(rules) if rules.filter_on == "words" else lambda sides: [None] * len(sides[0])
-
     def __call__(self, chunk: Chunk) -> tuple[Chunk, list[str | None]]:
         sides = super().__call__(chunk)
-        return sides, self._faults(sides)
+        return sides, faults(self._rules, sides) if self._rules.filter_on == "words" else [None] * len(sides[0])

@@ -1,6 +1,6 @@
 """Stages that stop and go on: each fills a folder, which gets its name only when it is complete.
 
-    NAME.work/1-extract/.stamp.json    {"key": ..., "report": ...}
+    NAME.work/1-extract/.stamp.json    {"key": ..., "report": ..., "files": [...]}
     NAME.work/2-clean/...
 
 A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
@@ -55,6 +55,17 @@ def read_stamp(folder: Path) -> dict | None:
     return stamp if isinstance(stamp, dict) and {"key", "report"} <= stamp.keys() else None
 
 
+def _refuse_own_files(folder: Path) -> None:
+    """Refuse to replace a stage's folder that holds files of somebody else; earlier versions' stamps name no files."""
+    made = (read_stamp(folder) or {}).get("files")
+    if made is not None and (others := sorted({*_files(folder)} - {*made, STAMP})):
+        raise UserError(f"{folder / others[0]}: was not made here, and would be lost; move it away first")
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
+
+
 @dataclass
 class Stage:
     """`make(folder)` fills an empty folder and returns what there is to report; `options` decide its result."""
@@ -85,6 +96,7 @@ def run(stages: list[Stage], force: str | None, say: Callable[[str], None]) -> N
     if not force and stages[-1].report() is not None:
         say("nothing to do: made before, with the same options from the same text")
         return
+    _refuse_own_files(stages[-1].folder)
     forced = False
     for position, stage in enumerate(stages):
         forced = forced or stage.name == force
@@ -104,8 +116,8 @@ def _make(stage: Stage) -> None:
     temporary.mkdir()
     try:
         report = stage.make(temporary)
-        stamp = json.dumps({"key": stage.key, "report": report}, indent=1, ensure_ascii=False)
-        (temporary / STAMP).write_text(stamp + "\n", encoding="utf-8")
+        stamp = {"key": stage.key, "report": report, "files": sorted(_files(temporary))}
+        (temporary / STAMP).write_text(json.dumps(stamp, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         stage.folder.parent.mkdir(parents=True, exist_ok=True)
         replaced = stage.work / REPLACED
         if stage.folder.exists():

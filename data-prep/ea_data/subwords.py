@@ -65,8 +65,8 @@ def learn(words: Counter, merges: int, folder: Path) -> None:
             file.write(f"{VERSION} 0.2\n")
 
 
-def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = "--merges") -> None:
-    """Writes folder/sentencepiece.bpe.model, of `size` pieces; `flag` is where the user says how many.
+def learn_sentencepiece(texts: list[Path], size: int, folder: Path) -> None:
+    """Writes folder/sentencepiece.bpe.model, of `size` pieces.
 
     From more than MOST_SENTENCES every second line is taken, or every third and so on: sentencepiece's own choice is
     another one every time.
@@ -83,7 +83,7 @@ def learn_sentencepiece(texts: list[Path], size: int, folder: Path, flag: str = 
             hard_vocab_limit=False,  # a small text has fewer pieces than asked for, as it has fewer merges of BPE
         )  # fmt: skip
     except RuntimeError as error:
-        raise UserError(f"sentencepiece could not learn {size:,} pieces ({flag}): {error}") from error
+        raise UserError(f"sentencepiece could not learn {size:,} pieces (--merges): {error}") from error
     prefix.with_suffix(".bpe.vocab").unlink(missing_ok=True)
 
 
@@ -118,15 +118,10 @@ class Apply:
         return tuple([side.line(line) for line in lines] for side, lines in zip(self.sides, chunk, strict=True))
 
 
-class Otherwise:
-    """Chunk of subwords -> how many of its lines these codes would split otherwise."""
-
-    def __init__(self, codes: Path) -> None:
-        self._apply = Apply(codes)
-
-    def __call__(self, chunk: Chunk) -> int:
-        sides = zip(chunk, self._apply(join(chunk)), strict=True)
-        return sum(given.split() != made.split() for side in sides for given, made in zip(*side, strict=True))
+def split_otherwise(apply: Apply, chunk: Chunk) -> int:
+    """How many lines of a chunk of subwords these codes would split otherwise."""
+    sides = zip(chunk, apply(join(chunk)), strict=True)
+    return sum(given.split() != made.split() for side in sides for given, made in zip(*side, strict=True))
 
 
 class _Words(dict):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # Commands take these from here.
-from ea_data.command_line import UserError, finite, positive, reporting, say  # noqa: F401
+from ea_data.command_line import Parser, UserError, at_least, finite, positive, reporting, say  # noqa: F401
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[2]

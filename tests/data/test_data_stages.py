@@ -235,6 +235,16 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path, folder):
     assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
 
 
+def test_own_files_in_a_prepared_folder_are_not_lost(tmp_path):
+    raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
+    Pipeline(recipe(), raw, out).run()
+    write(out / "raw/notes.txt", ["my notes"])
+    Pipeline(recipe(), raw, out).run()  # nothing to do, and nothing to refuse
+    with pytest.raises(UserError, match=f"{out}/raw/notes.txt: was not made here, and would be lost"):
+        Pipeline(recipe(lowercase=True), raw, out).run()
+    assert (out / "raw/notes.txt").exists()
+
+
 def test_a_stage_with_a_damaged_stamp_is_made_again(tmp_path):
     raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
     made(recipe(), raw, out)

@@ -573,7 +573,7 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected 10 checkpoints to average, found 3 by epoch and 0 by update; give --average 3"),
+        ([], "expected 10 checkpoints to average, found 3; give --average 3"),
         (["--subset", "nope", "--average", "1"], "--subset nope: .*there are: test, valid"),
         (["--checkpoint", "none.pt"], r"none\.pt: no such checkpoint"),
         (["--average", "1", "--", "--nonsense"], "unrecognized arguments: --nonsense"),

@@ -55,17 +55,15 @@ def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
     stated, language = prep.get("rules", {}), prep.get("languages", {}).get(prep["source_lang"], "de")
     about = {name: prep[name] for name in ("tokenizer", "lowercase", "bpe")}
     chosen = Rules(**about, split_dashes=stated.get("split_dashes", False))
-    prepare = steps.Steps(
-        [
-            steps.compose,
-            *([steps.Normalise((language,))] if stated.get("normalise") else []),
-            *([steps.plain_apostrophes] if stated.get("plain_apostrophes") else []),
-            steps.Tokenise((language,), chosen),
-            Apply(data / "code", [None]),
-        ]
-    )
+    prepare = [
+        steps.compose,
+        *([steps.Normalise((language,))] if stated.get("normalise") else []),
+        *([steps.plain_apostrophes] if stated.get("plain_apostrophes") else []),
+        steps.Tokenise((language,), chosen),
+        Apply(data / "code", [None]),
+    ]
     lines = [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD, "\U00011f02x"]
-    (made,) = prepare(([f"{line}\n".encode() for line in lines],))
+    (made,) = steps.in_turn(prepare, ([f"{line}\n".encode() for line in lines],))
     text = Text(tmp_path)
     assert [text.subwords(line) for line in lines] == [line.decode().removesuffix("\n") for line in made]
     assert text.subwords("Gru\u0308n") == text.subwords("Grün")

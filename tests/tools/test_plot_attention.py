@@ -12,9 +12,10 @@ import pytest
 from helpers import browser
 from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
+from matplotlib import font_manager
 
 from ea_tools.common import UserError
-from ea_tools.figures.labels import visual
+from ea_tools.figures.labels import families
 from ea_tools.maps import draw, picture
 from ea_tools.maps.draw import chosen, main, parse
 from ea_tools.maps.exports import numbers, page
@@ -56,27 +57,15 @@ PARTS4 = ["map", "own", "convolution", "baseline"]
 ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
 
 
-# ---- labels
-
-
-@pytest.mark.parametrize(
-    "label, on_paper",
-    [
-        ("holz@@", "holz@@"),
-        ("שלום", "םולש"),
-        ("סלאם2016", "2016םאלס"),
-        ("(קוד)", "(דוק)"),
-        ("בְּ", "ְּב"[::-1][1:] + "ב"),
-        ("كتاب", "\ufe8f\ufe8e\ufe98\ufedb"),  # beh isolated, alef final, teh medial, kaf initial
-        ("سلام", "\ufee1\ufefc\ufeb3"),  # lam with alef is one letter
-        ("مُد", "\ufeaa\u064f\ufee3"),  # a mark does not part letters; it comes before its letter
-    ],
-)
-def test_labels_from_right_to_left(label, on_paper):
-    assert visual(label) == on_paper
-
-
 # ---- the picture
+
+
+def test_characters_that_no_font_has_are_named(monkeypatch):
+    manager = font_manager.fontManager
+    fonts = [font for font in manager.ttflist if font.name.startswith(("DejaVu Sans", "Last Resort"))]
+    monkeypatch.setattr(manager, "ttflist", fonts)
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    assert families("a שلहि") == (("DejaVu Sans",), {"ह", "ि"})
 
 
 @pytest.mark.parametrize("length, rows", [(2, ROWS), (20, ROWS), (400, ROWS[2:])])
@@ -249,13 +238,6 @@ def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, messa
     assert re.search(message, end.value.code)
     assert end.value.code.startswith("plot_attention: ")
     assert not list(tmp_path.glob("**/*.*"))
-
-
-def test_another_vocabulary_cannot_be_compared(checkpoints, data, tmp_path, monkeypatch):
-    words = iter([["a"], ["b"]])
-    monkeypatch.setattr(draw, "_words", lambda loaded: next(words))
-    with pytest.raises(SystemExit, match="its dictionaries are others than those of"):
-        main(arguments(checkpoints.evolving, tmp_path, "--compare", str(checkpoints.stock)))
 
 
 def test_a_baseline_with_fewer_heads_is_named():

@@ -1,7 +1,5 @@
 """scripts/profile_model.sh: parameters exactly, FLOPs within 1% of the papers' table 5."""
 
-import json
-
 import pytest
 from helpers.toy import script
 
@@ -50,10 +48,9 @@ def test_convolutions_are_counted():
 
 
 def test_command_line():
-    result = script("bench.profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20, "--json")
+    result = script("bench.profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20)
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert (found["parameters"], found["src_len"], found["tgt_len"]) == (2_485_224, 10, 20)
+    assert all(words in result.stdout for words in ("2,485,224", "10 source and 20 target tokens"))
     result = script("bench.profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
     assert result.stderr == "", "no deprecations, and nothing that fairseq reports while it starts"
     assert "10 source tokens" in result.stdout and "target" not in result.stdout

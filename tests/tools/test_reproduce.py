@@ -38,6 +38,10 @@ ABLATIONS = {
 }
 
 
+def row_of(table, label):
+    return next(row for row in table.rows if row.label == label)
+
+
 def published(table, row):
     return tuple(row.published(column) for column in table.columns)
 
@@ -46,10 +50,10 @@ def test_tables_hold_the_papers_numbers():
     five, six = tables.read("table5"), tables.read("table6")
     assert {row.label: published(five, row) for row in five.rows} == TABLE_5
     for label, (flags, numbers) in ABLATIONS.items():
-        assert (six.row(label).flags, published(six, six.row(label))) == (flags, numbers)
-        assert six.row(label).baseline == "EA-Transformer-Lite"
-    assert published(six, six.row("EA-Transformer-Lite")) == TABLE_5["EA-Transformer-Lite"]
-    assert published(six, six.row("Transformer-Lite")) == (33.21, 21.11, 33.22)
+        assert (row_of(six, label).flags, published(six, row_of(six, label))) == (flags, numbers)
+        assert row_of(six, label).baseline == "EA-Transformer-Lite"
+    assert published(six, row_of(six, "EA-Transformer-Lite")) == TABLE_5["EA-Transformer-Lite"]
+    assert published(six, row_of(six, "Transformer-Lite")) == (33.21, 21.11, 33.22)
     for table in (five, six):
         metrics = [column.metric for column in table.columns]
         assert metrics == ["tokenised_bleu", "compound_split_bleu", "tokenised_bleu"]
@@ -66,9 +70,9 @@ def test_the_drafts_numbers_and_its_learning_rate():
 
 def test_tables_share_their_runs():
     five, six = tables.read("table5"), tables.read("table6")
-    cells = [table.cell(table.row("EA-Transformer-Lite"), "iwslt14-de-en", 1, "runs") for table in (five, six)]
+    cells = [table.cell(row_of(table, "EA-Transformer-Lite"), "iwslt14-de-en", 1, "runs") for table in (five, six)]
     assert cells[0].folder == cells[1].folder
-    row = six.row("w/o skip connection")
+    row = row_of(six, "w/o skip connection")
     for flags, name in ((["--max-update", "9"], "max-update9"), (["--update-freq", "1,2"], "update-freq1_2")):
         folder = six.cell(row, "iwslt14-de-en", 1, "runs", flags).folder
         assert folder.name == f"ea_transformer_lite-ea-alpha0-{name}-seed1"
@@ -78,7 +82,7 @@ def test_a_rows_own_precision_is_what_it_compares():
     table = tables.read("multi30k-laptop-bf16")
     for label, name in (("float32", ""), ("products in bfloat16", "-precisionbf16")):
         for extra in ([], ["--precision", "fp32"]):  # of a command, which is for every row, it says no more than where
-            cell = table.cell(table.row(f"EA-Transformer-Lite, {label}"), "multi30k-laptop-de-en", 1, "runs", extra)
+            cell = table.cell(row_of(table, f"EA-Transformer-Lite, {label}"), "multi30k-laptop-de-en", 1, "runs", extra)
             assert cell.folder.name == f"ea_transformer_lite{name}-seed1"
 
 
@@ -89,8 +93,8 @@ def toy(data, tmp_path):
         f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
         '[batch]\ntokens = 256\n[flags]\nmax-epoch = 2\n'
     )  # fmt: skip
-    (tmp_path / "tiny.toml").write_text(  # with score, the earlier name of metric
-        f'title = "Tiny"\n[[column]]\nrecipe = "{tmp_path}/toy.toml"\nlabel = "Toy"\nscore = "tokenised_bleu"\n'
+    (tmp_path / "tiny.toml").write_text(
+        f'title = "Tiny"\n[[column]]\nrecipe = "{tmp_path}/toy.toml"\nlabel = "Toy"\nmetric = "tokenised_bleu"\n'
         f'[[row]]\nlabel = "Plain"\narch = "transformer"\nflags = {json.dumps(TINY)}\n'
         f'paper = {{ "{tmp_path}/toy.toml" = 12.3 }}\n'
         f'[[row]]\nlabel = "Evolving"\narch = "ea_transformer_base"\nflags = {json.dumps(TINY)}\nbaseline = "Plain"\n'
@@ -115,7 +119,7 @@ COMMIT = "c" * 40
 def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     """Write the files of a run by the table's recipe, with this score; returns its folder."""
     table = tables.read(str(toy / "tiny.toml"))
-    recipe, found = recipes.read(table.columns[0].recipe), table.row(row)
+    recipe, found = recipes.read(table.columns[0].recipe), row_of(table, row)
     cell = table.cell(found, table.columns[0].recipe, seed, toy / "runs")
     (cell.folder / "eval").mkdir(parents=True)
     references = text.read_lines(recipe.data / "raw" / "test.en")
@@ -533,7 +537,7 @@ def test_a_bar_in_a_label_stays_in_its_cell():
 @pytest.mark.slow
 def test_missing_cells_are_run_once(toy, run):
     table = tables.read(str(toy / "tiny.toml"))
-    made = table.cell(table.row("Evolving"), table.columns[0].recipe, 1, toy / "runs").folder
+    made = table.cell(row_of(table, "Evolving"), table.columns[0].recipe, 1, toy / "runs").folder
     shutil.copytree(run, made, ignore=shutil.ignore_patterns("average*", "eval"))  # what other tests added to it
     flags = [*options(toy), "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0]
     first = script("reproduce.sh", *flags)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -269,14 +268,7 @@ def relative_difference(result: Tensor, expected: Tensor) -> float:
 
 def fastest(call: Callable[[], Any], count: int, device: str) -> float:
     """Seconds of the fastest of `count` calls."""
-    seconds = []
-    for _ in range(count):
-        common.synchronize(device)
-        start = time.perf_counter()
-        call()
-        common.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(common.timed(lambda _: call(), None, device)["seconds"] for _ in range(count))
 
 
 def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) -> int:

@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
     if args.exported:
         folders = _exports(size, models, task)
         architectures = {**architectures, **{name: exported.NAMES[name] for name in folders}}
-        decoders |= exported.candidates(folders, torch.get_num_threads(), beam, True, task)
+        decoders |= exported.candidates(folders, torch.get_num_threads(), beam, task)
     times = common.interleave(decoders, batches, args.repetitions, device, label)
     result = {
         "size": size,

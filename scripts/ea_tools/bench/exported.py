@@ -89,9 +89,7 @@ def _convert(model: FairseqModel, task: FairseqTask, folders: Mapping[str, Path]
         spec.save(str(folders[name]))
 
 
-def candidates(
-    folders: Mapping[str, Path], threads: int, beam: int, fixed: bool, task: FairseqTask
-) -> dict[str, Candidate]:
+def candidates(folders: Mapping[str, Path], threads: int, beam: int, task: FairseqTask) -> dict[str, Candidate]:
     """Functions of a batch of fairseq's that decode it and give the number of tokens, by name."""
     words, pad = task.source_dictionary, task.source_dictionary.pad()
 
@@ -100,7 +98,7 @@ def candidates(
 
     def limits(batch: Batch) -> tuple[int, int]:
         steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
-        return (max(steps, 1), steps) if fixed else (1, 200)
+        return max(steps, 1), steps
 
     def by_runtime(folder: Path) -> Candidate:
         translator = Translator(folder, threads)

@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
-from ea_data.command_line import Parser
-from ea_tools.common import REPO, positive
+from ea_tools.common import REPO, Parser, at_least, positive
 from ea_tools.maps import KINDS
 
 #: Pairs of models, ours and stock, as words after --arch: the papers' two sizes, fairseq's other Transformers, and the
@@ -119,7 +118,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of a batch (default: the recipe's)")
     _add_corpus(parser)
     memory = "to measure memory on; 0: do not (default: 60)"
-    parser.add_argument("--memory-batches", type=int, default=60, metavar="N", help=memory)
+    parser.add_argument("--memory-batches", type=at_least(0), default=60, metavar="N", help=memory)
     parser.add_argument("--growth", action="store_true", help="batches of one length each, instead of a corpus")
     longest = "where --growth ends, in tokens (default: 2048)"
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=2048, help=longest)
@@ -127,19 +126,12 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.growth and args.output == parser.get_default("output"):
         args.output = args.output.with_name("benchmark_growth.json")
-    if args.memory_batches < 0:
-        parser.error(f"--memory-batches {args.memory_batches}: expected a number of batches, or 0 for none")
     return args
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     """An argument parser with the options that all benchmarks have; `name` names the file of results."""
-    parser = Parser(
-        prog=f"benchmark_{name}.sh",
-        description=inspect.cleandoc(description),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=f"benchmark_{name}.sh", description=inspect.cleandoc(description), allow_abbrev=False)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")

@@ -8,13 +8,11 @@ fairseq-train may follow: --ea-kernel-size 5
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ea_data.command_line import Parser
-from ea_tools.common import UserError, positive, quiet, reporting
+from ea_tools.common import Parser, UserError, positive, quiet, reporting
 from ea_tools.maps.sides import TASKS, arguments, sides_of
 from ea_tools.training import flag_faults
 
@@ -30,9 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args, flags = parse(arguments)
     with reporting("profile_model"):
         counts = profile(args.arch, flags, args.src_len, args.tgt_len)
-    if args.json:
-        print(json.dumps(counts))
-        return
     print(f"{args.arch} {' '.join(flags)}".strip())
     print(f"  parameters  {counts['parameters']:>14,}  without embeddings and output projection")
     lengths = {"encoder": f"{args.src_len} source", "decoder": f"{args.tgt_len} target"}
@@ -44,36 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the rest for the model."""
-    parser = Parser(
-        prog="profile_model.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="profile_model.sh", description=__doc__, allow_abbrev=False)
     parser.add_argument("--arch", required=True, help="ea_transformer_lite, transformer, ...")
     parser.add_argument("--src-len", type=positive, default=30, metavar="N", help="source tokens (default: 30)")
     parser.add_argument("--tgt-len", type=positive, default=30, metavar="N", help="target tokens (default: 30)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
     return parser.parse_known_args(arguments)
 
 
 def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: int = 30) -> dict[str, Any]:
-    """{"arch", "parameters", "flops", "flops_by_part", ...} of an architecture with these model flags."""
+    """{"parameters", "flops", "flops_by_part"} of an architecture with these model flags."""
     flag_faults.check_architecture(arch, "--arch ")
     try:
         model = build(arch, flags)
         flops = count_flops(model, src_len, tgt_len)
     except (AssertionError, ValueError) as error:
         raise UserError(f"--arch {arch} {' '.join(flags)}: fairseq builds no such model: {error}") from error
-    return {
-        "arch": arch,
-        "flags": list(flags),
-        "src_len": src_len,
-        "tgt_len": tgt_len,
-        "parameters": count_parameters(model),
-        "flops": sum(flops.values()),
-        "flops_by_part": flops,
-    }
+    return {"parameters": count_parameters(model), "flops": sum(flops.values()), "flops_by_part": flops}
 
 
 def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:

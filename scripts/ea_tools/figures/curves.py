@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ea_data.command_line import Parser
-from ea_tools.common import REPO, replacing, reporting, say
+from ea_tools.common import REPO, Parser, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read
 
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="plot_curves.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="plot_curves.sh", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
     out, names = REPO / "results" / "curves.png", ", ".join(style.SUFFIXES)

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ea_data.command_line import Parser
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import UserError, positive, replacing, reporting, say
+from ea_tools.common import Parser, UserError, positive, replacing, reporting, say
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.exports import numbers, page
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="plot_attention.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="plot_attention.sh", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint")
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="this checkpoint instead")
@@ -93,8 +92,6 @@ def examine(args: argparse.Namespace) -> Look:
         raise UserError(
             f"--compare {other.checkpoint}: has {NAMES[other.sides]}, and {loaded.checkpoint} {NAMES[loaded.sides]}"
         )
-    if other and _words(loaded) != _words(other):
-        raise UserError(f"--compare {other.checkpoint}: its dictionaries are others than those of {loaded.checkpoint}")
     source, target = loaded.sentences(args.source, args.target, args.beam)
     tokens, words = _tokens(loaded, source, target)
     for name, side in (("source", "source"), ("predicted", "target")):
@@ -129,10 +126,6 @@ def _tokens(
         tokens |= {"predicted": target.labels, "read": [first, *target.labels[:-1]]}
         words |= {"predicted": target.words, "read": target.words.read(first)}
     return tokens, words
-
-
-def _words(loaded: Loaded) -> tuple[list[str], list[str]]:
-    return loaded.task.source_dictionary.symbols, loaded.task.target_dictionary.symbols
 
 
 def _by_place(loaded: Loaded, source: Sentence | None, target: Sentence | None) -> Maps:

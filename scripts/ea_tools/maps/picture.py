@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy
 
-from ea_tools.common import UserError
+from ea_tools.common import UserError, say
 from ea_tools.figures import style
-from ea_tools.figures.labels import families, visual, width
+from ea_tools.figures.labels import families, width
 from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, one_head, parts_of
 
 if TYPE_CHECKING:  # imported where a figure is made
@@ -58,8 +57,8 @@ def picture(look: Look, rows: list[Row], parts: list[str], form: str) -> bytes:
     sizes = _sizes(look)
     settings = {"font.family": sizes.families, "axes.linewidth": 0.6, "text.parse_math": False}
     file = io.BytesIO()
-    with matplotlib.rc_context(settings), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # _sizes has said so
         lines = [_Line(look, row, parts, sizes) for row in rows]
         dots = round(sum(line.height for line in lines) * DOTS)
         if form == "png" and dots > MOST_DOTS:
@@ -67,9 +66,6 @@ def picture(look: Look, rows: list[Row], parts: list[str], form: str) -> bytes:
                 f"the picture would be {dots:,} pixels high: choose fewer layers and heads, or .svg or .html"
             )
         style.save(_figure(lines, len(parts), sizes), file, form, dots=DOTS)
-    for message in sorted({str(warning.message) for warning in said}):
-        if not message.startswith("Glyph"):  # _sizes has said so
-            print(f"plot_attention: warning: {message} The .html page does.", file=sys.stderr)
     return file.getvalue()
 
 
@@ -99,17 +95,15 @@ def _sizes(look: Look) -> Sizes:
     cell = min(0.32, max(NARROWEST, 2.4 / longest)) if every == 1 else NARROWEST * LABELLED / longest
     if every > 1:
         unit = "words" if look.in_words else "tokens"
-        print(
+        say(
             f"plot_attention: note: of {longest} {unit} every {every}. has its label in the picture; an .html page has "
             "all of them",
-            file=sys.stderr,
         )
     names, missing = families("".join(label for labels in shown for label in labels))
     if missing:
-        print(
+        say(
             f"plot_attention: warning: no installed font has {' '.join(sorted(missing))}; install one that does, for "
             "example Noto Sans of that script, or use an .html page, for which browsers find fonts",
-            file=sys.stderr,
         )
     font = min(8.5, max(cell, NARROWEST) * 72 * 0.68)
     return Sizes(cell, font, names, heading=max(9.0, 1.6 * cell * longest), every=every)
@@ -129,7 +123,7 @@ class _Line:
             self._row_title, self._column_title = (
                 title.replace("token", "word") for title in (self._row_title, self._column_title)
             )
-        self._down, self._across = ([visual(label) for label in look.labels(side)] for side in (rows, columns))
+        self._down, self._across = look.labels(rows), look.labels(columns)
         self._below = max(width(label, sizes.families, sizes.font) for label in self._across) + 0.15
         self.left = max(width(label, sizes.families, sizes.font) for label in self._down) + 0.15 + sizes.line
         self.panel = max(len(self._across) * sizes.cell, 1.45)

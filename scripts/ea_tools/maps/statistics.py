@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ea_data.command_line import Parser, at_least
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import UserError, ignore_warnings, portable, replacing, reporting
+from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = Parser(prog="map_statistics.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="map_statistics.sh", description=__doc__)
     add = parser.add_argument
     add("--run", required=True, type=Path, metavar="RUN", help="a run (its model.json names the checkpoint) or a file")
     add("--compare", type=Path, metavar="RUN", help="a baseline's folder or checkpoint, same data")

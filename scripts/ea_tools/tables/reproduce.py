@@ -14,8 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ea_data.command_line import Parser
-from ea_tools.common import UserError, reporting
+from ea_tools.common import Parser, UserError, reporting
 from ea_tools.tables import cells, records
 from ea_tools.tables import table as tables
 from ea_tools.tables.report import gather, write
@@ -73,7 +72,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         prog="reproduce.sh",
         usage="reproduce.sh TABLE [options] [fairseq-train flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("table", metavar="TABLE", help=f"{', '.join(tables.names())}, or a .toml file of your own")

@@ -13,8 +13,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from ea_data.command_line import Parser
-from ea_tools.common import UserError, listed, reporting
+from ea_tools.common import Parser, UserError, listed, reporting
 from ea_tools.tables import cells, reproduce
 from ea_tools.tables.report import gather
 from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, check_seeds, file_name
@@ -45,7 +44,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         prog="sweep.sh",
         usage="sweep.sh RECIPE ARCH --grid FLAG VALUE... [--grid FLAG VALUE...] [options] [fairseq-train flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="recipes: " + ", ".join(recipes.names()),
     )
@@ -56,10 +54,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         "--grid", action="append", nargs="+", required=True, metavar=pair, help="a flag without dashes, its values"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    # --score is its earlier name.
-    parser.add_argument(
-        "--metric", "--score", choices=TABLED, default="sacrebleu", help="what decides (default: sacrebleu)"
-    )
+    parser.add_argument("--metric", choices=TABLED, default="sacrebleu", help="what decides (default: sacrebleu)")
     parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
     cells.add_run_options(parser, "sweep")
     args, extra = parser.parse_known_args(arguments)

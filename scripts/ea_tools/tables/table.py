@@ -2,8 +2,7 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
-[[column]]    recipe, label, metric (a key of metrics.LABELS, but comet), subset (default: "test");
-              score is an earlier name of metric
+[[column]]    recipe, label, metric (a key of metrics.LABELS, but comet), subset (default: "test")
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
@@ -94,10 +93,6 @@ class Table:
         """The recipes of the columns, each once."""
         return list(dict.fromkeys(column.recipe for column in self.columns))
 
-    def row(self, label: str) -> Row:
-        """The row of this label."""
-        return next(row for row in self.rows if row.label == label)
-
     def subsets(self, recipe: str) -> list[str]:
         """The splits of a recipe that this table has columns for."""
         return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
@@ -157,9 +152,6 @@ def read(name: str) -> Table:
     if missing := [key for key in ("column", "row") if not content.get(key)]:
         raise UserError(f"{path}: has no [[{missing[0]}]]; give one or more")
     content = {{"column": "columns", "row": "rows"}.get(key, key): value for key, value in content.items()}
-    for column in content.get("columns", []):
-        if isinstance(column, dict) and "score" in column:  # the key's earlier name
-            column["metric"] = column.pop("score")
     table = recipes.filled(Table, {"name": path.stem, **content}, str(path))
     check_seeds(f"{path}: seeds", table.seeds)
     check(str(path), table)

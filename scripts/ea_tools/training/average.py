@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_data.command_line import Parser
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model, structure
-from ea_tools.common import UserError, listed, positive, replacing, reporting, say
+from ea_tools.common import Parser, UserError, listed, positive, replacing, reporting, say
 
 #: Names that fairseq gives to checkpoints while it trains.
 _OF_TRAINING = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.*)\.pt")

@@ -32,8 +32,6 @@ class Launch:
         wanted = there if args.gpus is None else args.gpus
         if wanted > there and not args.dry_run:
             raise UserError(f"--gpus {wanted}: this machine has {there}; give at most {there}")
-        if wanted < 0:
-            raise UserError(f"--gpus {wanted}: expected 0 (the CPU) or more")
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ea_data.command_line import Parser
 from ea_tools.checkpoints import has_model_recorded, load
-from ea_tools.common import REPO, UserError, portable, positive, replacing, reporting, say
+from ea_tools.common import REPO, Parser, UserError, at_least, portable, positive, replacing, reporting, say
 from ea_tools.metrics import validation_flags
 from ea_tools.preparation import Preparation, fingerprint, require_same
 from ea_tools.text import read_prep
@@ -139,7 +138,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         prog="train.sh",
         usage="train.sh RECIPE ARCH [options] [fairseq-train flags]\n       train.sh --data DIR ARCH [options] [...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="recipes: " + ", ".join(recipes.names()),
     )
@@ -153,7 +151,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: the recipe's, data/NAME)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and train nothing")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs a machine (default: all; 0 is the CPU)")
+    parser.add_argument("--gpus", type=at_least(0), metavar="N", help="GPUs a machine (default: all; 0 is the CPU)")
     parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: SLURM's number, or 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (default: SLURM's)")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="machine 0 (default: SLURM's first host; port 29500)")

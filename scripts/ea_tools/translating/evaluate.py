@@ -33,7 +33,7 @@ from ea_data.command_line import Parser
 from ea_data.languages import base_language
 from ea_data.preparation import Preparation
 from ea_tools import metrics
-from ea_tools.checkpoints import EPOCH, UPDATE, is_export, load, longest, numbered, section, settings
+from ea_tools.checkpoints import is_export, load, longest, section, settings
 from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, say, write_json
 from ea_tools.preparation import of_model, require_same
 from ea_tools.text import as_written, digest, read_lines, references
@@ -58,7 +58,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="evaluate.sh",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags after -- go to fairseq-generate, for example: -- --batch-size 64 --cpu",
     )
     add = parser.add_argument
@@ -233,17 +232,12 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     if given or best:
         return given or str(run / "checkpoint_best.pt"), []
     wanted = count or 10
-    files = list(run.iterdir())
-    epochs, updates = len(numbered(files, EPOCH)), len(numbered(files, UPDATE))
-    if (there := max(epochs, updates)) < wanted:
+    paths = average.last(run, wanted)
+    if (there := len(paths)) < wanted:
         hint = f"give --average {there}, or --best for the best one" if there else "train it first"
         if (kept := run / f"average{wanted}.pt").exists():  # and the checkpoints that it is made of were removed
             hint = f"give --checkpoint {kept}"
-        raise UserError(
-            f"{run}: expected {wanted} checkpoints to average, found {epochs} by epoch and {updates} by update; {hint}"
-        )
-    by_epoch = epochs >= wanted
-    paths = average.select([run], wanted if by_epoch else None, None if by_epoch else wanted)
+        raise UserError(f"{run}: expected {wanted} checkpoints to average, found {there}; {hint}")
     output, state = run / f"average{wanted}.pt", average.average(paths)
     if not average.holds(output, state):  # a score never changes which checkpoint is the run's model
         output = run / "eval" / output.name

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ea_data.preparation import Preparation
 from ea_tools.checkpoints import choose, is_export, load, task_of
-from ea_tools.common import UserError, positive, quiet, reporting, say
+from ea_tools.common import Parser, UserError, positive, quiet, reporting, say
 from ea_tools.preparation import fitting, of_model, of_one_language
 from ea_tools.training import provenance
 from ea_tools.translating.evaluate import choose_checkpoint, describe
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(prog="export.sh", description=__doc__)
+    parser = Parser(prog="export.sh", description=__doc__)
     add = parser.add_argument
     add("--run", type=Path, required=True, metavar="RUN", help="a trained run")
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write, which must not be there yet")

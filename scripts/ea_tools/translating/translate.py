@@ -21,10 +21,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ea_data.command_line import Parser
 from ea_data.preparation import Preparation
 from ea_tools.checkpoints import choose, is_export, load
-from ea_tools.common import UserError, positive, quiet, replaceable, replacing, reporting
+from ea_tools.common import Parser, UserError, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import decode
 from ea_tools.training.flag_faults import in_one_line
@@ -61,7 +60,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="translate.sh",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
     )
     add = parser.add_argument
