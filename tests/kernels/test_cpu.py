@@ -414,6 +414,7 @@ REFUSED = {
     "fewer queries' heads than the convolution's": {name: lambda x: x[:, :2] for name in ("q", "k", "v", "previous")},
     "a mask of numbers": {"masked": Tensor.float},
     "a mask for each head": {"masked": lambda x: x.repeat(1, 4, 1, 1)},
+    "a hidden mask for each head": {"hidden": lambda x: x.repeat(1, 4, 1, 1)},
     "a map of another length": {"previous": lambda x: x[..., :-1]},
     "values of another size than queries": {"v": lambda x: torch.cat([x, x], dim=3)},
     "keys and values of different lengths": {"k": lambda x: x[:, :, :-1]},
@@ -450,6 +451,14 @@ def test_rows_above_that_do_not_fit_are_refused(shape):
     assert kernels.kernel_for(call) is cpu
     assert kernels.kernel_for(replace(call, above=torch.zeros(shape))) is None
     assert kernels.kernel_for(replace(call, geometry=ENCODER)) is None
+
+
+@torch.no_grad()
+def test_sentences_whose_number_does_not_divide_the_batch_are_refused():
+    """The kernel would read memory behind the keys."""
+    call = problem(Case(DECODER, 4, 3, 5, 5, previous=False)).call()
+    assert kernels.kernel_for(replace(call, k=call.k[:1], v=call.v[:1])) is cpu
+    assert kernels.kernel_for(replace(call, k=call.k[:2], v=call.v[:2])) is None
 
 
 @torch.no_grad()

@@ -22,6 +22,12 @@ def test_steps_equal_teacher_forcing_while_beams_move(name):
 
 
 @torch.no_grad()
+def test_the_last_sentence_of_a_batch_may_end_first():
+    """In greedy search the others then keep their places, and their number alone tells."""
+    check_steps(lively("kernel 5"), batch([6, 4, 3]), beams=1, dropped=(2,))
+
+
+@torch.no_grad()
 def test_convolutions_in_another_layout_of_memory():
     """A kernel's copies of them must live as long as its prepared steps."""
     check_steps(lively("kernel 5").to(memory_format=torch.channels_last), batch([6, 3]))

@@ -112,7 +112,7 @@ def test_the_loops_read_the_figures_neighbours(kind, rows):
     assert offsets == [(di, dj) for di, columns in rows.items() for dj in columns]
 
 
-def test_removed_taps_have_no_effect_whatever_they_hold():
+def test_removed_taps_have_no_effect_whatever_they_hold(each_way):
     module = DecoderAttention(Geometry.DECODER_SELF, C, K, beta=0.5, kernel_size=3, self_attention=True)
     x = torch.randn(T, 1, C)
     before, _ = module(x, x, x)

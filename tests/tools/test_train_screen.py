@@ -9,27 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.file_io import PathManager
-from fairseq.logging import progress_bar
-from fairseq_cli import train
 from helpers.models import model_args
 from helpers.toy import TINY, script
 
 from ea_tools.common import REPO
-from ea_tools.training import products, run_folder
-
-# Importing it changes fairseq in the whole process, in which other tests train as fairseq-train by itself does.
-CHANGED = [
-    (train, "Trainer"),
-    (train, "convert_namespace_to_omegaconf"),
-    (PathManager, "copy"),
-    (progress_bar, "progress_bar"),
-]
-BEFORE = [vars(owner)[name] for owner, name in CHANGED]
-from ea_tools.training import fairseq_train  # noqa: E402
-
-for (owner, name), own in zip(CHANGED, BEFORE, strict=True):
-    setattr(owner, name, own)
+from ea_tools.training import fairseq_train, products, run_folder
 
 
 def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, caplog):
@@ -68,7 +52,8 @@ def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):
 
 
 def test_bf16_needs_no_tpu():
-    args = model_args("ea_transformer_base", "--bf16", "--save-dir", "none")
+    args = model_args("transformer", "--bf16", "--save-dir", "none")
+    assert fairseq_train._configuration(args).common.tpu
     assert not fairseq_train._configuration_without_tpu(args).common.tpu
 
 
@@ -94,8 +79,18 @@ def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
     assert "could not write" in caplog.text
 
 
-def test_a_write_that_fails_once_leaves_no_torn_checkpoint(tmp_path):
+def test_a_write_that_fails_once_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
     """fairseq would write again behind the first half, and say that it had saved."""
+    for owner, name in [
+        (fairseq_train.fairseq_train, "Trainer"),
+        (fairseq_train.fairseq_train, "convert_namespace_to_omegaconf"),
+        (fairseq_train.PathManager, "copy"),
+        (fairseq_train.progress_bar, "progress_bar"),
+        (checkpoint_utils, "_torch_persistent_save"),
+    ]:
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # so that it is as before afterwards
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    fairseq_train._change_fairseq()
     part = tmp_path / "checkpoint1.pt.tmp"
     with part.open("wb") as file:
         whole, failed = file.write, []

@@ -246,12 +246,8 @@ def _log_to(folder: Path) -> None:
     Journal.file = (folder / "log.jsonl").open("a", buffering=1, encoding="utf-8")
 
 
-# At import and not in main(): with several GPUs fairseq starts processes that import this file and no more.
-fairseq_train.Trainer = LongRunTrainer
-PathManager.copy = staticmethod(copy_in_one_step)
-# fairseq tries a failed write twice more, in the same open file: behind the first half of the checkpoint.
-checkpoint_utils._torch_persistent_save = torch.save
 _configuration = fairseq_train.convert_namespace_to_omegaconf
+_progress_bar = progress_bar.progress_bar
 
 
 def _configuration_without_tpu(args: Namespace) -> DictConfig:
@@ -261,16 +257,9 @@ def _configuration_without_tpu(args: Namespace) -> DictConfig:
     return _configuration(args)
 
 
-fairseq_train.convert_namespace_to_omegaconf = _configuration_without_tpu
-_progress_bar = progress_bar.progress_bar
-
-
 def _journal(batches: Any, *, epoch: int | None = None, prefix: str | None = None, **kwargs: Any) -> Journal:
     """fairseq's progress bar, of which those for validation have a prefix, with a journal."""
     return Journal(_progress_bar(batches, epoch=epoch, prefix=prefix, **kwargs), batches, epoch, prefix is None)
-
-
-progress_bar.progress_bar = _journal
 
 
 def _for_the_screen(record: logging.LogRecord) -> bool:
@@ -278,8 +267,16 @@ def _for_the_screen(record: logging.LogRecord) -> bool:
     return isinstance(record.msg, str) and not hasattr(record, "log_alone")
 
 
-for _screen in logging.getLogger().handlers:
-    _screen.addFilter(_for_the_screen)
+def _change_fairseq() -> None:
+    """Put this file's parts in the place of fairseq's, in this process."""
+    fairseq_train.Trainer = LongRunTrainer
+    PathManager.copy = staticmethod(copy_in_one_step)
+    # fairseq tries a failed write twice more, in the same open file: behind the first half of the checkpoint.
+    checkpoint_utils._torch_persistent_save = torch.save
+    fairseq_train.convert_namespace_to_omegaconf = _configuration_without_tpu
+    progress_bar.progress_bar = _journal
+    for screen in logging.getLogger().handlers:
+        screen.addFilter(_for_the_screen)
 
 
 def _value(words: list[str], flag: str, default: str) -> str:
@@ -318,5 +315,7 @@ def main(words: list[str]) -> None:
         logger.info(f"next: {next_command(Path(words[0]), folder)}")
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the latter in the processes that fairseq starts for several GPUs
+    _change_fairseq()
 if __name__ == "__main__":
     main(sys.argv[1:])
