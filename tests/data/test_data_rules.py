@@ -94,16 +94,6 @@ def test_rare_subwords_are_split_as_subword_nmt_splits_them(learnt):
     assert b"".join(ours) == theirs != split
 
 
-def test_joined_pieces_give_the_text_back(learnt):
-    folder, source, target = learnt
-    texts = [write(folder / "source", source), write(folder / "target", target)]
-    subwords.learn_sentencepiece(texts, 300, folder)
-    model = folder / "sentencepiece.bpe.model"
-    pieces = subwords.Apply(model)((chunk(source), chunk(target)))
-    for lines, side in zip((source, target), pieces, strict=True):
-        assert [line.decode().rstrip("\n").replace(" ", "").replace("▁", " ").strip() for line in side] == lines
-
-
 @pytest.mark.parametrize(
     ("source", "target", "fault"),
     [

@@ -1,7 +1,5 @@
 """Text is read as it is: lines end at \\n and nowhere else, bytes are UTF-8 or refused by file and line."""
 
-import gzip
-
 import pytest
 from helpers.data_toy import corpus, read, recipe, text_only, write
 
@@ -57,20 +55,3 @@ def test_only_newlines_end_lines(tmp_path, odd):
         assert len(german) == len(english) == number
         assert german[3].replace("@@ ", "") in ("eins zwei", "einszwei")
     assert read(pipeline.text("filter", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were
-
-
-@pytest.mark.parametrize("kind", ["windows", "gz"])
-def test_crlf_with_a_mark_and_gz_give_the_same_data(tmp_path, kind):
-    raw, other = corpus(tmp_path / "raw"), tmp_path / kind
-    other.mkdir()
-    for path in raw.iterdir():
-        content = path.read_bytes()
-        if kind == "gz":
-            (other / f"{path.name}.gz").write_bytes(gzip.compress(content))
-        else:
-            (other / path.name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
-    ours, theirs = (text_only(recipe(), folder, tmp_path / f"{folder.name}-out") for folder in (raw, other))
-    for split in ours.splits():
-        for raw_text in (False, True) if split != "train" else (False,):
-            for a, b in zip(*(p.text("filter", split, raw_text) for p in (ours, theirs)), strict=True):
-                assert a.read_bytes() == b.read_bytes()

@@ -6,30 +6,37 @@ import re
 import pytest
 from helpers.data_toy import read, sample, script
 
-SPLITS = sample.corpus(12_000, 500, 500, seed=1)
-EVERYTHING = [pair for pairs in SPLITS.values() for pair in pairs]
+
+@pytest.fixture(scope="module")
+def splits():
+    return sample.corpus(12_000, 500, 500, seed=1)
+
+
+@pytest.fixture(scope="module")
+def everything(splits):
+    return [pair for pairs in splits.values() for pair in pairs]
 
 
 def words(text):
     return re.findall(r"\w+", text.lower())
 
 
-def test_held_out_sentences_are_new_and_made_of_known_words():
-    assert {split: len(pairs) for split, pairs in SPLITS.items()} == {"train": 12_000, "valid": 500, "test": 500}
-    german = [pair[0] for pair in EVERYTHING]
+def test_held_out_sentences_are_new_and_made_of_known_words(splits, everything):
+    assert {split: len(pairs) for split, pairs in splits.items()} == {"train": 12_000, "valid": 500, "test": 500}
+    german = [pair[0] for pair in everything]
     assert len(set(german)) == len(german), "no held-out sentence occurs in training, and none twice"
     for side in (0, 1):
-        known = {word for pair in SPLITS["train"] for word in words(pair[side])}
-        assert {word for split in ("valid", "test") for pair in SPLITS[split] for word in words(pair[side])} <= known
+        known = {word for pair in splits["train"] for word in words(pair[side])}
+        assert {word for split in ("valid", "test") for pair in splits[split] for word in words(pair[side])} <= known
         assert 150 <= len(known) <= 350
-        lengths = [len(words(pair[side])) for pair in SPLITS["train"]]
+        lengths = [len(words(pair[side])) for pair in splits["train"]]
         assert 6 <= sum(lengths) / len(lengths) <= 9
 
 
-def test_the_seed_decides_the_text_and_the_german_decides_the_english():
+def test_the_seed_decides_the_text_and_the_german_decides_the_english(everything):
     again = sample.corpus(6_000, 100, 100, seed=2)
     assert again == sample.corpus(6_000, 100, 100, seed=2) != sample.corpus(6_000, 100, 100, seed=3)
-    translation = dict(EVERYTHING)
+    translation = dict(everything)
     both = [pair for pairs in again.values() for pair in pairs if pair[0] in translation]
     assert len(both) > 20
     assert all(translation[german] == english for german, english in both)
@@ -43,8 +50,8 @@ def test_the_seed_decides_the_text_and_the_german_decides_the_english():
         (r"\bnicht\b", r"\bnot\b"), (r"\bkeine?n?\b", r"\bno\b"), (r"^Will\b.*\?$", r"^Do(es)? .* want to\b"),
     ],
 )  # fmt: skip
-def test_german_forms_have_their_meaning(german, english):
-    matching = [pair for pair in EVERYTHING if re.search(german, pair[0])]
+def test_german_forms_have_their_meaning(everything, german, english):
+    matching = [pair for pair in everything if re.search(german, pair[0])]
     assert matching
     for pair in matching:
         if pair[0].count(",") == 0:

@@ -9,7 +9,7 @@ from helpers import reference
 from torch import nn
 
 pytest.importorskip("transformers")
-from transformers import ResNetForImageClassification, ViTForImageClassification
+from transformers import ResNetForImageClassification
 
 from examples.images import digits, maps, resnet
 from examples.images.resnet import AugmentedConvolution, RelativePositions2d
@@ -50,7 +50,7 @@ def by_loop(layer, x, previous):
     ]
     evolution = layer.evolution
     numbers = reference.COEFFICIENTS["evolving", previous is not None](evolution.alpha, evolution.beta)
-    conv = [(evolution.conv.weight, evolution.conv.bias)]
+    conv = [] if evolution.conv is None else [(evolution.conv.weight, evolution.conv.bias)]
     maps = reference.evolve(logits, "encoder", conv, numbers, lambda i, j: False, previous)
     weights = torch.stack([torch.stack([torch.stack(row) for row in head]) for head in maps]).softmax(-1)
     attended = (weights @ v).transpose(1, 2).reshape(layer.values, pixels)
@@ -59,10 +59,11 @@ def by_loop(layer, x, previous):
     return torch.cat([local, attended.view(-1, SIDE, SIDE)]), maps
 
 
-def test_two_layers_equal_loops(monkeypatch):
+@pytest.mark.parametrize(("alpha", "beta"), [(0.4, 0.7), (0.0, 0.0)])
+def test_two_layers_equal_loops(alpha, beta, monkeypatch):
     monkeypatch.setattr(resnet, "HEADS", 2)
     torch.manual_seed(1)
-    layers = [AugmentedConvolution(nn.Conv2d(10, 10, 3), SIDE, 0.4, 0.7, first) for first in (True, False)]
+    layers = [AugmentedConvolution(nn.Conv2d(10, 10, 3), SIDE, alpha, beta, first) for first in (True, False)]
     x, a_logit, maps = torch.randn(1, 10, SIDE, SIDE, dtype=torch.float64), None, None
     with torch.no_grad():
         for layer in layers:
@@ -81,21 +82,6 @@ def test_the_plain_network_is_that_of_transformers():
     torch.testing.assert_close(ours(x), plain(x).logits, rtol=0, atol=0)
 
 
-def test_without_evolution_the_layer_is_an_attention_augmented_convolution():
-    torch.manual_seed(1)
-    layer = AugmentedConvolution(nn.Conv2d(10, 60, 3), SIDE, 0.0, 0.0, False).double()
-    x, pixels = torch.randn(1, 10, SIDE, SIDE, dtype=torch.float64), SIDE**2
-    q, k, v = (
-        part.view(1, resnet.HEADS, -1, pixels).transpose(2, 3)
-        for part in layer.qkv(x).split([layer.keys, layer.keys, layer.values], dim=1)
-    )
-    bias = layer.relative_positions(q * q.size(-1) ** -0.5, pixels)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(2, 3).reshape(1, -1, SIDE, SIDE)
-    expected = torch.cat([layer.convolution(x), layer.output(attended)], dim=1)
-    torch.testing.assert_close(layer(x, torch.randn(1, resnet.HEADS, pixels, pixels))[0], expected)
-    assert layer.evolution.conv is None
-
-
 def test_the_chain_of_maps_breaks_where_the_shape_changes():
     model = digits.resnet(alpha=0.5, beta=0.0).build()
     layers = [module.evolution for module in model.modules() if isinstance(module, AugmentedConvolution)]
@@ -103,25 +89,6 @@ def test_the_chain_of_maps_breaks_where_the_shape_changes():
     found = []
     model(torch.randn(2, 1, 32, 32), found)
     assert [a_logit.size(2) for a_logit in found] == [64, 64, 16, 16, 4, 4]
-
-
-def test_vit_without_evolution_is_that_of_transformers():
-    torch.manual_seed(1)
-    ours, plain = digits.vit(alpha=0.0, beta=0.0).build().eval(), digits.vit().build().eval()
-    assert isinstance(plain, ViTForImageClassification)
-    plain.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 1, 8, 8)
-    torch.testing.assert_close(ours(x).logits, plain(x).logits)
-
-
-def test_the_class_token_is_part_of_vits_maps():
-    model = digits.SYSTEMS["EA-ViT"].build()
-    evolution = next(module.evolution for module in model.modules() if hasattr(module, "evolution"))
-    picture = torch.zeros(1, 4, 17, 17)
-    changed = picture.clone()
-    changed[:, :, 0, 0] = 1
-    difference = (evolution.conv(changed) - evolution.conv(picture)).abs().sum(1)[0]
-    assert difference[1, 1] > 0 and difference[2:].abs().max() == 0
 
 
 def test_maps_to_classify_are_the_attention_of_the_centre_pixel():

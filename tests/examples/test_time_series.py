@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import reference
 
 pytest.importorskip("aeon")
@@ -33,7 +32,7 @@ def by_loop(attention, x, padded, previous):
     picture = [[[one[i, j] for j in range(size)] for i in range(size)] for one in logits]
     evolution = attention.evolution
     numbers = reference.COEFFICIENTS["evolving", previous is not None](evolution.alpha, evolution.beta)
-    conv = [(evolution.conv.weight, evolution.conv.bias)]
+    conv = [] if evolution.conv is None else [(evolution.conv.weight, evolution.conv.bias)]
     maps = reference.evolve(picture, "encoder", conv, numbers, lambda i, j: bool(padded[i] or padded[j]), previous)
     weights = torch.stack([torch.stack([torch.stack(row) for row in head]) for head in maps])
     weights = weights.masked_fill(padded, float("-inf")).softmax(-1)
@@ -54,10 +53,10 @@ def layer_by_loop(layer, x, padded, previous):
     return (x + layer.feed_forward(x)) * scale * ~padded[:, None], maps
 
 
-def test_two_layers_equal_loops(monkeypatch):
+@pytest.mark.parametrize("shares", [{"alpha": 0.4, "beta": 0.6}, {"alpha": 0.0, "beta": 0.0}])
+def test_two_layers_equal_loops(shares, monkeypatch):
     monkeypatch.setattr(model, "HEADS", 2)
     torch.manual_seed(1)
-    shares = {"alpha": 0.4, "beta": 0.6}
     layers = [Layer(8, 0.25, 2**i, 0.1, **shares, first=i == 0).double().eval() for i in range(2)]
     x, padded = torch.randn(1, 5, 8, dtype=torch.float64), torch.tensor([[False] * 4 + [True]])
     x = x.masked_fill(padded[..., None], 0)
@@ -95,17 +94,6 @@ def test_padding_changes_nothing(kind):
     changed = x.masked_fill(padded[..., None], 7.0)
     torch.testing.assert_close(network(changed, padded), network(x, padded))
     torch.testing.assert_close(network(x[:1], padded[:1]), network(x, padded)[:1])
-
-
-def test_without_evolution_the_attention_is_plain():
-    torch.manual_seed(1)
-    attention = Layer(16, 0.25, 1, 0.0, alpha=0.0, beta=0.0).double().attention
-    x, padded = torch.randn(2, 6, 16, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.bool)
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    q, k, v = (project(x).unflatten(2, (model.HEADS, -1)).transpose(1, 2) for project in projections)
-    expected = attention.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(x, padding=padded, previous=torch.randn(2, 8, 6, 6)).output, expected)
-    assert attention.evolution.conv is None
 
 
 def noise(classes, lengths):

@@ -132,6 +132,16 @@ def save_model(data, path, arch, *flags):
     return save_untrained(args, data, path)
 
 
+def untrained_run(data, folder, arch, *flags):
+    """A run with random weights and all that its model needs."""
+    from ea_tools import preparation
+
+    folder.mkdir()
+    save_model(data, folder / "checkpoint_last.pt", arch, *flags)
+    preparation.keep(folder, data)
+    return folder
+
+
 def save_untrained(args, data, path):
     """A checkpoint of the model that a command line describes, on these data."""
     import torch

@@ -110,9 +110,10 @@ def test_long_sentences_are_worked_on_in_parts(size):
     compare(problem(Case(size[0], 3, *size[1:], "scattered", rule=ANY, learn=True, width=24)), kernel)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_taller_than_a_band():
     """Its last bands begin below the map, where all rows are zeros, and no more rows than the band has."""
-    compare(problem(Case(CROSS, 1, 39, 64, 1100, "scattered all", previous=False)), kernel)
+    compare(problem(Case(CROSS, 1, 39, 40, 1100, "scattered all", previous=False, batch=1)), kernel)
 
 
 @pytest.mark.parametrize("count", [4, 16])
@@ -121,6 +122,7 @@ def test_the_more_sentences_the_larger_the_parts(count):
     compare(problem(Case(ENCODER, 2, 3, 150, 40, "scattered", width=16, batch=count)), kernel)
 
 
+@pytest.mark.slow
 def test_sentences_whose_keys_are_too_large_to_be_packed_all_at_once():
     """26 MB of keys and values in each of three, of which threads share 24 MB at a time or a single sentence."""
     large = problem(Case(CROSS, 2, 3, 130, 1600, "scattered", previous=False, width=1024))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fairseq.modules.quantization.scalar import quantize_model_
-from torch.nn.utils import prune, weight_norm
+from torch.nn.utils import weight_norm
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention
@@ -38,19 +38,6 @@ def test_weight_normalisation_takes_effect(attention):
     module.evolution.conv.weight_g.mul_(2)
     doubled.evolution.conv.weight.mul_(2)
     assert_close(output(module), output(doubled))
-
-
-def test_pruned_weights_stay_pruned_in_training(attention):
-    module, other = attention(), attention()
-    for each in (module, other):
-        prune.l1_unstructured(each.evolution.conv, "weight", amount=0.5)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        output(module).square().sum().backward()
-        optimizer.step()
-    other.load_state_dict(module.state_dict())
-    assert_close(output(other), output(module))
 
 
 @torch.no_grad()

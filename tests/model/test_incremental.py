@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import amplify_, batch, build
-from helpers.promises import DECODERS, check_steps, each_model, lively, outputs
+from helpers.promises import DECODERS, check_steps, each_model, lively
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -31,16 +31,6 @@ def test_the_last_sentence_of_a_batch_may_end_first():
 def test_convolutions_in_another_layout_of_memory():
     """A kernel's copies of them must live as long as its prepared steps."""
     check_steps(lively("kernel 5").to(memory_format=torch.channels_last), batch([6, 3]))
-
-
-@torch.no_grad()
-def test_the_beams_of_an_earlier_search_leave_teacher_forcing_as_it_was():
-    """As in --eval-bleu."""
-    model = amplify_(build())
-    source, tokens = batch([5, 4]), batch([4, 3], eos_first=True)
-    before = outputs(model, source, tokens)
-    model.decoder.set_beam_size(2)
-    assert torch.equal(outputs(model, source, tokens), before)
 
 
 def test_attention_weights_and_gradients_equal_those_of_teacher_forcing():

@@ -162,14 +162,6 @@ def test_hooks_on_the_way_back_run(part, kind, asked):
     assert (calls, asked) == ([1], [])
 
 
-@torch.no_grad()
-def test_convolutions_of_half_precision_among_float32_are_refused():
-    module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
-    module.evolution.half()
-    with pytest.raises(RuntimeError, match=r"(?i)half|dtype|type"):
-        module(x)
-
-
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @torch.no_grad()
 def test_a_mask_of_floats_is_added(kind, each_way):

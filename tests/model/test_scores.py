@@ -7,19 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ea_fairseq.attention import EncoderSelfAttention
 from evolving_attention import scores
-from evolving_attention.scores import SCORES, AdditiveScore, ConcatenativeScore, RelativePositions
+from evolving_attention.scores import SCORES, RelativePositions
 
 C, K, T, S = 6, 3, 5, 4
 in_pieces = pytest.mark.parametrize("score", ["additive", "concatenative"])
-
-
-def test_additive_is_concatenative_with_the_same_weights():
-    additive, concatenative = AdditiveScore(K, 4).double(), ConcatenativeScore(K, 4).double()
-    with torch.no_grad():
-        concatenative.weight.copy_(torch.cat([additive.key_weight, additive.query_weight], dim=2))
-        concatenative.vector.copy_(additive.vector)
-    q, k = torch.randn(2, K, T, 4, dtype=torch.float64), torch.randn(2, K, S, 4, dtype=torch.float64)
-    assert_close(additive(q, k), concatenative(q, k), rtol=1e-12, atol=1e-12)
 
 
 @in_pieces

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.testing import assert_close
 
 
-def model_and_batches():
+def model_and_batches(dropout=0.0):
     torch.manual_seed(1)
-    flags = ["--ea-alpha", 0.5, "--ea-beta", 0.5]
+    flags = ["--ea-alpha", 0.5, "--ea-beta", 0.5, "--attention-dropout", dropout]
     model = amplify_(build("ea_transformer_base", *flags, train=True), 2)
     return model, [(batch([5, 3], seed=n), None, batch([4, 2], eos_first=True, seed=n)) for n in range(2)]
 
@@ -49,9 +49,9 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("part", ["self_attn", "layer"])
 def test_checkpointing_changes_no_gradient(part, wrap, each_way):
-    model, batches = model_and_batches()
+    model, batches = model_and_batches(dropout=0.3)
     expected = gradients(model, batches)
-    model, _ = model_and_batches()
+    model, _ = model_and_batches(dropout=0.3)
     for number, layer in enumerate(model.encoder.layers):
         if part == "layer":
             model.encoder.layers[number] = wrap(layer)

@@ -14,7 +14,7 @@ import torch
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from helpers import REPO
 from helpers.models import build
-from helpers.toy import ENVIRONMENT, save_model, script
+from helpers.toy import ENVIRONMENT, script, untrained_run
 
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
@@ -138,13 +138,9 @@ def test_a_batch_size_that_is_none_is_named(words):
         exported.batch_size(["--batch-size", *words])
 
 
-def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    short = ["--max-source-positions", "8", "--max-target-positions", "8"]
-    path = save_model(data, run / "checkpoint_last.pt", "ea_transformer_base", *short)
-    preparation.keep(run, data)
-    export.main(["--run", str(run), "--out", str(tmp_path / "short")])
+def test_a_model_with_nan_is_not_exported(data, tmp_path):
+    run = untrained_run(data, tmp_path / "run", "ea_transformer_base")
+    path = run / "checkpoint_last.pt"
     state = load(path)
     state["model"]["encoder.layers.0.fc1.weight"][0, 0] = float("nan")
     torch.save(state, path)
@@ -153,11 +149,10 @@ def test_a_short_model_is_exported_and_one_with_nan_is_not(data, tmp_path):
     assert not (tmp_path / "broken").exists()
 
 
-def test_an_export_whose_scores_are_nan_is_refused(data, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    run.mkdir()
-    save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
-    preparation.keep(run, data)
+def test_an_export_whose_scores_are_nan_is_refused(pair, data, tmp_path, monkeypatch):
+    run = untrained_run(data, tmp_path / "run", "ea_transformer_base")
+    write = lambda loaded, int8, state, folder: shutil.copytree(pair / "float32", folder, dirs_exist_ok=True)  # noqa: E731
+    monkeypatch.setattr(export, "write", write)
     best = Mock(score=float("nan"))
     monkeypatch.setattr(Translator, "search_ids", lambda self, sources, *_: [[best]] * len(sources))
     with pytest.raises(SystemExit, match="nothing kept"):
@@ -166,11 +161,8 @@ def test_an_export_whose_scores_are_nan_is_refused(data, tmp_path, monkeypatch):
 
 
 def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    run.mkdir()
-    path = save_model(data, run / "checkpoint_last.pt", "ea_transformer_base")
-    preparation.keep(run, data)
-    state = load(path)
+    run = untrained_run(data, tmp_path / "run", "ea_transformer_base")
+    state = load(run / "checkpoint_last.pt")
     state["cfg"]["task"]["_name"] = "denoising"
     monkeypatch.setattr(export, "load", lambda checkpoint: state)
     with pytest.raises(SystemExit, match="denoising"):

@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import REPO, browser
-from helpers.toy import ENVIRONMENT, save_model, sentences
+from helpers.toy import ENVIRONMENT, sentences, untrained_run
 
 from ea_runtime import Translator, text
-from ea_tools import preparation
 from ea_tools.translating import export
 
 pytest.importorskip("fastapi")
@@ -38,9 +37,7 @@ LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze
 def folder(data, tmp_path_factory):
     """An export of random weights that translates quickly: at most 9 words."""
     run, out = (tmp_path_factory.mktemp("serve") / name for name in ("run", "out"))
-    run.mkdir()
-    save_model(data, run / "checkpoint_last.pt", "ea_transformer_base", "--max-source-positions", "30")
-    preparation.keep(run, data)
+    untrained_run(data, run, "ea_transformer_base", "--max-source-positions", "30")
     export.main(["--run", str(run), "--out", str(out)])
     description = json.loads((out / "model.json").read_text())
     description["search"] = {"beam": 3, "lenpen": 1.0, "max_len_b": 9}

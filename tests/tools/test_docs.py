@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from helpers import REPO
 from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
 
-from ea_tools.training import recipes, train
+from ea_tools.training import recipes
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
 LINKED = [*PAGES, *(REPO / name for name in ("CHANGELOG.md", "evolving_attention/README.md", "pretrained/README.md"))]
@@ -147,16 +146,6 @@ def test_links_of_a_page_lead_somewhere(page):
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
             dead.append(link)
     assert not dead
-
-
-def test_the_readmes_own_data_are_trained_on_without_a_recipe(tmp_path, capsys):
-    section = (REPO / "README.md").read_text().partition("## Train on your own data")[2].partition("\n## ")[0]
-    (command,) = [words for words in commands_of(section) if words[0] == "scripts/train.sh" and len(words) > 1]
-    prep = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
-    (tmp_path / "PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 10_000}}}))
-    train.main([*(str(tmp_path) if word == "data/mine" else word for word in command[1:]), "--dry-run"])
-    assert str(tmp_path) in capsys.readouterr().out
-    assert "With `--lowercase`" in section
 
 
 def test_most_pages_have_commands():
