@@ -103,11 +103,12 @@ def _serve(args: argparse.Namespace) -> None:
     from ea_runtime import Translator
 
     _refuse_search(args, "--serve, where each request sets its own,")
+    translator = Translator(args.folder, args.threads)
     try:
         from ea_runtime.serve import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"--serve needs {error.name}: pip install fastapi uvicorn") from None
-    serve(Translator(args.folder, args.threads), args.serve, batch=args.batch)
+    serve(translator, args.serve, batch=args.batch)
 
 
 def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
