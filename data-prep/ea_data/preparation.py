@@ -110,9 +110,7 @@ class Preparation:
         stated = self.prep.get("rules", {})
         rules = {name: stated[name] for name in ABOUT_TEXT if name in stated}
         rules |= {name: self.prep[name] for name in ("tokenizer", "lowercase", "bpe")}
-        return Rules(
-            **rules, nfc=self.unicode == "NFC", merges=self.prep.get("bpe_merges", Rules.merges), **about_lines
-        )
+        return Rules(**rules, nfc=self.unicode == "NFC", merges=self.prep["bpe_merges"], **about_lines)
 
 
 def read_prep(folder: Path | str) -> dict[str, Any]:

@@ -151,7 +151,10 @@ def test_a_model_with_nan_is_not_exported(data, tmp_path):
 
 def test_an_export_whose_scores_are_nan_is_refused(pair, data, tmp_path, monkeypatch):
     run = untrained_run(data, tmp_path / "run", "ea_transformer_base")
-    write = lambda loaded, int8, state, folder: shutil.copytree(pair / "float32", folder, dirs_exist_ok=True)  # noqa: E731
+
+    def write(loaded, int8, state, folder):
+        shutil.copytree(pair / "float32", folder, dirs_exist_ok=True)
+
     monkeypatch.setattr(export, "write", write)
     best = Mock(score=float("nan"))
     monkeypatch.setattr(Translator, "search_ids", lambda self, sources, *_: [[best]] * len(sources))
