@@ -154,8 +154,10 @@ class DecoderAttention(EvolvingMultiheadAttention):
         kept = None if incremental_state is None else self._kept(incremental_state)
         cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
         beams = kept.get("beams", 1) if kept else 1
-        if kept and query.size(1) != len(cache.keys) * beams:
-            raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {len(cache.keys) * beams}")
+        # .size(0): torch.export takes len() for a number that never changes
+        if kept and query.size(1) != cache.keys.size(0) * beams:
+            kept_of = cache.keys.size(0) * beams
+            raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {kept_of}")
         query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
         if kept and attn_mask is None and query_padding is None:
             stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
