@@ -7,6 +7,7 @@ needs neither.
 import gc
 import importlib.util
 import logging
+import signal
 
 import pytest
 from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once in each process)
@@ -19,6 +20,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         from helpers.interpreter import import_triton
 

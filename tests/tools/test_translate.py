@@ -165,16 +165,8 @@ def test_settings_that_do_not_go_together_are_one_line(run, monkeypatch):
         translate.translate(args, run / "checkpoint3.pt", [b"Hund.\n"], print)
 
 
-@pytest.fixture
-def minds_ctrl_c():
-    """A background process of a shell ignores Ctrl-C, and so do its children: tests, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
-def test_ctrl_c_at_a_waiting_terminal_is_one_line(run, minds_ctrl_c):
+def test_ctrl_c_at_a_waiting_terminal_is_one_line(run):
     """Python used to abort, since a thread held its standard input."""
     words = [*tool("translating.translate"), "--run", run, "--buffer", "1", "--beam", "1", "--", "--max-len-b", "5"]
     process = subprocess.Popen(
