@@ -217,8 +217,9 @@ def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
 @pytest.mark.slow
 def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
     """All decode as many steps, so that their times can be compared."""
-    of_one_layer = {name: f"{arch} --encoder-layers 1 --decoder-layers 1" for name, arch in options.PAIRS["lite"].items()}
-    monkeypatch.setitem(options.PAIRS, "lite", of_one_layer)
+    pair = options.PAIRS["lite"]
+    pair = {name: f"{words} --encoder-layers 1 --decoder-layers 1" for name, words in pair.items()}
+    monkeypatch.setitem(options.PAIRS, "lite", pair)
     flags = ["--exported", "--batch", 3, "--beam", 2]
     (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
     tokens = result["times"]["tokens"]
