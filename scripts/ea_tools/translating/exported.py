@@ -89,10 +89,6 @@ def generate(translator: Translator, data: Path, subset: str, settings: dict[str
 
     Sentences whose reference is longer than the model writes have no line, as fairseq leaves them out.
     """
-    try:
-        chosen = translator.settings(settings)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     prep = translator.text.prep
     source, target = prep["source_lang"], prep["target_lang"]
     sources, references = (
@@ -105,7 +101,7 @@ def generate(translator: Translator, data: Path, subset: str, settings: dict[str
         say(f"warning: {cut} source sentences are cut to the {longest_source - 1} subwords that the model reads")
     begin = time.perf_counter()
     try:
-        best = [hypotheses[0] for hypotheses in translator.search_all(tokens, chosen, batch)]
+        best = [hypotheses[0] for hypotheses in translator.search_all(tokens, translator.settings(settings), batch)]
     except ValueError as error:
         raise UserError(str(error)) from None
     seconds, count = time.perf_counter() - begin, sum(len(one.tokens) + 1 for one in best)
