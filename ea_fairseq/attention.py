@@ -155,9 +155,8 @@ class DecoderAttention(EvolvingMultiheadAttention):
         cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
         beams = kept.get("beams", 1) if kept else 1
         # .size(0): torch.export takes len() for a number that never changes
-        if kept and query.size(1) != cache.keys.size(0) * beams:
-            kept_of = cache.keys.size(0) * beams
-            raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {kept_of}")
+        if kept and query.size(1) != (hypotheses := cache.keys.size(0) * beams):
+            raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {hypotheses}")
         query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
         if kept and attn_mask is None and query_padding is None:
             stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)

@@ -174,7 +174,7 @@ def test_training_of_models_with_one_side(tmp_path, small, small_models, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["lite", "lm"])
 def test_decoding(tmp_path, small, small_models, size):
-    """Each sentence of a batch gets as many steps; a language model begins it by itself."""
+    """Each sentence of a batch gets as many steps; a language model starts without a source."""
     flags = ["--size", size, "--max-tokens", 40, "--beam", 2, "--batch", 3, "full"]
     three, full = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
     assert (three["batch"], full["batch"], three["beam"]) == ("3", "full", 2)
