@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from helpers.models import build
 from helpers.other_models import run as fairseq
 from helpers.toy import TINY, script
@@ -40,6 +41,16 @@ def test_rdrop_trains_on_the_same_numbers_and_leaves_the_batch_as_it_was(monkeyp
     in_place, by_copy = gradients
     assert all(torch.equal(in_place[name], by_copy[name]) for name in in_place)
     assert all(torch.equal(given["net_input"][name], value) for name, value in inputs.items())
+
+
+@pytest.mark.parametrize(
+    "size, banned", [(1, [{4, 5}, {6, 7}]), (2, [{5}, {6, 7}]), (3, [{5}, set()]), (6, [set(), set()])]
+)
+def test_no_ngram_comes_twice(size, banned):
+    """The buffer of fairseq's search is longer than the hypotheses; the first symbol ends the sentence before."""
+    tokens = torch.tensor([[2, 4, 5, 4, 5, 4, 1, 1], [2, 6, 7, 7, 6, 6, 1, 1]])
+    lprobs = NGramRepeatBlock(size, use_extension=False)(tokens, torch.zeros(2, 9), bsz=1, beam_size=2, step=5)
+    assert [set(row.isneginf().nonzero()[:, 0].tolist()) for row in lprobs] == banned
 
 
 @pytest.mark.slow

@@ -182,6 +182,18 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
     run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
 
 
+def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
+    """A loss of 7 would be better than any BLEU of 6."""
+    by_loss, by_bleu = {"lr": ["1"]}, {"lr": ["1"], "best-checkpoint-metric": ["bleu"]}
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": {"lr": "1"}}]}))
+    run_folder.require_same_metric(tmp_path, by_bleu)  # nothing was saved yet
+    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    run_folder.require_same_metric(tmp_path, by_loss)
+    run_folder.require_same_metric(tmp_path, {**by_bleu, "reset-meters": []})
+    with pytest.raises(UserError, match=r"was chosen by loss, and would now be by bleu .*--reset-meters"):
+        run_folder.require_same_metric(tmp_path, by_bleu)
+
+
 def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
     run_folder.say_what_differs({"lr": "0.001"}, {"lr": "1e-3"})
     run_folder.claim(tmp_path, {"encoder-layers": "1", "arch": "x"}, "", data)
@@ -438,6 +450,9 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
     prep = json.loads((data / "PREP.json").read_text())
     (tmp_path / "mine/PREP.json").write_text(json.dumps({**prep, "splits": {"train": {"pairs": 120}}}))
     run, own = tmp_path / "run", ["--data", tmp_path / "mine", "ea_transformer_lite", "--run", tmp_path / "run", *FLAGS]
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    (run / "recipe.toml").write_text("of a training that ended before its first checkpoint")
     assert script("training.train", *own, "--num-workers", 0, "--max-epoch", 1).returncode == 0
     assert recipes.read(str(run / "recipe.toml")).data == tmp_path / "mine"
     assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}

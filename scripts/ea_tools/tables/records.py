@@ -6,7 +6,6 @@ results/runs/RECIPE/NAME/run.json            the training: recipe, command; comm
                          eval/SPLIT.hyp.txt.gz
 """
 
-import contextlib
 import gzip
 import json
 import shutil
@@ -58,13 +57,9 @@ def read(record: Path, subset: str) -> dict | None:
 
 
 def translations(record: Path, subset: str) -> list[str] | None:
-    """The translations of a run or of its record, or None where neither kept them."""
-    path = record / "eval" / f"{subset}.hyp.txt"
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="utf-8").split("\n")[:-1]
-    with contextlib.suppress(FileNotFoundError):
-        return gzip.decompress(Path(f"{path}.gz").read_bytes()).decode("utf-8").split("\n")[:-1]
-    return None
+    """The translations of a run by its record, or None where it has none."""
+    path = record / "eval" / f"{subset}.hyp.txt.gz"
+    return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1] if path.exists() else None
 
 
 def test_against(

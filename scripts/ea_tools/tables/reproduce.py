@@ -5,7 +5,7 @@ training run, whose table is then another page: --max-update 300 writes results/
 
 Without a GPU, each core trains one run, on one thread. The small files of a finished run are kept in results/runs, from
 which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting its
-files there.
+run.json, log.jsonl and eval/ into its folder below --runs, before --collect.
 """
 
 from __future__ import annotations

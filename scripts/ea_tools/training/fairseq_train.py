@@ -43,7 +43,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 from ea_tools.training import products  # noqa: E402
 from ea_tools.training.memory import keep_freed_memory  # noqa: E402
-from ea_tools.training.run_folder import next_command, settle_model  # noqa: E402
+from ea_tools.training.run_folder import next_command, settle_model, started  # noqa: E402
 
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # for train.log, and not for the screen
@@ -307,7 +307,7 @@ def main(words: list[str]) -> None:
         said = next(reversed(lines) if of_another else iter(lines), "")
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
         sys.exit(1)
-    if Journal.file and (folder / "run.json").exists():  # scripts/train.sh's
+    if Journal.file and (folder / "run.json").exists() and started(folder):  # scripts/train.sh's, without --no-save
         try:
             logger.info(f"the model of {folder} is {settle_model(folder).name}")
         except (UserError, OSError) as error:

@@ -121,7 +121,12 @@ def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
 #: For a corpus of one's own: up to so many training pairs, what differs from recipes/base.toml. Our choice, between the
 #: recipes for sample, Multi30k, IWSLT'14 and WMT'14: small text wants dropout and patience, large text large batches.
 FOR_SIZE = (
-    (5_000, 1000, 1, {"warmup-updates": 400, "dropout": 0.3, "patience": 10, "max-epoch": 100}),
+    (
+        5_000,
+        1000,
+        1,
+        {"warmup-updates": 400, "dropout": 0.3, "patience": 10, "max-epoch": 100, "max-tokens-valid": 4096},
+    ),
     (50_000, 4096, 1, {"warmup-updates": 2000, "dropout": 0.3, "patience": 10, "max-epoch": 100}),
     (1_000_000, 4096, 1, {"warmup-updates": 4000, "dropout": 0.2, "patience": 5, "max-epoch": 100}),
     (float("inf"), 4096, 16, {"warmup-updates": 4000, "dropout": 0.1, "patience": 5, "max-epoch": 50}),

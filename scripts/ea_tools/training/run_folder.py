@@ -110,6 +110,20 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
+def require_same_metric(run: Path, flags: Flags) -> None:
+    """Refuse another metric of the best checkpoint than before: fairseq would compare the numbers of the two."""
+    starts = read_json(run / "run.json")["starts"]
+    if not started(run) or not starts or "reset-meters" in flags:
+        return
+    name = "best-checkpoint-metric"
+    before, now = starts[-1]["flags"].get(name, "loss"), flags.get(name, ["loss"])[0]
+    if before != now:
+        raise UserError(
+            f"{run}: its best checkpoint was chosen by {before}, and would now be by {now} (--eval-bleu chooses by "
+            "bleu); choose another --run, or add --reset-meters to forget the best so far"
+        )
+
+
 #: Flags that say when to stop and what to save, and the seed, which is part of a run's identity.
 _STOPPING = re.compile(
     r"max-(update|epoch)|patience|stop-.*|(keep|save|validate)-.*|no-(epoch-checkpoints|last-checkpoints|save.*)|seed"

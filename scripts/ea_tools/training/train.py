@@ -93,11 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_folder.take(start.run)
             run_folder.claim(start.run, identity(start), args.command, start.data)
             run_folder.keep_preparation(start.run, start.data)
-            if toml and not (start.run / "recipe.toml").exists():  # it may have been edited since
+            if toml and not run_folder.started(start.run):  # later it may have been edited
                 say(made)
                 with replacing(start.run / "recipe.toml") as temporary:
                     temporary.write_text(toml, encoding="utf-8")
             last = run_folder.mend(start.run)
+            run_folder.require_same_metric(start.run, start.flags)
         else:
             last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
         if reason := run_folder.finished(last, start.flags):
@@ -186,11 +187,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
     """The plan of a command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
+    if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
+        chosen |= validation_flags(read_prep(args.data), decides=False)
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
             raise UserError(f"--without {name}: the recipe has no such flag")
-    if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
-        chosen |= validation_flags(read_prep(args.data), decides=False)
     may_go = recipes.common_flags()
     optional = [name for name in chosen if name not in flags and (name in may_go or name.startswith("eval-"))]
     chosen |= batch_flags(recipe, launch, flags)
@@ -250,7 +251,7 @@ def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     smaller = {}
     if tokens < recipe.batch.tokens:
         say(f"note: sentences of more than {tokens:,} tokens do not fit into a step and are left out of training")
-        smaller["max-tokens-valid"] = recipe.batch.tokens  # nothing is left out of validation
+        smaller["max-tokens-valid"] = recipe.flags.get("max-tokens-valid", recipe.batch.tokens)  # which leaves none out
     say(
         f"effective batch: {launch} x {accumulation} accumulation x {tokens:,} tokens = {recipe.batch.total:,} tokens "
         f"an update, the recipe's {recipe.batch}"
