@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that an idle server waits for more lines before it translates the first.
 TOGETHER = 0.002
+#: Letters times beam of one call, above which further lines wait for the next: nothing can interrupt a call.
+WORK = 50_000
 #: The page loads nothing from elsewhere; this header lets the browser enforce that.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -87,6 +90,7 @@ class Answer(BaseModel):
 class Line:
     """A line that waits for the translator."""
 
+    request: Request
     text: str
     beam: int
     lenpen: float
@@ -98,7 +102,7 @@ class Line:
 class Batches:
     """Translates lines of all requests, those of the same settings in one call.
 
-    Lines that arrive during a call are the next call's batch.
+    Lines that arrive during a call are the next call's batch. Requests of more than one call take turns.
     """
 
     def __init__(self, translator: Translator, batch: int) -> None:
@@ -128,11 +132,14 @@ class Batches:
                 await self._translate(lines)
 
     def _next(self) -> list[Line]:
-        """The first line, and others with its settings."""
+        """The first line, and others with its settings. What is left of their requests goes to the end of the queue."""
         waiting = [line for line in self._lines if not line.answer.done()]
         alike = [line for line in waiting if (line.beam, line.lenpen) == (waiting[0].beam, waiting[0].lenpen)]
-        lines = alike[: self._batch]
-        self._lines = [line for line in waiting if line not in lines]
+        work = itertools.accumulate(len(line.text) * line.beam for line in alike)
+        within = sum(sum_of_work <= WORK for sum_of_work in work)
+        lines = alike[: min(self._batch, max(1, within))]
+        served = {line.request for line in lines}
+        self._lines = sorted((line for line in waiting if line not in lines), key=lambda line: line.request in served)
         return lines
 
     async def _translate(self, lines: list[Line]) -> None:
@@ -189,7 +196,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
             async with asyncio.timeout(limits.seconds):
                 body = await _body(request, limits.bytes)
                 asked = await asyncio.to_thread(_checked, body, translator, limits)
-                lines = [Line(text, asked.beam, asked.lenpen, asked.n_best) for text in asked.lines]
+                lines = [Line(request, text, asked.beam, asked.lenpen, asked.n_best) for text in asked.lines]
                 if batches.waiting + len(lines) > limits.waiting:
                     sentence = f"{batches.waiting} lines wait already, and at most {limits.waiting} may; try again soon"
                     raise HTTPException(503, sentence, {"Retry-After": "1"})

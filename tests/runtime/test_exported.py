@@ -9,12 +9,14 @@ import sys
 from unittest.mock import Mock
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from helpers import REPO
 from helpers.models import build
 from helpers.toy import ENVIRONMENT, script, untrained_run
+from onnx import numpy_helper
 
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
@@ -73,6 +75,17 @@ def test_scores_as_the_run(pair, data, capsys):
     assert {name: by_export[name] for name in same} == {name: by_run[name] for name in same}
     assert (by_export["int8"], int8["int8"]) == (False, True)
     assert {"sacrebleu", "chrf"} <= int8["against"].keys()
+    evaluate.main([*common, "--run", str(pair / "int8"), *limits, "--batch-size", "3"])
+    assert list((pair / "int8" / "eval").glob("test.beam2.average2.batch3.*.json")), "translations in 8 bits may differ"
+
+
+def test_products_in_8_bits_are_exact_on_any_cpu(pair):
+    """Without VNNI two products of 8 bits are added in 16: 2 x 255 x 64 fits, and 2 x 255 x 127 does not."""
+    graph = onnx.load(pair / "int8" / "decoder.onnx").graph
+    stored = {value.name: numpy_helper.to_array(value) for value in graph.initializer}
+    factors = [stored[node.input[1]] for node in graph.node if node.op_type == "MatMulInteger"]
+    assert len(factors) > 5
+    assert max(abs(factor.astype(int)).max() for factor in factors) == 64
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,16 @@ def test_a_batch_is_not_larger_than_it_may_be(translator, client):
     assert [len(lines) for lines in translator.calls] == [32, 32, 6]
 
 
+def test_long_requests_take_turns(translator, client, monkeypatch):
+    monkeypatch.setattr(serve, "WORK", 50)  # letters times beam
+    with held(translator, client), ThreadPoolExecutor(2) as pool:
+        for number, lines in ((3, ["Hund.", "Katze.", "Haus, Haus, Haus, Haus."]), (5, ["Baum.", "Vogel."])):
+            pool.submit(ask, client, *lines)
+            until(lambda number=number: client.get("/health").json()["waiting"] == number)
+        translator.gate.set()
+    assert translator.calls == [["Haus."], ["Hund.", "Katze."], ["Baum.", "Vogel."], ["Haus, Haus, Haus, Haus."]]
+
+
 def test_a_fault_of_one_line_costs_no_other_its_answer(translator, client):
     with held(translator, client, ("Hund.", {}), ("fail", {}), ("Baum.", {})) as futures:
         translator.gate.set()

@@ -316,7 +316,7 @@ def settings_name(args: argparse.Namespace) -> str:
     if args.tok:
         parts.append(f"tok-{args.tok}")
     if is_export(args.run):
-        parts.append(_exported_name(args.run))
+        parts += _exported_name(args)
     elif args.best:
         parts.append("best")
     elif args.checkpoint:
@@ -332,10 +332,15 @@ def settings_name(args: argparse.Namespace) -> str:
     return ".".join(parts)
 
 
-def _exported_name(folder: Path) -> str:
-    """The name of the run's own evaluation with the checkpoint that was exported, so that the two can be compared."""
-    name = Path(read_json(folder / "model.json")["checkpoint"]).stem
-    return name.removeprefix("checkpoint_") if name == "checkpoint_best" else name
+def _exported_name(args: argparse.Namespace) -> list[str]:
+    """The name of the run's own evaluation with the checkpoint that was exported, so that the two can be compared.
+
+    In 8 bits a translation depends on its batch.
+    """
+    described, size = read_json(args.run / "model.json"), exported.batch_size(args.generate_flags)
+    name = Path(described["checkpoint"]).stem
+    of_batch = [f"batch{size}"] if described["int8"] and size != exported.BATCH else []
+    return [name.removeprefix("checkpoint_") if name == "checkpoint_best" else name, *of_batch]
 
 
 def _checkpoint_name(path: Path, run: Path) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ea_fairseq import Translator
 
 #: scores of the exported model may differ by this much from PyTorch's
-CLOSE = {"float32": 1e-3, "int8": 1.0}
+CLOSE = {"float32": 1e-3, "int8": 0.3}
 #: fairseq's tasks whose models can be exported
 TASKS = ("translation", "language_modeling")
 #: words of the sentences on which they are compared
@@ -156,6 +156,7 @@ def quantise(folder: Path) -> None:
         options = {
             "per_channel": True,
             "weight_type": QuantType.QInt8,
+            "reduce_range": True,  # 7 bits: CPUs without VNNI add two products in 16 bits, and cut larger sums off
             "op_types_to_quantize": ["MatMul", "Gemm", "Gather"],
         }
         quantize_dynamic(given, folder / name, **options)
