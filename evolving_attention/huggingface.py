@@ -11,12 +11,13 @@ keep the last rows of their maps in the cache, beside keys and values.
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
+import copy
 import sys
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -63,6 +64,10 @@ def evolve(
     """
     settings = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "learn_mix": learn_mix}
     _check(model, settings)
+    copied: dict[int, Any] = {}  # other models may share the configuration
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config = copy.deepcopy(module.config, copied)
     before: dict[str, nn.Module] = {}  # prefix of a stack -> its last encoder layer so far
     for name, module in model.named_modules():
         if not _is_attention(module):
@@ -197,7 +202,7 @@ def _attention(
     dropout: float = 0.0,
     position_bias: Tensor | None = None,
     *,
-    evolving_maps: _Maps,
+    evolving_maps: _Maps | None = None,
     evolving_cache: Cache | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -207,6 +212,8 @@ def _attention(
     ``MASKED_FROM`` mask. Others are added to the logits.
     """
     evolution = module.evolution
+    if evolving_maps is None and evolution.geometry == Geometry.ENCODER_DECODER:  # GPT-2 hands nothing down to these
+        evolving_maps = _Maps(need_weights=True)
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     if evolution.conv is None and not evolution.uses_previous and not module.hands_on_map:
         # Nothing evolves: the model's own eager attention, to the last bit.

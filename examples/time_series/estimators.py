@@ -50,7 +50,8 @@ class _Trained:
 
     def _train(self, series: Sequence[np.ndarray], targets: Tensor, outputs: int, loss: Callable) -> None:
         values = np.concatenate(list(series), axis=1)  # C x all times
-        self.mean_, self.deviation_ = values.mean(1, keepdims=True), values.std(1, keepdims=True) + 1e-8
+        self.mean_, deviation = values.mean(1, keepdims=True), values.std(1, keepdims=True)
+        self.deviation_ = np.where(deviation < 1e-8, 1.0, deviation)  # a channel may be constant
         self.length_ = max(one.shape[1] for one in series)
         x, padded = self._tensors(series)
         options = {key: getattr(self, key) for key in ("layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")}

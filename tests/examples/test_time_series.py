@@ -116,6 +116,13 @@ def test_classes_are_learnt(lengths):
     assert (fitted.classes_[chances.argmax(1)] == fitted.predict(x)).all()
 
 
+def test_a_channel_that_was_constant_in_training_stays_small():
+    classes = np.arange(24) % 2
+    x = [np.concatenate([one, np.full((1, 9), 0.1)]) for one in noise(classes, [9] * 24)]
+    fitted = EvolvingDCTransformerClassifier(**SMALL).fit(x, classes)
+    assert fitted.score([one + np.array([[0], [0], [0.1]]) for one in x], classes) == 1
+
+
 def test_numbers_are_learnt_in_their_own_scale():
     targets = np.arange(24) / 24
     x, scaled = noise(targets, [9] * 24), 1000 * targets + 5000

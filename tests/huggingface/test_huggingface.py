@@ -233,9 +233,25 @@ def test_cached_generation_equals_uncached(name, beams):
     assert torch.equal(cached, uncached)
 
 
+def test_other_models_of_the_same_configuration_stay():
+    config, batch = BertConfig(**SIZES, **WORDS), inputs("bert")
+    stock = BertModel(config)
+    evolve(BertModel(config))
+    assert not hasattr(config, huggingface.SETTINGS)
+    stock(**batch)
+    evolve(BertModel(config))(**batch)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        BertConfig(**SIZES, **WORDS, is_decoder=True, add_cross_attention=True),
+        GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=30, n_positions=40, add_cross_attention=True),
+    ],
+    ids=["bert", "gpt2"],
+)
 @torch.no_grad()
-def test_an_encoder_and_a_decoder_of_two_models_step_with_a_cache(tmp_path):
-    decoder = BertConfig(**SIZES, **WORDS, is_decoder=True, add_cross_attention=True)
+def test_an_encoder_and_a_decoder_of_two_models_step_with_a_cache(decoder, tmp_path):
     config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**SIZES, **WORDS), decoder)
     torch.manual_seed(1)
     model = evolve(EncoderDecoderModel(config), alpha=0.4, beta=0.5).double().eval()
@@ -248,7 +264,9 @@ def test_an_encoder_and_a_decoder_of_two_models_step_with_a_cache(tmp_path):
     assert_close(torch.cat(parts, dim=1), whole)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(EncoderDecoderModel, tmp_path, dtype=torch.float64)
-    assert_close(loaded(**batch, decoder_input_ids=batch["input_ids"]).logits, whole)
+    again = loaded(**batch, decoder_input_ids=batch["input_ids"], output_attentions=True)
+    assert_close(again.logits, whole)
+    assert [maps.shape for maps in again.cross_attentions] == [(3, 2, 6, 6)] * 3
 
 
 @torch.no_grad()
