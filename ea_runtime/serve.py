@@ -135,9 +135,8 @@ class Batches:
         """The first line, and others with its settings. What is left of their requests goes to the end of the queue."""
         waiting = [line for line in self._lines if not line.answer.done()]
         alike = [line for line in waiting if (line.beam, line.lenpen) == (waiting[0].beam, waiting[0].lenpen)]
-        work = itertools.accumulate(len(line.text) * line.beam for line in alike)
-        within = sum(sum_of_work <= WORK for sum_of_work in work)
-        lines = alike[: min(self._batch, max(1, within))]
+        totals = itertools.accumulate(len(line.text) * line.beam for line in alike)
+        lines = alike[: min(self._batch, max(1, sum(total <= WORK for total in totals)))]
         served = {line.request for line in lines}
         self._lines = sorted((line for line in waiting if line not in lines), key=lambda line: line.request in served)
         return lines

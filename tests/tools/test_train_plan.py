@@ -414,3 +414,5 @@ def test_small_recipes_score_and_show_translations_at_validation(capsys, data, r
     assert "best-checkpoint-metric" not in planned
     asked = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data, "--eval-bleu")[0])
     assert asked["best-checkpoint-metric"] == "bleu"
+    words = [recipe, "transformer_lite", "--gpus", 1, "--data", data, "--without", "eval-bleu"]
+    assert not small or "eval-bleu" not in flags(dry_run(capsys, *words)[0])
