@@ -132,7 +132,7 @@ class Batches:
                 await self._translate(lines)
 
     def _next(self) -> list[Line]:
-        """The first line, and others with its settings. What is left of their requests goes to the end of the queue."""
+        """The first line, and others with its settings. The other lines of their requests go to the end."""
         waiting = [line for line in self._lines if not line.answer.done()]
         alike = [line for line in waiting if (line.beam, line.lenpen) == (waiting[0].beam, waiting[0].lenpen)]
         totals = itertools.accumulate(len(line.text) * line.beam for line in alike)

@@ -120,7 +120,7 @@ def require_same_metric(run: Path, flags: Flags) -> None:
     if before != now:
         raise UserError(
             f"{run}: its best checkpoint was chosen by {before}, and would now be by {now} (--eval-bleu chooses by "
-            "bleu); choose another --run, or add --reset-meters to forget the best so far"
+            "bleu). Choose another --run, or add --reset-meters to forget the best so far"
         )
 
 
