@@ -23,8 +23,14 @@ LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze
 SYSTEMS = {
     "evolving": ("ea_transformer_lite", []),
     "branch": ("ea_transformer_lite", ["--ea-conv-branch"]),
-    "predictive": ("pa_transformer_lite", []),
-    "relative, learnt": ("ea_transformer_lite", ["--ea-learn-mix", "--ea-relative-positions", "4"]),
+    "predictive, two convolutions, multiplicative": (
+        "pa_transformer_lite",
+        ["--ea-conv-layers", "2", "--ea-kernel-size", "5", "--ea-score", "multiplicative"],
+    ),
+    "learnt, relative, concatenative": (
+        "ea_transformer_lite",
+        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-score", "concatenative"],
+    ),
     "stock": ("transformer_lite", []),
 }
 
@@ -96,11 +102,6 @@ def test_translates_text_as_the_python_interface(exported):
 
 #: other graphs; export.sh compares each with PyTorch
 OTHERS = {
-    "concatenative, relative": ("ea_transformer_lite", ["--ea-score", "concatenative", "--ea-relative-positions", "3"]),
-    "two convolutions, multiplicative": (
-        "pa_transformer_lite",
-        ["--ea-conv-layers", "2", "--ea-kernel-size", "5", "--ea-score", "multiplicative"],
-    ),
     "realformer, short": (  # shorter than the sentences that an export is tried with
         "ea_transformer_lite",
         ["--ea-rule", "realformer", "--max-source-positions", "14", "--max-target-positions", "14"],
