@@ -1,5 +1,6 @@
 """The part of its data's preparation that a run keeps: what its model needs to read and write text."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -17,12 +18,14 @@ def kept_by(run: Path) -> Path | None:
     """RUN/prepared, or None where plain fairseq-train made the run.
 
     Raises:
-        ValueError: its files are not those of the run's beginning.
+        ValueError: its files are missing, damaged, or not those of the run's beginning.
     """
     folder = run / KEPT
     if not (folder / DIGEST).is_file():
         return None
-    expected, present = (folder / DIGEST).read_text(encoding="utf-8").strip(), digest(folder)
+    expected, present = (folder / DIGEST).read_text(encoding="utf-8").strip(), "files that are missing or damaged"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        present = digest(folder)
     if present != expected:
         raise ValueError(
             f"{folder}: has been changed since the run began (expected digest {expected}, found {present}); the model "

@@ -58,13 +58,16 @@ class EvolvingHeads(nn.Module):
             heads: K.
             size: D.
             score: a name in ``SCORES``, how logits are computed.
-            relative_positions: distances up to this one have logits of their own added; 0: none have.
+            relative_positions: distances up to this one have logits of their own added; 0: none have, as in
+                encoder-decoder attention.
             plain: use no kernel, as an oracle for the kernels and for second derivatives.
             evolution: see :class:`Evolution`.
         """
         self.evolution = Evolution(geometry, heads, **evolution)
         if score not in SCORES:
             raise ValueError(f"score {score!r}: must be one of {', '.join(SCORES)}")
+        if relative_positions < 0 or (relative_positions and geometry == Geometry.ENCODER_DECODER):
+            raise ValueError(f"relative_positions {relative_positions}: must be 0 or more, and 0 in {geometry.value}")
         build_score = SCORES[score]
         self.score = None if build_score is None else build_score(heads, size)
         self.relative_positions = RelativePositions(relative_positions, size) if relative_positions else None
@@ -229,7 +232,8 @@ class EvolvingAttention(EvolvingHeads):
             need_weights: whether to return the weights.
 
         Raises:
-            ValueError: an encoder's attention with a cache, or encoder-decoder attention without a source.
+            ValueError: an encoder's attention with a cache, encoder-decoder attention without a source, or another
+                attention with one.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         if stepping and geometry == Geometry.ENCODER_SELF:
@@ -239,6 +243,8 @@ class EvolvingAttention(EvolvingHeads):
         if geometry == Geometry.ENCODER_DECODER and source is None and cache.keys is None:
             raise ValueError("source: encoder-decoder attention needs the encoder's output")
         if geometry != Geometry.ENCODER_DECODER:
+            if source is not None:
+                raise ValueError("source: only encoder-decoder attention reads another sequence; leave it out")
             source, query_padding = query, padding
         if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
             cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)

@@ -71,7 +71,6 @@ LOGITS_ONLY = Coefficients(0.0, 1.0, 0.0, 0.0, 1.0)
 class Rule:
     """One way for maps to evolve. To add a rule, add it to ``RULES``: see docs/model.md."""
 
-    source: str
     #: (alpha, beta) -> the coefficients in an encoder without a previous map, as in its first layer
     first: Callable[[Share, Share], Coefficients]
     #: (alpha, beta) -> the coefficients where there is one
@@ -122,31 +121,31 @@ def _evolving(alpha: Share, beta: Share) -> Coefficients:
 
 
 RULES = {
+    # Evolving Attention with Residual Convolutions, ICML 2021, equation 4
     "evolving": Rule(
-        "Evolving Attention with Residual Convolutions, ICML 2021, equation 4",
         first=_without_previous,
         later=_evolving,
         decoder=_without_previous,
     ),
+    # the same without a convolution in the encoder's first layer: the draft, and the authors' code
     "evolving-from-second": Rule(
-        "the same without a convolution in the encoder's first layer: the draft, and the authors' code",
         first=_logits_only,
         later=_evolving,
         decoder=_without_previous,
     ),
+    # Predictive Attention Transformer, equation 4
     "predictive": Rule(
-        "Predictive Attention Transformer, equation 4",
         first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=1.0, b=0.0, c=alpha, d=0.0, e=1.0),
         stackable=True,
     ),
+    # Predictive Attention Transformer, table 5
     "residual": Rule(
-        "Predictive Attention Transformer, table 5",
         first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=alpha, e=1 - alpha),
     ),
+    # RealFormer, He et al. 2020
     "realformer": Rule(
-        "RealFormer, He et al. 2020",
         first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=0.0, b=1.0, c=0.0, d=1.0, e=1.0),
     ),
@@ -168,7 +167,8 @@ def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: i
         if not isinstance(share, Tensor) and not 0 <= share <= 1:
             raise ValueError(f"{name} {share}: must be a number from 0 to 1")
     if conv_layers != 1 and not (conv_layers > 1 and RULES[rule].stackable):
-        raise ValueError(f"conv_layers {conv_layers}: rule {rule!r} takes 1")
+        allowed = "1 or more" if RULES[rule].stackable else 1
+        raise ValueError(f"conv_layers {conv_layers}: rule {rule!r} takes {allowed}")
 
 
 class MapConvolution(nn.Conv2d):

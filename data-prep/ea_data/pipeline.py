@@ -467,7 +467,9 @@ def _link(paths: list[Path], folder: Path) -> None:
 def none_left(split: str, dropped: Counter[str]) -> str:
     """The message where every pair was dropped."""
     counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items())
-    return f"{split}: no pair is left: {counts}; give other text, or raise --max-length or --max-ratio"
+    limits = {"too long": "--max-length", "length ratio": "--max-ratio"}
+    others = [f", or raise {option}" for fault, option in limits.items() if fault in dropped]
+    return f"{split}: no pair is left: {counts}; give other text{''.join(others)}"
 
 
 def versions() -> dict[str, str]:

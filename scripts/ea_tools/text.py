@@ -29,7 +29,7 @@ def decode(line: bytes, path: Path | str, number: int) -> str:
 
     A carriage return inside the line becomes a space, as in prepared data.
     """
-    if encoding := wide_encoding(line):
+    if number == 1 and (encoding := wide_encoding(line)):
         raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
     try:
         text = line.removesuffix(b"\n").removesuffix(b"\r").replace(b"\r", b" ").decode("utf-8")

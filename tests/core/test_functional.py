@@ -27,8 +27,8 @@ def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, messa
         build(size, rule)
 
 
-def attend(geometry=Geometry.ENCODER_SELF, cache=None, **options):
-    return EvolvingAttention(geometry, 8, 2, **options)(torch.randn(1, 5, 8), cache=cache)
+def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, **options):
+    return EvolvingAttention(geometry, 8, 2, **options)(torch.randn(1, 5, 8), source, cache=cache)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,12 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, **options):
         ),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
+        (lambda: attend(rule="predictive", conv_layers=0), "conv_layers 0: rule 'predictive' takes 1 or more"),
+        (lambda: attend(relative_positions=-1), "relative_positions -1: must be 0 or more"),
+        (lambda: attend(Geometry.ENCODER_DECODER, relative_positions=3), "relative_positions 3: must be .*, and 0 in"),
         (lambda: attend(score="cosine"), "score 'cosine': must be one of dot, "),
         (lambda: attend(cache=Cache()), "cache: an encoder reads its whole sentence at once"),
+        (lambda: attend(source=torch.randn(1, 6, 8)), "source: only encoder-decoder attention reads another sequence"),
         (lambda: attend(Geometry.ENCODER_DECODER), "source: encoder-decoder attention needs the encoder's output"),
     ],
 )

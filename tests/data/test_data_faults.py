@@ -47,8 +47,8 @@ def damaged_gz(raw):
     [
         (short_side, {}, r"(?s)valid: .*same number.*20 lines in .*/valid\.de\n.*17 lines in .*/valid\.en"),
         (empty_side, {}, r"(?s)train: .*\b0 lines in .*/train\.de"),
-        (blank_side, {}, r"train: no pair is left: 200 empty; give"),
-        (blank_side, {"filter_on": "subwords"}, r"train: no pair is left: 200 empty; give"),
+        (blank_side, {}, r"train: no pair is left: 200 empty; give other text$"),
+        (lambda raw: None, {"filter_on": "subwords", "max_ratio": 0.1}, "200 length ratio; .*, or raise --max-ratio$"),
         (no_file, {}, r"raw: has no valid\.de and no valid\.de\.gz"),
         (bad_byte, {}, r"/test\.en, line 8: byte 4 \(hex e9\) is not UTF-8"),
         (nul, {}, r"/train\.de, line 1: a NUL byte"),

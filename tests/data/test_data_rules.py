@@ -11,7 +11,7 @@ from helpers.data_toy import Rules, pairs, sentences, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 from ea_data import rules, subwords
-from ea_runtime.text import Tokenizer
+from ea_runtime.text import Normalizer, Tokenizer
 
 CLI = Path(sys.executable).with_name("subword-nmt")
 LINES = sentences(400, seed=5)
@@ -35,8 +35,14 @@ def test_punctuation_is_normalised_as_moses_does(lang):
     """Moses' punctuation rules, then every non-printing character a space, also as in Moses."""
     plain, ours = MosesPunctNormalizer(lang, perl_parity=True), rules.Normalise((lang, lang))
     for line in LINES + AWKWARD:
-        assert ours(([line.encode()], []))[0] == [plain.normalize(line).replace("\t", " ").encode() + b"\n"]
+        assert ours(([line.encode()], []))[0] == [plain.normalize(line + "\n").replace("\t", " ").encode() + b"\n"]
     assert ours((["a\u200bb\u00adc\u0007d\0e".encode()], []))[0] == [b"a b c d e\n"]
+
+
+def test_a_quotation_at_a_lines_end_is_normalised_as_moses_does():
+    """Moses sees the line's end, where its rule for German finds a character behind the quotation mark."""
+    clean = Normalizer("de").clean
+    assert clean('Sie sagte "Ja."') == clean('Sie sagte "Ja."\n') == 'Sie sagte "Ja".'
 
 
 def chunk(lines):

@@ -483,6 +483,9 @@ def test_lines_end_only_at_line_feeds_and_are_utf8(tmp_path):
     path.write_bytes("Hallo Welt\n".encode("utf-16"))
     with pytest.raises(UserError, match="text:1: not UTF-8 but UTF-16"):
         read_lines(path)
+    path.write_bytes(b"good\n\xff\xfe torn\n")
+    with pytest.raises(UserError, match="text:2: not UTF-8: "):
+        read_lines(path)
 
 
 GOOD = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}

@@ -147,8 +147,18 @@ def test_a_checkpoint_of_the_other_direction_is_refused(kept, tmp_path):
         preparation.of_model(tmp_path / "c.pt", state, kept)
 
 
-def test_what_is_kept_must_not_change(kept):
-    (kept / "prepared" / "code").write_text("#version: 0.2\na b\n")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda prepared: (prepared / "code").write_text("#version: 0.2\na b\n"),
+        lambda prepared: (prepared / "PREP.json").unlink(),
+        lambda prepared: (prepared / "PREP.json").write_text("{"),
+        lambda prepared: (prepared / "PREP.json").write_text("{}"),
+    ],
+    ids=["changed", "missing", "no JSON", "empty"],
+)
+def test_what_is_kept_must_not_change(kept, fault):
+    fault(kept / "prepared")
     with pytest.raises(UserError, match="prepared: has been changed since the run began"):
         of(kept)
 

@@ -411,7 +411,7 @@ def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch)
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     """Their scores must not stand where the table's own are expected. Flags of the launch change nothing."""
     pretend(toy, "Plain", 1, 10.0)
-    own = collect(toy, "--gpus", "0")
+    own = collect(toy, "--gpus", "0", "--max-tokens-valid", "1000", "--tensorboard-logdir", "tb")
     assert "10.00" in own
     assert collect(toy, "--encoder-layers", "1") == own
     other = (toy / "results" / "tiny-encoder-layers1.md").read_text()
@@ -425,6 +425,14 @@ def test_flags_by_which_two_rows_become_one_model_are_refused(toy):
     """Their cells would all show the number of one run."""
     with pytest.raises(SystemExit, match=r"table6 with --ea-kernel-size 5: the rows .* would share one run"):
         reproduce.main(["table6", *map(str, options(toy)[1:]), "--collect", "--ea-kernel-size", "5"])
+
+
+def test_flags_left_out_of_all_rows_join_those_of_a_row(toy):
+    rows = [tables.Row(name, "transformer", flags=["--without", name]) for name in ("lr", "dropout")]
+    table, extra = dataclasses.replace(tables.read("table6"), rows=rows), ["--without", "clip-norm"]
+    for row in table.with_flags(extra).rows:
+        cell = table.cell(row, "iwslt14-de-en", 1, toy, extra)
+        assert cell.folder.name == f"transformer-without{row.label}_clip-norm-seed1"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])

@@ -22,7 +22,7 @@ from ..operation import Inputs
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_HEADS, MOST_WIDTH = 16, 128
+MOST_HEADS, MOST_WIDTH, MOST_TAPS = 16, 128, 17
 
 
 def knows(call: Call) -> bool:
@@ -33,6 +33,7 @@ def knows(call: Call) -> bool:
         (v.is_cuda or _interpreted())
         and v.dtype in DTYPES
         and v.size(3) <= MOST_WIDTH
+        and call.kernel_size <= MOST_TAPS  # in decoders the first tap must not lie in front of kernels.LEAD
         and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
     ):
         return False

@@ -91,16 +91,19 @@ def _capturing(device: torch.device) -> bool:
 
 def _decide(variant: Variant) -> bool:
     """Whether a variant is right, by an earlier process or a trial."""
-    path = _path(variant)
-    verdict = path.read_text() if path.exists() else ""
+    path, verdict = None, ""
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or one that cannot be read
+        path = _path(variant)
+        verdict = path.read_text() if path.exists() else ""
     if not verdict:
         try:
             # A new thread has no autocast, inference mode, or hooks on saved tensors.
             with ThreadPoolExecutor(1) as thread:
                 verdict = thread.submit(find_difference, variant).result() or RIGHT
-            with contextlib.suppress(OSError):  # a folder that cannot be written
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(verdict)
+            if path:
+                with contextlib.suppress(OSError):  # a folder that cannot be written
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(verdict)
         except Exception as error:  # a later process tries again: memory may have been short
             verdict = gpu.summary(error)
     if verdict != RIGHT:

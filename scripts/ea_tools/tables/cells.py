@@ -95,7 +95,7 @@ def record(cell: Cell, args: argparse.Namespace) -> Path:
 
 def settings(args: argparse.Namespace) -> str:
     """The name that evaluate.sh gives to the settings in `commands`."""
-    return evaluate.settings_name(evaluate.parse(["--data", "", "--run", "", "--average", str(args.average)]))
+    return evaluate.settings_name(evaluate.parse(["--data", "", "--run", os.devnull, "--average", str(args.average)]))
 
 
 def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:

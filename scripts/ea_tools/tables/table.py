@@ -99,7 +99,7 @@ class Table:
 
     def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
         """The cell with its folder below `runs`. The folder's name describes the model, so that tables share runs."""
-        name = file_name([row.arch, *_slug(_learnt_by(row) | learning(extra))])
+        name = file_name([row.arch, *_slug(_learnt_by(row, extra))])
         return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / f"{name}-seed{seed}")
 
     def with_flags(self, extra: Sequence[str]) -> Table:
@@ -111,7 +111,7 @@ class Table:
         if not given:
             return self
         words = " ".join(recipes.spell_flags(given))
-        check_apart(f"{self.name} with {words}", self.rows, given)
+        check_apart(f"{self.name} with {words}", self.rows, extra)
         return replace(self, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
 
 
@@ -120,9 +120,12 @@ def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> re
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
-def _learnt_by(row: Row) -> recipes.Flags:
-    """The settings of the model in a row's flags. A row that asks for a precision is there to compare it."""
-    return learning(row.flags, recipes.LAUNCH - {"precision"})
+def _learnt_by(row: Row, extra: Iterable[str] = ()) -> recipes.Flags:
+    """The settings of the model in a row's flags and in those of all rows.
+
+    A row that asks for a precision is there to compare it.
+    """
+    return learning([*row.flags, *recipes.spell_flags(learning(extra))], recipes.LAUNCH - {"precision"})
 
 
 def _slug(flags: recipes.Flags) -> list[str]:
@@ -185,12 +188,12 @@ def check(where: str, table: Table) -> None:
             )
 
 
-def check_apart(where: str, rows: Iterable[Row], besides: recipes.Flags | None = None) -> None:
-    """Refuse rows that would share one run, where all have the flags `besides`."""
+def check_apart(where: str, rows: Iterable[Row], extra: Sequence[str] = ()) -> None:
+    """Refuse rows that would share one run, where all have the flags `extra`."""
     learnt = {}
     for row in rows:
-        flags = _learnt_by(row) | (besides or {})
-        model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags.items()))
+        flags = _learnt_by(row, extra).items()
+        model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags))
         other = learnt.setdefault(model, row)
         if other is not row:
             raise UserError(

@@ -20,13 +20,13 @@ FOLDER = REPO / "recipes"
 
 #: Flags of the launch, which make no other model.
 LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard", "wandb"}
-LAUNCH |= {"num-workers", "log-interval", "log-format"}
+LAUNCH |= {"wandb-project", "tensorboard-logdir", "num-workers", "log-interval", "log-format", "max-tokens-valid"}
 #: fairseq-train's flags of a precision; the first is that of ea_tools.training.fairseq_train
 PRECISIONS = ("bf16-products", "amp", "bf16", "fp16", "memory-efficient-bf16", "memory-efficient-fp16")
 #: Flags that change nothing in the learning. Precision and batch are reported by themselves.
 NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
-    "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "wandb-project", "tensorboard-logdir",
-    "cpu", "max-tokens", "update-freq", "max-tokens-valid", "ddp-backend", "distributed-world-size",
+    "arch", "user-dir", "save-dir", "source-lang", "target-lang", "run", "data", "cpu", "max-tokens", "update-freq",
+    "ddp-backend", "distributed-world-size",
     "distributed-backend", "distributed-no-spawn", "distributed-rank", "distributed-init-method",
     "eval-bleu", "eval-bleu-args", "eval-bleu-detok", "eval-bleu-detok-args", "eval-bleu-remove-bpe",
     "eval-bleu-print-samples", "eval-tokenized-bleu",
