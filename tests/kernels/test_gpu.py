@@ -453,6 +453,7 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         small_call(dtype=DOUBLE),
         replace(call, q=many, k=many, v=many),
         replace(call, q=wide, k=wide, v=wide),
+        replace(call, weight=torch.zeros(1, 1, 19, 19, device=DEVICE)),
     ]
     assert not any(map(gpu.knows, refused))
     assert kernel_for(replace(call, v=wide[..., :2])) is None
@@ -596,6 +597,15 @@ def test_a_verdict_is_kept_between_processes(monkeypatch, caplog):
         assert not trial.passed(variant(heads=1))
     assert len(tried) == 2
     assert [line.endswith(": no") for line in caplog.messages] == [True, True]
+
+
+def test_without_a_home_folder_no_verdict_is_kept(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(trial, "cache_folder", homeless)
+    monkeypatch.setattr(trial, "find_difference", lambda variant: "")
+    assert trial.passed(variant())
 
 
 def test_an_error_decides_nothing_for_later_processes(monkeypatch, caplog):

@@ -235,6 +235,11 @@ def test_bfloat16_on_a_cpu_is_that_of_products_alone(capsys, monkeypatch):
     assert "precision: fp32; this CPU has units for bfloat16, try --precision bf16" in said
 
 
+def test_a_recipe_may_set_how_often_the_log_is_written(capsys, tmp_path):
+    (tmp_path / "mine.toml").write_text('inherit = "sample"\n[flags]\nlog-interval = 5')
+    assert flags(dry_run(capsys, tmp_path / "mine.toml", "transformer")[0])["log-interval"] == "5"
+
+
 def test_the_command_line_wins(capsys):
     extra = ["--lr", "5e-4", "--seed=7", "--encoder-layers", 2, "--without", "share-all-embeddings", "--wandb", "ea"]
     planned = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", *extra)[0])
@@ -317,10 +322,11 @@ MISTAKES = {
     "no number": (["sample", "transformer", "--update-freq", "--fp16"], "--update-freq : expected a whole number"),
     "elsewhere": (["sample", "transformer", "--save-dir", "x"], "use --run"),
     "3 GPUs": (["wmt14-en-de", "transformer", "--gpus", "3"], "3 GPU x 4,096 .* does not divide"),
-    "fp16": (["sample", "transformer", "--fp16"], "--fp16: needs a GPU"),
+    "amp": (["sample", "transformer", "--amp"], "--amp: needs a GPU"),
     "fp16 by us": (["sample", "transformer", "--precision", "fp16"], "--precision fp16: needs a GPU"),
     "bf16": (["sample", "transformer", "--precision", "bf16"], "--precision bf16: this CPU has no units for bfloat16"),
     "machines": (["sample", "transformer", "--nodes", "2"], "need --node-rank and --master"),
+    "rank": (["sample", "transformer", "--node-rank", "1"], "--node-rank and --master need --nodes"),
     "port": (["sample", "transformer", "--nodes", "2", "--node-rank", "0", "--master", "a:b"], "--master a:b: "),
     "without": (["sample", "transformer", "--without", "nonsense"], "--without nonsense: the recipe has no such flag"),
     "short": (["sample", "transformer", "--lr", "1", "-s", "de"], "-s: expected a flag of fairseq-train in full"),
@@ -368,8 +374,11 @@ def test_a_first_model_that_is_not_there_is_refused(tmp_path, data):
         ('inherit = "sample"\ndropout = 0.4', "dropout: there is no such key here; there are: .*flags"),
         ('inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1', "arch.ea_transformer_lit: .* near it are: "),
         ('inherit = "sample"\n[flags]\nlabel-smothing = 0.1', "--label-smothing: .* is --label-smoothing meant"),
+        ('inherit = "sample"\n[flags]\nsave-dir = "x"', "--save-dir: has no place in the recipe mine; use --run"),
+        ('inherit = "sample"\n[flags]\nupdate-freq = 9', "--update-freq: has no place in .*; use \\[batch\\]"),
+        ('inherit = "sample"\n[arch.transformer_lite]\nfp16 = true', "--fp16: has no place in .*; use --precision"),
     ],
-    ids=["inherit", "TOML", "table", "type", "missing", "key", "architecture", "flag"],
+    ids="inherit TOML table type missing key architecture flag folder batch precision".split(),
 )
 def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(tmp_path, content, message):
     path = tmp_path / "mine.toml"

@@ -166,20 +166,23 @@ def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
 
 def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path):
     """A loop over --dropout without --run would score one model several times."""
-    flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10"}
+    flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10", "max-tokens": "1000"}
     (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": flags}]}))
-    same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"], "fp16": []}
-    run_folder.refuse_other_flags(tmp_path, same)
+    same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"]}
+    batch = {"max-tokens": ["500"], "update-freq": ["2"]}
+    run_folder.refuse_other_flags(tmp_path, {**same, **batch}, batch)
     for name, values, said in (
         ("dropout", ["0.4"], r"not trained with --dropout 0\.4 \(it was 0\.3\); to train with it choose another --run"),
         ("clip-norm", ["1"], r"--clip-norm 1 \(it was not given\)"),
+        ("bf16", [], r"--bf16 \(it was not given\)"),
+        ("update-freq", ["4"], r"2000 tokens an update \(it was 1000\)"),
     ):
         with pytest.raises(UserError, match=said):
-            run_folder.refuse_other_flags(tmp_path, {**same, name: values})
+            run_folder.refuse_other_flags(tmp_path, {**same, name: values}, {**batch, name: values})
     with pytest.raises(UserError, match=r"not trained with --without dropout \(it was 0\.3\)"):
-        run_folder.refuse_other_flags(tmp_path, same, ["--dropout", "clip-norm"])
+        run_folder.refuse_other_flags(tmp_path, same, batch, ["--dropout", "clip-norm"])
     (tmp_path / "run.json").write_text(json.dumps({"starts": []}))  # as version 0.1.0 left it
-    run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]})
+    run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]}, batch)
 
 
 def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):

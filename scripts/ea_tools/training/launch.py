@@ -35,6 +35,8 @@ class Launch:
         slurm = os.environ
         nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
         if nodes == 1:
+            if not args.nodes and (args.node_rank is not None or args.master):
+                raise UserError("--node-rank and --master need --nodes, the number of machines")
             return cls(wanted, capability)
         rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
         master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))

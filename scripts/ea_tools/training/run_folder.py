@@ -16,7 +16,7 @@ from ea_tools.preparation import Preparation, keep, require_same
 from ea_tools.training.average import average, last, save
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
-from ea_tools.training.recipes import NOT_LEARNING, Flags, plain, said
+from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, Flags, learning_flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 AVERAGED = 10  # at most, of the last checkpoints
@@ -135,20 +135,30 @@ def differ(value: str | None, other: str | None) -> bool:
     return value != other and (value is None or other is None or plain(value) != plain(other))
 
 
-def refuse_other_flags(run: Path, flags: Flags, without: Sequence[str] = ()) -> None:
+def refuse_other_flags(run: Path, flags: Flags, every: Flags, without: Sequence[str] = ()) -> None:
     """Refuse flags of the command line by which a finished run was not trained: they would have no effect.
 
-    `without`: what --without names, which must not have been among them.
+    Args:
+        run: its folder.
+        flags: those of the command line.
+        every: all flags that fairseq-train would get.
+        without: what --without names, which must not have been among them.
     """
     starts = read_json(run / "run.json")["starts"]
     if not starts:  # version 0.1.0 made the run, and recorded none
         return
     before = starts[-1]["flags"]
     others = [
-        f"--{name} {' '.join(values)} (it was {said(before.get(name))})"
+        f"{' '.join([f'--{name}', *values])} (it was {said(before.get(name))})"
         for name, values in flags.items()
-        if name not in NOT_LEARNING and not _STOPPING.fullmatch(name) and differ(before.get(name), " ".join(values))
+        if (name not in NOT_LEARNING or name in PRECISIONS)
+        and not _STOPPING.fullmatch(name)
+        and differ(before.get(name), " ".join(values))
     ]
+    if not flags.keys().isdisjoint(("max-tokens", "update-freq")):
+        now = {name: " ".join(values) for name, values in every.items()}
+        was, now = (learning_flags(all_flags).get(BATCH) for all_flags in (before, now))
+        others += [f"{now} {BATCH} (it was {was})"] if was != now else []
     left_out = (name.removeprefix("--") for name in without)
     others += [f"--without {name} (it was {said(before[name])})" for name in left_out if name in before]
     if others:

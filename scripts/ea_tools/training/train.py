@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from ea_tools.checkpoints import has_model_recorded, load
@@ -33,6 +34,12 @@ ELSEWHERE = {
     "cpu": "use --gpus 0",
     "distributed-world-size": "use --gpus",
     "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
+}
+# What a recipe's [flags] may not have -> where it belongs
+NOT_IN_RECIPES = {
+    **ELSEWHERE,
+    **dict.fromkeys(("max-tokens", "update-freq"), "use [batch]"),
+    **dict.fromkeys(recipes.PRECISIONS, "use --precision of train.sh"),
 }
 # Beginnings of flags that define the model: a run cannot go on with other values of them.
 IDENTITY = (
@@ -88,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         check_data(start.data, start.recipe)
         check_first_model(flags, start.data)
+        if args.wandb and not find_spec("wandb"):
+            raise UserError("--wandb: the package is not installed; .venv/bin/python -m pip install wandb")
         is_first = start.launch.rank == 0  # of several machines one writes
         if is_first:
             run_folder.take(start.run)
@@ -102,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
         if reason := run_folder.finished(last, start.flags):
-            run_folder.refuse_other_flags(start.run, flags, args.without)
+            run_folder.refuse_other_flags(start.run, flags, start.flags, args.without)
             say(f"{start.run}: this run is finished: {reason}")
             if is_first and not has_model_recorded(start.run):  # a kill came before
                 say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
@@ -187,6 +196,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
 def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch) -> Plan:
     """The plan of a command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
+    for name in sorted(chosen.keys() & NOT_IN_RECIPES.keys()):
+        raise UserError(f"--{name}: has no place in the recipe {recipe.name}; {NOT_IN_RECIPES[name]}")
     if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
         chosen |= validation_flags(read_prep(args.data), decides=False)
     for name in args.without:
@@ -201,7 +212,7 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     precision = "fp32" if by_flag else choose_precision(args.precision, launch)
     if launch.gpus and precision != "fp32":
         chosen[precision] = True
-    chosen |= {"log-interval": 100, "log-format": "simple"}
+    chosen = {"log-interval": 100, "log-format": "simple"} | chosen
     if args.eval_bleu:
         chosen |= validation_flags(read_prep(args.data))
     if args.wandb:
@@ -209,9 +220,9 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     if not args.no_tensorboard:
         chosen["tensorboard-logdir"] = args.run / "tensorboard"
     chosen |= flags
-    if "fp16" in chosen and not launch.gpus:
+    if by_flag and not launch.gpus:
         raise UserError(
-            "--fp16: needs a GPU; on a CPU leave it out, or take --precision bf16 where the CPU has units for it"
+            f"--{by_flag[0]}: needs a GPU; leave it out, or take --precision bf16 on a CPU that has units for it"
         )
     distributed, launcher, environment = distribution(launch)
     given = {
