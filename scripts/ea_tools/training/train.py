@@ -161,7 +161,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default: the recipe's, data/NAME)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and train nothing")
-    parser.add_argument("--gpus", type=at_least(0), metavar="N", help="GPUs on each machine (default: all; 0: use the CPU)")
+    parser.add_argument("--gpus", type=at_least(0), metavar="N", help="GPUs on each machine (default: all; 0: the CPU)")
     parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: SLURM's number, or 1)")
     parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (default: SLURM's)")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="machine 0 (default: SLURM's first host; port 29500)")
