@@ -21,7 +21,7 @@ cd "$repo"   # what is printed can be pasted there
 echo "== data: German and English from a grammar"
 bash data-prep/sample.sh
 
-echo "== training: ea_transformer_lite, about two minutes; the whole log is in runs/quickstart/train.log"
+echo "== training: ea_transformer_lite, two to four minutes; the whole log is in runs/quickstart/train.log"
 # fairseq logs to standard output. On a terminal it draws its progress bar on standard error, and that is enough to see.
 bash scripts/train.sh sample ea_transformer_lite --run "$run" --log-format tqdm --no-tensorboard --gpus 0 \
     | if [[ -t 2 ]]; then cat > /dev/null; else grep --line-buffered -oE '(train_inner|valid) .*epoch.*loss=?.*' || true; fi
