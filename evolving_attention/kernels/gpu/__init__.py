@@ -33,7 +33,7 @@ def knows(call: Call) -> bool:
         (v.is_cuda or _interpreted())
         and v.dtype in DTYPES
         and v.size(3) <= MOST_WIDTH
-        and call.kernel_size <= MOST_TAPS  # in decoders the first tap must not lie in front of kernels.LEAD
+        and call.kernel_size <= MOST_TAPS  # kernels.LEAD + 1: a decoder's first tap lies so far to the left
         and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
     ):
         return False

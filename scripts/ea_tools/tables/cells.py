@@ -95,6 +95,7 @@ def record(cell: Cell, args: argparse.Namespace) -> Path:
 
 def settings(args: argparse.Namespace) -> str:
     """The name that evaluate.sh gives to the settings in `commands`."""
+    # A run has to be given, and "" would be the current folder, which may be an export.
     return evaluate.settings_name(evaluate.parse(["--data", "", "--run", os.devnull, "--average", str(args.average)]))
 
 
