@@ -68,6 +68,11 @@ def test_a_module_says_what_it_is_made_of():
     assert "predictive, encoder self-attention, alpha=learnt, beta=" in shown
 
 
+def test_projections_may_have_no_bias():
+    names = dict(EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, bias=False).named_parameters())
+    assert not [name for name in names if name.endswith("proj.bias")]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_logits_beyond_float16_stay_finite(rule):
     """As in the plain Transformer, whose softmax alone reads them."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from helpers import REPO, warm
 from helpers.models import TINY, batch, build, model_args, small_call, tiny_task
 from helpers.other_models import monolingual
@@ -16,7 +17,7 @@ from helpers.toy import fairseq
 from omegaconf import OmegaConf
 
 import ea_fairseq
-from ea_fairseq.attention import DecoderAttention
+from ea_fairseq.attention import DecoderAttention, EvolvingMultiheadAttention
 from ea_fairseq.options import DEFAULTS
 from evolving_attention import kernels
 from evolving_attention.evolution import Evolution, Geometry
@@ -63,6 +64,8 @@ def test_number_of_parameters(command, expected):
         (RES, "residual", False, 0.1, None),
         ("conv_transformer_lite", "evolving", True, 0, 0),
         ("pa_conv_transformer_lite", "predictive", True, 0.1, None),
+        ("ea_conv_transformer_lite", "evolving", True, 0.1, 0.1),
+        *((arch, "evolving", False, 0.1, 0.1) for arch in ("ea_transformer_lm", "ea_roberta", "ea_bart")),
     ],
 )
 def test_presets_are_the_papers(arch, rule, branch, alpha, beta):
@@ -263,6 +266,29 @@ def test_models_of_one_side_refuse_their_sides_bad_values(arch, flags, message):
     else:
         with pytest.raises(ValueError, match=message):
             build(arch, *flags.split())
+
+
+@pytest.mark.parametrize("branch", [[], ["--ea-conv-branch"]], ids=["one branch", "two branches"])
+def test_quantisation_noise_reaches_every_projection(branch):
+    model = build(BASE, "--quant-noise-pq", 0.5, "--quant-noise-pq-block-size", 2, *branch, train=True)
+    attentions = [module for module in model.modules() if isinstance(module, EvolvingMultiheadAttention)]
+    for projection in (getattr(one, f"{name}_proj") for one in attentions for name in ("q", "k", "v", "out")):
+        x = torch.ones(projection.in_features)
+        assert not torch.equal(projection(x), projection(x))
+
+
+def test_the_projections_beside_a_convolution_start_as_fairseqs():
+    """Xavier's uniform distribution, divided by the root of 2 (fairseq's own layers: queries, keys and values)."""
+    torch.manual_seed(1)
+    weight = build(BASE, "--ea-conv-branch").encoder.layers[0].self_attn.q_proj.weight  # C/2 x C
+    assert weight.abs().max().item() == pytest.approx((6 / sum(weight.shape) / 2) ** 0.5, rel=0.05)
+
+
+def test_no_architecture_has_the_model_name_of_fairseqs_transformer():
+    """Converters of other tools go by that name, and would leave out the convolutions without a word."""
+    of_fairseq = {arch for arch, name in ARCH_MODEL_NAME_REGISTRY.items() if name == "transformer"}
+    assert "transformer_lite" in of_fairseq
+    assert not [arch for arch in of_fairseq if arch.startswith(("ea_", "pa_", "res_", "conv_"))]
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])

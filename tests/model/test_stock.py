@@ -12,6 +12,7 @@ from evolving_attention.evolution import Geometry
 
 OFF = ["--ea-alpha", 0, "--ea-beta", 0]
 PRE_NORM = ["--encoder-normalize-before", "--decoder-normalize-before"]
+DROPOUT = ["--dropout", 0.1, "--attention-dropout", 0.1, "--activation-dropout", 0.1]
 ARCHES = "transformer transformer_lm transformer_lm_gpt roberta roberta_prenorm bart_base mbart_base".split()
 
 
@@ -60,15 +61,21 @@ def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry, each_way):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--decoder-embed-dim", 24, "--decoder-attention-heads", 2], ["--no-cross-attention"]],
-    ids=["another width", "no cross-attention"],
+    [["--decoder-embed-dim", 24, "--decoder-attention-heads", 2], ["--no-cross-attention"], PRE_NORM, DROPOUT],
+    ids=["another width", "no cross-attention", "pre-norm", "dropout"],
 )
 @torch.no_grad()
-def test_our_attentions_are_as_large_as_fairseqs(flags):
-    """A decoder may have other sizes than the encoder. Scores that start as dot products make every attention ours."""
-    stock = amplify_(build("transformer", *flags))
-    ours = build("ea_transformer_base", *OFF, "--ea-score", "multiplicative", *flags)
+def test_our_layers_equal_fairseqs(flags):
+    """Scores that start as dot products make every layer and attention ours. --ea-plain: the same random numbers."""
+    stock = amplify_(build("transformer", *flags, train=True))
+    for norm in (module for module in stock.modules() if isinstance(module, torch.nn.LayerNorm)):
+        norm.bias.normal_()  # so that no norm can stand in for another
+    ours = build("ea_transformer_base", *OFF, "--ea-score", "multiplicative", "--ea-plain", *flags, train=True)
     assert {key for key in ours.state_dict() if ".score." not in key} == stock.state_dict().keys()
     torch.nn.Module.load_state_dict(ours, stock.state_dict(), strict=False)
     source, target = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
-    assert_close(*(outputs(model, source, target)[target.ne(1)] for model in (ours, stock)), rtol=1e-5, atol=1e-5)
+    scores = []
+    for model in (ours, stock):
+        torch.manual_seed(0)
+        scores.append(outputs(model, source, target)[target.ne(1)])
+    assert_close(*scores, rtol=1e-5, atol=1e-5)

@@ -26,7 +26,7 @@ from ea_tools.common import UserError
 from ea_tools.maps import KINDS
 from evolving_attention.attention import EvolvingHeads, Maps
 from evolving_attention.evolution import Evolution, Share, finite, is_always, mix
-from evolving_attention.masks import combine
+from evolving_attention.masks import combine, hide_rows, masked_softmax
 
 
 class Part(NamedTuple):
@@ -54,8 +54,7 @@ class LayerMaps:
 
     def alone(self, name: str) -> Tensor:
         """The map that the part of this name would give alone: its masked softmax."""
-        part = self.parts[name].map
-        return F.softmax(part.masked_fill(self.masked, torch.finfo(part.dtype).min), dim=-1)
+        return masked_softmax(self.parts[name].map, self.masked)
 
 
 @dataclass
@@ -156,21 +155,16 @@ class _StockHook:
     def __call__(self, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         given = inspect.signature(attention.forward).bind(*args, **kwargs).arguments
         logits, masked = _stock_logits(attention, **given)
-        lowest = torch.finfo(logits.dtype).min
-        weights = logits if masked is None else logits.masked_fill(masked, lowest)
-        hidden = masked
-        if self._padded_rows is not None:
-            rows = self._padded_rows.bool()[:, None, :, None]
-            hidden = rows if masked is None else masked | rows
+        weights = masked_softmax(logits, masked)
         logits = _cpu(logits)
         self._collected.layers.append(
             LayerMaps(
                 self._kind,
                 self._number,
-                weights=_cpu(F.softmax(weights, dim=-1, dtype=torch.float32)),
+                weights=_cpu(weights),
                 a_logit=logits,
                 parts={"logits": Part(1.0, logits)},
-                masked=_whole(hidden, logits),
+                masked=_whole(hide_rows(masked, self._padded_rows), logits),
             )
         )
 
