@@ -70,7 +70,8 @@ def say(text: str) -> None:
 def reporting(command: str, again: str = "run it again to go on") -> Iterator[None]:
     """End the program with one line: status 1 after a UserError or a refusal of the system, 130 after Ctrl-C.
 
-    A reader that closes the output early, as head does, ends the program without a message.
+    SIGTERM, as schedulers send it, and a reader that closes the output early, as head does, end the program without a
+    message. Temporary files are removed, but after a kill.
 
     Args:
         command: the name that the line begins with.
@@ -79,6 +80,7 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a letter shows another one
             stream.reconfigure(errors="replace")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     except UserError as error:
@@ -94,6 +96,8 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
     except KeyboardInterrupt:
         print(f"\n{command}: interrupted; {again}", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def explained(error: OSError) -> str:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -58,6 +59,16 @@ def test_a_reader_that_closes_the_output_ends_the_command_without_a_message():
     pipeline = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -2; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("line\nline\n141\n", "")
+
+
+def test_sigterm_leaves_no_temporary_file(tmp_path):
+    code = "import sys, time\nfrom ea_tools.common import replacing, reporting\nwith reporting('tool'):\n"
+    code += "    with replacing(sys.argv[1]) as path:\n        path.touch(), print(flush=True), time.sleep(99)"
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "file"], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refusal_of_the_system_is_one_line(tmp_path):

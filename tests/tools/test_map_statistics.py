@@ -14,7 +14,7 @@ from ea_tools.common import UserError
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.alignments import alignment_errors, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, estimate, resamples, shares
-from ea_tools.maps.models import load_model
+from ea_tools.maps.models import Loaded, load_model
 from ea_tools.maps.statistics import Sample, main, tally
 from ea_tools.preparation import keep
 
@@ -284,6 +284,12 @@ def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp
     gold.write_text("\n".join([*lines[:4], lines[4] + " 77-0", *lines[5:]]) + "\n")
     found = refused(capsys, tmp_path, *run, "--gold", gold)
     assert "--gold, sentence 5: the link between words 77 and 0, counted from 0, is out of range" in found
+
+
+def test_gold_for_a_language_without_spaces_is_refused(there, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Loaded, "has_words", lambda loaded, side: side == "source")
+    found = refused(capsys, tmp_path, "--run", there / "toy-ea", "--gold", there / "gold")
+    assert "--gold: where words of en begin cannot be told" in found
 
 
 def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):

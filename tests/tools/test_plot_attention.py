@@ -63,6 +63,7 @@ ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
 def test_characters_that_no_font_has_are_named(monkeypatch):
     manager = font_manager.fontManager
     fonts = [font for font in manager.ttflist if font.name.startswith(("DejaVu Sans", "Last Resort"))]
+    fonts.append(font_manager.FontEntry(fname="/gone.ttf", name="Gone Sans", weight=400))  # since the list was made
     monkeypatch.setattr(manager, "ttflist", fonts)
     monkeypatch.setattr(font_manager, "findSystemFonts", list)
     assert families("a שلहि") == (("DejaVu Sans",), {"ह", "ि"})
@@ -227,6 +228,7 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
         ("mixed", ["--kind", "cross", "--part", "convolution"], r"has no convolution in encoder-decoder attention"),
         ("evolving", ["--kind", "decoder", "--part", "rollout"], r"--part rollout: follows .* choose --kind encoder"),
         ("evolving", ["--source", "  "], r"the source sentence is empty"),
+        ("evolving", ["--source", "\udcfcber"], r"the source sentence is not UTF-8: \?ber"),
         ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
         ("evolving", ["--compare", "none.pt"], r"none\.pt: no such checkpoint"),
     ],

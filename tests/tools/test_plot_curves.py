@@ -175,6 +175,23 @@ def test_the_same_seed_twice_is_two_lines(tmp_path):
     assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]
 
 
+def test_the_same_name_in_other_folders_is_two_labels(tmp_path):
+    runs = [make(tmp_path / name / "run", seed=1) for name in ("one", "other")]
+    assert [label for label, _ in lines_of(*runs)] == [f"ea_transformer_lite, run, {run}" for run in runs]
+
+
+def test_what_differs_between_architectures_is_named(tmp_path):
+    runs = [make(tmp_path / arch, arch=arch, flags={"lr": lr}) for arch, lr in (("ea_bart", "0.1"), ("bart", "0.2"))]
+    assert lines_of(*runs) == [("ea_bart, lr 0.1", 1), ("bart, lr 0.2", 1)]
+
+
+def test_no_mean_leaves_out_a_seed(tmp_path):
+    validated, young = make(tmp_path / "1"), make(tmp_path / "2", list(journal(range(1, 11))), seed=2)
+    (line,) = plot_curves.group([plot_curves.read(validated), plot_curves.read(young)])
+    assert len(plot_curves.band(line, "valid", "updates")[0]) == 0
+    assert len(plot_curves.band(line, "train", "updates")[0]) == 1
+
+
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):
     long = make(tmp_path / "long", seed=1)
     short = make(tmp_path / "short", list(journal(range(1, 41), level=12)), seed=2)

@@ -99,7 +99,8 @@ def group(runs: Sequence[Run]) -> list[Line]:
             lines.append(Line(name + _seeds(members), members))
         else:
             lines += [Line(f"{name}, {run.path.name}", [run]) for run in members]
-    return lines
+    times = Counter(line.label for line in lines)
+    return [line if times[line.label] == 1 else Line(f"{line.label}, {line.runs[0].path}", line.runs) for line in lines]
 
 
 def _name(run: Run, runs: Sequence[Run]) -> str:
@@ -107,14 +108,16 @@ def _name(run: Run, runs: Sequence[Run]) -> str:
     if not run.settings:
         return run.path.stem if run.path.is_file() else run.path.name
     described = [other.settings for other in runs if other.settings]
-    names = dict.fromkeys(name for settings in described for name in settings)
-    differ = [name for name in names if len({settings.get(name) for settings in described}) > 1]
-    words = [run.settings["arch"]] + ([run.settings["recipe"]] if "recipe" in differ else [])
-    # Flags that a different architecture lacks are left out.
     alike = [settings for settings in described if settings["arch"] == run.settings["arch"]]
-    differ = [name for name in differ if len({settings.get(name) for settings in alike}) > 1]
-    differ = [name for name in differ if name not in ("arch", "recipe") and name in run.settings]
-    return ", ".join([*words, *(f"{name} {run.settings[name]}".strip() for name in differ)])
+
+    def differs(name: str) -> bool:
+        """Between runs that have it, or within the architecture: flags that another architecture lacks are left out."""
+        stated = {settings[name] for settings in described if name in settings}
+        return len(stated) > 1 or len({settings.get(name) for settings in alike}) > 1
+
+    words = [run.settings["arch"]] + ([run.settings["recipe"]] if differs("recipe") else [])
+    shown = [name for name in run.settings if name not in ("arch", "recipe") and differs(name)]
+    return ", ".join([*words, *(f"{name} {run.settings[name]}".strip() for name in shown)])
 
 
 def _seeds(members: Sequence[Run]) -> str:
@@ -131,7 +134,7 @@ def band(line: Line, quantity: str, axis: str) -> tuple[np.ndarray, np.ndarray, 
             x = run.x(axis, updates)
             curves.append((x[~np.isnan(x)], values[~np.isnan(x)]))
     curves = [(x, values) for x, values in curves if len(x)]
-    if not curves:
+    if len(curves) < len(line.runs):  # the label names all of the line's seeds
         return (np.array([]),) * 4
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     grid = np.unique(np.concatenate([x for x, _ in curves]))

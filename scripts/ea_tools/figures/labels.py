@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported where it is used: it takes half a second
@@ -24,10 +25,11 @@ def families(text: str) -> tuple[tuple[str, ...], set[str]]:
     names, missing = [BASE], _missing(fontManager.findfont(BASE), {letter for letter in text if letter.isprintable()})
     if missing:
         _notice_new_fonts()
-    # matplotlib's own Last Resort has a box for every character.
+    # matplotlib's own Last Resort has a box for every character. Its list of fonts may name some that are gone.
     fonts = (font for font in fontManager.ttflist if not font.name.startswith("Last Resort"))
     regular = (font for font in fonts if font.style == "normal" and 300 <= _weight(font) <= 500)
-    for font in sorted(regular, key=lambda font: ("Sans" not in font.name, font.name, font.fname)):
+    there = (font for font in regular if Path(font.fname).exists())
+    for font in sorted(there, key=lambda font: ("Sans" not in font.name, font.name, font.fname)):
         if not missing:
             break
         left = _missing(font.fname, missing)

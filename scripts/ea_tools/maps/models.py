@@ -71,6 +71,8 @@ class Loaded:
 
         <mask> stays as it is where the model knows it.
         """
+        if (readable := text.encode(errors="replace").decode()) != text:
+            raise UserError(f"the {self.called(side)}sentence is not UTF-8: {readable}")
         split = Text(self.data, self.prep[f"{side}_lang"]).subwords
         known = dictionary.index(MASK) != dictionary.unk()
         parts = re.split(f"({MASK})", text) if known else [text]

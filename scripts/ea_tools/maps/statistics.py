@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replacing, reporting
+from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replaceable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     ignore_warnings()
     with reporting("map_statistics"):
+        for path in args.out:
+            replaceable(path, "--out ")  # before the work
         report = examine(args)
         with contextlib.ExitStack() as stack:
             for path in dict.fromkeys(args.out):
@@ -168,6 +170,12 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | N
             f"--gold: {loaded.checkpoint} was trained for {loaded.task_name}; alignments are of sentences and their "
             "translations, read off encoder-decoder attention"
         )
+    for side in ("source", "target"):
+        if not loaded.has_words(side):
+            raise UserError(
+                f"--gold: where words of {loaded.prep[f'{side}_lang']} begin cannot be told, for it is written without "
+                "spaces; prepare it from text that is in tokens"
+            )
     sentences = len(_load(loaded, args.subset))
     gold = read_gold(args.gold, args.gold_from)
     if len(gold) != sentences:

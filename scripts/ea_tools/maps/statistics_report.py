@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,10 @@ def table(report: Report) -> str:
     """Markdown: a table for each statistic, a column for each layer."""
     facts = report.facts
     aligned = f", {facts['aligned_sentences']:,} of them with gold alignments" if facts["gold"] else ""
+    in_means = ", alignments in the mean of a layer's heads" if facts["gold"] else ""
     lines = [
-        f"{facts['data']}, {facts['subset']}: {facts['sentences']:,} sentences{aligned}. Means over heads and rows, "
-        "± half of the 95% interval by bootstrap over sentences."
+        f"{facts['data']}, {facts['subset']}: {facts['sentences']:,} sentences{aligned}. Means over heads and "
+        f"rows{in_means}, ± half of the 95% interval by bootstrap over sentences."
     ]
     if report.differences:
         lines[0] += " Differences: {} - {}, paired by sentence; bold: zero is not in the interval.".format(
@@ -144,7 +146,7 @@ def _legend(report: Report) -> list[Artist]:
 
     kinds = [Line2D([], [], color=colour, marker=marker, label=KINDS[kind]) for kind, (colour, marker) in LOOKS.items()]
     models = [
-        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=name)
+        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=textwrap.fill(name, 40))
         for name, (dashes, fill) in zip(report.names, STYLES, strict=False)
     ]
     models += [Line2D([], [], linestyle="", label=" ") for _ in range(len(kinds) - len(models))]
@@ -167,5 +169,5 @@ def _panel(panel: Axes, report: Report, statistic: str) -> None:
     panel.tick_params(labelsize=9, labelbottom=True)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     if statistic in PARTS.values():
-        panel.set_ylim(0, 1.08 * panel.dataLim.y1)
+        panel.set_ylim(0, 1.08 * panel.dataLim.y1 or 1)
     panel.grid(alpha=0.3)
