@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerModelBase
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.modules.quantization.scalar.utils import MAPPING
 from onnxscript import opset20 as op
 from torch import Tensor, nn
 
@@ -105,6 +106,8 @@ class ExportedStep(nn.Module):
         """
         decoder, beams = self.decoder, tokens.size(1)
         x = decoder.embed_scale * decoder.embed_tokens(tokens.reshape(-1, 1))  # R x 1 x C
+        if decoder.quant_noise is not None:  # a linear layer of --quant-noise-pq
+            x = decoder.quant_noise(x)
         if decoder.project_in_dim is not None:
             x = decoder.project_in_dim(x)
         if self.positions is not None:
@@ -193,8 +196,12 @@ def reason_against(model: nn.Module) -> str | None:
         return f"{type(model).__name__} is neither a Transformer with encoder and decoder nor a language model"
     if model.decoder.adaptive_softmax is not None:
         return "it has an adaptive softmax"
+    if any(isinstance(module, tuple(MAPPING.values())) for module in model.modules()):
+        return "it rounds its numbers (--quant-noise-scalar)"
     if not isinstance(model.decoder.embed_tokens, nn.Embedding):
         return f"its embedding is {type(model.decoder.embed_tokens).__name__}"
+    if model.decoder.output_projection.weight.size(0) != model.decoder.embed_tokens.num_embeddings:
+        return "it writes other words than it reads (--output-dictionary-size)"
     if isinstance(model, TransformerLanguageModel):
         return None
     if model.cfg.cross_self_attention or model.cfg.no_cross_attention:

@@ -319,8 +319,8 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         )
     if model.config.output_attentions:  # transformers could not save it
         raise ValueError("output_attentions: must be False in the configuration; give it to the model's calls instead")
-    types = {module.config.model_type for module in model.modules() if _is_attention(module)}
-    unknown = (types or {model.config.model_type}).difference(MODEL_TYPES)
+    types = {module.config.model_type for module in model.modules() if _is_attention(module) or _is_innermost(module)}
+    unknown = types.difference(MODEL_TYPES)
     if unknown:
         raise ValueError(f"model type {', '.join(sorted(unknown))}: must be one of {', '.join(MODEL_TYPES)}")
 
@@ -328,6 +328,12 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module calls the attention function: such modules have a factor ``scaling`` of their own."""
     return hasattr(module, "scaling") and hasattr(module, "config") and "Attention" in type(module).__name__
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    """Whether a module is a part of a model, as an encoder is: an unknown one may have attention of another kind."""
+    parts = (part for part in module.modules() if isinstance(part, PreTrainedModel))
+    return isinstance(module, PreTrainedModel) and list(parts) == [module]
 
 
 def _geometry(name: str, module: nn.Module) -> Geometry:

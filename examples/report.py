@@ -1,7 +1,9 @@
 """Reports of the examples: a table to read, a JSON file with every score, a picture of representations."""
 
+import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -13,11 +15,21 @@ from matplotlib.figure import Figure
 from sklearn.manifold import TSNE
 
 
+def positive(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
 def origin() -> dict[str, str]:
     """The commit and the device of a measurement."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = ""
+    if shutil.which("git"):
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
-    return {"commit": head.stdout.strip(), "device": device, "torch": torch.__version__}
+    return {"commit": commit, "device": device, "torch": torch.__version__}
 
 
 def deviation(scores: list[float]) -> float:
@@ -61,4 +73,5 @@ def draw_classes(representations: dict[str, np.ndarray], classes: np.ndarray, pa
         distance = np.linalg.norm(points - centres[numbers], axis=1).mean()
         axes.scatter(*points.T, c=numbers, cmap="tab10", s=8)
         axes.set_title(f"{system}: mean distance {distance:.2f}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

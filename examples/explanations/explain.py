@@ -10,7 +10,6 @@ subwords. LIME (Ribeiro et al., 2016) fits a linear model to the classifier's an
 
 import argparse
 import math
-import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from evolving_attention import huggingface
 from examples.explanations.measures import Probabilities, auprc, faithfulness
 from examples.glue.fine_tune import DATA
 from examples.glue.tasks import DataError, Row, download, read
-from examples.report import write
+from examples.report import positive, write
 
 METHODS = ("attention", "LIME")
 MEASURES = ("accuracy", "AUPRC", "comprehensiveness", "sufficiency")
@@ -37,6 +36,8 @@ class Classifier:
 
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
+        if config.is_encoder_decoder:
+            raise DataError(f"{folder}: {config.model_type} has an encoder and a decoder; expected an encoder, as BERT")
         model_class = getattr(transformers, config.architectures[0])
         if hasattr(config, huggingface.SETTINGS):
             model = huggingface.from_pretrained(model_class, folder)
@@ -103,20 +104,26 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="--out of examples.glue.fine_tune")
     parser.add_argument("--data", type=Path, metavar="DIR", help="SST-2's raw files (default: download to data/glue)")
-    parser.add_argument("--sentences", type=int, default=100, metavar="N", help="of the development set (default: 100)")
-    parser.add_argument("--samples", type=int, default=100, metavar="N", help="of LIME for a sentence (default: 100)")
+    count = {"type": positive, "default": 100, "metavar": "N"}
+    parser.add_argument("--sentences", **count, help="of the development set (default: 100)")
+    parser.add_argument("--samples", **count, help="of LIME for a sentence (default: 100)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write all numbers here, as JSON")
     args = parser.parse_args(words)
     try:
-        if args.data is None:
-            download("SST-2", DATA)
-        rows, train = (read(args.data or DATA, "SST-2", split) for split in ("dev", "train"))
-        folders = {kind: sorted(args.models.glob(f"SST-2-{kind}-*/")) for kind in ("stock", "evolving")}
-        if not all(folders.values()):
-            raise DataError(f"{args.models}: has no SST-2-stock-N and SST-2-evolving-N of examples.glue.fine_tune")
+        compare(args)
     except DataError as error:
         print(f"explain: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print the table, and write the numbers."""
+    if args.data is None:
+        download("SST-2", DATA)
+    rows, train = (read(args.data or DATA, "SST-2", split) for split in ("dev", "train"))
+    folders = {kind: sorted(args.models.glob(f"SST-2-{kind}-*/")) for kind in ("stock", "evolving")}
+    if not all(folders.values()):
+        raise DataError(f"{args.models}: has no SST-2-stock-N and SST-2-evolving-N of examples.glue.fine_tune")
     # SST-2 has no rationales. Its annotators did judge single words, which stand among the training rows.
     opinions = {sentence: label for (sentence,), label in train if len(sentence.split()) == 1}
     print(f"| model | method | {' | '.join(MEASURES)} |")
@@ -134,8 +141,8 @@ def main(words: list[str] | None = None) -> None:
 
 def _mean(values: list[float]) -> str:
     """Mean and standard deviation over seeds."""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
+    spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{spread}"
 
 
 if __name__ == "__main__":

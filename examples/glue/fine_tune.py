@@ -7,6 +7,7 @@ With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces 
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tomllib
@@ -30,7 +31,7 @@ from transformers import (
 
 from evolving_attention.huggingface import SETTINGS, evolve
 from examples.glue.tasks import TASKS, DataError, Row, download, read, score
-from examples.report import write
+from examples.report import positive, write
 
 PAPERS = tomllib.loads((Path(__file__).parent / "papers.toml").read_text())
 DATA = Path("data/glue")
@@ -46,6 +47,7 @@ def main(words: list[str] | None = None) -> None:
         train_rows = read(folder, args.task, "train")
         devs = [read(folder, args.task, split) for split in TASKS[args.task].dev]
         tokenizer = small_tokenizer(train_rows) if args.from_scratch else AutoTokenizer.from_pretrained(args.model)
+        refuse(args, tokenizer)
         print(f"| model | {'/'.join(TASKS[args.task].metrics)}, mean | standard deviation | each seed |")
         print("|---|---|---|---|")
         for evolving in (False, True):
@@ -58,6 +60,25 @@ def main(words: list[str] | None = None) -> None:
     except (DataError, OSError) as error:
         print(f"fine_tune: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
+
+
+def refuse(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name what is wrong before the first training.
+
+    Raises:
+        DataError: the model cannot evolve so, or ``--out`` has models of other settings, which a mean would mix up.
+    """
+    try:
+        build(args, tokenizer, evolving=True)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    if not args.out:
+        return
+    settings = json.loads(json.dumps(vars(args), default=str))
+    for path in sorted(args.out.glob(f"{args.task}-*.json")):
+        before = json.loads(path.read_text())["settings"]
+        if differ := [name for name in settings if name not in ("data", "out") and settings[name] != before.get(name)]:
+            raise DataError(f"--out {args.out}: {path.name} has other {', '.join(differ)}; choose another folder")
 
 
 def run(
@@ -180,9 +201,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="DIR", help="raw files (default: download to data/glue)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the models and their scores there")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
-    parser.add_argument("--updates", type=int, metavar="N", help="stop after so many")
-    parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a row (default: 128)")
-    for name, kind in (("epochs", int), ("batch_size", int), ("lr", float), ("alpha", float), ("beta", float)):
+    parser.add_argument("--updates", type=positive, metavar="N", help="stop after so many")
+    parser.add_argument("--max-length", type=positive, default=128, metavar="N", help="tokens of a row (default: 128)")
+    kinds = {"epochs": positive, "batch_size": positive, "lr": float, "alpha": float, "beta": float}
+    for name, kind in kinds.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, metavar="N", help="(default: the papers' setting for the task)")
     args = parser.parse_args(words)

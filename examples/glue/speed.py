@@ -15,6 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from evolving_attention.huggingface import evolve
+from examples.report import positive
 
 SIZES = {
     "lite": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1024},
@@ -48,8 +49,8 @@ def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="lite", help="(default: lite)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows of 128 tokens (default: 8)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each way (default: 10)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="rows of 128 tokens (default: 8)")
+    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="of each way (default: 10)")
     parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="of attention (default: 0.1, as BERT)")
     args = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"

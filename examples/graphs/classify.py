@@ -21,7 +21,7 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 from examples.graphs.model import EvolvingGAT, accuracy, evaluate
-from examples.report import report
+from examples.report import positive, report
 
 SYSTEMS = {"GAT": (0.0, 0.0), "Evolving GAT": (0.1, 0.1), "Evolving GAT, alpha 0.5": (0.5, 0.1)}
 
@@ -81,7 +81,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=DATA)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
-    parser.add_argument("--epochs", type=int, default=200, metavar="N", help="(default: 200)")
+    parser.add_argument("--epochs", type=positive, default=200, metavar="N", help="(default: 200)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     scores = {

@@ -10,6 +10,7 @@ Axes: B pictures of a batch, H x W pixels.
 
 import argparse
 import math
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from transformers import ResNetConfig
 
 from examples.images.resnet import EvolvingResNet
+from examples.report import positive
 
 SIDE = 224
 #: layers -> kind of block and blocks of each stage
@@ -155,8 +157,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, choices=DEPTHS, default=34, help="(default: 34)")
     parser.add_argument("--alpha", type=float, metavar="A", help="(default: 0.5; 0.7 for 101 and 152 layers)")
     parser.add_argument("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="pictures of a process (default: 32)")
-    parser.add_argument("--epochs", type=int, default=100, metavar="N", help="(default: 100)")
+    parser.add_argument("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
+    parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="keep the state here")
     args = parser.parse_args(words)
@@ -165,6 +167,8 @@ def main(words: list[str] | None = None) -> None:
     train, valid = Pictures(args.folder / "train", True), Pictures(args.folder / "val", False)
     if not train.classes or train.classes != valid.classes:
         parser.error(f"{args.folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the page says")
     dist.init_process_group()
     fit(args, train, valid)
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from transformers import ResNetConfig, ViTConfig, ViTForImageClassification
 
 from evolving_attention.huggingface import evolve
 from examples.images.resnet import EvolvingResNet
-from examples.report import report
+from examples.report import positive, report
 
 SIDE, BATCH = 32, 64
 
@@ -112,8 +112,8 @@ def _scores(model: nn.Module, x: Tensor) -> Tensor:
 def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folds", type=int, default=5, metavar="N", help="how many of the five (default: 5)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="(default: 8 for ResNets, 20 for ViTs)")
+    parser.add_argument("--folds", type=positive, default=5, metavar="N", help="how many of the five (default: 5)")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="(default: 8 for ResNets, 20 for ViTs)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     scores, sizes = {}, {}

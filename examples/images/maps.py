@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from examples.images import digits
 from examples.images.resnet import HEADS, EvolvingResNet
-from examples.report import report
+from examples.report import positive, report
 
 SYSTEMS = {"AA-ResNet": (0.0, 0.0), "EA-AA-ResNet": (0.5, 1.0)}
 LAYERS, MAP_SIDE, CLASSES = 3, 8, 10
@@ -72,8 +72,8 @@ def classify(maps: Tensor, classes: Tensor, epochs: int, seed: int) -> nn.Module
 def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folds", type=int, default=3, metavar="N", help="how many of five (default: 3)")
-    parser.add_argument("--epochs", type=int, default=30, metavar="N", help="of the DenseNet (default: 30)")
+    parser.add_argument("--folds", type=positive, default=3, metavar="N", help="how many of five (default: 3)")
+    parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="of the DenseNet (default: 30)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     x, classes = digits.pictures(digits.SIDE)

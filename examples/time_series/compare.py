@@ -19,7 +19,7 @@ from scipy.stats import rankdata
 from sklearn.metrics import root_mean_squared_error
 from sklearn.model_selection import GridSearchCV, ParameterGrid, ShuffleSplit, StratifiedShuffleSplit
 
-from examples.report import deviation, draw_classes, origin, write
+from examples.report import deviation, draw_classes, origin, positive, write
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 
 PLAIN = {"alpha": [0.0], "beta": [0.0]}
@@ -60,7 +60,8 @@ def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[
     measures = ["neg_root_mean_squared_error"] if regression else ["accuracy", "neg_log_loss"]
     search = GridSearchCV(build(name, common, seed=0), options, scoring=measures, cv=split, refit=False)
     results = search.fit(*load(name, "train")).cv_results_
-    order = np.lexsort([results[f"mean_test_{measure}"] for measure in reversed(measures)])
+    scores = [results[f"mean_test_{measure}"] for measure in reversed(measures)]
+    order = np.lexsort(np.nan_to_num(scores, nan=-np.inf))  # a training that diverged
     return results["params"][order[-1]]
 
 
@@ -92,7 +93,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="names in aeon of data sets of one kind")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
-    parser.add_argument("--epochs", type=int, default=50, metavar="N", help="(default: 50)")
+    parser.add_argument("--epochs", type=positive, default=50, metavar="N", help="(default: 50)")
     parser.add_argument("--pretrain-epochs", type=int, default=0, metavar="N", help="of masked values (default: 0)")
     parser.add_argument("--ablations", action="store_true", help="also the paper's ablation")
     parser.add_argument("--tsne", type=Path, metavar="FILE", help="draw the representations of the first test set")

@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("lime")
+from transformers import T5Config
+
 from examples.explanations import draw, explain
 from examples.explanations.measures import auprc, best, faithfulness
 from examples.glue import fine_tune
+from examples.glue.tasks import DataError
 
 SENTENCE = "a good film indeed"
 SENTENCES = ("unbelievable film", "good", "bad", "a good film , and a good plot", "so bad a film")
@@ -99,6 +102,16 @@ def test_a_measure_without_sentences_is_no_number(folder):
     assert {method: sorted(name for name in values if np.isnan(values[name])) for method, values in found.items()} == {
         method: ["AUPRC"] for method in explain.METHODS
     }
+
+
+def test_the_mean_of_no_numbers_is_none():
+    assert explain._mean([np.nan] * 2) == "nan ± nan"
+
+
+def test_a_model_with_a_decoder_is_refused(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="t5 has an encoder and a decoder"):
+        explain.Classifier(tmp_path)
 
 
 def test_a_folder_without_models_is_named(folder, tmp_path, capsys):

@@ -66,6 +66,23 @@ def test_a_model_that_evolves_already_is_refused(tmp_path, capsys):
     assert "RTE-evolving-1: evolves already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--alpha", "2"], "fine_tune: alpha 2.0: must be a number from 0 to 1"),
+        (["--seeds", "2"], "RTE-evolving.json has other seeds; choose another folder"),
+    ],
+)
+def test_mistakes_are_named_before_a_training(tmp_path, options, message, capsys, monkeypatch):
+    write(tmp_path, "RTE")
+    arguments = ["RTE", "--from-scratch", "--updates", "1", "--max-length", "16", "--data", str(tmp_path)]
+    fine_tune.main([*arguments, "--out", str(tmp_path)])
+    monkeypatch.setattr(fine_tune, "run", None)
+    with pytest.raises(SystemExit):
+        fine_tune.main([*arguments, "--out", str(tmp_path), *options])
+    assert message in capsys.readouterr().err
+
+
 def test_both_models_see_the_same_batches_in_every_epoch():
     """Dropout, of which the models take other amounts, has no say."""
     rows, seen = [(("a",), number) for number in range(6)], []

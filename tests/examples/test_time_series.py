@@ -188,6 +188,11 @@ def test_the_better_settings_are_chosen_without_the_test_series(epochs, loaded, 
     assert loaded == ["train"]
 
 
+def test_a_training_that_diverged_is_not_chosen(loaded):
+    rates = {"rate": [1e-3, 1e30]}
+    assert compare.choose("CardanoSentiment", rates, {"layers": 1, "d": 8, "epochs": 3}) == {"rate": 1e-3}
+
+
 def test_accuracy_comes_before_log_loss(loaded, monkeypatch):
     results = {"mean_test_accuracy": [0.9, 0.8, 0.9], "mean_test_neg_log_loss": [-0.5, -0.1, -0.4], "params": "abc"}
     search = SimpleNamespace(fit=lambda x, y: SimpleNamespace(cv_results_=results))

@@ -25,6 +25,7 @@ from transformers import (
     EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
+    MPNetConfig,
     RobertaConfig,
     RobertaForMaskedLM,
     T5Config,
@@ -336,6 +337,10 @@ def test_other_models_are_refused():
         evolve(asks_for_maps)
     with pytest.raises(ValueError, match="model type albert: must be one of bert, "):
         evolve(AlbertModel(AlbertConfig(**SIZES, **WORDS, embedding_size=8)))
+    # MPNet's attention is its own, without the function that we replace.
+    sides = MPNetConfig(**SIZES, **WORDS), BertConfig(**SIZES, **WORDS, is_decoder=True, add_cross_attention=True)
+    with pytest.raises(ValueError, match="model type mpnet: must be one of bert, "):
+        evolve(EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*sides)))
 
 
 def test_eight_threads_share_a_model():

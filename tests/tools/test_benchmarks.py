@@ -16,6 +16,7 @@ from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
 from ea_tools.bench import options
 from ea_tools.bench import training as benchmark_training
+from ea_tools.bench.same_translations import hypotheses, kind
 from ea_tools.common import UserError
 from ea_tools.training import products
 
@@ -290,3 +291,11 @@ def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, cap
     assert caught.value.code not in (0, None)
     assert said in f"{caught.value.code} {capsys.readouterr().err}"
     assert not list(tmp_path.iterdir())
+
+
+def test_translations_may_hold_the_separator_and_no_score_may_be_nan(tmp_path):
+    for name, score in (("one", "-3.0"), ("other", "nan")):
+        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c ||| {score}\n")
+    one, other = (hypotheses(tmp_path / name)[0] for name in ("one", "other"))
+    assert one == [("a ||| b\x85c", -3.0)]
+    assert (kind(one, one), kind(one, other)) == ("same", "different")

@@ -61,8 +61,10 @@ def test_command_line():
     [
         (["nonsense"], "--arch nonsense: there is no such architecture"),
         (["ea_transformer_lite", "--encoder-attention-heads", "3"], "--arch ea_transformer_lite --encoder-attention"),
+        (["lstm"], "--arch lstm: is no Transformer"),
+        (["bart_base", "--src-len", "2000"], "--arch bart_base: has fewer positions than --src-len"),
     ],
-    ids=["architecture", "value"],
+    ids=["architecture", "value", "no Transformer", "length"],
 )
 def test_a_mistake_is_one_line(capsys, words, message):
     with pytest.raises(SystemExit) as end:

@@ -54,6 +54,10 @@ def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: in
         flops = count_flops(model, src_len, tgt_len)
     except (AssertionError, ValueError) as error:
         raise UserError(f"--arch {arch} {' '.join(flags)}: fairseq builds no such model: {error}") from error
+    except TypeError as error:
+        raise UserError(f"--arch {arch}: is no Transformer, whose parts could be counted: {error}") from error
+    except IndexError as error:
+        raise UserError(f"--arch {arch}: has fewer positions than --src-len or --tgt-len asks for: {error}") from error
     return {"parameters": count_parameters(model), "flops": sum(flops.values()), "flops_by_part": flops}
 
 

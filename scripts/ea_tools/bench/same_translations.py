@@ -16,16 +16,17 @@ Hypotheses = list[tuple[str, float]]
 def hypotheses(path: str) -> dict[int, Hypotheses]:
     """The hypotheses with their scores, by line number."""
     lists = collections.defaultdict(list)
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        number, text, score = line.split("|||")
-        lists[int(number)].append((text.strip(), float(score)))
+    for line in Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+        number, _, rest = line.partition(" ||| ")
+        text, _, score = rest.rpartition(" ||| ")
+        lists[int(number)].append((text, float(score)))
     return lists
 
 
 def kind(one: Hypotheses, other: Hypotheses) -> str:
     """ "same", "tie" (some changed places whose scores differ by rounding), or "different"."""
     if len(one) != len(other) or any(
-        abs(score - twin) > CLOSE for (_, score), (_, twin) in zip(one, other, strict=False)
+        not abs(score - twin) <= CLOSE for (_, score), (_, twin) in zip(one, other, strict=False)
     ):
         return "different"
     if all(text == twin for (text, _), (twin, _) in zip(one, other, strict=True)):

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ea_data.preparation import Preparation
-from ea_tools.checkpoints import choose, is_export, load
+from ea_tools.checkpoints import choose, is_export, load, task_of
 from ea_tools.common import Parser, UserError, positive, quiet, replaceable, replacing, reporting
 from ea_tools.preparation import of_model
 from ea_tools.text import decode
@@ -203,7 +203,10 @@ def translate(
         translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
     else:
         data = Preparation.at(args.data) if args.data else None
-        preparation = of_model(checkpoint, load(checkpoint), args.run, data)
+        state = load(checkpoint)
+        if (task := task_of(state)["_name"]) in ("language_modeling", "masked_lm"):
+            raise UserError(f"{checkpoint}: was trained for {task}; give a model that translates")
+        preparation = of_model(checkpoint, state, args.run, data)
         settings, prep = search_settings(args), preparation.prep
         translator = load_translator(checkpoint, preparation.folder, args)
     at_terminal = args.input is None and sys.stdin.isatty()
