@@ -209,7 +209,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         parser.add_argument(flag, type=kind, metavar="N", help="(default: the papers' setting for the task)")
     args = parser.parse_args(words)
     chosen = PAPERS["settings"][args.settings][args.task]
-    for name, value in zip(("epochs", "batch_size", "lr", "alpha", "beta"), chosen, strict=True):
+    for name, value in zip(kinds, chosen, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
