@@ -63,7 +63,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def refuse(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name what is wrong before the first training.
+    """Report mistakes before the first training.
 
     Raises:
         DataError: the model cannot evolve so, or ``--out`` has models of other settings, which a mean would mix up.

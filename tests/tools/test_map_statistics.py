@@ -289,7 +289,7 @@ def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp
 def test_gold_for_a_language_without_spaces_is_refused(there, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Loaded, "has_words", lambda loaded, side: side == "source")
     found = refused(capsys, tmp_path, "--run", there / "toy-ea", "--gold", there / "gold")
-    assert "--gold: where words of en begin cannot be told" in found
+    assert "--gold: subwords of en do not show where a word begins" in found
 
 
 def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):

@@ -173,8 +173,8 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | N
     for side in ("source", "target"):
         if not loaded.has_words(side):
             raise UserError(
-                f"--gold: where words of {loaded.prep[f'{side}_lang']} begin cannot be told, for it is written without "
-                "spaces; prepare it from text that is in tokens"
+                f"--gold: subwords of {loaded.prep[f'{side}_lang']} do not show where a word begins; prepare the data "
+                "from text in tokens (custom.sh --tokenised)"
             )
     sentences = len(_load(loaded, args.subset))
     gold = read_gold(args.gold, args.gold_from)
