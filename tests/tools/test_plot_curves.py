@@ -235,7 +235,8 @@ def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys):
     make(foreign)
     (foreign / "run.json").write_text('{"arch": "x"}')
     (tmp_path / "notes.txt").write_text("what to buy: 3 apples")
-    out = tmp_path / "out" / "curves.png"
+    out, folder = tmp_path / "out" / "curves.png", tmp_path / "folder.png"
+    folder.mkdir()
     for arguments, message in [
         ([tmp_path / "nowhere"], "nowhere: no such run folder or log file"),
         ([run, empty], "empty: has no log.jsonl, so scripts/train.sh did not make this run; give the file"),
@@ -244,6 +245,7 @@ def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys):
         ([foreign], "run.json: not what scripts/train.sh writes: 'identity'"),
         ([run, run.parent / "silent" / ".." / "run"], f"given twice: {run}"),
         ([run, "--out", tmp_path / "curves.gif"], "curves.gif: the name must end in .png, .svg, .pdf"),
+        ([run, "--out", folder], "folder.png: is a folder; give the name of a file"),
         ([run, "--x", "days"], "invalid choice: 'days'"),
     ]:
         with pytest.raises(SystemExit) as refusal:

@@ -106,7 +106,7 @@ def group(runs: Sequence[Run]) -> list[Line]:
 def _name(run: Run, runs: Sequence[Run]) -> str:
     """The settings in which the runs differ: "ea_transformer_lite, ea-alpha 0.5"."""
     if not run.settings:
-        return run.path.stem if run.path.is_file() else run.path.name
+        return run.path.stem if run.path.is_file() else run.path.resolve().name
     described = [other.settings for other in runs if other.settings]
     alike = [settings for settings in described if settings["arch"] == run.settings["arch"]]
 

@@ -27,11 +27,13 @@ DOTS = 150  # of a .png, to the inch
 
 
 def output(suffixes: tuple[str, ...]) -> Callable[[str], Path]:
-    """An argparse type: the name of a file that ends in one of `suffixes`."""
+    """An argparse type: the name of a file that ends in one of `suffixes`, and is no folder."""
 
     def parse(text: str) -> Path:
         if Path(text).suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"{text}: the name must end in {', '.join(suffixes)}")
+        if Path(text).is_dir():
+            raise argparse.ArgumentTypeError(f"{text}: is a folder; give the name of a file")
         return Path(text)
 
     return parse

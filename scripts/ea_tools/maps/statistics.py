@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replaceable, replacing, reporting
+from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replacing, reporting
 from ea_tools.figures import style
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
@@ -46,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     ignore_warnings()
     with reporting("map_statistics"):
-        for path in args.out:
-            replaceable(path, "--out ")  # before the work
         report = examine(args)
         with contextlib.ExitStack() as stack:
             for path in dict.fromkeys(args.out):
