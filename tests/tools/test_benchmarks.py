@@ -295,7 +295,7 @@ def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, cap
 
 def test_translations_may_hold_the_separator_and_no_score_may_be_nan(tmp_path):
     for name, score in (("one", "-3.0"), ("other", "nan")):
-        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c ||| {score}\n")
+        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c\rd ||| {score}\n", newline="")
     one, other = (hypotheses(tmp_path / name)[0] for name in ("one", "other"))
-    assert one == [("a ||| b\x85c", -3.0)]
+    assert one == [("a ||| b\x85c\rd", -3.0)]
     assert (kind(one, one), kind(one, other)) == ("same", "different")

@@ -16,7 +16,8 @@ Hypotheses = list[tuple[str, float]]
 def hypotheses(path: str) -> dict[int, Hypotheses]:
     """The hypotheses with their scores, by line number."""
     lists = collections.defaultdict(list)
-    for line in Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+    # Only a line feed ends a line.
+    for line in Path(path).read_bytes().decode().removesuffix("\n").split("\n"):
         number, _, rest = line.partition(" ||| ")
         text, _, score = rest.rpartition(" ||| ")
         lists[int(number)].append((text, float(score)))
