@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
+from fairseq.modules.quantization.scalar import quantize_model_
 from helpers import REPO
 from helpers.models import build
 from helpers.toy import ENVIRONMENT, script, untrained_run
@@ -162,18 +163,21 @@ def test_a_model_with_nan_is_not_exported(data, tmp_path):
     assert not (tmp_path / "broken").exists()
 
 
-def test_an_export_whose_scores_are_nan_is_refused(pair, data, tmp_path, monkeypatch):
-    run = untrained_run(data, tmp_path / "run", "ea_transformer_base")
+@pytest.mark.parametrize("name, difference", [("float32", float("nan")), ("float32", 2e-3), ("int8", 0.4)])
+def test_an_export_with_other_scores_is_refused(pair, tmp_path, monkeypatch, name, difference):
+    """A token's score differs from PyTorch's. In 8 bits, a model that wrote nonsense had a difference of 0.85."""
 
-    def write(loaded, int8, state, folder):
-        shutil.copytree(pair / "float32", folder, dirs_exist_ok=True)
+    def search(self, sources, settings, targets):
+        results = search_ids(self, sources, settings, targets)
+        return [[Mock(score=x.score + difference * len(y))] for (x,), y in zip(results, targets, strict=True)]
 
-    monkeypatch.setattr(export, "write", write)
-    best = Mock(score=float("nan"))
-    monkeypatch.setattr(Translator, "search_ids", lambda self, sources, *_: [[best]] * len(sources))
+    monkeypatch.setattr(export, "write", lambda *given: shutil.copytree(pair / name, given[-1], dirs_exist_ok=True))
+    search_ids = Translator.search_ids
+    monkeypatch.setattr(Translator, "search_ids", search)
+    flags = ["--int8"] if name == "int8" else []
     with pytest.raises(SystemExit, match="nothing kept"):
-        export.main(["--run", str(run), "--out", str(tmp_path / "out")])
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        export.main(["--run", str(pair / "run"), "--average", "2", "--out", str(tmp_path / "out"), *flags])
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeypatch):
@@ -214,6 +218,15 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
 def test_models_that_no_graph_holds_are_told_apart(arch, flags, reason):
     said = reason_against(build(arch, *flags))
     assert said is None if reason is None else said.startswith(reason)
+
+
+def test_models_that_read_or_round_otherwise_are_told_apart(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    rounded, fewer = build("ea_transformer_base"), build("ea_transformer_lm")
+    quantize_model_(rounded, p=0.1, bits=8)
+    assert "--quant-noise-scalar" in reason_against(rounded)
+    fewer.decoder.output_projection = torch.nn.Linear(16, 5)
+    assert "--output-dictionary-size" in reason_against(fewer)
 
 
 def command(folder, text, *flags):

@@ -6,14 +6,12 @@ import shutil
 
 import pytest
 import torch
-from fairseq.modules.quantization.scalar import quantize_model_
 from fairseq.sequence_generator import SequenceGenerator
 from helpers import REPO
-from helpers.models import build, in_threads
+from helpers.models import in_threads
 from helpers.toy import TINY, untrained_run
 
 import ea_fairseq
-from ea_fairseq.export import reason_against
 from ea_runtime import ExportError, Translator
 from ea_runtime.search import Settings
 from ea_tools.translating import export
@@ -126,16 +124,6 @@ def test_other_models_are_exported_and_translate(system, data, tmp_path, monkeyp
     export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     expected = ea_fairseq.load(run).translate(LINES, beam=2, max_len_b=8)
     assert Translator(tmp_path / "out", threads=1).translate(LINES, beam=2, max_len_b=8) == expected
-
-
-def test_models_that_the_graphs_cannot_hold_are_named(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    rounded, fewer = build("ea_transformer_base"), build("ea_transformer_lm")
-    assert reason_against(rounded) is reason_against(fewer) is None
-    quantize_model_(rounded, p=0.1, bits=8)
-    assert "--quant-noise-scalar" in reason_against(rounded)
-    fewer.decoder.output_projection = torch.nn.Linear(16, 5)
-    assert "--output-dictionary-size" in reason_against(fewer)
 
 
 #: the trained model that comes with the repository, in 8 bits
