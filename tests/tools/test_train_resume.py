@@ -487,3 +487,21 @@ def test_a_full_disk(data, tmp_path):
     result = script("training.train", *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "goes on after" in result.stderr
+
+
+def test_batches_that_each_epoch_makes_anew_are_those_of_the_epoch(monkeypatch):
+    """Only data that are loaded can tell, and the call that asks for batches loads them."""
+    task = SimpleNamespace(datasets={}, has_sharded_data=lambda split: False, can_reuse_epoch_itr=lambda data: False)
+    asked = []
+
+    def batches(trainer, epoch, load_dataset):
+        task.datasets["train"] = "loaded"
+        asked.append((epoch, load_dataset))
+        return [epoch]
+
+    monkeypatch.setattr(Trainer, "get_train_iterator", batches)
+    trainer = object.__new__(fairseq_train.LongRunTrainer)
+    trainer.task, trainer._taken_up = task, None
+    trainer.cfg = SimpleNamespace(dataset=SimpleNamespace(update_epoch_batch_itr=False, train_subset="train"))
+    assert trainer.get_train_iterator(3, load_dataset=True) == [3]
+    assert asked == [(1, True), (3, False)]

@@ -176,12 +176,12 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "+ " in log, "the command"
 
 
-def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
+def test_products_of_bfloat16_and_memory_are_set_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
     """And fairseq, which does not know the flag, does not see it."""
     matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(tmp_path / "none")]
-    found = []
+    found, kept = [], []
     products.use_bf16_products(False)
-    monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: kept.append(len(found)))
     monkeypatch.setattr(
         fairseq_train.fairseq_train, "cli_main", lambda: found.append((sys.argv[1:], matmul.fp32_precision))
     )
@@ -192,6 +192,7 @@ def test_products_of_bfloat16_are_switched_on_before_fairseq_starts(tmp_path, mo
     finally:
         products.use_bf16_products(False)
     assert found == [(words, "ieee"), (words, "bf16")]
+    assert kept == [0, 1]
 
 
 def test_what_to_type_next(tmp_path, monkeypatch):
