@@ -158,7 +158,7 @@ def small_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
 
 
 def _batches(rows: list[Row], size: int, seed: int) -> Iterator[list[Row]]:
-    generator = torch.Generator().manual_seed(seed)  # of its own: models take other amounts of random numbers
+    generator = torch.Generator().manual_seed(seed)  # its own: each model draws another number of random numbers
     while True:
         for chosen in torch.randperm(len(rows), generator=generator).split(size):
             yield [rows[i] for i in chosen]
