@@ -10,7 +10,7 @@ import logging
 import signal
 
 import pytest
-from helpers.toy import checkpoints, data, run  # noqa: F401  (fixtures, made once in each process)
+from helpers.toy import checkpoints, data, exported_run, run  # noqa: F401  (fixtures, made once in each process)
 
 
 def pytest_addoption(parser):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,18 @@ def run(data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("runs") / "toy")
 
 
+@pytest.fixture(scope="session")
+def exported_run(data, run, tmp_path_factory):
+    """A copy of that run, and an export of the average of its last two checkpoints; tests may add files to them."""
+    from ea_tools import preparation
+    from ea_tools.translating import export
+
+    folder = tmp_path_factory.mktemp("exported_run")
+    preparation.keep(shutil.copytree(run, folder / "run"), data)
+    export.main(["--run", str(folder / "run"), "--average", "2", "--out", str(folder / "float32")])
+    return folder
+
+
 class Payload:
     """Unpickles, where nothing stops it, to a call that creates a file."""
 
@@ -124,20 +137,20 @@ class Payload:
         return (Path.touch, (Path(self.path),))
 
 
-def save_model(data, path, arch, *flags):
+def save_model(data, path, arch, *flags, size=TINY):
     """A checkpoint as fairseq writes it, with random weights: made in a moment."""
     from helpers.models import model_args
 
-    args = model_args(arch, *TINY, "--source-lang", "de", "--target-lang", "en", *flags)
+    args = model_args(arch, *size, "--source-lang", "de", "--target-lang", "en", *flags)
     return save_untrained(args, data, path)
 
 
-def untrained_run(data, folder, arch, *flags):
+def untrained_run(data, folder, arch, *flags, size=TINY):
     """A run with random weights and all that its model needs."""
     from ea_tools import preparation
 
     folder.mkdir()
-    save_model(data, folder / "checkpoint_last.pt", arch, *flags)
+    save_model(data, folder / "checkpoint_last.pt", arch, *flags, size=size)
     preparation.keep(folder, data)
     return folder
 

@@ -9,6 +9,7 @@ import atexit
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
 import re
 import runpy
@@ -144,7 +145,9 @@ def _begin(link):
     subprocess.Popen, os.execve = Popen, _become
     status = []
 
-    def finish():  # registered first, this is the last of the exit functions
+    def finish():  # registered first, this is the last of the exit functions but for those of the libraries
+        for child in multiprocessing.active_children():  # workers that load data would hold the streams for seconds
+            child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         link.send(str(status[-1]).encode())

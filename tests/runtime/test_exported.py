@@ -14,14 +14,13 @@ import pytest
 import torch
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.modules.quantization.scalar import quantize_model_
-from helpers import REPO
+from helpers import REPO, warm
 from helpers.models import build
 from helpers.toy import ENVIRONMENT, script, untrained_run
 from onnx import numpy_helper
 
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
-from ea_tools import preparation
 from ea_tools.checkpoints import choose, load
 from ea_tools.common import UserError
 from ea_tools.translating import evaluate, export, exported, translate
@@ -29,15 +28,19 @@ from ea_tools.translating import evaluate, export, exported, translate
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def pair(data, run, tmp_path_factory):
+@pytest.fixture(scope="session")
+def pair(exported_run):
     """A trained run and two exports of the average of its last two checkpoints: in float32 and in 8 bits."""
-    folder = tmp_path_factory.mktemp("pair")
-    copy = shutil.copytree(run, folder / "run")
-    preparation.keep(copy, data)
-    for name, flags in (("float32", []), ("int8", ["--int8"])):
-        export.main(["--run", str(copy), "--average", "2", "--out", str(folder / name), *flags])
-    return folder
+
+    def same(model, folder):  # the model is traced once
+        for path in (exported_run / "float32").glob("*.onnx"):
+            shutil.copy(path, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ea_fairseq.export.export", same)
+        out = str(exported_run / "int8")
+        export.main(["--run", str(exported_run / "run"), "--average", "2", "--out", out, "--int8"])
+    return exported_run
 
 
 def nbest(folder, data, *flags):
@@ -60,7 +63,8 @@ def test_translates_as_the_run(pair, data, lenpen):
     assert [line[:2] for line in by_export] == [line[:2] for line in by_run]
 
 
-def test_scores_as_the_run(pair, data, capsys):
+def test_scores_as_the_run(pair, data, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     common = ["--data", str(data), "--beam", "2"]
     evaluate.main([*common, "--run", str(pair / "run"), "--average", "2", "--", "--cpu", "--max-len-b", "9"])
     limits = ["--", "--max-len-b", "9"]

@@ -19,20 +19,22 @@ from ea_tools.translating import export
 pytestmark = pytest.mark.slow
 
 LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
-#: architecture and flags; the rest of the rules differ in coefficients only
+#: architecture and flags; test_exported.py has the default model; other rules differ in coefficients only
 SYSTEMS = {
-    "evolving": ("ea_transformer_lite", []),
-    "branch": ("ea_transformer_lite", ["--ea-conv-branch"]),
     "predictive, two convolutions, multiplicative": (
         "pa_transformer_lite",
         ["--ea-conv-layers", "2", "--ea-kernel-size", "5", "--ea-score", "multiplicative"],
     ),
-    "learnt, relative, concatenative": (
+    "learnt, relative, concatenative, branch": (
         "ea_transformer_lite",
-        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-score", "concatenative"],
+        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-score", "concatenative", "--ea-conv-branch"],
     ),
-    "stock": ("transformer_lite", []),
+    "stock, separate embeddings, learned positions": (
+        "transformer_wmt_en_de_big",
+        ["--encoder-learned-pos", "--decoder-learned-pos", "--encoder-normalize-before", "--decoder-normalize-before"],
+    ),
 }
+SEPARATE = [flag for flag in TINY if flag != "--share-all-embeddings"]
 
 
 @pytest.fixture(scope="module", params=SYSTEMS, ids=list(SYSTEMS))
@@ -40,8 +42,8 @@ def exported(request, data, tmp_path_factory):
     """A run with random weights, loaded by fairseq, and its export."""
     folder = tmp_path_factory.mktemp("exported")
     arch, flags = SYSTEMS[request.param]
-    torch.manual_seed(1)
-    run = untrained_run(data, folder / "run", arch, *flags)
+    size = SEPARATE if "separate" in request.param else TINY
+    run = untrained_run(data, folder / "run", arch, *flags, size=size)
     export.main(["--run", str(run), "--out", str(folder / "out")])
     return ea_fairseq.load(run), folder / "out"
 
@@ -106,20 +108,13 @@ OTHERS = {
         "ea_transformer_lite",
         "--ea-rule realformer --max-source-positions 14 --max-target-positions 14 --quant-noise-pq 0.1".split(),
     ),
-    "separate embeddings": ("transformer", []),
     "BART": ("ea_bart", ["--task", "translation"]),
-    "learned positions": (
-        "transformer_wmt_en_de_big",
-        ["--encoder-learned-pos", "--decoder-learned-pos", "--encoder-normalize-before", "--decoder-normalize-before"],
-    ),
 }
 
 
 @pytest.mark.parametrize("system", OTHERS)
-def test_other_models_are_exported_and_translate(system, data, tmp_path, monkeypatch):
+def test_other_models_are_exported_and_translate(system, data, tmp_path):
     arch, flags = OTHERS[system]
-    if system == "separate embeddings":
-        monkeypatch.setattr("helpers.toy.TINY", [flag for flag in TINY if flag != "--share-all-embeddings"])
     run = untrained_run(data, tmp_path / "run", arch, *flags)
     export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     expected = ea_fairseq.load(run).translate(LINES, beam=2, max_len_b=8)

@@ -26,10 +26,13 @@ pytestmark = pytest.mark.slow
 
 FIRST = ("README.md", "training.md")  # what these leave behind is used by the others
 SMALL = "\n".join(f"{side}-{size}embed-dim = 16" for side in ("encoder", "decoder") for size in ("", "ffn-"))
+SHORT = "max-update = 10\nvalidate-interval = 5\nmax-target-positions = 60"
 #: file of the clone -> (text, its replacement)
 SMALLER = {
-    "recipes/base.toml": ("[flags]\n", f"[flags]\nmax-update = 10\nmax-target-positions = 60\n{SMALL}\n"),
-    "recipes/sample.toml": ("[flags]\n", "[flags]\ndecoder-layers = 2\n"),  # an export's time goes with its layers
+    "recipes/base.toml": ("[flags]\n", f"[flags]\n{SHORT}\n{SMALL}\n"),
+    # An export's time goes with its layers.
+    "recipes/sample.toml": ("[flags]\n", "[flags]\nencoder-layers = 2\ndecoder-layers = 2\n"),
+    "docs/attention.md": ("--layer 1 6", "--layer 1 2"),
     "data-prep/ea_data/prepare.py": (
         "sample.corpus(args.train, 500, 500, args.seed)",
         "sample.corpus(60, 20, 20, args.seed)",
@@ -154,12 +157,13 @@ def fault(clone, *command):
 def test_the_blocks_of_all_pages_run_as_written(clone):
     shell, python, dry = [], [], {}
     for page in sorted(pages.PAGES, key=lambda page: (page.name not in FIRST, page.name)):
-        for block in pages.blocks(page.read_text()):
+        text = (clone / page.relative_to(REPO)).read_text()
+        for block in pages.blocks(text):
             if any(list(pages.commands(line)) for line in pages.lines(block)):
                 run, of_block = sorted_out(block)
                 shell.append("\n".join(run))
                 dry |= dict.fromkeys(of_block)
-        python += [block for block in pages.blocks(page.read_text(), "python") if not block.startswith(" ")]  # a part
+        python += [block for block in pages.blocks(text, "python") if not block.startswith(" ")]  # a part
     python.append("\n".join(pages.blocks((REPO / "evolving_attention/README.md").read_text(), "python")))  # one program
     assert len(shell) > 30
     faults = [fault(clone, "bash", "-euo", "pipefail", "-c", "\n".join(dry))]  # no data are there yet

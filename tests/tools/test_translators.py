@@ -1,12 +1,13 @@
 """In which precision evaluate.sh and translate.sh translate."""
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.warm import ENVIRONMENT
+from helpers import warm
 
 from ea_tools.common import UserError
 from ea_tools.training import products
@@ -62,7 +63,8 @@ def test_fairseq_generate_starts_with_products_in_bfloat16(monkeypatch):
 def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch, capfd):
     """The toy's translations are the same, for its words are far apart."""
     monkeypatch.setattr(products, "has_bf16_units", lambda: True)  # PyTorch takes float32 where there are none
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", warm.ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     (tmp_path / "in").write_text("Hund, Katze.\nHaus.\n")
     for precision in ("fp32", "bf16"):
         flags = ["--run", str(run), "--checkpoint", str(run / "checkpoint3.pt"), "--precision", precision]

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from ..constant import constant
+
 logger = logging.getLogger(__name__)
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("kernel.c", "dropout.c")]
@@ -31,7 +33,7 @@ def call(function: str, argument: ctypes.Structure, maps: tuple[int, int, int, i
         raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def is_there() -> bool:
     """Whether the C files could be compiled."""
     return library() is not None

@@ -26,6 +26,7 @@ from ...evolution import Coefficients, Geometry, is_always
 from ...functional import compose
 from .. import gpu
 from ..call import Call, Result
+from ..constant import constant
 from ..cpu.library import cache_folder
 from . import operation
 
@@ -71,7 +72,7 @@ class Variant(NamedTuple):
         return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def passed(variant: tuple) -> bool:
     """Whether a variant has passed its trial, which happens now if there was none.
 
