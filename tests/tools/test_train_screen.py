@@ -2,6 +2,8 @@
 
 import logging
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from helpers.models import model_args
-from helpers.toy import TINY, script
+from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_tools.common import REPO
 from ea_tools.training import fairseq_train, products, run_folder
@@ -164,6 +166,22 @@ def logged(tmp_path, caplog, no_journal):
 def test_an_interruption_says_how_to_go_on(logged, monkeypatch, capsys):
     assert ended_by(KeyboardInterrupt(), monkeypatch, logged) == 130
     assert "interrupted; run the same command again" in capsys.readouterr().err
+
+
+IMPORTING = """
+import os, signal, sys
+from types import SimpleNamespace
+find = lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == "fairseq_cli" else None
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find))
+import ea_tools.training.fairseq_train
+"""
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback():
+    command = [sys.executable, "-c", IMPORTING]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "after them it is an exception again"
 
 
 def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatch, capsys):
