@@ -46,7 +46,8 @@ def main() -> None:
     first, second = hypotheses(args.one), hypotheses(args.other)
     kinds = {number: kind(first[number], second[number]) for number in first | second}
     pairs = (pair for number in first for pair in zip(first[number], second[number], strict=False))
-    largest = max((abs(score - twin) for (text, score), (other, twin) in pairs if text == other), default=0.0)
+    differences = [abs(score - twin) for (text, score), (other, twin) in pairs if text == other]
+    largest = next((x for x in differences if x != x), max(differences, default=0.0))  # NaN is the largest of all
     counts = collections.Counter(kinds.values())
     totals = [f"{counts[name]} {name}" for name in ("same", "tie", "different")]
     print(*totals, f"scores within {largest:.1e}", sep=", ")

@@ -204,7 +204,7 @@ def translate(
     else:
         data = Preparation.at(args.data) if args.data else None
         state = load(checkpoint)
-        if (task := task_of(state)["_name"]) in ("language_modeling", "masked_lm"):
+        if (task := task_of(state)["_name"]) in ("language_modeling", "masked_lm", "denoising"):
             raise UserError(f"{checkpoint}: was trained for {task}; give a model that translates")
         preparation = of_model(checkpoint, state, args.run, data)
         settings, prep = search_settings(args), preparation.prep
