@@ -1,7 +1,7 @@
 """Every block of commands in README and docs/ runs as written, in a fresh clone, one page after the other.
 
-The clone's recipes describe models of 16 numbers a token that are trained for ten updates, and its sample corpus has 60
-pairs. Commands that need the network, hours or a GPU are not run: a dry run or the command's parser checks them.
+The clone's recipes describe models of two layers a side and 16 numbers a token, trained for ten updates, and its sample
+corpus has 60 pairs. Commands that need the network, hours or a GPU are not run: a dry run or the parser checks them.
 """
 
 import contextlib
@@ -25,19 +25,16 @@ from ea_data import prepare
 pytestmark = pytest.mark.slow
 
 FIRST = ("README.md", "training.md")  # what these leave behind is used by the others
-SMALL = "\n".join(f"{side}-{size}embed-dim = 16" for side in ("encoder", "decoder") for size in ("", "ffn-"))
-SHORT = "max-update = 10\nvalidate-interval = 5\nmax-target-positions = 60"
-#: file of the clone -> (text, its replacement)
-SMALLER = {
-    "recipes/base.toml": ("[flags]\n", f"[flags]\n{SHORT}\n{SMALL}\n"),
-    # An export's time goes with its layers.
-    "recipes/sample.toml": ("[flags]\n", "[flags]\nencoder-layers = 2\ndecoder-layers = 2\n"),
-    "docs/attention.md": ("--layer 1 6", "--layer 1 2"),
-    "data-prep/ea_data/prepare.py": (
-        "sample.corpus(args.train, 500, 500, args.seed)",
-        "sample.corpus(60, 20, 20, args.seed)",
-    ),
-}
+SMALL = "max-update = 10\nvalidate-interval = 5\nmax-target-positions = 60\n" + "\n".join(
+    f"{side}-layers = 2\n{side}-embed-dim = 16\n{side}-ffn-embed-dim = 16" for side in ("encoder", "decoder")
+)
+#: file of the clone, text, its replacement
+SMALLER = [
+    ("recipes/base.toml", "[flags]\n", f"[flags]\n{SMALL}\n"),
+    ("docs/attention.md", "--layer 1 6", "--layer 1 2"),
+    ("docs/attention.md", "--layer 5", "--layer 2"),
+    ("data-prep/ea_data/prepare.py", "corpus(args.train, 500, 500, args.seed)", "corpus(60, 20, 20, args.seed)"),
+]
 #: folders that pages name -> what stands for them
 STAND_INS = {
     "data/multi30k-de-en": "data/mine",
@@ -73,7 +70,7 @@ def clone(tmp_path):
         if (REPO / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPO / name, clone / name)
-    for name, (written, otherwise) in SMALLER.items():
+    for name, written, otherwise in SMALLER:
         text = (clone / name).read_text()
         assert text.count(written) == 1, name
         (clone / name).write_text(text.replace(written, otherwise))
