@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import masks
 from .cache import Cache
 from .evolution import Evolution, Geometry
-from .functional import attend, compose, logits_and_rows_above
+from .functional import attend, check_previous, compose, logits_and_rows_above
 from .kernels import Call, Result, sees
 from .scores import SCORES, RelativePositions, dot_products
 
@@ -232,8 +232,8 @@ class EvolvingAttention(EvolvingHeads):
             need_weights: whether to return the weights.
 
         Raises:
-            ValueError: an encoder's attention with a cache, encoder-decoder attention without a source, or another
-                attention with one.
+            ValueError: an encoder's attention with a cache, encoder-decoder attention without a source, another
+                attention with one, or a previous map of another shape.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         if stepping and geometry == Geometry.ENCODER_SELF:
@@ -248,6 +248,7 @@ class EvolvingAttention(EvolvingHeads):
             source, query_padding = query, padding
         if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
             cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
+        check_previous(previous, q, cache.keys)
         length = cache.keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)

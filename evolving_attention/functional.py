@@ -64,8 +64,7 @@ def evolving_attention(
         ValueError: an unknown rule, a share out of range, a weight without a bias, or a previous map of another shape.
     """
     check(rule, 1 if weight is None else weight.size(-1), alpha, beta)
-    if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
-        raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
+    check_previous(previous, q, k)
     if (weight is None) != (bias is None):
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -82,6 +81,12 @@ def evolving_attention(
     )
     result = attend(call, plain=plain)
     return result.context, result.a_logit
+
+
+def check_previous(previous: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless a previous map is B x K x T x S, as q and k say: another might be broadcast."""
+    if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
+        raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
 
 
 def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) -> Result:

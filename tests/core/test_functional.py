@@ -27,8 +27,9 @@ def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, messa
         build(size, rule)
 
 
-def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, **options):
-    return EvolvingAttention(geometry, 8, 2, **options)(torch.randn(1, 5, 8), source, cache=cache)
+def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=None, **options):
+    attention = EvolvingAttention(geometry, 8, 2, **options)
+    return attention(torch.randn(1, 5, 8), source, cache=cache, previous=previous)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, **options):
             lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 4)),
             r"previous: must be \(1, 2, 5, 5\), not \(1, 2, 5, 4\)",
         ),
+        (lambda: attend(previous=torch.randn(1, 1, 5, 5)), r"previous: must be \(1, 2, 5, 5\), not \(1, 1, 5, 5\)"),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
         (lambda: attend(rule="predictive", conv_layers=0), "conv_layers 0: rule 'predictive' takes 1 or more"),
