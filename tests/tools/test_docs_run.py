@@ -49,7 +49,7 @@ TRAINING = {
     "ea_transformer_base": "--encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-embed-dim 16 "
     "--decoder-ffn-embed-dim 16 --max-target-positions 60 --max-update 3 --cpu",
     "ea_transformer_lm_base": "--decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --decoder-input-dim 16 "
-    "--decoder-output-dim 16 --decoder-layers 2 --optimizer adam --lr 1e-3 --max-tokens 1000 --max-update 3 --cpu",
+    "--decoder-output-dim 16 --decoder-layers 1 --optimizer adam --lr 1e-3 --max-tokens 1000 --max-update 3 --cpu",
 }
 # test.sh is the command of this suite, and test_packaging.py tests installation.
 SKIPPED = r"scripts/test\.sh|pip install"
