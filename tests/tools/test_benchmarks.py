@@ -14,7 +14,7 @@ from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
-from ea_tools.bench import options
+from ea_tools.bench import options, same_translations
 from ea_tools.bench import training as benchmark_training
 from ea_tools.bench.same_translations import hypotheses, kind
 from ea_tools.common import UserError
@@ -293,9 +293,12 @@ def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, cap
     assert not list(tmp_path.iterdir())
 
 
-def test_translations_may_hold_the_separator_and_no_score_may_be_nan(tmp_path):
+def test_translations_may_hold_the_separator_and_no_score_may_be_nan(tmp_path, monkeypatch, capsys):
     for name, score in (("one", "-3.0"), ("other", "nan")):
-        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c\rd ||| {score}\n", newline="")
+        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c\rd ||| -2.0\n0 ||| e ||| {score}\n", newline="")
     one, other = (hypotheses(tmp_path / name)[0] for name in ("one", "other"))
-    assert one == [("a ||| b\x85c\rd", -3.0)]
+    assert one == [("a ||| b\x85c\rd", -2.0), ("e", -3.0)]
     assert (kind(one, one), kind(one, other)) == ("same", "different")
+    monkeypatch.setattr(sys, "argv", ["same_translations", str(tmp_path / "one"), str(tmp_path / "other")])
+    same_translations.main()
+    assert "1 different, scores within nan" in capsys.readouterr().out
