@@ -32,8 +32,10 @@ from ea_tools.common import UserError, ignore_warnings
 
 ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
-# These imports take seconds, in which Ctrl-C ends this process without a traceback.
-ON_CTRL_C = signal.signal(signal.SIGINT, signal.SIG_DFL)
+# These imports take seconds, in which Ctrl-C ends this process without a traceback. A job in the background ignores it.
+ON_CTRL_C = signal.getsignal(signal.SIGINT)
+if ON_CTRL_C is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
