@@ -237,8 +237,10 @@ def test_mistakes_are_one_line_and_what_came_before_is_kept(data, run, tmp_path)
     assert "unrecognized arguments: --nonsense" in error("--run", run, "--", "--nonsense")
     import torch
 
-    torch.save({"model": {}, "cfg": {"task": {"_name": "denoising"}}}, tmp_path / "bart.pt")
-    assert "was trained for denoising; give a model that translates" in error("--checkpoint", tmp_path / "bart.pt")
+    for task in ("language_modeling", "denoising"):
+        torch.save({"model": {}, "cfg": {"task": {"_name": task}}}, tmp_path / f"{task}.pt")
+        said = error("--checkpoint", tmp_path / f"{task}.pt")
+        assert f"was trained for {task}; give a model that translates" in said
     torch.save({"model": {}, "cfg": Payload(tmp_path / "trace")}, tmp_path / "bad.pt")
     assert "refused" in error("--checkpoint", tmp_path / "bad.pt")
     assert not (tmp_path / "trace").exists()
