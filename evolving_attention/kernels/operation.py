@@ -124,7 +124,6 @@ class Operation:
         backward: the fields of :class:`Gradients` and :class:`Inputs` -> the gradients of the first inputs; empty ones
             are not needed.
         fakes: both, for tensors without numbers.
-        declare: ``torch.library.custom_op``, or ``triton_op``, which needs no fakes.
     """
 
     def __init__(
@@ -132,14 +131,13 @@ class Operation:
         name: str,
         forward: Callable[..., tuple[Tensor, ...]],
         backward: Callable[..., list[Tensor]],
-        fakes: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-        declare: Callable[..., Any] = torch.library.custom_op,
+        fakes: tuple[Callable[..., Any], Callable[..., Any]],
     ):
         self.forward, self.backward = forward, backward
         outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-        there = _declared(declare, name, lambda *x: self.forward(*x), (Inputs,), outputs)
-        back = _declared(declare, f"{name}_backward", lambda *x: self.backward(*x), (Gradients, Inputs), list[Tensor])
-        for operation, fake in zip((there, back), fakes or (), strict=False):
+        there = _declared(name, lambda *x: self.forward(*x), (Inputs,), outputs)
+        back = _declared(f"{name}_backward", lambda *x: self.backward(*x), (Gradients, Inputs), list[Tensor])
+        for operation, fake in zip((there, back), fakes, strict=True):
             operation.register_fake(fake)
         there.register_autograd(self._go_back, setup_context=_keep)
         back.register_autograd(_refuse)
@@ -195,13 +193,13 @@ def _is_looked_at() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
-def _declared(declare: Any, name: str, function: Any, inputs: tuple[type, ...], outputs: Any) -> Any:
+def _declared(name: str, function: Any, inputs: tuple[type, ...], outputs: Any) -> Any:
     """An operation of a function whose arguments are the fields of named tuples."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     fields = [item for each in inputs for item in each.__annotations__.items()]
     named = [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields]
     function.__signature__ = inspect.Signature(named, return_annotation=outputs)
-    return declare(f"evolving_attention::{name}", function, mutates_args=())
+    return torch.library.custom_op(f"evolving_attention::{name}", function, mutates_args=())
 
 
 def _keep(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:

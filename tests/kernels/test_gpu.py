@@ -403,7 +403,7 @@ def test_compile_and_export_keep_the_kernels(monkeypatch):
         outputs = run(*tensors.values())
         return [*outputs, *torch.autograd.grad(sum((x * probe(x)).sum() for x in outputs), list(tensors.values()))]
 
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, options={"fallback_random": True})
     for mine, true in zip(gradients(compiled), gradients(attention), strict=True):
         torch.testing.assert_close(mine, true)
 
@@ -745,43 +745,6 @@ def test_compiles_without_spills(capability):
             assert used["STACK"] <= 32 or case in UNUSUAL, f"{kernel_name} spills for {case}: {used}"
 
 
-def traced():
-    """Which tensors torch.compile takes each kernel for to change, in forward and backward, without a GPU."""
-    from torch._functorch.aot_autograd import aot_export_module
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from evolving_attention.kernels.gpu import operation  # noqa: F401  (declares the operation)
-
-    class Attention(torch.nn.Module):
-        def forward(self, q, weight, bias):
-            given = (
-                *(q, q, q, None, None, weight, bias, None, None, None, None, None),
-                *([0.0, 1.0, 0.1, 0.0, 0.0], True, 0.1, ENCODER.value, 0.0, True, False),
-            )
-            context, a_logit, *_ = torch.ops.evolving_attention.gpu(*given)
-            return (context.float().sum() + a_logit.float().sum(),)
-
-    without_gpu(90)
-    with FakeTensorMode():
-        inputs = [torch.empty(size, dtype=HALF, requires_grad=True) for size in ((2, 4, 30, 40), (4, 4, 3, 3), (4,))]
-        graph, _ = aot_export_module(Attention(), inputs, trace_joint=True, output_loss_index=0)
-    return [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "tensors_to_clone" in node.kwargs]
-
-
-@pytest.mark.slow
-def test_compile_knows_what_the_kernels_change():
-    """Else it would copy every input, or refuse. What is changed may not be given under two names."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = warm.run([sys.executable, __file__, "traced"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    forward, backward = json.loads(done.stdout)
-    assert set(forward) == {"stats", "scratch", "a_logit", "context", "weights"}
-    assert set(backward) == {"scratch", "inner", "grad", "grad_q", "grad_k", "grad_v", "grad_previous", "partial"}
-
-
-if __name__ == "__main__":  # test_gpu.py CAPABILITY [CASES], or test_gpu.py traced
-    if sys.argv[1:] == ["traced"]:
-        print(json.dumps(traced()))
-    else:
-        for case in [*COMPILED, *UNUSUAL][: int((*sys.argv[2:], 99)[0])]:
-            print(json.dumps(compiled(int(sys.argv[1]), *case)), flush=True)
+if __name__ == "__main__":  # test_gpu.py CAPABILITY [CASES]
+    for case in [*COMPILED, *UNUSUAL][: int((*sys.argv[2:], 99)[0])]:
+        print(json.dumps(compiled(int(sys.argv[1]), *case)), flush=True)

@@ -96,9 +96,6 @@ class Call(NamedTuple):
 
 
 # ---- pieces of kernels
-#
-# Functions that compute the address of a store take numbers, not a ``Call``: torch.compile follows these addresses to
-# learn which tensors a kernel changes.
 
 
 @triton.jit

@@ -149,10 +149,9 @@ def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], o
     Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that. They
     pass addresses, since Triton asks the driver about every tensor. So callers must have checked the tensors' devices.
     """
-    if type(tensors[2]) not in PLAIN:  # it is being traced
-        if not INTERPRETED:
-            torch.library.wrap_triton(kernel)[grid](*tensors, *others, **OPTIONS)
-    elif INTERPRETED:
+    if type(tensors[2]) not in PLAIN:  # torch.compile asks for the shapes only
+        return
+    if INTERPRETED:
         kernel[grid](*tensors, *others, **OPTIONS)
     else:
         with torch.cuda.device_of(tensors[2]):
@@ -197,7 +196,7 @@ def unit_of(q: Tensor, k: Tensor, v: Tensor, given: Tensor | None) -> int:
 
 def _is_aligned(x: Tensor) -> bool:
     a, b, c, _ = x.stride()
-    # torch.compile cannot ask for the offset. It does when it traces the operation itself.
+    # Dynamo cannot ask for the offset; the operation itself can, when it runs.
     begins = torch.compiler.is_dynamo_compiling() or x.storage_offset() % 8 == 0
     return a % 8 == 0 and b % 8 == 0 and c % 8 == 0 and begins
 
@@ -218,11 +217,5 @@ def _mask_strides(mask: Tensor | None) -> list[int]:
     return [mask.stride(axis) if mask.size(axis) > 1 else 0 for axis in (0, 2, 3)]
 
 
-operation = Operation(
-    "gpu",
-    forward,
-    backward,
-    # Triton's interpreter can run nothing but real tensors, so PyTorch does not look into the kernels there.
-    fakes=(forward, backward) if INTERPRETED else None,
-    declare=torch.library.custom_op if INTERPRETED else torch.library.triton_op,
-)
+#: PyTorch's ``triton_op`` would let Inductor copy the kernels' source, but it cannot copy ``kernels.Call``.
+operation = Operation("gpu", forward, backward, fakes=(forward, backward))
