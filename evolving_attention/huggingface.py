@@ -162,10 +162,16 @@ class EvolvingLayer(DynamicLayer):
 
 
 class _Maps:
-    """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then."""
+    """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then.
 
-    def __init__(self, need_weights: bool) -> None:
+    Args:
+        need_weights: whether the call returns the maps.
+        mask: of the model's inputs, B x (at least T), 0 where they are padded. Masks of more axes are not read.
+    """
+
+    def __init__(self, need_weights: bool, mask: Tensor | None = None) -> None:
         self.need_weights = need_weights
+        self.padding = mask.eq(0) if mask is not None and mask.dim() == 2 else None
         self.of: dict[str, tuple[Tensor, bool]] = {}
         self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # each mask of this call, and its parts
 
@@ -228,6 +234,8 @@ def _attention(
     hidden = masked
     if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
+    elif evolution.geometry == Geometry.ENCODER_DECODER and evolving_maps.padding is not None:
+        hidden = hide_rows(masked, evolving_maps.padding[:, -query.size(2) :])
     previous = evolving_maps.before(module)
     layer, above = _cached_layer(evolving_cache, module), None
     if layer is not None and layer.above is None:
@@ -294,7 +302,7 @@ def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | Non
 def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a model's forward: new maps."""
     need_weights = bool(keywords.get("output_attentions", model.config.output_attentions))
-    return arguments, {**keywords, "evolving_maps": _Maps(need_weights)}
+    return arguments, {**keywords, "evolving_maps": _Maps(need_weights, keywords.get("attention_mask"))}
 
 
 def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -165,6 +165,8 @@ def by_loop(module, query, key, value, mask, options, previous):
         unseen = hidden
         if evolution.geometry == Geometry.ENCODER_SELF:
             unseen = hidden | hidden.all(0)[:, None]
+        elif evolution.geometry == Geometry.ENCODER_DECODER:
+            unseen = hidden | ~MASK[number, : q.size(1)].bool()[:, None]
         before = None if previous is None else previous[number]
         in_decoder = evolution.geometry != Geometry.ENCODER_SELF
         # Decoders evolve by this rule as by "evolving".
@@ -232,6 +234,22 @@ def test_cached_generation_equals_uncached(name, beams):
     options = {"attention_mask": mask, "num_beams": beams, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (model.generate(prompts, use_cache=cache, **options) for cache in (True, False))
     assert torch.equal(cached, uncached)
+
+
+@torch.no_grad()
+def test_padding_on_the_left_of_decoder_inputs_changes_nothing():
+    model, words = build("t5", alpha=0.4, beta=0.5).eval(), inputs("t5")["input_ids"]
+    alone = model(words[:1], decoder_input_ids=words[:1, 2:]).logits
+    mask = torch.ones_like(words)
+    mask[0, :2] = 0
+    padded = model(words, decoder_input_ids=words, decoder_attention_mask=mask)
+    assert_close(padded.logits[:1, 2:], alone)
+    cache = None
+    for start, end in ((0, 4), (4, 5), (5, 6)):
+        given = {"decoder_input_ids": words[:, start:end], "decoder_attention_mask": mask[:, :end]}
+        stepped = model(words, **given, past_key_values=cache, use_cache=True)
+        cache = stepped.past_key_values
+    assert_close(stepped.logits[:1, -1], alone[:, -1])
 
 
 def test_other_models_of_the_same_configuration_stay():
