@@ -217,5 +217,5 @@ def _mask_strides(mask: Tensor | None) -> list[int]:
     return [mask.stride(axis) if mask.size(axis) > 1 else 0 for axis in (0, 2, 3)]
 
 
-#: PyTorch's ``triton_op`` would let Inductor copy the kernels' source, but it cannot copy ``kernels.Call``.
+#: Not by PyTorch's ``triton_op``: with it Inductor copies the kernels' source, but not the class ``kernels.Call``.
 operation = Operation("gpu", forward, backward, fakes=(forward, backward))
