@@ -166,12 +166,12 @@ class _Maps:
 
     Args:
         need_weights: whether the call returns the maps.
-        mask: of the model's inputs, B x (at least T), 0 where they are padded. Masks of more axes are not read.
+        mask: of the model's inputs, B x (at least T), 0 where they are padded.
     """
 
     def __init__(self, need_weights: bool, mask: Tensor | None = None) -> None:
         self.need_weights = need_weights
-        self.padding = mask.eq(0) if mask is not None and mask.dim() == 2 else None
+        self._mask = mask
         self.of: dict[str, tuple[Tensor, bool]] = {}
         self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # each mask of this call, and its parts
 
@@ -184,6 +184,10 @@ class _Maps:
                 return found
         self._masks.append((mask, _read_mask(mask)))
         return self._masks[-1][1]
+
+    def padding(self, length: int) -> Tensor | None:
+        """The padding of the last inputs, B x length; None where the mask is none of padding alone."""
+        return self._mask[:, -length:].eq(0) if self._mask is not None and self._mask.dim() == 2 else None
 
     def before(self, module: nn.Module) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
@@ -234,8 +238,8 @@ def _attention(
     hidden = masked
     if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
         hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
-    elif evolution.geometry == Geometry.ENCODER_DECODER and evolving_maps.padding is not None:
-        hidden = hide_rows(masked, evolving_maps.padding[:, -query.size(2) :])
+    elif evolution.geometry == Geometry.ENCODER_DECODER:
+        hidden = hide_rows(masked, evolving_maps.padding(query.size(2)))
     previous = evolving_maps.before(module)
     layer, above = _cached_layer(evolving_cache, module), None
     if layer is not None and layer.above is None:
