@@ -1,5 +1,5 @@
 # Shared by the shell scripts here and in data-prep/: source it, do not run it.
-# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup, tool; and PYTHONPATH.
+# Gives: repo (the repository's root), python (its interpreter), die, usage, require_setup, tool; and the environment below.
 
 # Without CDPATH, for with it cd prints the folder that it goes to.
 repo=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,6 +7,10 @@ python=$repo/.venv/bin/python
 
 # Python finds ea_fairseq, ea_tools and ea_data by this path: none of them is installed.
 export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
+
+# PyTorch's threads wait for each other many times a step. By default they wait in a loop, which takes the processor from
+# threads that have work, on a machine that is busy: docs/performance.md has the cost. GOMP_SPINCOUNT overrules this.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 die() {
     echo "${0##*/}: $*" >&2
