@@ -16,7 +16,7 @@ from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_tools import text
 from ea_tools.common import REPO, UserError
-from ea_tools.tables import cells, records, reproduce
+from ea_tools.tables import cells, records, reproduce, sweep
 from ea_tools.tables import report as table_report
 from ea_tools.tables import table as tables
 from ea_tools.training import launch, recipes, train
@@ -478,7 +478,7 @@ def test_runs_on_the_cpu(toy, monkeypatch):
     reproduce.main(
         [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
     )
-    assert (toy / "said").read_text() == f"{os.nice(0) + 7} 1 []\n" * 2
+    assert (toy / "said").read_text() == f"{min(19, os.nice(0) + 7)} 1 []\n" * 2
     assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
     parsed = [reproduce.parse([str(toy / "tiny.toml"), *words]) for words in (["--gpus", "0"], ["--at-once", "3"])]
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
@@ -566,10 +566,28 @@ def test_missing_cells_are_run_once(toy, run):
     assert (toy / "results" / "tiny.md").read_text() == written
 
 
-def test_cells_without_their_data_are_failures(monkeypatch, tmp_path):
-    """A status of 0 would tell a script that they were run."""
+def test_data_that_are_missing_are_one_error_with_the_command_that_makes_them(monkeypatch, tmp_path):
+    """No page is written, which would say "not run" only. A status of 0 would tell a script that cells were run."""
     read = recipes.read
-    monkeypatch.setattr(cells.recipes, "read", lambda name: dataclasses.replace(read(name), data=tmp_path / "nowhere"))
+    missing = tmp_path / "multi30k-de-en"
+    monkeypatch.setattr(cells.recipes, "read", lambda name: dataclasses.replace(read(name), data=missing))
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    with pytest.raises(SystemExit, match=r"EA-Transformer-Lite, .*, seed 1: not run, .*nowhere is not prepared, see"):
-        reproduce.main(["multi30k-laptop", "--seeds", "1", *folders])
+    sweep_words = ["sample", "ea_transformer_lite", "--grid", "ea-alpha", "0", "0.1"]
+    for main, words in ((reproduce.main, ["multi30k-laptop"]), (sweep.main, sweep_words)):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--seeds", "1", "2", *folders, "--gpus", "0"])
+        assert end.value.code.count(f"{missing}/PREP.json") == 1
+        assert "bash data-prep/multi30k.sh de-en" in end.value.code
+        assert not (tmp_path / "results").exists()
+
+
+def test_cells_without_their_data_fail_beside_others_that_are_done(toy, monkeypatch, capsys):
+    def is_done(cell, *_):
+        return cell.row.label != "Plain"
+
+    monkeypatch.setattr(cells, "_is_done", is_done)
+    (toy / "toy.toml").write_text((toy / "toy.toml").read_text().replace("data = ", f'data = "{toy}/nowhere"  # '))
+    with pytest.raises(SystemExit, match=r"nowhere/PREP\.json"):
+        reproduce.main([*map(str, options(toy)), "--gpus", "0"])
+    assert capsys.readouterr().err.count("done already") == 2
+    assert (toy / "results" / "tiny.md").exists()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from ea_tools.common import REPO, UserError, positive
 from ea_tools.tables import records
 from ea_tools.tables.table import Cell, Table
+from ea_tools.text import read_prep
 from ea_tools.training import launch, recipes, train
 from ea_tools.translating import evaluate
 
@@ -54,16 +56,24 @@ def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: 
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Run the cells that have no result yet; returns those that failed or lack their data, as text."""
-    missing, without_data = [], []
+    """Run the cells that have no result yet; returns those that failed, and what is wrong with data, as text.
+
+    Raises:
+        UserError: no cell is done, and none has its data.
+    """
+    missing, done, without_data = [], 0, Counter[str]()
     for cell in cells:
-        data = recipes.read(cell.recipe).data
         if all(_is_done(cell, subset, args) for subset in table.subsets(cell.recipe)):
             say(f"done already: {cell}")
-        elif not (data / "PREP.json").exists() and not args.dry_run:
-            without_data.append(f"{cell}: not run, {data} is not prepared, see data-prep/")
+            done += 1
+        elif fault := "" if args.dry_run else _fault_of_data(recipes.read(cell.recipe).data):
+            without_data[fault] += 1
         else:
             missing.append(cell)
+    if without_data and not missing and not done:
+        raise UserError("\n".join(without_data))
+    for fault, count in without_data.items():
+        say(f"{count} cells are not run: {fault}")
     check(table, missing, args, extra)
     if args.dry_run:
         for cell in missing:
@@ -86,6 +96,15 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
     with _ending_the_runs(), ThreadPoolExecutor(len(environments)) as pool:
         outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
     return [*without_data, *filter(None, outcomes)]
+
+
+def _fault_of_data(data: Path) -> str:
+    """Why cells cannot be trained on this folder, "" where they can be; the reason names the command that makes it."""
+    try:
+        read_prep(data)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def record(cell: Cell, args: argparse.Namespace) -> Path:
