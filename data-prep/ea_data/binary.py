@@ -1,4 +1,4 @@
-"""fairseq's dictionary and binary data, byte for byte as fairseq-preprocess --joined-dictionary writes them.
+"""fairseq's dictionaries and binary data, byte for byte as fairseq-preprocess writes them.
 
 fairseq-preprocess keeps every sentence's length and address in Python lists, so its memory grows with the corpus. This
 module streams: chunks in, numbers out.
@@ -27,9 +27,9 @@ HEADER = len(MAGIC) + 8 + 1  # magic, version, type of the numbers
 BLOCK = 1 << 16  # sentences
 
 
-def count_subwords(chunk: Chunk) -> Counter:
-    """The subwords of both sides of a chunk."""
-    return Counter(b"".join(line for lines in chunk for line in lines).decode().split())
+def count_subwords(chunk: Chunk) -> list[Counter]:
+    """The subwords of each side of a chunk."""
+    return [Counter(b"".join(lines).decode().split()) for lines in chunk]
 
 
 def dictionary(counts: Counter) -> list[tuple[str, int]]:
@@ -44,24 +44,27 @@ def dictionary(counts: Counter) -> list[tuple[str, int]]:
 class Encode:
     """Chunk -> for each side: its numbers and its sentences' lengths, as bytes, and how many subwords are unknown."""
 
-    def __init__(self, words: Iterable[str]) -> None:
-        self._numbers = {word: number for number, word in enumerate([*SPECIAL, *words])}
-        self.type = np.uint16 if len(self._numbers) < 65_500 else np.uint32
+    def __init__(self, words: Iterable[Iterable[str]]) -> None:
+        """`words`: the subwords of each side's dictionary, in the order of their numbers."""
+        self._sides = [{word: number for number, word in enumerate([*SPECIAL, *side])} for side in words]
+        self.types = [np.uint16 if len(numbers) < 65_500 else np.uint32 for numbers in self._sides]
 
     def __call__(self, chunk: Chunk) -> list[tuple[bytes, bytes, int]]:
-        return [self._side(lines) for lines in chunk]
+        sides = zip(chunk, self._sides, self.types, strict=True)
+        return [self._encode(lines, number_of, kind) for lines, number_of, kind in sides]
 
-    def _side(self, lines: list[bytes]) -> tuple[bytes, bytes, int]:
+    @staticmethod
+    def _encode(lines: list[bytes], number_of: dict[str, int], kind: type) -> tuple[bytes, bytes, int]:
         numbers, lengths, unknown = [], [], 0
         for line in lines:
-            of_line = [self._numbers.get(word) for word in line.decode().split()]
+            of_line = [number_of.get(word) for word in line.decode().split()]
             if None in of_line:
                 unknown += of_line.count(None)
                 of_line = [UNKNOWN if number is None else number for number in of_line]
             numbers += of_line
             numbers.append(END)
             lengths.append(len(of_line) + 1)
-        return np.array(numbers, self.type).tobytes(), np.array(lengths, np.int32).tobytes(), unknown
+        return np.array(numbers, kind).tobytes(), np.array(lengths, np.int32).tobytes(), unknown
 
 
 def write_index(path: Path, lengths: Path, number_type: type) -> None:

@@ -42,7 +42,7 @@ def multi30k(source: str, target: str) -> Corpus:
 
 
 def iwslt14_de_en() -> Corpus:
-    """IWSLT'14 German-English, TED talks, as in the papers: lower-cased, 10k joint BPE merges.
+    """IWSLT'14 German-English, TED talks, as in the papers: lower-cased, 10k joint BPE merges, two dictionaries.
 
     Validation is every 23rd training pair. 72 of the test pairs are known to be misaligned; they stay, for
     comparability.
@@ -61,7 +61,7 @@ def iwslt14_de_en() -> Corpus:
         },
         rules=Rules(
             lowercase=True, plain_apostrophes=True, filter_on="words", max_ratio=1.5, max_length=175,
-            valid_every=23, merges=10_000,
+            valid_every=23, merges=10_000, separate_dictionaries=True,
         ),
         expected={"train": 160_239, "valid": 7_283, "test": 6_750},
         downloads="iwslt14",

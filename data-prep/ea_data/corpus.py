@@ -24,6 +24,7 @@ class Rules:
     bpe: str = "subword_nmt"  # or sentencepiece
     merges: int = 10_000
     vocabulary_threshold: int = 0  # subwords rarer than this on their side are split again
+    separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
 
     def fault(self, source_length: int, target_length: int) -> str | None:
         """Why a training pair is dropped, or None; as in Moses' clean-corpus-n."""

@@ -6,7 +6,7 @@ tokenise  Moses tokens, case; length filter in words; the validation split
 learn     joint subword codes
 apply     text -> subwords
 filter    length filter in subwords
-binarise  fairseq's dictionary and binary data; the finished data folder
+binarise  fairseq's dictionaries and binary data; the finished data folder
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Pipeline:
             "learn": self._what_is_learnt(),
             "apply": None,
             "filter": rules.filter_on,
-            "binarise": self.corpus.name,
+            "binarise": [self.corpus.name, rules.separate_dictionaries],
         }
         at = "tokenise" if rules.filter_on == "words" else "filter"
         options[at] = [options[at], lengths]
@@ -360,9 +360,10 @@ class Pipeline:
     def binarise(self, folder: Path) -> dict:
         text = self.folder["filter"]
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
-        words = self.earlier.words() if self.earlier else self._dictionary(folder)
+        words = self.earlier.words() if self.earlier else self._dictionaries(folder)
         encode = binary.Encode(words)
         unknown = {split: self._binarise(folder, split, encode) for split in self.splits()}
+        types = {lang: len(side) + len(binary.SPECIAL) for lang, side in zip(self.languages, words, strict=True)}
         for path in self.folder["learn"].iterdir():  # codes, vocabularies if there is a threshold, earlier dictionaries
             if path.name != stages.STAMP:
                 shutil.copy(path, folder)
@@ -378,7 +379,7 @@ class Pipeline:
             stages={stage.name: stage.report() for stage in self.chain[:-1]},
             merges=self.merges,
             unknown=unknown,
-            types=len(words) + len(binary.SPECIAL),
+            types=types if self.corpus.rules.separate_dictionaries else types[self.languages[0]],
             command=self.command,
             versions=versions(),
         )
@@ -389,16 +390,17 @@ class Pipeline:
         (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return {}
 
-    def _dictionary(self, folder: Path) -> list[str]:
-        """Writes the dictionary of the training text for both languages; returns its subwords."""
-        counts = Counter()
+    def _dictionaries(self, folder: Path) -> list[list[str]]:
+        """Writes each side's dictionary of the training text, one for both or its own; returns their subwords."""
+        counts = [Counter(), Counter()] if self.corpus.rules.separate_dictionaries else [Counter()] * 2
         for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
-            counts.update(of_chunk)
-        words = binary.dictionary(counts)
-        for lang in self.languages:
+            for total, of_side in zip(counts, of_chunk, strict=True):
+                total.update(of_side)
+        sides = list(map(binary.dictionary, counts))
+        for lang, words in zip(self.languages, sides, strict=True):
             lines = "".join(f"{word} {count}\n" for word, count in words)
             (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
-        return [word for word, _ in words]
+        return [[word for word, _ in words] for words in sides]
 
     def _checks(self) -> dict:
         """The entries of PREP.json about the quality of the text; report.py has the limits for warnings."""
@@ -437,8 +439,8 @@ class Pipeline:
                     numbers.write(encoded[0])
                     lengths.write(encoded[1])
                     unknown[side] += encoded[2]
-        for name, lengths in zip(names, sizes, strict=True):
-            binary.write_index(Path(f"{name}.idx"), lengths, encode.type)
+        for name, lengths, number_type in zip(names, sizes, encode.types, strict=True):
+            binary.write_index(Path(f"{name}.idx"), lengths, number_type)
             lengths.unlink()
         return unknown
 

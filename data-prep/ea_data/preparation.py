@@ -22,7 +22,7 @@ FORM: dict[str, tuple] = {
     "bpe": tuple(kept.CODES),
 }
 #: Rules for a line of text that PREP.json states under "rules" alone; the other rules there choose lines.
-ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold")
+ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold", "separate_dictionaries")
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,25 @@ class Preparation:
         """A digest of PREP.json and `files`."""
         return kept.digest(self.folder)
 
-    def words(self) -> list[str]:
-        """The subwords of the dictionary that both languages share, in the order of their numbers.
+    @property
+    def separate_dictionaries(self) -> bool:
+        """Whether each side has a dictionary of its own; earlier versions knew a joint one alone."""
+        return self.prep.get("rules", {}).get("separate_dictionaries", False)
+
+    def words(self) -> list[list[str]]:
+        """The subwords of each side's dictionary, source first, in the order of their numbers.
 
         Raises:
-            UserError: a dictionary or the codes are missing, or the dictionaries differ.
+            UserError: a dictionary or the codes are missing, or the dictionaries differ where they should not.
         """
         needed = [*(f"dict.{code}.txt" for code in self.languages), kept.CODES[self.prep["bpe"]]]
         for name in needed:
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / name}: no such file; prepare that text again")
-        one, other = ((self.folder / name).read_bytes() for name in needed[:2])
-        if one != other:
+        sides = [(self.folder / name).read_text(encoding="utf-8").split("\n")[:-1] for name in needed[:2]]
+        if sides[0] != sides[1] and not self.separate_dictionaries:
             raise UserError(f"{self.folder}: the dictionaries of its two languages differ; prepare that text again")
-        return [line.rsplit(" ", 1)[0] for line in one.decode().split("\n")[:-1]]
+        return [[line.rsplit(" ", 1)[0] for line in lines] for lines in sides]
 
     def rules(self, **about_lines: object) -> Rules:
         """Its rules for a line of text, with other rules that choose lines."""
@@ -134,4 +139,6 @@ def _made_by(name: str) -> str:
     """The command that makes a corpus of this name, where it is a public one."""
     commands = {f"{corpus}-{pair}": f"{corpus}.sh {pair}" for corpus, (_, pairs) in PUBLIC.items() for pair in pairs}
     commands |= {corpus: f"{corpus}.sh" for corpus in ("sample", *PUBLIC)}
+    joint = "iwslt14-de-en-joint"  # the recipe iwslt14-de-en-rdrop's
+    commands[joint] = f"iwslt14-de-en.sh --joint-dictionary --out data/{joint}"
     return f" bash data-prep/{commands[name]} makes it" if name in commands else ""

@@ -20,7 +20,8 @@ from .preparation import Preparation
 DATA = Path(__file__).resolve().parents[2] / "data"
 #: An option of custom.sh -> other options whose values follow from it.
 SETTLES = {
-    "like": "tokenizer tokenised bpe_given lowercase split_dashes normalise bpe merges vocabulary_threshold".split(),
+    "like": "tokenizer tokenised bpe_given lowercase split_dashes normalise bpe merges vocabulary_threshold "
+    "separate_dictionaries joint_dictionary".split(),
     "bpe_given": "bpe merges vocabulary_threshold".split(),
     "tokenised": "split_dashes normalise tokenizer".split(),
 }
@@ -69,13 +70,17 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, C
         corpus = corpus_of(args)
     except UserError as error:
         parser.error(str(error))
-    changes = {key: getattr(args, key) for key in ("bpe", "merges", "vocabulary_threshold") if getattr(args, key)}
+    options = ("bpe", "merges", "vocabulary_threshold", "separate_dictionaries")
+    changes = {key: getattr(args, key) for key in options if getattr(args, key)}
+    if args.joint_dictionary:
+        changes["separate_dictionaries"] = False
     return args, dataclasses.replace(corpus, rules=dataclasses.replace(corpus.rules, **changes))
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every corpus."""
-    add = parser.add_argument_group("options of every corpus").add_argument
+    group = parser.add_argument_group("options of every corpus")
+    add = group.add_argument
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
     kinds = ["subword_nmt", "sentencepiece"]
     add("--bpe", choices=kinds, help="kind of subwords (default: subword_nmt; sentencepiece without tokens)")
@@ -83,6 +88,11 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--merges", type=positive, metavar="N", help=merges)
     rare = "split subwords again that occur fewer than N times on their side of the training text"
     add("--vocabulary-threshold", type=positive, metavar="N", help=rare)
+    dictionaries = group.add_mutually_exclusive_group()
+    joint = "one dictionary for both languages (default, but of IWSLT'14)"
+    dictionaries.add_argument("--joint-dictionary", action="store_true", help=joint)
+    separate = "a dictionary for each language; the model then shares no embeddings between them (default of IWSLT'14)"
+    dictionaries.add_argument("--separate-dictionaries", action="store_true", help=separate)
     add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")
     names = ", ".join(stages.NAMES)
     add("--force", choices=stages.NAMES, metavar="STAGE", help=f"make this stage and all later ones again: {names}")

@@ -29,7 +29,7 @@ def summarise(
     stages: Mapping[str, dict],
     merges: int,
     unknown: Mapping[str, list[int]],
-    types: int,
+    types: int | dict[str, int],
     command: Sequence[str],
     versions: dict[str, str],
 ) -> dict:
@@ -39,7 +39,7 @@ def summarise(
         stages: the report of each stage, by its name.
         merges: the number of merges of the subwords, or of pieces of sentencepiece.
         unknown: each split's unknown subwords, by side, in the order of the data's splits.
-        types: the size of the dictionary.
+        types: the size of the joint dictionary, or of each language's.
         command: the command line.
     """
     rules = corpus.rules
@@ -113,7 +113,9 @@ def table(summary: dict, colour: bool) -> str:
     for lang in languages:
         words = summary["train_words"][lang]
         lines.append(f"train {lang}: {words['words']:,} words, {words['types']:,} types")
-    lines.append(f"dictionary, both languages: {summary['dictionary']:,} types")
+    types = summary["dictionary"]
+    sizes = types if isinstance(types, dict) else {"both languages": types}
+    lines += [f"dictionary, {of}: {size:,} types" for of, size in sizes.items()]
     for counts in summary["filters"]:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts["dropped"].items()) or "nothing dropped"
         lines.append(

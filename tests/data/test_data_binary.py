@@ -11,20 +11,24 @@ from helpers.data_toy import corpus, read, recipe, text_only, write
 from ea_data import binary
 
 
-def fairseq_preprocess(pipeline, folder):
+def fairseq_preprocess(pipeline, folder, *joined):
     text = pipeline.folder["filter"]
     command = [
-        Path(sys.executable).with_name("fairseq-preprocess"), "--joined-dictionary", "--workers", "2",
+        Path(sys.executable).with_name("fairseq-preprocess"), *joined, "--workers", "2",
         "--source-lang", "de", "--target-lang", "en", "--destdir", folder,
         "--trainpref", text / "train", "--validpref", text / "valid", "--testpref", text / "test",
     ]  # fmt: skip
     warm.run(command, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("types", [50, 65_600], ids=["uint16", "uint32"])
-def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types):
+@pytest.mark.parametrize(
+    ("types", "joined"),
+    [(50, ["--joined-dictionary"]), (65_600, ["--joined-dictionary"]), (50, [])],
+    ids=["uint16", "uint32", "separate"],
+)
+def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types, joined):
     raw = corpus(tmp_path / "raw", train=300)
-    pipeline = text_only(recipe(), raw, tmp_path / "out")
+    pipeline = text_only(recipe(separate_dictionaries=not joined), raw, tmp_path / "out")
     for lang, odd in (
         ("de", "<unk> <s> </s> <pad>"),
         ("en", "<unk> a@@ b 東京"),
@@ -34,7 +38,7 @@ def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types):
         write(train, [*read(train), *rare, "", odd])
         write(valid, [*read(valid), "", "never seen before", odd])
         write(test, ["nothing known"] * 3)
-    fairseq_preprocess(pipeline, tmp_path / "theirs")
+    fairseq_preprocess(pipeline, tmp_path / "theirs", *joined)
     (tmp_path / "ours").mkdir()
     pipeline.binarise(tmp_path / "ours")
     theirs = {path.name for path in (tmp_path / "theirs").iterdir()} - {"preprocess.log"}

@@ -33,7 +33,10 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["--split-dashes --lowercase --vocabulary-threshold 3", "--tokenizer none"])
+RULES = ("--split-dashes --lowercase --vocabulary-threshold 3 --separate-dictionaries", "--tokenizer none")
+
+
+@pytest.fixture(scope="module", params=RULES)
 def first(text, tmp_path_factory, request):
     out = tmp_path_factory.mktemp("first") / "data"
     merges = ["--merges", 60 if "none" not in request.param else 150]

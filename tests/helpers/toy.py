@@ -32,7 +32,7 @@ def sentences(count, seed):
         yield ", ".join(GERMAN[w] for w in words) + ".", ", ".join("the " + NOUNS[w] for w in words) + "."
 
 
-def prepare(folder, train=120, valid=12, test=10):
+def prepare(folder, train=120, valid=12, test=10, separate_dictionaries=False):
     """Make `folder` as data-prep/ would: binary data, code, raw text of the held-out splits, PREP.json."""
     (folder / "raw").mkdir(parents=True)
     scratch = folder.with_name(folder.name + ".scratch")
@@ -53,12 +53,14 @@ def prepare(folder, train=120, valid=12, test=10):
         path.with_name(path.name.replace(".tok", "")).write_text(
             "".join(bpe.process_line(line) + "\n" for line in lines)
         )
+    joined = [] if separate_dictionaries else ["--joined-dictionary"]
     fairseq(
-        *("preprocess", "-s", "de", "-t", "en", "--joined-dictionary", "--destdir", folder),
+        *("preprocess", "-s", "de", "-t", "en", *joined, "--destdir", folder),
         *(word for split in ("train", "valid", "test") for word in (f"--{split}pref", scratch / split)),
     )
     prep = {"name": folder.name, "source_lang": "de", "target_lang": "en", "tokenizer": "moses"}
     prep |= {"lowercase": True, "bpe": "subword_nmt", "splits": {"test": {"pairs": test}}}
+    prep["rules"] = {"separate_dictionaries": separate_dictionaries}
     (folder / "PREP.json").write_text(json.dumps(prep))
     return folder
 

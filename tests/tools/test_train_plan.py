@@ -36,7 +36,8 @@ def test_fairseq_takes_every_recipe(capsys, recipe):
     assert args.arch == arch
     base_alpha = 0.1 if recipe == "multi30k-tiny-en-de" else 0.5
     assert getattr(args, "ea_alpha", None) == {"ea_transformer_lite": 0.1, "ea_transformer_base": base_alpha}.get(arch)
-    assert args.share_all_embeddings
+    separate = recipe.startswith("iwslt14") and not recipe.endswith("rdrop")  # whose authors' dictionary is joint
+    assert (args.share_all_embeddings, args.share_decoder_input_output_embed) == (not separate, separate)
     assert args.tensorboard_logdir.endswith("/tensorboard")
 
 
@@ -241,11 +242,21 @@ def test_a_recipe_may_set_how_often_the_log_is_written(capsys, tmp_path):
 
 
 def test_the_command_line_wins(capsys):
-    extra = ["--lr", "5e-4", "--seed=7", "--encoder-layers", 2, "--without", "share-all-embeddings", "--wandb", "ea"]
+    extra = [
+        "--lr",
+        "5e-4",
+        "--seed=7",
+        "--encoder-layers",
+        2,
+        "--without",
+        "share-decoder-input-output-embed",
+        "--wandb",
+        "ea",
+    ]
     planned = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", *extra)[0])
     chosen = {"lr": "5e-4", "seed": "7", "encoder-layers": "2", "wandb-project": "ea"}
     assert chosen.items() <= planned.items()
-    assert "share-all-embeddings" not in planned
+    assert "share-decoder-input-output-embed" not in planned
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ea_tools.common import REPO, UserError
-from ea_tools.text import read_prep
+from ea_tools.preparation import Preparation
 from ea_tools.training import flag_faults
 
 FOLDER = REPO / "recipes"
@@ -135,7 +135,8 @@ FOR_SIZE = (
 
 def for_data(data: Path) -> tuple[Recipe, str]:
     """A recipe for a prepared corpus by the number of its training pairs, and the same as TOML, to be kept."""
-    prep = read_prep(data)
+    preparation = Preparation.at(data)
+    prep, separate = preparation.prep, preparation.separate_dictionaries
     pairs = prep.get("splits", {}).get("train", {}).get("pairs")
     if not isinstance(pairs, int):
         raise UserError(f"{data / 'PREP.json'}: does not say how many training pairs there are; give a RECIPE")
@@ -152,6 +153,7 @@ def for_data(data: Path) -> tuple[Recipe, str]:
             f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",
             "\n[flags]",
             *(f"{name} = {value}" for name, value in flags.items()),
+            *(["share-all-embeddings = false", "share-decoder-input-output-embed = true"] * separate),
             "",
         ]
     )

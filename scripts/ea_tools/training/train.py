@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             where = f"PYTHONPATH={start.environment.get('PYTHONPATH', '')}"  # from scripts/lib.sh
             print(shlex.join(["env", where, *start.command]))
             return
-        check_data(start.data, start.recipe)
+        check_data(start.data, start.recipe, start.flags)
         check_first_model(flags, start.data)
         if args.wandb and not find_spec("wandb"):
             raise UserError("--wandb: the package is not installed; .venv/bin/python -m pip install wandb")
@@ -270,10 +270,15 @@ def batch_flags(recipe: Recipe, launch: Launch, flags: Flags) -> dict[str, int]:
     return {"max-tokens": tokens, "update-freq": accumulation, **smaller}
 
 
-def check_data(data: Path, recipe: Recipe) -> None:
-    """The data folder must be there, complete, and of the recipe's languages."""
-    prep = read_prep(data)
-    languages = (prep["source_lang"], prep["target_lang"])
+def check_data(data: Path, recipe: Recipe, flags: Flags) -> None:
+    """The data folder must be there, complete, of the recipe's languages, and of dictionaries that fit the flags."""
+    preparation = Preparation.at(data)
+    languages = preparation.languages
+    if preparation.separate_dictionaries and "share-all-embeddings" in flags:
+        raise UserError(
+            f"--share-all-embeddings: {data} has a dictionary for each language; replace the flag by --without "
+            "share-all-embeddings --share-decoder-input-output-embed, or prepare the data with --joint-dictionary"
+        )
     if languages != (recipe.source_lang, recipe.target_lang):
         raise UserError(
             f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
