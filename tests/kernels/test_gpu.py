@@ -109,6 +109,7 @@ CASES = [
     Case(ENCODER, 4, 3, 3, 5, "padding rows", learn=True),
     Case(ENCODER, 2, 1, 3, 3, "rows", rule="predictive", learn=True, alpha=0.0, given=True, batch=1),
     Case(ENCODER, 4, 1, 3, 5, "padding rows", rule="residual", learn=True),
+    Case(DECODER, 2, 3, 4, 4, "future", rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, batch=1),
     Case(ENCODER, 2, 3, 3, 4, "padding rows", HALF, rule=(0.6, 0.5, 0.3, 0.2, 0.9), learn=True, given=True, batch=1),
 ]
 #: more than one band of rows and one block of columns: in one program, and in one for each

@@ -480,7 +480,9 @@ def _unmix(
             for first in range(0, M, CHANNELS // HEADS):
                 o, y, x, tap = _taps(first, call.K, call.flags, HEADS, KERNEL)
                 away = _channel(o, call.T, call.pitch, KERNEL) - (y - call.top) * call.pitch - x + call.left
-                z = tl.load(grad_conv + (away[:, None] + p[None, :]), mask=tap[:, None] & inside[None, :], other=0)
+                # Beside the map, taps may reach behind the last sentence, where memory holds anything.
+                pixels = inside & (j < call.S)
+                z = tl.load(grad_conv + (away[:, None] + p[None, :]), mask=tap[:, None] & pixels[None, :], other=0)
                 places = call.weight + c[:, None] * M + (o * (call.K * M) + y * KERNEL + x)[None, :]
                 taps = tl.load(places, mask=(c < call.K)[:, None] & tap[None, :], other=0)
                 of_mixed = _product(taps, z, of_mixed)
