@@ -60,7 +60,7 @@ plan() {
             local run="--run ${output@Q}/run-$1"
             commands=(
                 "scripts/train.sh sample ea_transformer_lite --gpus 1 --precision $1 --no-tensorboard $run"
-                "scripts/evaluate.sh --data data/sample --average 3 $run"
+                "scripts/evaluate.sh --data data/sample $run"
             )
             ;;
     esac

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to BLEU in a few minutes, on a CPU: sets up .venv if needed, makes a German-English corpus, trains
-# ea_transformer_lite on it, averages the last checkpoints, translates held-out sentences with beam 5 and scores them.
+# ea_transformer_lite on it, averages its checkpoints, translates held-out sentences with beam 5 and scores them.
 #
 #   scripts/quickstart.sh [--help]
 #
@@ -26,8 +26,8 @@ echo "== training: ea_transformer_lite, two to four minutes; the whole log is in
 bash scripts/train.sh sample ea_transformer_lite --run "$run" --log-format tqdm --no-tensorboard --gpus 0 \
     | if [[ -t 2 ]]; then cat > /dev/null; else grep --line-buffered -oE '(train_inner|valid) .*epoch.*loss=?.*' || true; fi
 
-echo "== translation and scores: 500 held-out sentences, the average of the last 3 checkpoints, beam 5"
-bash scripts/evaluate.sh --data data/sample --run "$run" --average 3
+echo "== translation and scores: 500 held-out sentences, the average of the checkpoints, beam 5"
+bash scripts/evaluate.sh --data data/sample --run "$run"
 
 echo
 echo "== some of them"
@@ -37,3 +37,6 @@ for line in 1 2 3 4 5; do
     done
     echo
 done
+
+echo "next: more sentences of this kind; or a model of your own text, by README.md, \"Train on your own data\""
+echo "  echo 'Heute danken sie einem Mann.' | bash scripts/translate.sh --run $run"

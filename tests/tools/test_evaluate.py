@@ -414,7 +414,8 @@ def test_a_score_does_not_change_which_checkpoint_is_the_model(data, half_way):
     assert choose(half_way) == before
     model = half_way / "average2.pt"
     average.main(["--inputs", str(half_way), "--num-epoch-checkpoints", "2", "--output", str(model)])
-    assert score_run(data, half_way, "--average", 2)["checkpoint"] == str(model)
+    assert score_run(data, half_way)["checkpoint"] == str(model), "by default the run's model is scored"
+    assert (half_way / "eval/test.beam5.average2.json").exists()
     content = model.read_bytes()
     further = load(half_way / "checkpoint2.pt")  # the training went on
     further["model"] = {key: value + 1 for key, value in further["model"].items()}
@@ -576,7 +577,7 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected 10 checkpoints to average, found 3; give --average 3"),
+        (["--average", "10"], "expected 10 checkpoints to average, found 3; give --average 3"),
         (["--subset", "nope", "--average", "1"], "--subset nope: .*there are: test, valid"),
         (["--checkpoint", "none.pt"], r"none\.pt: no such checkpoint"),
         (["--average", "1", "--", "--nonsense"], "unrecognized arguments: --nonsense"),

@@ -214,16 +214,17 @@ def test_products_of_bfloat16_and_memory_are_set_before_fairseq_starts(tmp_path,
 
 
 def test_what_to_type_next(tmp_path, monkeypatch):
-    for name in ("checkpoint1.pt", "checkpoint2.pt", "checkpoint_last.pt"):
-        (tmp_path / name).touch()
-    command = f"scripts/evaluate.sh --data data/x --run {tmp_path} --average 2"
-    data = REPO / "data/x"
-    assert run_folder.next_command(data, tmp_path) == command
+    """The command runs where it is typed, and on what there is."""
+    (tmp_path / "checkpoint_last.pt").touch()
+    monkeypatch.chdir(REPO)
+    command = f"scripts/evaluate.sh --data data/x --run {tmp_path}"
+    assert run_folder.next_command(REPO / "data/x", tmp_path) == f"{command} --subset valid --best"
+    (tmp_path / "checkpoint1.pt").touch()
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "test.de").touch()
     monkeypatch.chdir(tmp_path.parent)
-    assert run_folder.next_command(data, Path(tmp_path.name)) == command, "to be typed in the repository's folder"
-    for number in range(50, 650, 50):
-        (tmp_path / f"checkpoint_1_{number}.pt").touch()
-    assert run_folder.next_command(data, tmp_path).endswith("--average 10")
+    here, elsewhere = Path(tmp_path.name), f"{REPO}/scripts/evaluate.sh --data {tmp_path} --run {tmp_path}"
+    assert run_folder.next_command(here, here) == elsewhere
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, forget_model, load, numbered, record_model
-from ea_tools.common import UserError, portable, read_json, replacing, say, write_json
+from ea_tools.common import REPO, UserError, portable, read_json, replacing, say, write_json
 from ea_tools.preparation import Preparation, keep, require_same
 from ea_tools.training.average import average, last, save
 from ea_tools.training.launch import Launch
@@ -265,8 +266,11 @@ def settle_model(run: Path) -> Path:
 
 
 def next_command(data: Path, run: Path) -> str:
-    """The command to type after a training: it scores the average of at most 10 of the last checkpoints."""
-    number = len(last(run, AVERAGED))
-    which = ["--average", str(number)] if number else ["--best"]
-    # Absolute paths: the next command may be typed in another folder.
-    return portable(["scripts/evaluate.sh", "--data", str(data.absolute()), "--run", str(run.absolute()), *which])
+    """The command to type after a training: it scores the run's model on the test, else on the validation set."""
+    command = [str(REPO / "scripts/evaluate.sh"), "--data", str(data.absolute()), "--run", str(run.absolute())]
+    if not any((data / "raw").glob("test.*")):
+        command += ["--subset", "valid"]
+    if not last(run, AVERAGED):
+        command += ["--best"]
+    # Paths below the repository are shortened only where the command is typed there.
+    return portable(command) if Path.cwd() == REPO else shlex.join(command)

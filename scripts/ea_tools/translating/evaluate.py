@@ -40,9 +40,9 @@ from ea_tools.text import as_written, digest, read_lines, references
 from ea_tools.training import average
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import parse_flags
-from ea_tools.training.run_folder import LAST, finished, updates
+from ea_tools.training.run_folder import AVERAGED, LAST, finished, updates
 from ea_tools.translating import exported
-from ea_tools.translating.translators import add_search, fairseq_generate, parse_both
+from ea_tools.translating.translators import add_search, choose_device, fairseq_generate, parse_both
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--run", required=True, type=Path, metavar="DIR", help="a run, runs/NAME, or an export")
     add("--subset", default="test", metavar="SPLIT", help="valid, test, test1, ... (default: test)")
     which = parser.add_mutually_exclusive_group()
-    averaged = "translate with the average of the last N checkpoints, by epoch or by update (default: 10)"
+    averaged = f"translate with the average of the last N checkpoints, by epoch or update (default: at most {AVERAGED})"
     which.add_argument("--average", type=positive, metavar="N", help=averaged)
     which.add_argument("--best", action="store_true", help="translate with the run's checkpoint_best.pt")
     several = "translate with this checkpoint, or with an ensemble of several"
@@ -94,6 +94,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         metrics.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
+    if not (args.average or args.best or args.checkpoint or is_export(args.run)):  # the model that training settled on
+        args.average = len(average.last(args.run, AVERAGED)) or AVERAGED
     name = prep.get("name", args.data.name)
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
@@ -227,11 +229,11 @@ def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | Non
     Args:
         given: a file, or several with colons between them.
         best: take checkpoint_best.pt.
-        count: otherwise, how many of the last checkpoints are averaged; 10 where it is None.
+        count: otherwise, how many of the last checkpoints are averaged; AVERAGED where it is None.
     """
     if given or best:
         return given or str(run / "checkpoint_best.pt"), []
-    wanted = count or 10
+    wanted = count or AVERAGED
     paths = average.last(run, wanted)
     if (there := len(paths)) < wanted:
         hint = f"give --average {there}, or --best for the best one" if there else "train it first"
@@ -322,7 +324,7 @@ def settings_name(args: argparse.Namespace) -> str:
     elif args.checkpoint:
         parts.append("+".join(_checkpoint_name(Path(path), args.run) for path in args.checkpoint.split(":")))
     else:
-        parts.append(f"average{args.average or 10}")
+        parts.append(f"average{args.average or AVERAGED}")
     if args.precision != "fp32":
         parts.append(args.precision)
     given = parse_flags(args.generate_flags).items()
@@ -366,6 +368,8 @@ def generate_command(
 ) -> list[str]:
     """The words of fairseq-generate. `lengths` are the most subwords that the model reads and writes."""
     source, target = data.languages
+    # A CPU is as fast with small batches, and progress is shown batch by batch. By default a batch has 12,000 tokens.
+    on_cpu = choose_device(args.precision, args.generate_flags) == "cpu"
     return [
         *fairseq_generate(args.precision, args.generate_flags),
         *(str(data.folder), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
@@ -377,6 +381,7 @@ def generate_command(
         # Long source text is cut, as in translate.sh. By default fairseq stops at it.
         *("--truncate-source", "--skip-invalid-size-inputs-valid-test"),
         *("--max-source-positions", str(lengths[0] + 1), "--max-target-positions", str(lengths[1] + 1)),
+        *(("--batch-size", str(exported.BATCH)) if on_cpu else ()),
         *args.generate_flags,
     ]
 
