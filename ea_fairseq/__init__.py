@@ -1,9 +1,18 @@
 """Evolving Attention Transformers for fairseq: ``fairseq-train --user-dir ea_fairseq --arch ea_transformer_base``."""
 
 import logging
+from importlib.util import find_spec
 
-# fairseq's speech tasks announce on import that they miss a package that translation does not need.
+from evolving_attention import __version__
+
+if find_spec("fairseq") is None:
+    raise ModuleNotFoundError("ea_fairseq needs fairseq: pip install fairseq-fixed==0.12.3.1", name="fairseq")
+
+# Importing fairseq's speech tasks sets up the root logger for debugging, where nothing else has, and announces that a
+# package is missing that translation does not need.
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
+_set_up = logging.NullHandler()
+logging.root.addHandler(_set_up)
 
 from .transformer import EATransformerModel  # noqa: E402, I001  (registers a model, first)
 from .bart import EABARTModel  # noqa: E402
@@ -16,6 +25,7 @@ from .loading import allow_in_checkpoints  # noqa: E402
 from .options import show_options_in_help  # noqa: E402
 from .quantisation import quantise_map_convolutions  # noqa: E402
 
+logging.root.removeHandler(_set_up)
 allow_in_checkpoints()
 mend_fairseq()
 quantise_map_convolutions()
@@ -27,5 +37,6 @@ __all__ = [
     "EATransformerLanguageModel",
     "EATransformerModel",
     "Translator",
+    "__version__",
     "load",
 ]

@@ -7,7 +7,7 @@ import difflib
 import logging
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,23 @@ SEARCH_SETTINGS = (
     *("temperature", "no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp"),
     *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
 )
+
+
+class Hub(GeneratorHubInterface):
+    """fairseq's interface to a model, without a DataLoader, whose pinned memory gives a warning without a GPU."""
+
+    def _build_batches(self, tokens: list[torch.Tensor], skip_invalid_size_inputs: bool) -> Iterator[dict[str, Any]]:
+        sentences = self.task.build_dataset_for_inference(tokens, [len(sentence) for sentence in tokens])
+        batches = self.task.get_batch_iterator(
+            sentences,
+            max_tokens=self.cfg.dataset.max_tokens,
+            max_sentences=self.cfg.dataset.batch_size,
+            max_positions=self.max_positions,
+            ignore_invalid_inputs=skip_invalid_size_inputs,
+            disable_iterator_cache=True,
+        )
+        for batch in batches.frozen_batches:
+            yield batches.collate_fn([sentences[number] for number in batch])
 
 
 class Translator:
@@ -145,11 +162,15 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
 
 def translator(checkpoints: Sequence[Path], folder: Path) -> Translator:
     """Models, an ensemble where there are several, with the preparation in `folder`."""
-    from ea_runtime.text import Text  # here, for training needs none of the packages that split text
+    try:
+        from ea_runtime.text import Text  # here: training needs none of the packages that split text
+    except ModuleNotFoundError as error:
+        needed = "pip install regex sacremoses subword-nmt sentencepiece"
+        raise ModuleNotFoundError(f"{error.name}: is needed to split text; {needed}", name=error.name) from None
 
     text = Text(folder)
     models, cfg, task = read_models(checkpoints, folder, text.prep)
-    hub = GeneratorHubInterface(cfg, task, models)
+    hub = Hub(cfg, task, models)
     # Sentences are batched by their tokens, as fairseq-interactive does, however the model was trained.
     longest = hub.max_positions if isinstance(hub.max_positions, int) else hub.max_positions[0]
     cfg.dataset.max_tokens, cfg.dataset.batch_size = max(4096, longest), None

@@ -187,7 +187,8 @@ class EvolvingAttention(EvolvingHeads):
         num_heads: K.
         dropout: of attention weights, in training.
         bias: whether the four projections have one.
-        options: see ``EvolvingHeads.build_heads`` and :class:`Evolution`.
+        kernel_size, alpha, beta, rule, first, conv_layers, learn_mix: see :class:`Evolution`.
+        score, relative_positions, plain: see ``EvolvingHeads.build_heads``.
     """
 
     def __init__(
@@ -197,14 +198,38 @@ class EvolvingAttention(EvolvingHeads):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
-        **options: Any,
+        *,
+        kernel_size: int = 3,
+        alpha: float = 0.1,
+        beta: float = 0.1,
+        rule: str = "evolving",
+        first: bool = False,
+        conv_layers: int = 1,
+        learn_mix: bool = False,
+        score: str = "dot",
+        relative_positions: int = 0,
+        plain: bool = False,
     ):
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
         self.num_heads, self.dropout = num_heads, dropout
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim, bias) for _ in range(4))
-        self.build_heads(geometry, num_heads, embed_dim // num_heads, **options)
+        self.build_heads(
+            geometry,
+            num_heads,
+            embed_dim // num_heads,
+            score=score,
+            relative_positions=relative_positions,
+            plain=plain,
+            kernel_size=kernel_size,
+            alpha=alpha,
+            beta=beta,
+            rule=rule,
+            first=first,
+            conv_layers=conv_layers,
+            learn_mix=learn_mix,
+        )
 
     def forward(
         self,

@@ -1,12 +1,15 @@
 """The core's function and modules: their numbers, steps with a cache, refusals, and types of masks."""
 
+import inspect
+
 import pytest
 import torch
 from helpers.reference import COEFFICIENTS, evolve
 from torch.testing import assert_close
 
 from evolving_attention import Cache, EvolvingAttention, Geometry, evolving_attention
-from evolving_attention.evolution import RULES
+from evolving_attention.attention import EvolvingHeads
+from evolving_attention.evolution import RULES, Evolution
 from evolving_attention.masks import combine
 
 
@@ -68,6 +71,15 @@ def test_autocast_may_make_logits_of_another_type_than_the_map_before():
 def test_a_module_says_what_it_is_made_of():
     shown = repr(EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0.25, learn_mix=True, rule="predictive"))
     assert "predictive, encoder self-attention, alpha=learnt, beta=" in shown
+
+
+def test_help_shows_every_setting_with_its_default():
+    shown = inspect.signature(EvolvingAttention).parameters
+    assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in shown.values())
+    for function in (Evolution, EvolvingHeads.build_heads):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                assert shown[name].default == parameter.default, name
 
 
 def test_projections_may_have_no_bias():

@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import REPO
 from helpers.data_toy import sentences as awkward
 from helpers.toy import script
 
@@ -37,6 +41,19 @@ def kept(data, run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def translator(kept):
     return ea_fairseq.load(kept)
+
+
+@pytest.mark.slow
+def test_it_prints_nothing_and_leaves_the_logs_alone(kept):
+    """fairseq would set the root logger up for debugging; PyTorch warns of pinned memory without a GPU."""
+    code = (
+        "import logging, sys, ea_fairseq; ea_fairseq.load(sys.argv[1]).translate('Haus.'); "
+        "print(logging.root.handlers, logging.root.level)"
+    )
+    command = [sys.executable, "-P", "-c", code, str(kept)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[] 30\n", "")
 
 
 @pytest.mark.parametrize(

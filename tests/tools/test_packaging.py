@@ -1,6 +1,7 @@
 """`pip install` gives evolving_attention and ea_fairseq anywhere; the Dockerfile copies what the quickstart needs."""
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -57,7 +58,9 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
         (tmp_path / room / "__init__.py").touch()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--no-index", "--wheel-dir", tmp_path / "wheels", tmp_path], check=True, capture_output=True)
-    (wheel,) = (tmp_path / "wheels").glob("ea_fairseq-*.whl")
+    version = re.search(r"^version: (.*)$", (REPO / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert f"\n## {version}\n" in (REPO / "CHANGELOG.md").read_text()
+    wheel = tmp_path / "wheels" / f"ea_fairseq-{version}-py3-none-any.whl"
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -65,17 +68,33 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     kinds = ("*.py", "*.c", "*.h", "*.html", "*.yaml")
     source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
-    code = (
+    code = (  # torch._dynamo: each command would wait a second for the compiler
         "import ea_fairseq, sys; from types import SimpleNamespace; from fairseq import utils; "
         "utils.import_user_module(SimpleNamespace(user_dir=ea_fairseq.__path__[0])); "
         "from fairseq.models import ARCH_MODEL_REGISTRY; print(ea_fairseq.__path__[0], 'ea_transformer_lite' in "
-        "ARCH_MODEL_REGISTRY, 'torch._dynamo' in sys.modules)"  # each command would wait a second for the compiler
+        "ARCH_MODEL_REGISTRY, 'torch._dynamo' in sys.modules, ea_fairseq.__version__)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-P", "-c", code],
         capture_output=True, text=True, cwd="/", env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}, check=False,
     )  # fmt: skip
-    assert done.stdout.split() == [str(site / "ea_fairseq"), "True", "False"], done.stderr
+    assert done.stdout.split() == [str(site / "ea_fairseq"), "True", "False", version], done.stderr
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
+    from ea_fairseq import hub
+
+    for missing, module, use in (
+        ("fairseq", "ea_fairseq", lambda: importlib.import_module("ea_fairseq")),
+        ("sacremoses", "ea_runtime.text", lambda: hub.translator([], tmp_path)),
+    ):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, missing, None)
+            without.delitem(sys.modules, module)
+            with pytest.raises(ModuleNotFoundError, match=f"pip install .*{missing}") as error:
+                use()
+        named = set(str(error.value).partition("pip install ")[2].split())
+        assert named <= {*EXTRAS["fairseq"], *(one.split("==")[0] for one in EXTRAS["runtime"])}
 
 
 def test_the_dockerfile_copies_what_it_runs(tmp_path):
