@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ea_runtime.kept import sha256
 
-from .command_line import UserError
+from .command_line import UserError, say
 from .parallel import tqdm_options
 from .text import AGAIN, reading
 
@@ -29,9 +29,12 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
     """Downloads `url` to `path` by way of path.part, which a later run takes up. `size` is checked if it is not 0."""
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
+    last: Exception | None = None
     for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(PAUSE * 2 ** (attempt - 1))
+        if last:
+            pause = PAUSE * 2 ** (attempt - 1)
+            say(f"{url}: {last}; attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s")
+            time.sleep(pause)
         try:
             _continue(url, part)
             break

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +19,7 @@ from tqdm import tqdm
 from ea_runtime.kept import CODES
 from ea_runtime.text import VERSION, segmenter
 
-from .command_line import UserError
+from .command_line import UserError, say
 from .parallel import Chunk, tqdm_options
 from .text import checked_lines, count_lines, open_bytes, reading
 
@@ -56,11 +59,14 @@ def learn(words: Counter, merges: int, folder: Path) -> None:
 
     subword-nmt fails on text without a word of two characters: the file then is its first line alone.
     """
-    learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", **tqdm_options())  # its own has no name
+    learn_bpe.tqdm = partial(tqdm, desc="  learn", unit=" merges", file=sys.stderr, **tqdm_options())  # with a name
     entries = [f"{word.decode()} {count}" for word, count in words.items()]
     with (folder / CODES["subword_nmt"]).open("w", encoding="utf-8", newline="\n") as file:
         if any(len(word.decode()) > 1 for word in words):
-            learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
+            with redirect_stderr(io.StringIO()) as remark:
+                learn_bpe.learn_bpe(entries, file, merges, is_dict=True)
+            if remark.getvalue():
+                say(f"fewer than {merges:,} merges (--merges): no other pair of subwords occurs twice")
         else:
             file.write(f"{VERSION} 0.2\n")
 

@@ -57,7 +57,7 @@ def test_a_download_that_was_cut_off_is_complete(server, tmp_path, ranges):
     assert server.asked == [None, "bytes=100000-", "bytes=400000-" if ranges else "bytes=300000-"]
 
 
-def test_a_killed_download_goes_on_and_a_busy_server_is_asked_again(server, tmp_path):
+def test_a_killed_download_goes_on_and_a_busy_server_is_asked_again(server, tmp_path, capsys):
     (tmp_path / "x.part").write_bytes(DATA[:1234])
     download.fetch(f"{server.url}/x", tmp_path / "x")
     assert server.asked == ["bytes=1234-"]
@@ -65,6 +65,7 @@ def test_a_killed_download_goes_on_and_a_busy_server_is_asked_again(server, tmp_
     server.asked.clear()
     download.fetch(f"{server.url}/busy", tmp_path / "y")
     assert len(server.asked) == 3
+    assert capsys.readouterr().err.count(f"{server.url}/busy") == 2, "a user sees what is waited for"
 
 
 @pytest.mark.parametrize("url", ["{}/missing", "http://127.0.0.1:9/x"])

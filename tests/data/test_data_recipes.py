@@ -5,6 +5,7 @@ import gzip
 import io
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -157,8 +158,7 @@ def test_iwslt14(iwslt, tmp_path):
 
 def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
     folder, *_ = iwslt
-    with tarfile.open(folder / "de-en.tgz") as file:
-        file.extractall(tmp_path / "raw", filter="data")
+    shutil.unpack_archive(folder / "de-en.tgz", tmp_path / "raw")  # also on Python 3.11.2, where tarfile has no filters
     ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / raw.name) for raw in (folder, tmp_path / "raw"))
     for split in ours.splits():
         for a, b in zip(ours.text("filter", split), theirs.text("filter", split), strict=True):

@@ -77,6 +77,12 @@ def test_codes_are_those_that_subword_nmt_learns(learnt, tmp_path):
     assert (tmp_path / "code").read_bytes() == (folder / "theirs").read_bytes()
 
 
+def test_a_text_of_fewer_pairs_than_merges_says_so_in_words_of_its_flag(tmp_path, capsys):
+    subwords.learn(Counter({b"abc": 5}), 50, tmp_path)
+    said = capsys.readouterr().err
+    assert "--merges" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("cache", [subwords.CACHE_WORDS, 7])
 def test_words_are_split_as_subword_nmt_splits_them(learnt, monkeypatch, cache):
     monkeypatch.setattr(subwords, "CACHE_WORDS", cache)

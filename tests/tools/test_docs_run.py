@@ -62,10 +62,9 @@ DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
 
 @pytest.fixture
 def clone(tmp_path):
-    """The files of this repository, with an environment whose programs start warm."""
+    """The tracked files of this repository, not those that commands of pages leave, and programs that start warm."""
     clone = tmp_path / "ea-fairseq"
-    listing = ["git", "-C", REPO, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["git", "-C", REPO, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (REPO / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)

@@ -180,6 +180,14 @@ def test_the_same_name_in_other_folders_is_two_labels(tmp_path):
     assert [label for label, _ in lines_of(*runs)] == [f"ea_transformer_lite, run, {run}" for run in runs]
 
 
+def test_other_data_are_told_by_the_runs_folder_and_not_by_a_digest(tmp_path):
+    runs = [make(tmp_path / name) for name in ("one", "two")]
+    record = json.loads((runs[1] / "run.json").read_text())
+    record["identity"]["data"] = "77aa01"
+    (runs[1] / "run.json").write_text(json.dumps(record))
+    assert [label for label, _ in lines_of(*runs)] == [f"ea_transformer_lite, {run}" for run in runs]
+
+
 def test_what_differs_between_architectures_is_named(tmp_path):
     runs = [make(tmp_path / arch, arch=arch, flags={"lr": lr}) for arch, lr in (("ea_bart", "0.1"), ("bart", "0.2"))]
     assert lines_of(*runs) == [("ea_bart, lr 0.1", 1), ("bart, lr 0.2", 1)]

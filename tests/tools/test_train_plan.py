@@ -358,6 +358,12 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(capsys, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unknown_architecture_is_named_before_anything_else(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["sample", "ea_transformer_lit", "--gpus", "0", "--dry-run"])
+    assert capsys.readouterr().err == ""
+
+
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
     args, _ = train.parse(["sample", "transformer", "--gpus", "2"])

@@ -116,7 +116,8 @@ def _name(run: Run, runs: Sequence[Run]) -> str:
         return len(stated) > 1 or len({settings.get(name) for settings in alike}) > 1
 
     words = [run.settings["arch"]] + ([run.settings["recipe"]] if differs("recipe") else [])
-    shown = [name for name in run.settings if name not in ("arch", "recipe") and differs(name)]
+    # A digest of the data says nothing to a reader: where nothing else differs, the run's path is added.
+    shown = [name for name in run.settings if name not in ("arch", "recipe", "data") and differs(name)]
     return ", ".join([*words, *(f"{name} {run.settings[name]}".strip() for name in shown)])
 
 

@@ -133,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, str]:
     """A command line's options, its flags for fairseq-train, the plan, and the recipe that was made for it as TOML."""
     args, flags = parse(arguments)
+    flag_faults.check_architecture(args.arch, "ARCH ")
     recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
     start = plan(recipe, args, flags, Launch.of(args))
     if flags or args.recipe.endswith(".toml") or args.arch not in flag_faults.ours():
-        flag_faults.check_architecture(args.arch, "ARCH ")
         _, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
         start = start.without(left_out)
     return args, flags, start, toml
