@@ -24,7 +24,9 @@ stamp=$venv/.requirements   # a copy of requirements.txt, written when all of it
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2> /dev/null; }
 
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$repo/requirements.txt")
+# Not --quiet: pip shows the size of each download, a bar at a terminal, and that a compilation is still running.
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --constraint "$repo/requirements.txt")
+export PIP_USE_PEP517=1   # else pip announces that another way of building, antlr4's, will go
 examples() {
     "${pip[@]}" --requirement "$repo/examples/requirements.txt"
     "${pip[@]}" --no-deps --requirement "$repo/examples/time_series/requirements.txt"
@@ -58,13 +60,13 @@ echo "setting up $venv with $("$python" --version); the first time takes some te
 "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
 
 # Without build isolation, so that a source build of fairseq uses this torch instead of fetching a second one.
-echo "  1/2 PyTorch and the build requirements"
+echo "== 1/2: PyTorch (0.2 GB for CPUs, several GB with CUDA) and the build requirements"
 build=(setuptools wheel)
 if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] == (3, 12))'; then
     build+=(numpy cython ninja)
 fi
 "${pip[@]}" torch "${build[@]}"
-echo "  2/2 fairseq and the rest (fairseq is compiled now, but on Python 3.12)"
+echo "== 2/2: fairseq and the rest (but on Python 3.12 fairseq is compiled now, which takes some two minutes)"
 # Without dependencies: requirements.txt has all of them but torchaudio.
 "${pip[@]}" --no-build-isolation --no-deps --requirement "$repo/requirements.txt"
 
