@@ -20,10 +20,10 @@ MOST_LETTERS = 120
 
 
 def ignore_warnings() -> None:
-    """Hide warnings inside fairseq and hydra: users cannot change what causes them."""
+    """Hide warnings inside fairseq, hydra and PyTorch's exporter: users cannot change their causes."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
     warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-    messages = r"\n'config' is validated|'pin_memory' argument|Support for mismatched key_padding_mask"
+    messages = r"\n'config' is validated|'pin_memory' argument|Support for mismatched key_padding_mask|.*LeafSpec"
     warnings.filterwarnings("ignore", message=messages)
 
 

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,7 +126,12 @@ def exported_run(data, run, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("exported_run")
     preparation.keep(shutil.copytree(run, folder / "run"), data)
-    export.main(["--run", str(folder / "run"), "--average", "2", "--out", str(folder / "float32")])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for hidden in (DeprecationWarning, ResourceWarning):  # as by Python itself
+            warnings.simplefilter("ignore", hidden)
+        export.main(["--run", str(folder / "run"), "--average", "2", "--out", str(folder / "float32")])
+    assert [str(warning.message) for warning in shown] == [], "a user cannot change their causes"
     return folder
 
 

@@ -56,7 +56,7 @@ def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: 
 
 
 def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Run the cells that have no result yet; returns those that failed, and what is wrong with data, as text.
+    """Run the cells that have no result yet; returns those that failed, and faults of data, as text.
 
     Raises:
         UserError: no cell is done, and none has its data.

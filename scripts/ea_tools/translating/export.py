@@ -109,7 +109,7 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
     from ea_fairseq.export import export
 
     model, task = loaded.hub.models[0], loaded.hub.task
-    say("exporting; it takes about half a minute")
+    say("exporting; it takes about a minute")
     export(model, folder)
     if int8:
         quantise(folder)
