@@ -1,6 +1,7 @@
 """Evolving Attention Transformers for fairseq: ``fairseq-train --user-dir ea_fairseq --arch ea_transformer_base``."""
 
 import logging
+import sys
 from importlib.util import find_spec
 
 from evolving_attention import __version__
@@ -18,7 +19,7 @@ from .transformer import EATransformerModel  # noqa: E402, I001  (registers a mo
 from .bart import EABARTModel  # noqa: E402
 from .language_model import EATransformerLanguageModel  # noqa: E402
 from .roberta import EARobertaModel  # noqa: E402
-from . import architectures  # noqa: E402, F401  (registers the presets)
+from . import architectures, optim  # noqa: E402, F401  (registers the presets, and the optimizer)
 from .compatibility import mend_fairseq  # noqa: E402
 from .hub import Translator, load  # noqa: E402
 from .loading import allow_in_checkpoints  # noqa: E402
@@ -30,6 +31,11 @@ allow_in_checkpoints()
 mend_fairseq()
 quantise_map_convolutions()
 show_options_in_help()
+if "fairseq_cli.train" in sys.modules and any(optim.NAME in word for word in sys.argv):
+    from .trainer import FlatTrainer
+
+    # fairseq-train has no hook for a trainer; without --optimizer flat_adam it keeps its own
+    sys.modules["fairseq_cli.train"].Trainer = FlatTrainer
 
 __all__ = [
     "EABARTModel",

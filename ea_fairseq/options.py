@@ -170,7 +170,9 @@ def show_options_in_help() -> None:
     add_model_args = fairseq_options.add_model_args
 
     def add_model_args_and_ours(parser: argparse.ArgumentParser) -> Any:
-        add_options(parser.add_argument_group("Evolving Attention (--arch ea_transformer_base, ea_roberta_base, ...)"))
+        title = "Evolving Attention (--arch ea_transformer_base, ea_roberta_base, ...)"
+        optimizer = "--optimizer flat_adam is fairseq's adam in one call for all parameters; checkpoints fit both"
+        add_options(parser.add_argument_group(title, optimizer))
         return add_model_args(parser)
 
     fairseq_options.add_model_args = add_model_args_and_ours

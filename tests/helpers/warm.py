@@ -175,7 +175,8 @@ def _run(words, environment):
         for number, mode, buffering, errors in ((0, "r", -1, None), (1, "w", -1, None), (2, "w", 1, "backslashreplace"))
     )
     sys.stdout.reconfigure(write_through="-u" in words or "PYTHONUNBUFFERED" in environment)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("ea_tools", "ea_fairseq", "fairseq_cli")]:
+    # Where a command becomes another, fairseq keeps what ea_fairseq has registered, so that stays, too.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ea_tools", "fairseq_cli")]:
         del sys.modules[name]
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)

@@ -8,15 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fairseq_cli.train
 import pytest
 import torch
 from helpers import REPO, warm
 from helpers.models import TINY, TRAINING
 from helpers.other_models import run
 
+from ea_fairseq.trainer import FlatTrainer
+
 pytestmark = pytest.mark.slow
 
 ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def our_trainer():
+    """As in a process that begins with --optimizer flat_adam on its command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fairseq_cli.train, "Trainer", FlatTrainer)
+        yield
 
 
 def train(data, folder, *flags, arch=ARCH, length=4):
@@ -73,7 +84,7 @@ def test_fairseqs_knobs_train_and_translate(corpus, tmp_path, flags):
 
 
 def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
-    flags = ["--no-save", "--dropout", "0", "--ddp-backend", "legacy_ddp"]
+    flags = ["--no-save", "--dropout", "0", "--ddp-backend", "legacy_ddp", "--optimizer", "flat_adam"]
     alone = losses(train(corpus, tmp_path, *flags, "--update-freq", 2, length=6))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,13 +98,14 @@ def test_two_processes_equal_one_with_twice_the_accumulation(corpus, tmp_path):
     ranks = [warm.Popen([str(word) for word in [*command, rank]], env=environment, **options) for rank in (0, 1)]
     logs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], logs[0] + logs[1]
+    assert "updates all parameters in one call" in logs[0]
     together = losses(logs[0])
     assert len(together) == 6
     assert together == pytest.approx(alone, abs=2e-3)
 
 
 # Without this, fairseq composes its batches anew where it resumes in a later epoch, and the runs part.
-RESUMABLE = ["--update-epoch-batch-itr", "True"]
+RESUMABLE = ["--update-epoch-batch-itr", "True", "--optimizer", "flat_adam"]
 
 
 @pytest.fixture(scope="module")

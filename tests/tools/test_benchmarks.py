@@ -7,9 +7,11 @@ import sys
 
 import numpy
 import pytest
+from fairseq.optim import adam
 from helpers import warm
 from helpers.other_models import LM, ROBERTA
 
+from ea_fairseq.optim import FairseqAdam
 from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
@@ -113,6 +115,7 @@ def test_training(tmp_path, small):
     assert result["times"]["tokens"]["ours"] == [[batch["tokens"] for batch in result["batches"]]]
     one_pass = {name: sum(table[0]) for name, table in result["times"]["seconds"].items()}
     assert result["ratio"]["median"] == pytest.approx(one_pass["stock"] / one_pass["ours"])
+    assert result["ratio_flat_adam"]["median"] == pytest.approx(one_pass["stock"] / one_pass["ours, flat_adam"])
 
 
 def test_the_papers_other_systems_have_their_flags(size="pa3", expected=("predictive", 3, False)):
@@ -130,6 +133,9 @@ def test_training_trains_as_the_recipe_does():
     assert benchmark_training.training_step(trainer)(batch) == 48  # the learning rate still is 0
     benchmark_training.training_step(trainer)(batch)
     assert (trainer.model.encoder.embed_tokens.weight != embedding).any()
+    assert type(trainer.optimizer) is adam.FairseqAdam
+    flat = benchmark_training.trainer(args, "transformer_lite", "cpu", "fp32", "flat_adam")
+    assert type(flat.optimizer) is FairseqAdam
     state = trainer.optimizer.optimizer.state
     assert all(state[parameter]["exp_avg"].any() for parameter in trainer.model.parameters())  # all have had gradients
     settings = trainer.cfg.model.dropout, trainer.cfg.model.ea_alpha, trainer.cfg.criterion.label_smoothing

@@ -284,7 +284,7 @@ def report_speeds(label: str, result: Mapping[str, Any], device: str) -> None:
     by_cpu = f", by CPU time {show(result['ratio_by_cpu_time'])}" if device == "cpu" else ""
     print(f"{label}: ours / stock {show(result['ratio'])}{by_cpu}")
     for name, speed in result["tokens_per_second"].items():
-        print(f"  {result['architectures'][name]:<20} {show(speed, 0):>30} target tokens/s")
+        print(f"  {result['architectures'].get(name, name):<20} {show(speed, 0):>30} target tokens/s")
 
 
 def show(quartiles: Mapping[str, float], digits: int = 2) -> str:

@@ -102,10 +102,11 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
 def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The speed of training, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
 
-    Both models stand in one process and take turns on the same batches, with the recipe's flags. A process for each
-    model measures its peak memory, over many batches of many shapes, as in a real epoch. With --growth, batches of one
-    length each, from 16 to 2048 tokens, replace the corpus. A language model (lm) and a RoBERTa read the source alone,
-    by their own task and criterion. Their --data is a folder of data-prep/one-side.sh.
+    Both models stand in one process and take turns on the same batches, with the recipe's flags. Ours takes turns with
+    --optimizer flat_adam, too, as in scripts/train.sh. A process for each model measures its peak memory, over many
+    batches of many shapes, as in a real epoch. With --growth, batches of one length each, from 16 to 2048 tokens,
+    replace the corpus. A language model (lm) and a RoBERTa read the source alone, by their own task and criterion.
+    Their --data is a folder of data-prep/one-side.sh.
 
         scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16

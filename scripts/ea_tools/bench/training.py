@@ -17,6 +17,8 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
+from ea_fairseq import optim
+from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.maps.sides import BOTH, DECODER, ENCODER
@@ -26,6 +28,8 @@ from ea_tools.training.recipes import read, spell_flags
 
 #: flags of recipes that only translation has, and what trains a model with one side
 OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings"}
+#: a third candidate: our model and one optimizer call for all parameters
+FLAT = f"ours, {optim.NAME}"
 CRITERIA = {ENCODER: "masked_lm", DECODER: "cross_entropy"}
 
 
@@ -63,6 +67,7 @@ def measure(
 ) -> dict[str, Any]:
     """Speed and memory of one pair of models; `length`: on sentences of so many tokens."""
     trainers = {name: trainer(args, arch, device, precision) for name, arch in options.PAIRS[size].items()}
+    trainers[FLAT] = trainer(args, options.PAIRS[size]["ours"], device, precision, optim.NAME)
     batches = choose(args, trainers["ours"].task, length, args.batches)
     label = f"{size} {precision}" + (f", {length} tokens" if length else "")
     steps = {name: training_step(of_model) for name, of_model in trainers.items()}
@@ -74,6 +79,7 @@ def measure(
         "architectures": options.PAIRS[size],
         "batches": [common.describe(batch) for batch in batches],
         **common.speeds(times),
+        "ratio_flat_adam": common.ratios(times)[FLAT],
         "times": times,
     }
     if args.memory_batches:
@@ -82,6 +88,7 @@ def measure(
             for name, arch in tqdm(options.PAIRS[size].items(), desc=f"{label}, memory", unit=" models")
         }
     common.report_speeds(label, result, device)
+    print(f"  {FLAT} / stock {common.show(result['ratio_flat_adam'])}")
     for name, used in result.get("memory", {}).items():
         print(
             f"  {options.PAIRS[size][name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, "
@@ -90,8 +97,8 @@ def measure(
     return result
 
 
-def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -> Trainer:
-    """fairseq's trainer with everything as the recipe has it; `model`: words after --arch, as in options.PAIRS."""
+def trainer(args: argparse.Namespace, model: str, device: str, precision: str, optimizer: str = "adam") -> Trainer:
+    """A trainer with everything else as the recipe has it; `model`: words after --arch, as in options.PAIRS."""
     recipe = read(args.recipe)
     precision = common.type_of_numbers(precision, device)
     flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
@@ -99,6 +106,7 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
+    flags["optimizer"] = optimizer
     longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
     flags = [
         *common.task_flags(model, longest),
@@ -109,7 +117,7 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str) -
     config = common.configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = common.make_task(args, config)
-    trainer = Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
+    trainer = FlatTrainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
     trainer.save_checkpoint = lambda *_: None  # a step that fails would leave a checkpoint before it says why
     return trainer
 

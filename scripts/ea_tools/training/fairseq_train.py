@@ -7,6 +7,7 @@
 - SAVE_DIR/log.jsonl holds the numbers for programs
 - on a CPU, memory that a step frees is kept for the next one
 - --bf16-products, before the data: the CPU's units for bfloat16 make float32 products
+- one optimizer call for all parameters (ea_fairseq/optim.py), unless --use-old-adam asks for fairseq's own
 - progress lines come by the clock; divergence, Ctrl-C and errors end in one sentence, success in a command
 """
 
@@ -28,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import UserError, ignore_warnings
+from ea_tools.common import REPO, UserError, ignore_warnings
 
 ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
@@ -39,13 +40,16 @@ if ON_CTRL_C is signal.default_int_handler:
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
-from fairseq import checkpoint_utils  # noqa: E402
+from fairseq import checkpoint_utils, utils  # noqa: E402
 from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+utils.import_user_module(Namespace(user_dir=str(REPO / "ea_fairseq")))  # here for the trainer; later calls do nothing
+from ea_fairseq import optim  # noqa: E402
+from ea_fairseq.trainer import FlatTrainer  # noqa: E402
 from ea_tools.training import products  # noqa: E402
 from ea_tools.training.memory import keep_freed_memory  # noqa: E402
 from ea_tools.training.run_folder import next_command, settle_model, started  # noqa: E402
@@ -55,8 +59,10 @@ logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # for train.log, and not for the screen
 
 
-class LongRunTrainer(Trainer):
+class LongRunTrainer(FlatTrainer):
     """fairseq's trainer, whose checkpoints also hold the state of early stopping."""
+
+    OPTIMIZERS = ("adam", optim.NAME)
 
     def __init__(self, cfg: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)

@@ -4,6 +4,7 @@ The effective batch is the recipe's on every number of GPUs that divides it: acc
 those missing.
 Run the same command again to resume from the newest checkpoint that loads; a finished run says so and stops.
 Any flag of fairseq-train may follow, and replaces the recipe's: --max-update 1000 --seed 2 --encoder-layers 4
+Adam updates all parameters in one call, and differs from fairseq's by rounding; --use-old-adam takes fairseq's.
 """
 
 from __future__ import annotations
