@@ -6,7 +6,8 @@ ONNX Runtime is imported only with these classes: others use ``text`` and ``kept
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"ExportError": "translator", "LanguageModel": "language_model", "Translator": "translator"}
+__version__ = "0.2.0"
+_MODULES = {"ExportError": "folder", "LanguageModel": "language_model", "Translator": "translator"}
 __all__ = ["ExportError", "LanguageModel", "Translator"]
 
 

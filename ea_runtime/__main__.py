@@ -8,8 +8,11 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from ea_runtime import __version__
 
 # Packages are imported where they are used: Ctrl-C during their second ends the command as it does later.
 
@@ -17,12 +20,13 @@ from pathlib import Path
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m ea_runtime", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"ea_runtime {__version__}")
     parser.add_argument("folder", metavar="DIR", help="what scripts/export.sh wrote")
     parser.add_argument("--beam", type=int, metavar="N", help="width of the search (default: the export's)")
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (default: the export's)")
     parser.add_argument("--n-best", type=int, default=1, metavar="N", help="above 1: score, tab, text; N lines each")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sentences at once (default: 32)")
-    buffer = "lines read at once (default: 1000; 1 at a terminal)"
+    buffer = "lines read, and translations printed, at once (default: four batches; 1 at a terminal)"
     parser.add_argument("--buffer", type=int, metavar="N", help=buffer)
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
@@ -35,21 +39,21 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from ea_runtime import ExportError, LanguageModel
+    from ea_runtime.folder import Export
     from ea_runtime.search import check_whole
-    from ea_runtime.translator import describe, task_of
 
     try:
         if args.buffer is None:
-            args.buffer = 1 if sys.stdin and sys.stdin.isatty() else 1000
+            args.buffer = 1 if sys.stdin and sys.stdin.isatty() else 4 * args.batch
         for name in ("batch", "buffer"):
             check_whole(f"--{name}", getattr(args, name))
-        if args.serve is not None:
-            return _serve(args)
-        for name in ("stdin", "stdout"):
+        for name in ("stdout",) if args.serve is not None else ("stdin", "stdout"):
             if getattr(sys, name) is None:
                 raise ValueError(f"{name} is closed; give it a file, a pipe or a terminal")
         sys.stdout.reconfigure(encoding="utf-8")
-        is_language = task_of(describe(Path(args.folder))) == LanguageModel.TASK
+        if args.serve is not None:
+            return _serve(args)
+        is_language = Export(Path(args.folder)).task == LanguageModel.TASK
         for line in (_score if is_language else _translate)(args):
             _print(line)
     except (ExportError, ValueError) as error:
@@ -108,11 +112,16 @@ def _serve(args: argparse.Namespace) -> None:
         from ea_runtime.serve import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"--serve needs {error.name}: pip install fastapi uvicorn") from None
-    serve(translator, args.serve, batch=args.batch)
+    serve(translator, args.serve, batch=args.batch, started=_print)
 
 
 def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
-    """Lines of standard input, `size` at a time, each with the number of its first; those before a bad one, too."""
+    """Lines of standard input, `size` at a time, each with the number of its first; those before a bad one, too.
+
+    Progress goes to a terminal on which no translations appear.
+    """
+    begin = time.monotonic()
+    shown = sys.stderr is not None and sys.stderr.isatty() and not sys.stdout.isatty()
     for first in itertools.count(1, size):
         part = []
         for number, line in enumerate(itertools.islice(sys.stdin.buffer, size), first):
@@ -126,7 +135,12 @@ def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
                 ) from None
         if part:
             yield first, part
+            done = first + len(part) - 1
+            if shown:
+                speed = done / (time.monotonic() - begin)
+                print(f"{done:,} lines, {speed:.1f} a second", end="\r", file=sys.stderr, flush=True)
         if len(part) < size:
+            print(end="\n" if shown else "", file=sys.stderr)
             return
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from ea_runtime.folder import reading
 from ea_runtime.search import Hypothesis, check_n_best, check_whole, search
-from ea_runtime.translator import Model, Steps
+from ea_runtime.translator import EOS, Model, Steps
 
 
 class LanguageModel(Model):
     """An exported language model with its text rules; see ``Model``."""
 
     TASK = "language_modeling"
+
+    def __init__(self, folder: str | Path, threads: int | None = None) -> None:
+        super().__init__(folder, threads)
+        with reading(self.folder):  # files that do not fit each other
+            self.score_ids([[len(self._source) - 1, EOS]], batch=1)
 
     def score(self, lines: Iterable[str], batch: int = 32, first: int = 1) -> list[tuple[float, int]]:
         """The natural log-probability of each line, its end included, and how many tokens that is.
@@ -50,12 +57,9 @@ class LanguageModel(Model):
             n_best: how many.
             settings: of the search; see ``Settings``.
         """
-        tokens = self._tokens(start, 1)[:-1]
         chosen = self.settings(settings)
         check_n_best(n_best, chosen.beam)
+        tokens = self._begin(start, "start", self.text, self._ids, chosen)
         max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
-        if len(tokens) >= max_len:
-            hint = " or raise max_len_b" if max_len < self._longest[1] - 1 else ""
-            raise ValueError(f"start: fills the {max_len} subwords that a sentence may have; shorten it{hint}")
         (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
         return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

@@ -5,28 +5,35 @@ Axes: N sentences, b beams, R = N x b hypotheses, V words. Positions count from 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+#: The widest search: each hypothesis holds caches of megabytes.
+MOST_BEAM = 500
 #: (tokens N x b, step, order R, kept sentences or None, bias V, top, forced R)
 #: -> log-probabilities and words, R x top, best first
 Step = Callable[..., tuple[NDArray, NDArray]]
 
 
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name}: must be a whole number from {least} on, not {value!r}")
+def check_whole(name: str, value: object, least: int = 1, most: int = 1_000_000) -> None:
+    """Raise ValueError unless the value is a whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(f"{name}: must be a whole number from {least} to {most}, not {reprlib.repr(value)}")
+
+
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise ValueError unless the value is a number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not least <= value <= most:
+        raise ValueError(f"{name}: must be a number from {least} to {most}, not {reprlib.repr(value)}")
 
 
 def check_n_best(n_best: object, beam: int) -> None:
     """Raise ValueError unless a beam of this size gives so many."""
-    check_whole("n_best", n_best)
-    if n_best > beam:
-        raise ValueError(f"n_best: must be from 1 to the beam, {beam}, not {n_best}")
+    check_whole("n_best (at most the beam)", n_best, most=beam)
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,13 @@ class Settings:
     unnormalized: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("beam", 1), ("max_len_b", 0), ("min_len", 1)):
-            check_whole(name, getattr(self, name), least)
-        for name in ("lenpen", "unkpen", "max_len_a"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
-                raise ValueError(f"{name}: must be a number, not {value!r}")
-        for name, most in (("lenpen", 10), ("unkpen", 1_000_000), ("max_len_a", 1000), ("max_len_b", 1_000_000)):
-            if abs(value := getattr(self, name)) > most:  # else sums, or powers of long lengths, overflow
-                raise ValueError(f"{name}: must be from -{most} to {most}, not {value}")
+        # beyond these, sums, or powers of long lengths, overflow, or memory ends
+        for name, least, most in (("beam", 1, MOST_BEAM), ("max_len_b", 0, 1_000_000), ("min_len", 1, 1_000_000)):
+            check_whole(name, getattr(self, name), least, most)
+        for name, most in (("lenpen", 10), ("unkpen", 1_000_000), ("max_len_a", 1000)):
+            check_number(name, getattr(self, name), -most, most)
+        if not isinstance(self.unnormalized, bool):
+            raise ValueError(f"unnormalized: must be True or False, not {reprlib.repr(self.unnormalized)}")
 
     def max_len(self, source_length: int, longest: int) -> int:
         """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""

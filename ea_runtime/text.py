@@ -5,6 +5,7 @@ PREP.json, which data preparation writes and a run keeps, says by which rules.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import unicodedata
@@ -20,8 +21,8 @@ from subword_nmt.apply_bpe import BPE
 from ea_runtime.kept import CODES, language_in
 
 NON_PRINTING = regex.compile(r"\p{C}")
-#: The most words whose subwords are remembered.
-REMEMBERED = 50_000
+#: The most words whose subwords are remembered, and the most letters of one: tens of megabytes at most.
+REMEMBERED, SHORT = 50_000, 32
 #: A file of codes begins with this, and a number.
 VERSION = "#version:"
 
@@ -123,12 +124,30 @@ def words_of(prep: dict[str, Any], language: str) -> Moses | RawText:
     return words(prep["tokenizer"], language_in(prep, language), dashes, prep.get("escape", True))
 
 
+class ShortWords(dict[str, tuple[str, ...]]):
+    """The subwords of words that subword-nmt has split; long words, which are rare, would fill the memory."""
+
+    def __setitem__(self, word: str, subwords: tuple[str, ...]) -> None:
+        if len(word) <= SHORT:
+            super().__setitem__(word, subwords)
+
+
 def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> BPE:
-    """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are."""
+    """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are.
+
+    Raises:
+        ValueError: it is no file of codes.
+    """
     codes = path.read_text(encoding="utf-8")
     # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
     no_merges = codes.startswith(VERSION) and "\n" not in codes.strip()
-    return BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            bpe = BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
+    except SystemExit:  # it says why, and ends the program
+        raise ValueError(f"{path}: {said.getvalue().partition(chr(10))[0]}") from None
+    bpe.cache = ShortWords()
+    return bpe
 
 
 def join_pieces(line: str) -> str:
@@ -192,7 +211,7 @@ def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
     def split(line: str) -> str:
         # It remembers all words, which a server cannot afford. Another thread may still use the old dictionary.
         if len(bpe.cache) > REMEMBERED:
-            bpe.cache = {}
+            bpe.cache = ShortWords()
         return bpe.process_line(line)
 
     return split

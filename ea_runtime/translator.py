@@ -5,8 +5,8 @@ Axes: N sentences, S source length, R = N x beams hypotheses.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ea_runtime.kept import sha256
+from ea_runtime.folder import Export, ExportError, reading
 from ea_runtime.search import Hypothesis, Settings, check_n_best, check_whole, search
 
 if TYPE_CHECKING:
@@ -25,19 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The version of the folder's layout that this package reads.
-FORMAT = 1
-#: Entries that model.json must have, and their types.
-FORM = {"format": int, "digests": dict, "dictionaries": dict, "search": dict, "max_positions": list}
-#: fairseq's special symbols, which its dictionaries do not list; their places are their ids
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+#: The ids of fairseq's special symbols.
 BOS, PAD, EOS, UNK = range(4)
 #: The most entries of a batch's maps, N x S x S, in each head: 32 sentences of 181 tokens, one of 1,024.
 ENTRIES = 2**20
-
-
-class ExportError(Exception):
-    """The folder holds no usable model; the message names the file and says what to do."""
+#: The most hypotheses of a batch, whose caches may need megabytes each: 32 sentences with a beam of 62.
+HYPOTHESES = 2000
+#: The most threads: more block the machine.
+MOST_THREADS = 256
 
 
 class Model:
@@ -56,20 +51,34 @@ class Model:
 
     def __init__(self, folder: str | Path, threads: int | None = None) -> None:
         if threads is not None:
-            check_whole("threads", threads)
-        self.folder = Path(folder)
-        self.description = describe(self.folder)
-        if (task := task_of(self.description)) != self.TASK:
-            raise ExportError(f"{folder}: is a model for {task}; {type(self).__name__} takes one for {self.TASK} alone")
-        from ea_runtime.text import Text  # here: --help needs none of the packages that split text
-
-        self.text = Text(self.folder)
-        names = self.description["dictionaries"]
-        self._source, self._target = (_dictionary(self.folder / names[side]) for side in ("source", "target"))
+            check_whole("threads", threads, most=MOST_THREADS)
+        self.folder, self._threads = Path(folder), threads
+        self._export = export = Export(self.folder)
+        if export.task != self.TASK:
+            name = type(self).__name__
+            raise ExportError(f"{folder}: is a model for {export.task}; {name} takes one for {self.TASK} alone")
+        export.verify()
+        self.description, self.text = export.description, export.text
+        self._source, self._target = export.dictionary("source"), export.dictionary("target")
         self._ids = {word: number for number, word in enumerate(self._source)}
         self._longest = self.description["max_positions"]  # source, target
         self._symbols = {"words": len(self._target), "eos": EOS, "pad": PAD, "unk": UNK}
-        self._decoder = _session(self.folder / "decoder.onnx", threads)
+        self._decoder = self._session("decoder.onnx")
+
+    def _session(self, name: str) -> onnxruntime.InferenceSession:
+        """A graph of the folder."""
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # errors are exceptions, and need no second message
+        options.intra_op_num_threads = self._threads or 0
+        # Threads that wait by spinning take the processor from other processes, and from their own sleeping ones.
+        spins = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE"
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spins)))
+        # One level more pads the few channels of maps to 16.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        # On the CPU, the two operations that this fusion joins are several times as fast apart.
+        others = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["SkipLayerNormFusion"]}
+        with reading(self.folder / name):
+            return onnxruntime.InferenceSession(self.folder / name, options, **others)
 
     def settings(self, given: dict[str, Any]) -> Settings:
         """The export's settings with these in their place; None stands for the export's."""
@@ -79,14 +88,22 @@ class Model:
             raise ValueError(f"{names}: no setting of this search, which has {there}")
         return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
 
+    @property
+    def room(self) -> int:
+        """The most subwords of a source sentence."""
+        return self._longest[0] - 1
+
+    def encode(self, line: str, where: str) -> list[int]:
+        """Ids of all subwords of a line; a message names it by `where`.
+
+        Raises:
+            ValueError: it is no line of text.
+        """
+        return [self._ids.get(word, UNK) for word in _subwords(line, where, self.text)]
+
     def _tokens(self, line: str, number: int) -> list[int]:
-        """Ids of a line's subwords, and the end of the sentence."""
-        if not isinstance(line, str):
-            raise ValueError(f"line {number}: expected text, not {type(line).__name__}")
-        if "\n" in line.rstrip("\n"):
-            raise ValueError(f"line {number}: it has a line break inside; give one sentence a line")
-        ids = [self._ids.get(word, UNK) for word in self.text.subwords(line.rstrip("\n")).split()]
-        room = self._longest[0] - 1
+        """Ids of a line's subwords, as many as the model reads, and the end of the sentence."""
+        ids, room = self.encode(line, f"line {number}"), self.room
         if len(ids) > room:
             logger.warning("line %d: %d subwords, but the model reads %d; the rest is left out", number, len(ids), room)
         return [*ids[:room], EOS]
@@ -96,6 +113,23 @@ class Model:
         if isinstance(lines, str):
             raise ValueError("lines: expected several, such as [line], not one text")
         return [self._tokens(line, number) for number, line in enumerate(lines, first)]
+
+    def _begin(
+        self, line: str, where: str, text: Text, ids: dict[str, int], settings: Settings, source: int | None = None
+    ) -> list[int]:
+        """Ids of the words that a sentence has to begin with; source: its source's length, by default their own.
+
+        Raises:
+            ValueError: it is no line of text, has words that the model does not know, or leaves no room for more.
+        """
+        words = _subwords(line, where, text)
+        if unknown := [word for word in words if word not in ids]:
+            raise ValueError(f"{where}: the model does not know {unknown[0]!r}; leave it out")
+        most = settings.max_len(len(words) + 1 if source is None else source, self._longest[1])
+        if len(words) >= most:
+            hint = " or raise max_len_b" if most < self._longest[1] - 1 else ""
+            raise ValueError(f"{where}: fills the {most} subwords that a sentence may have; shorten it{hint}")
+        return [ids[word] for word in words]
 
     def words(self, tokens: Iterable[int]) -> str:
         """Target words, their subwords joined, of token ids."""
@@ -112,7 +146,9 @@ class Translator(Model):
 
     def __init__(self, folder: str | Path, threads: int | None = None) -> None:
         super().__init__(folder, threads)
-        self._encoder = _session(self.folder / "encoder.onnx", threads)
+        self._encoder = self._session("encoder.onnx")
+        with reading(self.folder):  # files that do not fit each other
+            self.search_ids([[len(self._source) - 1, EOS]], Settings(beam=1, max_len_b=1), None)
 
     def translate(
         self,
@@ -121,7 +157,7 @@ class Translator(Model):
         lenpen: float | None = None,
         n_best: int = 1,
         batch: int = 32,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         **settings: Any,
     ) -> str | list[str] | list[list[tuple[str, float]]]:
         """Translate raw text: a sentence, or several in order; empty ones stay empty.
@@ -133,12 +169,13 @@ class Translator(Model):
             n_best: how many translations of each sentence; above 1, lists of (text, score) are returned. A score is
                 the natural log-probability over length.
             batch: how many sentences the model reads together; fewer where they are long.
-            prefixes: for each line, raw text that its translation begins with. As with fairseq, ``min_len`` does not
-                hold while any line of a batch still has a prefix.
+            prefixes: for each line, raw text that its translation begins with, of words that the model knows. As with
+                fairseq, ``min_len`` does not hold while any line of a batch still has a prefix.
             settings: more of ``Settings``.
 
         Raises:
-            ValueError: a setting that is unknown or out of range, or a line that is no line of text.
+            ValueError: a setting that is unknown or out of range, a line that is no line of text, or a prefix that
+                cannot be the beginning.
         """
         if isinstance(lines, str):
             return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
@@ -152,7 +189,7 @@ class Translator(Model):
         lenpen: float | None = None,
         n_best: int = 1,
         batch: int = 32,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         first: int = 1,
         **settings: Any,
     ) -> list[list[tuple[str, float]]]:
@@ -160,16 +197,25 @@ class Translator(Model):
 
         Messages number the lines from `first` on.
         """
-        check_whole("batch", batch)
         sources = self._sources(lines, first)
-        if prefixes is not None and (isinstance(prefixes, str) or [*map(type, prefixes)] != [str] * len(sources)):
-            raise ValueError(f"prefixes: expected a list of one for each of {len(sources)} lines, not {prefixes!r}")
         search_settings = self.settings({"beam": beam, "lenpen": lenpen, **settings})
-        check_n_best(n_best, search_settings.beam)
-        forced = None if prefixes is None else self._forced(prefixes)
+        forced = None if prefixes is None else self._forced(prefixes, sources, search_settings, first)
+        return self.scored_ids(sources, search_settings, n_best, batch, forced)
+
+    def scored_ids(
+        self,
+        sources: Sequence[list[int]],
+        settings: Settings,
+        n_best: int = 1,
+        batch: int = 32,
+        prefixes: Sequence[list[int]] | None = None,
+    ) -> list[list[tuple[str, float]]]:
+        """``scored`` for sentences that are token ids, the end included; empty for the end alone."""
+        check_whole("batch", batch)
+        check_n_best(n_best, settings.beam)
         numbers = [n for n, source in enumerate(sources) if len(source) > 1]
-        prefixed = None if forced is None else [forced[n] for n in numbers]
-        searched = self.search_all([sources[n] for n in numbers], search_settings, batch, prefixed)
+        prefixed = None if prefixes is None else [prefixes[n] for n in numbers]
+        searched = self.search_all([sources[n] for n in numbers], settings, batch, prefixed)
         results = dict(zip(numbers, searched, strict=True))
         return [[(self._text(one), one.score) for one in results.get(n, [])[:n_best]] for n in range(len(sources))]
 
@@ -180,7 +226,8 @@ class Translator(Model):
         results: list[list[Hypothesis]] = [[] for _ in sources]
         by_length = sorted(range(len(sources)), key=lambda n: -len(sources[n]))
         while by_length:
-            size = min(batch, max(1, ENTRIES // len(sources[by_length[0]]) ** 2))
+            size = min(ENTRIES // len(sources[by_length[0]]) ** 2, HYPOTHESES // settings.beam, batch)
+            size = max(1, size)
             numbers, by_length = by_length[:size], by_length[size:]
             of = None if prefixes is None else [prefixes[n] for n in numbers]
             searched = self.search_ids([sources[n] for n in numbers], settings, of)
@@ -191,14 +238,21 @@ class Translator(Model):
     @cached_property
     def _target_text(self) -> tuple[Text, dict[str, int]]:
         """Rules for text in the target language, and ids of its subwords; few callers give prefixes."""
-        from ea_runtime.text import Text
-
         ids = {word: number for number, word in enumerate(self._target)}
-        return Text(self.folder, self.text.prep["target_lang"]), ids
+        return self._export.text_in(self.text.prep["target_lang"]), ids
 
-    def _forced(self, prefixes: Sequence[str]) -> list[list[int]]:
-        text, ids = self._target_text
-        return [[ids.get(word, UNK) for word in text.subwords(prefix).split()] for prefix in prefixes]
+    def _forced(
+        self, prefixes: Iterable[str], sources: list[list[int]], settings: Settings, first: int
+    ) -> list[list[int]]:
+        if isinstance(prefixes, str):
+            raise ValueError("prefixes: expected several, such as [prefix], not one text")
+        prefixes = list(prefixes)
+        if len(prefixes) != len(sources):
+            raise ValueError(f"prefixes: expected one for each of {len(sources)} lines, not {len(prefixes)}")
+        return [
+            self._begin(prefix, f"prefix of line {number}", *self._target_text, settings, len(source))
+            for number, (prefix, source) in enumerate(zip(prefixes, sources, strict=True), first)
+        ]
 
     def search_ids(
         self, sources: list[list[int]], settings: Settings, prefixes: list[list[int]] | None
@@ -213,6 +267,15 @@ class Translator(Model):
         steps = Steps(self._decoder, {**source, "padding": tokens == PAD})
         max_len = settings.max_len(length, self._longest[1])
         return search(steps, len(sources), max_len, settings, **self._symbols, prefixes=prefixes)
+
+
+def _subwords(line: str, where: str, text: Text) -> list[str]:
+    """The subwords of a line; see ``Model.encode``."""
+    if not isinstance(line, str):
+        raise ValueError(f"{where}: expected text, not {type(line).__name__}")
+    if "\n" in line.rstrip("\n"):
+        raise ValueError(f"{where}: it has a line break inside; give one sentence a line")
+    return text.subwords(line.rstrip("\n")).split()
 
 
 class Steps:
@@ -260,59 +323,3 @@ class Steps:
                     known[-1] = self._source["padding"].shape[1]
                 caches[value.name] = np.zeros((hypotheses, heads, *known), np.float32)
         return caches
-
-
-def task_of(description: dict[str, Any]) -> str:
-    """ "translation" or "language_modeling"."""
-    return description.get("task", "translation")
-
-
-def describe(folder: Path) -> dict[str, Any]:
-    """model.json, after a look at all files that it names."""
-    path = folder / "model.json"
-    if not path.is_file():
-        raise ExportError(f"{path}: no such file; {folder} is no exported model: make one with scripts/export.sh")
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ExportError(f"{path}: damaged ({error}); export the model again") from None
-    version = description.get("format") if isinstance(description, dict) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise ExportError(f"{path}: format {version}, but this version reads up to {FORMAT}; update ea_runtime")
-    for name, kind in FORM.items():
-        value = description.get(name) if isinstance(description, dict) else None
-        if not isinstance(value, kind):
-            raise ExportError(
-                f"{path}: {name}: expected {kind.__name__}, found {type(value).__name__}; export the model again"
-            )
-    try:
-        Settings(**description["search"])
-    except (TypeError, ValueError) as error:
-        raise ExportError(f"{path}: search: {error}; correct it, or export the model again") from None
-    digests = description["digests"]
-    needed = {"decoder.onnx", "PREP.json", *description["dictionaries"].values()}
-    if missing := sorted(needed - digests.keys()):
-        raise ExportError(f"{path}: digests: {missing[0]} is missing; export the model again")
-    for name, expected in digests.items():
-        if not (folder / name).is_file():
-            raise ExportError(f"{folder / name}: no such file; export the model again")
-        if sha256(folder / name) != expected:
-            raise ExportError(f"{folder / name}: damaged, or of another export than model.json; export the model again")
-    return description
-
-
-def _dictionary(path: Path) -> list[str]:
-    """A dictionary's words by their ids, fairseq's special symbols first."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [*SPECIAL, *(line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[0] for line in lines)]
-
-
-def _session(path: Path, threads: int | None) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or 0
-    # One level more pads the few channels of maps to 16.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    # On the CPU, the two operations that this fusion joins are several times as fast apart.
-    return onnxruntime.InferenceSession(
-        path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
-    )

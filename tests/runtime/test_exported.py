@@ -173,6 +173,8 @@ def test_an_export_with_other_scores_is_refused(pair, tmp_path, monkeypatch, nam
 
     def search(self, sources, settings, targets):
         results = search_ids(self, sources, settings, targets)
+        if targets is None:  # the trial of a model that has been loaded
+            return results
         return [[Mock(score=x.score + difference * len(y))] for (x,), y in zip(results, targets, strict=True)]
 
     monkeypatch.setattr(export, "write", lambda *given: shutil.copytree(pair / name, given[-1], dirs_exist_ok=True))
@@ -277,7 +279,7 @@ def test_output_that_nobody_takes_ends_the_command(pair, output, status, said):
     assert (done.returncode, done.stderr) == (status, said)
 
 
-@pytest.mark.parametrize("stream", ["0<&-", "1>&-"], ids=["input", "output"])
+@pytest.mark.parametrize("stream", ["0<&-", "1>&-", "--serve 0 1>&-"], ids=["input", "output", "a server's"])
 def test_a_closed_stream_is_named(pair, stream):
     name = "stdin" if stream[0] == "0" else "stdout"
     words = ["bash", "-c", f'"$0" -m ea_runtime "$1" {stream}', sys.executable, pair / "float32"]
@@ -297,6 +299,28 @@ def test_at_a_terminal_each_line_is_answered_at_once(pair):
         assert process.stdout.readline()
         os.write(ours, b"\x04")  # one Ctrl-D
         assert process.wait(timeout=60) == 0
+
+
+def test_translations_are_printed_as_they_are_made(pair):
+    """By default, four batches together."""
+    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1", "--batch", "2"]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": REPO, "env": ENVIRONMENT}
+    with subprocess.Popen(words, **options) as process:
+        process.stdin.write(b"Haus.\n" * 9)
+        process.stdin.flush()
+        assert all(process.stdout.readline() for _ in range(8))
+        assert process.poll() is None
+        assert process.communicate(timeout=60)[0].count(b"\n") == 1
+
+
+def test_progress_is_shown_on_a_terminal_that_shows_no_translations(pair, tmp_path):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1", "--buffer", "2"]
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(words, input=b"Haus.\n" * 3, stdout=out, stderr=theirs, check=False, cwd=REPO)
+    said = os.read(ours, 1000).decode()
+    assert done.returncode == 0 and "2 lines, " in said and "3 lines, " in said and said.endswith("\r\n")
+    assert (tmp_path / "out").read_bytes().count(b"\n") == 3
 
 
 def test_a_line_of_ten_thousand_words_is_cut_and_named(pair):

@@ -70,10 +70,10 @@ def test_completes_as_fairseq(pair):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"n_best": 6}, "n_best: must be from 1 to the beam, 5, not 6"),
+        ({"n_best": 6}, "n_best.* from 1 to 5, not 6"),
         ({"max_len_b": 2}, "start: fills the 2 subwords .*; shorten it or raise max_len_b"),
-        ({"max_len_a": 1e308}, "max_len_a: must be from -1000 to 1000"),
-        ({"max_len_b": 10**400}, "max_len_b: must be from -1000000 to 1000000"),
+        ({"max_len_a": 1e308}, "max_len_a: must be a number from -1000 to 1000"),
+        ({"max_len_b": 10**400}, "max_len_b: must be a whole number from 0 to 1000000"),
     ],
 )
 def test_what_cannot_be_completed_is_refused(pair, settings, message):

@@ -1,8 +1,6 @@
 """An exported model translates as fairseq does, without PyTorch and fairseq; faults of its folder are named."""
 
 import itertools
-import json
-import shutil
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from helpers.models import in_threads
 from helpers.toy import TINY, untrained_run
 
 import ea_fairseq
-from ea_runtime import ExportError, Translator
+from ea_runtime import Translator
 from ea_runtime.search import Settings
 from ea_tools.translating import export
 
@@ -96,7 +94,7 @@ def test_translates_text_as_the_python_interface(exported):
     assert runtime.translate(LINES, beam=2, max_len_b=8) == expected
     assert runtime.translate(iter(LINES), beam=2, max_len_b=8, batch=2) == expected
     assert runtime.translate(LINES[0], beam=2, max_len_b=8) == expected[0]
-    begun = runtime.translate(LINES[2:3], beam=2, max_len_b=8, prefixes=["The dog"])
+    begun = runtime.translate(LINES[2:3], beam=2, max_len_b=8, prefixes=iter(["The dog"]))
     assert begun[0].startswith("the dog")
     best = runtime.translate(LINES, beam=2, max_len_b=8, n_best=2)
     assert [one[0][0] if one else "" for one in best] == expected
@@ -135,38 +133,6 @@ def test_threads_share_a_translator():
     in_threads(work, 4)
 
 
-def edit(place, **entries):
-    path = place / "model.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
-
-
-def broken(place, fault):
-    shutil.copytree(FOLDER, place)
-    fault(place)
-    return place
-
-
-@pytest.mark.parametrize(
-    "fault, says",
-    [
-        (lambda place: (place / "model.json").unlink(), ["model.json", "export.sh"]),
-        (lambda place: (place / "decoder.onnx").write_bytes(b"torn"), ["decoder.onnx", "damaged"]),
-        (lambda place: (place / "encoder.onnx").unlink(), ["encoder.onnx", "no such file"]),
-        (lambda place: (place / "model.json").write_text("{"), ["model.json", "damaged"]),
-        (lambda place: edit(place, format=99, digests=None), ["format 99", "update"]),
-        (lambda place: edit(place, format="1"), ["format", "int", "str"]),
-        (lambda place: edit(place, dictionaries=None), ["dictionaries", "dict"]),
-        (lambda place: edit(place, search={"bean": 5}), ["search", "bean"]),
-        (lambda place: edit(place, digests={}), ["digests", "PREP.json"]),
-    ],
-    ids=["no export", "torn", "missing", "no JSON", "newer", "format", "no entry", "search", "no digests"],
-)
-def test_a_faulty_folder_is_named(tmp_path, fault, says):
-    with pytest.raises(ExportError) as error:
-        Translator(broken(tmp_path / "broken", fault))
-    assert all(word in str(error.value) for word in says)
-
-
 @pytest.mark.parametrize(
     "lines, options, says",
     [
@@ -176,11 +142,22 @@ def test_a_faulty_folder_is_named(tmp_path, fault, says):
         (["a"], {"beam": 0}, "beam"),
         (["a"], {"lenpen": float("nan")}, "lenpen"),
         (["a"], {"lenpen": 99}, "lenpen"),
+        (["a"], {"lenpen": 10**400}, "lenpen"),
+        (["a"], {"max_len_a": 1001}, "max_len_a"),
+        (["a"], {"unkpen": -(10**7)}, "unkpen"),
+        (["a"], {"max_len_b": 10**400}, "max_len_b"),
+        (["a"], {"min_len": 10**7}, "min_len"),
+        (["a"], {"unnormalized": 1}, "unnormalized"),
+        (["a"], {"beam": 501}, "beam"),
         (["a"], {"n_best": 9}, "n_best"),
         (["a"], {"batch": 0}, "batch"),
         (["a"], {"prefixes": []}, "prefixes"),
         (["a"], {"prefixes": "b"}, "prefixes"),
-        (["a"], {"prefixes": [None]}, "prefixes"),
+        (["a", "b"], {"prefixes": ["a", None]}, "prefix of line 2"),
+        (["a"], {"prefixes": ["a\nb"]}, "prefix of line 1"),
+        (["a", "b"], {"prefixes": ["a", "Ж"]}, "prefix of line 2.*'ж'"),
+        (["a"], {"prefixes": ["a " * 200]}, "prefix of line 1.*max_len_b"),
+        (["a", "b"], {"prefixes": ["a", "a a"], "max_len_b": 2}, "prefix of line 2.*max_len_b"),
         (["a"], {"n_best": "2"}, "n_best"),
         (["a"], {"sampling": True}, "sampling"),
     ],

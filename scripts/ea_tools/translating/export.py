@@ -138,8 +138,8 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
 
 def describe_folder(folder: Path, description: dict[str, Any]) -> None:
     """Write model.json, with the digests of all files that are in the folder."""
+    from ea_runtime.folder import FORMAT
     from ea_runtime.kept import sha256
-    from ea_runtime.translator import FORMAT
 
     digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     whole = {"format": FORMAT, **description, "search": {"beam": 5, "lenpen": 1.0}, "digests": digests}
