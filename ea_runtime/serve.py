@@ -12,32 +12,35 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, ValidationError
 from starlette.requests import ClientDisconnect
 
-from ea_runtime.search import check_whole
-from ea_runtime.translator import Translator
+from ea_runtime import __version__
+from ea_runtime.connections import ACCEPTED, protocol
+from ea_runtime.search import Settings, check_n_best, check_number, check_whole
+from ea_runtime.translator import EOS, Translator
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that an idle server waits for more lines before it translates the first.
 TOGETHER = 0.002
-#: Letters times beam of one call, above which further lines wait for the next: nothing can interrupt a call.
-WORK = 50_000
+#: The fixed part of a line's work, in subwords.
+FIXED = 20
+#: Connections that the system holds until the server accepts them.
+BACKLOG = 1024
 #: The page loads nothing from elsewhere; this header lets the browser enforce that.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
 #: Ends a request that no client waits for any more; uvicorn drops the answer.
 GONE = (499, "the client has closed the connection")
 
@@ -46,26 +49,43 @@ GONE = (499, "the client has closed the connection")
 class Limits:
     """The most that the server accepts; everything above is refused with a status and a sentence."""
 
+    #: open together
+    connections: int = 200
+    #: until the headers of a request are complete
+    headers: float = 10.0
     #: of a request's body
-    bytes: int = 1_000_000
+    bytes: int = 250_000
     #: of a request
     lines: int = 100
+    #: of a request's lines together
+    total_letters: int = 25_000
     #: of a line
     words: int = 250
-    #: of a line; the text tools take long for one word of many letters
+    #: of a line
     letters: int = 2_500
-    #: width of the search
+    #: of a word, by spaces; the time that subwords take grows with the square of its length
+    word_letters: int = 500
+    #: width of the search; also where a request sets none
     beam: int = 20
+    #: of a line, beam x (subwords + FIXED); one call of the translator, which nothing can interrupt, has twice as much
+    work: int = 1_500
     #: lines of all requests that wait for the translator
     waiting: int = 1_000
     #: from a request's arrival to its answer
     seconds: float = 30.0
 
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if isinstance(limit.default, int):
+                check_whole(limit.name, getattr(self, limit.name), most=1_000_000_000)
+            else:
+                check_number(limit.name, getattr(self, limit.name), 0.001, 1_000_000)
+
 
 class Asked(BaseModel, extra="forbid", strict=True):
     """The body of POST /translate. None stands for the export's setting."""
 
-    lines: list[str]
+    lines: Annotated[list[str], FailFast()]
     beam: int | None = None
     lenpen: float | None = None
     n_best: int = 1
@@ -90,34 +110,58 @@ class Answer(BaseModel):
 class Line:
     """A line that waits for the translator."""
 
-    request: Request
-    text: str
-    beam: int
-    lenpen: float
+    #: the end of the sentence included
+    ids: list[int]
+    settings: Settings
     n_best: int
     #: hypotheses, and when the translator began and ended
     answer: asyncio.Future[tuple[list[tuple[str, float]], float, float]] = field(default_factory=asyncio.Future)
+    #: the number of its request, and when it has its turn on the clock of ``Batches``
+    request: int = 0
+    due: float = 0
+
+    @property
+    def work(self) -> int:
+        """See ``Limits.work``."""
+        return self.settings.beam * (len(self.ids) - 1 + FIXED)
 
 
 class Batches:
     """Translates lines of all requests, those of the same settings in one call.
 
-    Lines that arrive during a call are the next call's batch. Requests of more than one call take turns.
+    Lines that arrive during a call are the next call's batch. Requests get equal shares of the translator. A clock
+    counts each one's share; a line's turn comes when the clock reaches the work of its request so far. So a small
+    request passes large ones, and none waits for ever.
     """
 
-    def __init__(self, translator: Translator, batch: int) -> None:
-        self._translator, self._batch = translator, batch
+    def __init__(self, translator: Translator, batch: int, work: int) -> None:
+        self._translator, self._batch, self._work = translator, batch, work
         self._thread = ThreadPoolExecutor(1)  # of its own: checks of many requests must not keep translations waiting
         self._lines: list[Line] = []
+        self._requests, self._clock = itertools.count(), 0.0
         self._arrived = asyncio.Event()
+        #: lines that are still being checked
+        self.checked = 0
 
     @property
     def waiting(self) -> int:
         """The number of lines that wait."""
-        return sum(not line.answer.done() for line in self._lines)
+        return self.checked + sum(not line.answer.done() for line in self._lines)
+
+    @contextlib.contextmanager
+    def checking(self, lines: int) -> Iterator[None]:
+        """Count these lines as waiting in this context."""
+        self.checked += lines
+        try:
+            yield
+        finally:
+            self.checked -= lines
 
     def add(self, lines: list[Line]) -> None:
-        """Translate these lines. Cancel a line's answer to take the line back."""
+        """Translate the lines of a request. Cancel a line's answer to take the line back."""
+        request = next(self._requests)
+        for line, total in zip(lines, itertools.accumulate(line.work for line in lines), strict=True):
+            line.request, line.due = request, self._clock + total
         self._lines += lines
         self._arrived.set()
 
@@ -131,30 +175,34 @@ class Batches:
             if lines := self._next():
                 await self._translate(lines)
 
+    def end(self) -> None:
+        """Wait for a call that still runs."""
+        self._thread.shutdown()
+
     def _next(self) -> list[Line]:
-        """The first line, and others with its settings. The other lines of their requests go to the end."""
-        waiting = [line for line in self._lines if not line.answer.done()]
-        alike = [line for line in waiting if (line.beam, line.lenpen) == (waiting[0].beam, waiting[0].lenpen)]
-        totals = itertools.accumulate(len(line.text) * line.beam for line in alike)
-        lines = alike[: min(self._batch, max(1, sum(total <= WORK for total in totals)))]
-        served = {line.request for line in lines}
-        self._lines = sorted((line for line in waiting if line not in lines), key=lambda line: line.request in served)
+        """The line whose turn it is, and others with its settings."""
+        waiting = sorted((line for line in self._lines if not line.answer.done()), key=lambda line: line.due)
+        alike = [line for line in waiting if line.settings == waiting[0].settings]
+        totals = list(itertools.accumulate(line.work for line in alike))
+        lines = alike[: min(self._batch, sum(total <= 2 * self._work for total in totals))]
+        self._lines = [line for line in waiting if line not in lines]
+        if lines:
+            self._clock += totals[len(lines) - 1] / len({line.request for line in waiting})
         return lines
 
     async def _translate(self, lines: list[Line]) -> None:
-        texts, first, n_best = [line.text for line in lines], lines[0], max(line.n_best for line in lines)
+        ids, settings, n_best = [line.ids for line in lines], lines[0].settings, max(line.n_best for line in lines)
         began = time.monotonic()
         try:
-            translate = partial(self._translator.scored, batch=self._batch)
-            arguments = (texts, first.beam, first.lenpen, n_best)
-            translations = await asyncio.get_running_loop().run_in_executor(self._thread, translate, *arguments)
+            call = self._translator.scored_ids, ids, settings, n_best, self._batch
+            translations = await asyncio.get_running_loop().run_in_executor(self._thread, *call)
         except Exception as error:
             # A line that fails must not cost the others their answers.
             for line in lines if len(lines) > 1 else []:
                 if not line.answer.done():
                     await self._translate([line])
-            if len(lines) == 1 and not first.answer.done():
-                first.answer.set_exception(error)
+            if len(lines) == 1 and not lines[0].answer.done():
+                lines[0].answer.set_exception(error)
             return
         for line, hypotheses in zip(lines, translations, strict=True):
             if not line.answer.done():
@@ -174,7 +222,8 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
     """
     limits = limits or Limits()
     check_whole("batch", batch)
-    batches = Batches(translator, batch)
+    batches = Batches(translator, batch, limits.work)
+    checker = ThreadPoolExecutor(1)  # a line of each request in turn
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     languages = {side: translator.text.prep[f"{side}_lang"] for side in ("source", "target")}
 
@@ -183,29 +232,26 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
         running = asyncio.create_task(batches.run())
         yield
         running.cancel()
+        batches.end()
+        checker.shutdown()
 
     # FastAPI's pages of documentation load scripts from elsewhere.
-    app = FastAPI(title="ea_runtime", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="ea_runtime", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     schema = {"requestBody": {"required": True, "content": {"application/json": {"schema": Asked.model_json_schema()}}}}
 
-    @app.post("/translate", openapi_extra=schema)
-    async def translate(request: Request) -> Answer:
-        arrived, body = time.monotonic(), None
-        try:
-            async with asyncio.timeout(limits.seconds):
-                body = await _body(request, limits.bytes)
-                asked = await asyncio.to_thread(_checked, body, translator, limits)
-                lines = [Line(request, text, asked.beam, asked.lenpen, asked.n_best) for text in asked.lines]
-                if batches.waiting + len(lines) > limits.waiting:
-                    sentence = f"{batches.waiting} lines wait already, and at most {limits.waiting} may; try again soon"
-                    raise HTTPException(503, sentence, {"Retry-After": "1"})
-                batches.add(lines)
-                results = await _answers(lines, request)
-        except TimeoutError:
-            if body is None:
-                raise HTTPException(408, f"the request was not complete after {limits.seconds:g} seconds") from None
-            sentence = f"no answer within {limits.seconds:g} seconds; send fewer lines, or try again later"
-            raise HTTPException(503, sentence, {"Retry-After": "1"}) from None
+    async def answered(body: bytes, arrived: float) -> Answer:
+        check = partial(asyncio.get_running_loop().run_in_executor, checker)
+        asked, settings = _checked(body, translator, limits)
+        if batches.waiting + len(asked.lines) > limits.waiting:
+            sentence = f"{batches.waiting} lines wait already, and at most {limits.waiting} may; try again soon"
+            raise HTTPException(503, sentence, {"Retry-After": "1"})
+        lines = []
+        with batches.checking(len(asked.lines)):
+            for number, text in enumerate(asked.lines, 1):
+                ids = await check(_encoded, text, number, settings.beam, translator, limits)
+                lines.append(Line([*ids, EOS], settings, asked.n_best))
+        batches.add(lines)
+        results = await _answers(lines)
         began = min((began for _, began, _ in results), default=arrived)
         ended = max((ended for _, _, ended in results), default=arrived)
         return Answer(
@@ -213,10 +259,25 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
             seconds={"waiting": round(began - arrived, 6), "translating": round(ended - began, 6)},
         )
 
+    @app.post("/translate", openapi_extra=schema)
+    async def translate(request: Request) -> Answer:
+        arrived, body = time.monotonic(), None
+        try:
+            async with asyncio.timeout(limits.seconds):
+                body = await _body(request, limits.bytes)
+                return await _unless_gone(request, answered(body, arrived))
+        except TimeoutError:
+            if body is None:
+                raise HTTPException(408, f"the request was not complete after {limits.seconds:g} seconds") from None
+            sentence = f"no answer within {limits.seconds:g} seconds; send fewer lines, or try again later"
+            raise HTTPException(503, sentence, {"Retry-After": "1"}) from None
+
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", **languages, "waiting": batches.waiting}
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=HTMLResponse)
     async def index() -> HTMLResponse:
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
@@ -246,69 +307,96 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _checked(body: bytes, translator: Translator, limits: Limits) -> Asked:
-    """The content of a body, with the export's settings where it has none.
+def _checked(body: bytes, translator: Translator, limits: Limits) -> tuple[Asked, Settings]:
+    """The content of a body, and its settings, with the export's where it has none.
 
     Raises:
-        HTTPException: the body or a line is above a limit, or is none that the translator reads.
+        HTTPException: it is none that the translator takes, or above a limit that can be seen without splitting words.
     """
     try:
         asked = Asked.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"
+        if first["loc"][:1] == ("lines",) and len(first["loc"]) > 1:
+            where = f"line {int(first['loc'][1]) + 1}"
         raise HTTPException(400 if first["type"] == "json_invalid" else 422, f"{where}: {first['msg']}") from None
     if len(asked.lines) > limits.lines:
         raise HTTPException(413, f"{len(asked.lines)} lines, but at most {limits.lines} may come in one request")
-    if asked.beam is not None and asked.beam > limits.beam:
-        raise HTTPException(422, f"beam: at most {limits.beam}, not {asked.beam}")
+    if (letters := sum(map(len, asked.lines))) > limits.total_letters:
+        raise HTTPException(413, f"{letters} letters, but at most {limits.total_letters} may come in one request")
+    for number, line in enumerate(asked.lines, 1):
+        words = line.split()
+        for count, most, unit in (
+            (len(words), limits.words, "words, but a line"),
+            (len(line), limits.letters, "letters, but a line"),
+            (max(map(len, words), default=0), limits.word_letters, "letters in a word, but a word"),
+        ):
+            if count > most:
+                raise HTTPException(413, f"line {number}: {count} {unit} may have at most {most}")
+    beam = min(translator.settings({}).beam, limits.beam) if asked.beam is None else asked.beam
+    if beam > limits.beam:
+        raise HTTPException(422, f"beam: at most {limits.beam}, not {beam}")
     try:
-        translator.translate([], asked.beam, asked.lenpen, asked.n_best)  # all its checks, and no work
+        settings = translator.settings({"beam": beam, "lenpen": asked.lenpen})
+        check_n_best(asked.n_best, beam)
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    for number, line in enumerate(asked.lines, 1):
-        _check_line(line, number, translator, limits)
-    settings = translator.settings({"beam": asked.beam, "lenpen": asked.lenpen})
-    return asked.model_copy(update={"beam": settings.beam, "lenpen": settings.lenpen})
+    return asked, settings
 
 
-def _check_line(line: str, number: int, translator: Translator, limits: Limits) -> None:
-    """Raise HTTPException for a line that is too long, or is several."""
-    if "\n" in line.rstrip("\n"):
-        raise HTTPException(422, f"line {number}: it has a line break inside; give one sentence a line")
-    if (words := len(line.split())) > limits.words:
-        raise HTTPException(413, f"line {number}: {words} words, but a line may have at most {limits.words}")
-    if len(line) > limits.letters:
-        raise HTTPException(413, f"line {number}: {len(line)} letters, but a line may have at most {limits.letters}")
-    room = translator.description["max_positions"][0] - 1
-    if (subwords := len(translator.text.subwords(line.rstrip("\n")).split())) > room:
-        raise HTTPException(413, f"line {number}: {subwords} subwords, but the model reads at most {room}")
+def _encoded(line: str, number: int, beam: int, translator: Translator, limits: Limits) -> list[int]:
+    """Ids of a line's subwords.
+
+    Raises:
+        HTTPException: the line is several, or too long.
+    """
+    try:
+        ids = translator.encode(line, f"line {number}")
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from None
+    for most, reason in (
+        (translator.room, "the model reads at most"),
+        (limits.work // beam - FIXED, f"with beam {beam} a line may have at most"),
+    ):
+        if len(ids) > most:
+            raise HTTPException(413, f"line {number}: {len(ids)} subwords, but {reason} {most}")
+    return ids
 
 
-async def _answers(lines: list[Line], request: Request) -> list[tuple[list[tuple[str, float]], float, float]]:
-    """The answers of all lines, which are taken back when the client goes or this task is cancelled.
+async def _answers(lines: list[Line]) -> list[tuple[list[tuple[str, float]], float, float]]:
+    """The answers of all lines, which are taken back when this task is cancelled.
 
     Raises:
         HTTPException: the translator failed.
     """
-    answers = asyncio.gather(*(line.answer for line in lines))
-    # Else asyncio logs each request whose lines are taken back.
-    answers.add_done_callback(lambda done: done.cancelled() or done.exception())
-    gone = asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait([answers, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
-            raise HTTPException(*GONE)
-        return answers.result()
-    except (HTTPException, asyncio.CancelledError):
-        raise
+        return await asyncio.gather(*(line.answer for line in lines))
     except Exception:
         logger.exception("the translation of %d lines failed", len(lines))
         raise HTTPException(500, "the translation failed; the server's log has the reason") from None
     finally:
         for line in lines:
             line.answer.cancel()
-        gone.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of the work, which is cancelled when the client goes or this task is cancelled.
+
+    Raises:
+        HTTPException: the client has gone.
+    """
+    tasks = working, _ = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    # Else asyncio logs a refusal that comes together with the end of its time.
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(*GONE)
+        return working.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -317,25 +405,81 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def serve(translator: Translator, address: str, limits: Limits | None = None, batch: int = 32) -> None:
+class Server(uvicorn.Server):
+    """uvicorn's server of an application at a socket.
+
+    The first signal ends it when the requests that run are answered, the second closes their connections.
+
+    Args:
+        translator, limits, batch: see ``application``.
+        listener: the socket.
+        started: called with the address once a signal ends the server in order.
+    """
+
+    def __init__(
+        self,
+        translator: Translator,
+        listener: socket.socket,
+        limits: Limits | None,
+        batch: int = 32,
+        started: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        limits = limits or Limits()
+        bounded = protocol(limits.connections, limits.headers, limits.seconds + limits.headers)
+        app = application(translator, limits, batch)
+        options = {"backlog": ACCEPTED, "log_level": "error", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, http=bounded, ws="none", **options))
+        self._listener, self._started = listener, started
+        #: of `started`
+        self.fault: BaseException | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listener.listen(BACKLOG)
+        host, port = self._listener.getsockname()[:2]
+        try:
+            self._started(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)")
+        except BaseException as error:  # else uvicorn logs how its tasks are cancelled
+            self.fault, self.should_exit = error, True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+            return
+        for connection in list(self.server_state.connections):
+            asyncio.get_running_loop().call_soon_threadsafe(connection.end)
+
+
+def _tell(address: str) -> None:
+    print(address, flush=True)
+
+
+def serve(
+    translator: Translator,
+    address: str,
+    limits: Limits | None = None,
+    batch: int = 32,
+    started: Callable[[str], None] = _tell,
+) -> None:
     """Answer requests until Ctrl-C or SIGTERM; those that run then are still answered.
 
     Args:
         translator: the model.
         address: [HOST:]PORT; without HOST this machine alone can connect. Port 0 stands for any free one.
         limits, batch: see ``application``.
+        started: called with the address; by default it is printed.
 
     Raises:
         ValueError: the address is none, or its port is in use.
     """
-    app = application(translator, limits, batch)
     with _listener(address) as listener:
-        host, port = listener.getsockname()[:2]
-        print(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
         # uvicorn ends its requests, then raises the signal again.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        server = Server(translator, listener, limits, batch, started)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False)).run(sockets=[listener])
+            server.run(sockets=[listener])
+        if server.fault:
+            raise server.fault
 
 
 def _listener(address: str) -> socket.socket:
@@ -345,6 +489,8 @@ def _listener(address: str) -> socket.socket:
         raise ValueError(f"--serve {address}: expected [HOST:]PORT, such as 8000 or 0.0.0.0:8000")
     try:
         family, *_, place = socket.getaddrinfo(host.strip("[]") or "127.0.0.1", int(port), type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=2048)
+        return socket.create_server(place[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ValueError(f"--serve {address}: {error.strerror}; choose another address") from None
+    except UnicodeError:
+        raise ValueError(f"--serve {address}: a host's name has at most 63 letters between dots") from None

@@ -12,20 +12,21 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import ANY
 
 import pytest
 from helpers import REPO, browser
 from helpers.toy import ENVIRONMENT, sentences
 
-from ea_runtime import Translator, text
+from ea_runtime import Translator, __version__, text
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-import uvicorn  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
 
 from ea_runtime import serve  # noqa: E402
-from ea_runtime.serve import Limits, _body, application  # noqa: E402
+from ea_runtime.serve import Limits, Server, _body  # noqa: E402
+from ea_runtime.translator import EOS  # noqa: E402
 from ea_tools.bench.server_load import load  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -49,16 +50,21 @@ class Gated(Translator):
 
     def __init__(self, folder):
         super().__init__(folder, threads=1)
-        self.calls, self.gate = [], threading.Event()
+        self.calls, self.gate, self._texts = [], threading.Event(), {}
         self.gate.set()
 
-    def scored(self, lines, *settings, **more):
-        if lines:  # the server's checks are calls without lines
-            self.calls.append(list(lines))
-            self.gate.wait(20)
-            if "fail" in lines:
-                raise RuntimeError("a fault of the model")
-        return super().scored(lines, *settings, **more)
+    def encode(self, line, where):
+        ids = super().encode(line, where)
+        self._texts[*ids, EOS] = line
+        return ids
+
+    def scored_ids(self, sources, *settings):
+        lines = [self._texts[tuple(source)] for source in sources]
+        self.calls.append(lines)
+        self.gate.wait(20)
+        if "fail" in lines:
+            raise RuntimeError("a fault of the model")
+        return super().scored_ids(sources, *settings)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,7 @@ def no_calls(translator):
 def serving(translator, limits=None):
     """A client of a server in another thread of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(application(translator, limits), log_level="error"))
+        server = Server(translator, listener, limits)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -148,7 +154,7 @@ def test_requests_that_arrive_together_are_one_call(translator, client):
     ) as futures:
         translator.gate.set()
         answers = [future.result().json()["translations"][0] for future in futures]
-    assert translator.calls == [["Haus."], ["Hund.", "Vogel.", "Baum."], ["Katze."]]
+    assert sorted(map(sorted, translator.calls)) == [["Baum.", "Hund.", "Vogel."], ["Haus."], ["Katze."]]
     assert [len(answer) for answer in answers] == [1, 1, 1, 2, 1]
     alone = [ask(client, line).json()["translations"][0][0]["text"] for line in ("Hund.", "Vogel.", "Baum.")]
     assert [answers[place][0]["text"] for place in (1, 3, 4)] == alone
@@ -159,14 +165,16 @@ def test_a_batch_is_not_larger_than_it_may_be(translator, client):
     assert [len(lines) for lines in translator.calls] == [32, 32, 6]
 
 
-def test_long_requests_take_turns(translator, client, monkeypatch):
-    monkeypatch.setattr(serve, "WORK", 50)  # letters times beam
-    with held(translator, client), ThreadPoolExecutor(2) as pool:
-        for number, lines in ((3, ["Hund.", "Katze.", "Haus, Haus, Haus, Haus."]), (5, ["Baum.", "Vogel."])):
+def test_requests_share_the_translator_by_their_work(translator):
+    """Each call takes the lines whose requests have had least, as far as its bound reaches: twice that of a line."""
+    long = "Haus, Haus, Haus, Haus."
+    limits = Limits(work=3 * (len(translator.encode(long, "")) + 20))
+    with serving(translator, limits) as client, held(translator, client), ThreadPoolExecutor(3) as pool:
+        for waiting, lines in ((3, [long] * 3), (5, ["Hund."] * 2), (6, ["Baum."])):
             pool.submit(ask, client, *lines)
-            until(lambda number=number: client.get("/health").json()["waiting"] == number)
+            until(lambda waiting=waiting: client.get("/health").json()["waiting"] == waiting)
         translator.gate.set()
-    assert translator.calls == [["Haus."], ["Hund.", "Katze."], ["Baum.", "Vogel."], ["Haus, Haus, Haus, Haus."]]
+    assert translator.calls == [["Haus."], ["Hund.", "Baum."], [long, "Hund."], [long] * 2]
 
 
 def test_a_fault_of_one_line_costs_no_other_its_answer(translator, client):
@@ -197,23 +205,33 @@ JSON = {"content-type": "application/json"}
 REFUSED = {
     "lines": ({"lines": ["a"] * 101}, 413, "101 lines, but at most 100"),
     "words": ({"lines": ["a", "a " * 251]}, 413, "line 2: 251 words, but a line may have at most 250"),
-    "letters": ({"lines": ["a" * 2501]}, 413, "line 1: 2501 letters, but a line may have at most 2500"),
+    "letters": (
+        {"lines": [("a" * 499 + " ") * 5 + "a"]},
+        413,
+        "line 1: 2501 letters, but a line may have at most 2500",
+    ),
+    "letters of a word": (
+        {"lines": ["a b", "a " + "b" * 501]},
+        413,
+        "line 2: 501 letters in a word, but a word may have",
+    ),
     "subwords": ({"lines": ["a " * 40]}, 413, "line 1: 40 subwords, but the model reads at most 29"),
     "beam": ({"lines": ["a"], "beam": 21}, 422, "beam: at most 20, not 21"),
-    "no beam": ({"lines": ["a"], "beam": 0}, 422, "beam: must be a whole number from 1 on, not 0"),
+    "no beam": ({"lines": ["a"], "beam": 0}, 422, "beam: must be a whole number from 1 to 500, not 0"),
     "true beam": ({"lines": ["a"], "beam": True}, 422, "beam: Input should be a valid integer"),
-    "n-best": ({"lines": ["a"], "n_best": 4}, 422, "n_best: must be from 1 to the beam, 3, not 4"),
-    "lenpen": ({"lines": ["a"], "lenpen": 1e300}, 422, "lenpen: must be from -10 to 10"),
+    "n-best": ({"lines": ["a"], "n_best": 4}, 422, "from 1 to 3, not 4"),
+    "lenpen": ({"lines": ["a"], "lenpen": 1e300}, 422, "lenpen: must be a number from -10 to 10"),
     "line break": ({"lines": ["a", "a\nb"]}, 422, "line 2: it has a line break inside"),
-    "no text": ({"lines": [3]}, 422, "lines.0: Input should be a valid string"),
+    "no text": ({"lines": [3]}, 422, "line 1: Input should be a valid string"),
     "no lines": ({}, 422, "lines: Field required"),
     "unknown": ({"lines": ["a"], "bean": 5}, 422, "bean: Extra inputs are not permitted"),
-    "no number": (b'{"lines": ["a"], "lenpen": NaN}', 422, "lenpen: must be a number, not nan"),
+    "no number": (b'{"lines": ["a"], "lenpen": NaN}', 422, "lenpen: must be a number from -10 to 10, not nan"),
     "half a letter": (rb'{"lines": ["\ud800"]}', 400, "Invalid JSON"),
     "no UTF-8": (b'{"lines": ["\xff"]}', 400, "Invalid JSON"),
     "no JSON": (b"Haus.", 400, "Invalid JSON"),
     "deep": (b"[" * 100_000, 400, "Invalid JSON"),
-    "large": (b" " * 5_000_000, 413, "the body has 5000000 bytes, but at most 1000000"),
+    "large": (b" " * 5_000_000, 413, "the body has 5000000 bytes, but at most 250000"),
+    "all letters": ({"lines": ["a"] * 99 + ["a" * 24902]}, 413, "25001 letters, but at most 25000"),
 }
 
 
@@ -253,6 +271,35 @@ def test_other_sites_pages_cannot_use_the_server(client):
     assert answer.status_code == 415 and "application/json" in answer.json()["detail"]
 
 
+def test_the_work_of_a_line_is_limited(translator):
+    """With the export's beam, 3, a line of two subwords costs 3 x (2 + 20)."""
+    with serving(translator, Limits(work=66)) as client:
+        assert ask(client, "a b").status_code == ask(client, "a b c d", beam=2).status_code == 200
+        answer = ask(client, "a", "a b c")
+    assert answer.status_code == 413 and "line 2: 3 subwords, but with beam 3" in answer.json()["detail"]
+
+
+def test_a_limit_of_the_beam_holds_where_a_request_sets_none(translator):
+    with serving(translator, Limits(beam=2)) as client:
+        assert ask(client, "Haus.", n_best=2).json() == ask(client, "Haus.", beam=2, n_best=2).json() | {"seconds": ANY}
+        assert ask(client, "Haus.", n_best=3).status_code == ask(client, "Haus.", beam=3).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "limit", [{"seconds": -1}, {"letters": "x"}, {"beam": 0}, {"lines": 1.5}, {"headers": float("inf")}, {"work": True}]
+)
+def test_limits_that_are_none_are_refused(limit):
+    with pytest.raises(ValueError, match=f"^{next(iter(limit))}: "):
+        Limits(**limit)
+
+
+def test_the_interface_names_the_version_and_takes_head(client):
+    assert client.get("/openapi.json").json()["info"]["version"] == __version__
+    for path in ("/health", "/"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_a_full_queue_refuses(translator):
     waiting = ("Hund.", {}), ("Katze.", {})
     with serving(translator, Limits(waiting=2)) as client, held(translator, client, *waiting) as futures:
@@ -274,8 +321,8 @@ def test_a_request_that_takes_too_long_is_refused_and_its_lines_are_dropped(tran
 
 
 def test_a_server_that_is_slow_to_check_a_request_does_not_blame_its_client(translator, monkeypatch):
-    checked = serve._checked
-    monkeypatch.setattr(serve, "_checked", lambda *given: time.sleep(1) or checked(*given))
+    encoded = serve._encoded
+    monkeypatch.setattr(serve, "_encoded", lambda *given: time.sleep(1) or encoded(*given))
     with serving(translator, Limits(seconds=0.3)) as client:
         answer = ask(client, "Haus.")
     assert answer.status_code == 503 and "no answer within 0.3 seconds" in answer.json()["detail"]
@@ -315,9 +362,9 @@ import sys, time
 from ea_runtime import Translator
 from ea_runtime.serve import serve
 class Slow(Translator):
-    def scored(self, lines, *settings, **more):
-        time.sleep(1 if lines else 0)
-        return super().scored(lines, *settings, **more)
+    def scored_ids(self, *arguments):
+        time.sleep(1)
+        return super().scored_ids(*arguments)
 serve(Slow(sys.argv[1], threads=1), "0")
 """
 
@@ -337,6 +384,26 @@ def test_a_signal_lets_running_requests_end(folder, sent):
         assert server.stderr.read() == ""
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{address}/health")
+
+
+def test_a_second_signal_closes_the_connections(folder):
+    with process(folder, code=SLOW) as (server, address), ThreadPoolExecutor(1) as pool:
+        with httpx.Client(base_url=address, timeout=30) as client:
+            asked = pool.submit(ask, client, *["Haus."] * 100)
+            until(lambda: client.get("/health").json()["waiting"])
+            server.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert not asked.done()
+            server.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                asked.result()
+        assert (server.wait(5), server.stderr.read()) == (0, "")
+
+
+def test_a_signal_just_after_the_address_ends_the_server_in_order(folder):
+    with process(folder, code=SLOW) as (server, _):
+        server.send_signal(signal.SIGTERM)
+        assert (server.wait(10), server.stderr.read()) == (0, "")
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"lines": ["Haus."]}'], ids=["half a request", "a whole one"])
@@ -379,8 +446,11 @@ def test_faults_of_the_command_are_one_line(folder, tmp_path):
         cases = [
             (command(folder, "--serve", port), f"--serve {port}: Address already in use"),
             (command(folder, "--serve", "80000"), "expected [HOST:]PORT"),
+            (command(folder, "--serve", f"{'a' * 300}:0"), "at most 63 letters"),
+            (command(folder, "--threads", "99999999999"), "threads: must be a whole number from 1 to 256"),
+            (command(folder, "--buffer", "99999999999999999999"), "--buffer: must be a whole number from 1 to"),
             (command(folder, "--serve", "0", "--beam", "1"), "each request sets its own"),
-            (command(folder, "--serve", "0", "--batch", "0"), "batch: must be a whole number from 1 on"),
+            (command(folder, "--serve", "0", "--batch", "0"), "batch: must be a whole number from 1"),
             (command(tmp_path, "--serve", "0"), "is no exported model"),
             (command(folder, "--serve", "0", code=WITHOUT), "--serve needs fastapi: pip install fastapi uvicorn"),
         ]
@@ -389,6 +459,13 @@ def test_faults_of_the_command_are_one_line(folder, tmp_path):
             done = subprocess.run(words, **options)
             assert done.returncode == 1 and done.stdout == ""
             assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_an_address_that_cannot_be_printed_ends_the_command(folder):
+    line = '"$0" -m ea_runtime "$1" --serve 0 > /dev/full'
+    words = ["bash", "-c", line, sys.executable, folder]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPO, env=ENVIRONMENT, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "ea_runtime: standard output: No space left on device\n")
 
 
 def test_2000_requests_by_32_clients(folder, capsys):

@@ -1,0 +1,74 @@
+"""uvicorn's HTTP protocol with the bounds that it lacks: on connections, and on the time that each may take.
+
+uvicorn 0.54 times only the pause between two requests. A client that never ends its headers, or never reads its
+answer, would hold a connection for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+#: The most connections that asyncio accepts in one turn of its loop, before the server can count them.
+ACCEPTED = 16
+#: File descriptors that are kept for the rest: some turns' connections, and the process's own files.
+RESERVED = 100
+
+
+def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
+    """The protocol for uvicorn's setting `http`.
+
+    Args:
+        most: connections; fewer where the process may open few files. A further one takes the place of the one that
+            has waited longest for a request. If none waits, the new one is closed.
+        idle: seconds until the headers of a request are complete.
+        busy: seconds from there until its answer has been sent.
+    """
+    most = max(1, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED))
+
+    class Bounded(H11Protocol):
+        """A connection that ends in time whatever its client does."""
+
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self._deadline = self.loop.call_later(idle, self.end)
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                waiting = [other for other in self.connections if isinstance(other, Bounded) and not other.is_busy]
+                min(waiting, key=lambda other: other._deadline.when()).end()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._deadline.cancel()
+            super().connection_lost(exc)
+
+        def handle_events(self) -> None:
+            before = self.cycle
+            super().handle_events()
+            if self.cycle is not before:
+                self._end_in(busy)
+
+        def on_response_complete(self) -> None:
+            # an answer that has not left may take as long as another request
+            self._end_in(busy if self.transport.get_write_buffer_size() else idle)
+            super().on_response_complete()
+
+        @property
+        def is_busy(self) -> bool:
+            """Whether a request's headers are complete, and its answer is not."""
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _end_in(self, seconds: float) -> None:
+            self._deadline.cancel()
+            self._deadline = self.loop.call_later(seconds, self.end)
+
+        def end(self) -> None:
+            """Close the connection without waiting for an answer to be sent."""
+            self.connections.discard(self)
+            self.transport.abort()
+
+    return Bounded
