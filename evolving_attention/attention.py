@@ -64,6 +64,7 @@ class EvolvingHeads(nn.Module):
             evolution: see :class:`Evolution`.
         """
         self.evolution = Evolution(geometry, heads, **evolution)
+        geometry = self.evolution.geometry
         if score not in SCORES:
             raise ValueError(f"score {score!r}: must be one of {', '.join(SCORES)}")
         if relative_positions < 0 or (relative_positions and geometry == Geometry.ENCODER_DECODER):
@@ -258,7 +259,7 @@ class EvolvingAttention(EvolvingHeads):
 
         Raises:
             ValueError: an encoder's attention with a cache, encoder-decoder attention without a source, another
-                attention with one, or a previous map of another shape.
+                attention with one, a previous map of another shape, or one in a decoder or a first layer.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         if stepping and geometry == Geometry.ENCODER_SELF:
@@ -273,7 +274,7 @@ class EvolvingAttention(EvolvingHeads):
             source, query_padding = query, padding
         if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
             cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
-        check_previous(previous, q, cache.keys)
+        check_previous(previous, q, cache.keys, self.evolution.takes_map)
         length = cache.keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)

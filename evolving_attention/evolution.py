@@ -38,6 +38,11 @@ class Geometry(enum.Enum):
     #: rows i-k+1..i, columns j-r..j+r: rows are target positions, so time runs down; every column is visible
     ENCODER_DECODER = "encoder-decoder attention"
 
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        """Geometry("encoder self-attention") is Geometry.ENCODER_SELF; of other values the error names the three."""
+        raise ValueError(f"geometry {value!r}: must be one of {', '.join(map(str, cls))}")
+
 
 @functools.cache
 def reach(geometry: Geometry, kernel_size: int) -> tuple[int, int, bool]:
@@ -223,8 +228,10 @@ def evolve(
     _, _, c, d, e = coefficients
     if convolve is None or is_always(c, 0):
         return finite(_weighted(d, previous, e, logits))
-    mixed = mix(coefficients, logits, hidden, previous)
-    carried = mixed if coefficients.carries_what_it_reads else _weighted(d, previous, e, logits)
+    carried = _weighted(d, previous, e, logits)
+    mixed = (
+        _hide(carried, hidden) if coefficients.carries_what_it_reads else mix(coefficients, logits, hidden, previous)
+    )
     convolved = finite(F.relu(convolve(mixed, above, hidden)))
     share = c.type_as(carried) if isinstance(c, Tensor) else c
     return finite(torch.lerp(carried, convolved, share))
@@ -250,7 +257,7 @@ class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
     Args:
-        geometry: the kind of attention.
+        geometry: the kind of attention; its value does too, such as "encoder self-attention".
         heads: K, the convolutions' channels, in and out.
         kernel_size: k, odd.
         alpha: as the rule uses it; in equation 4 the previous map's share.
@@ -279,10 +286,11 @@ class Evolution(nn.Module):
     ):
         super().__init__()
         check(rule, kernel_size, alpha, beta, conv_layers)
-        self.geometry = geometry
+        self.geometry = geometry = Geometry(geometry)
         self.kernel_size = kernel_size
         self.rule = rule
-        takes_map = geometry == Geometry.ENCODER_SELF and not first
+        #: whether a layer before may hand it a map
+        self.takes_map = takes_map = geometry == Geometry.ENCODER_SELF and not first
         learns_alpha, learns_beta = RULES[rule].depends_on(takes_map, geometry) if learn_mix else (False, False)
         self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learns_alpha else alpha
         self.beta = nn.Parameter(torch.tensor(float(beta))) if learns_beta else beta
@@ -319,7 +327,7 @@ class Evolution(nn.Module):
             above: B x K x rows_above x S, the mixed rows that come before these, in step-by-step decoding.
 
         Returns:
-            A_logit, B x K x T x S; its values at hidden places mean nothing.
+            A_logit, B x K x T x S, at hidden places too: only the convolution sees zeros there.
         """
         convolve = None if self.conv is None else self.convolve
         return evolve(self.coefficients(previous is not None), logits, hidden, previous, above, convolve)

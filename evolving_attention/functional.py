@@ -11,7 +11,7 @@ from torch import Tensor
 from . import kernels
 from .evolution import RULES, Evolution, Geometry, Share, check, convolve, evolve, finite, mix
 from .kernels import Call, Result
-from .masks import masked_softmax
+from .masks import future, masked_softmax
 
 
 def evolving_attention(
@@ -43,12 +43,13 @@ def evolving_attention(
     Args:
         q: B x K x T x D.
         k, v: B x K x S x D.
-        previous: B x K x T x S, A_logit of the layer before, in encoders.
+        previous: B x K x T x S, A_logit of the layer before; in encoders only.
         weight, bias: of the convolution, K x K x k x k and K; None: no convolution.
         rule: a name in ``RULES``.
         alpha, beta: numbers from 0 to 1, or tensors without axes.
         geometry: which neighbours the convolution reads.
-        mask: True where a key must not be attended to; broadcasts to B x K x T x S. In decoders it holds the future.
+        mask: True where a key must not be attended to; broadcasts to B x K x T x S. Decoder self-attention masks the
+            future without being asked: its T rows are the last of S.
         hidden: True where the convolution sees zero; broadcasts likewise. Default: ``mask``. In encoders it holds the
             padded rows too.
         logits: B x K x T x S, finite, in the place of scale * q k^T: other scores, or these with a bias.
@@ -61,10 +62,16 @@ def evolving_attention(
         output, B x K x T x D; A_logit before the mask, B x K x T x S, or None without ``keep_map``.
 
     Raises:
-        ValueError: an unknown rule, a share out of range, a weight without a bias, or a previous map of another shape.
+        ValueError: an unknown rule or geometry, a share out of range, a weight without a bias, a previous map in a
+            decoder, or one of another shape.
     """
+    geometry = Geometry(geometry)
     check(rule, 1 if weight is None else weight.size(-1), alpha, beta)
-    check_previous(previous, q, k)
+    check_previous(previous, q, k, geometry == Geometry.ENCODER_SELF)
+    if geometry == Geometry.DECODER_SELF:
+        unseen = future(q.size(2), k.size(2), q.device)[None, None]
+        mask = unseen if mask is None else mask | unseen
+        hidden = None if hidden is None else hidden | unseen
     if (weight is None) != (bias is None):
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -83,8 +90,13 @@ def evolving_attention(
     return result.context, result.a_logit
 
 
-def check_previous(previous: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless a previous map is B x K x T x S, as q and k say: another might be broadcast."""
+def check_previous(previous: Tensor | None, q: Tensor, k: Tensor, takes_map: bool) -> None:
+    """Raise ValueError unless a previous map is B x K x T x S, as q and k say: another might be broadcast.
+
+    Also where an attention takes none.
+    """
+    if previous is not None and not takes_map:
+        raise ValueError("previous: only encoder self-attention takes a map, from its second layer on; leave it out")
     if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
         raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
 

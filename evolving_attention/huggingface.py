@@ -12,6 +12,8 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 """
 
 import copy
+import functools
+import inspect
 import sys
 from typing import Any, TypeVar
 
@@ -73,10 +75,13 @@ def evolve(
         if not _is_attention(module):
             continue
         geometry, stack = _geometry(name, module), _stack(model, name)
+        # Its own one would be another, if the model was made of models that were there before.
+        module.config = model.get_submodule(stack).config
         previous = before.get(stack) if geometry == Geometry.ENCODER_SELF else None
         options = {"rule": rule, "first": previous is None, "learn_mix": learn_mix}
         evolution = Evolution(geometry, _heads(module), kernel_size, alpha, beta, **options)
-        module.evolution = evolution.to(next(module.parameters()))
+        numbers = (*module.parameters(), *model.parameters())  # of a quantised layer, not all are floating
+        module.evolution = evolution.to(next(x for x in numbers if x.is_floating_point()))
         module.hands_on_map = False
         # Names, since DataParallel's copies of a layer share them, but are other modules.
         module.map_name = name
@@ -85,11 +90,13 @@ def evolve(
             previous.hands_on_map = True
         if geometry == Geometry.ENCODER_SELF:
             before[stack] = module
-        module.register_forward_pre_hook(_hand_down_cache, with_kwargs=True)
+        module.register_forward_pre_hook(functools.partial(_hand_down_cache, _names(module)), with_kwargs=True)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(_begin_call, with_kwargs=True)
-    model.set_attn_implementation(NAME)
+            module.register_forward_pre_hook(functools.partial(_begin_call, _names(module)), with_kwargs=True)
+            module.config._attn_implementation = NAME
+            # for config.json, so that no plain class takes the folder for a plain model's
+            module.config.attn_implementation = NAME
     setattr(model.config, SETTINGS, settings)
     return model
 
@@ -166,40 +173,49 @@ class _Maps:
 
     Args:
         need_weights: whether the call returns the maps.
-        mask: of the model's inputs, B x (at least T), 0 where they are padded.
+        mask: of the model's inputs; where it is B x (at least T), it is 0 where they are padded.
     """
 
     def __init__(self, need_weights: bool, mask: Tensor | None = None) -> None:
         self.need_weights = need_weights
-        self._mask = mask
-        self.of: dict[str, tuple[Tensor, bool]] = {}
-        self._masks: list[tuple[Tensor, tuple[Tensor, Tensor | None]]] = []  # each mask of this call, and its parts
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._of: dict[str, tuple[Tensor | None, bool]] = {}
+        self._parts: list[tuple[Tensor | None, Geometry, tuple[Tensor | None, ...]]] = []  # of each mask of this call
 
-    def read(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """``_read_mask``, once for the layers that share a mask: on a GPU it waits."""
-        if mask is None:
-            return None, None
-        for other, found in self._masks:
-            if other is mask:
-                return found
-        self._masks.append((mask, _read_mask(mask)))
-        return self._masks[-1][1]
+    def read(self, mask: Tensor | None, geometry: Geometry, query: Tensor) -> list[Tensor | None]:
+        """The masked places, the hidden ones, and the summand of the logits; all broadcast to B x K x T x S.
 
-    def padding(self, length: int) -> Tensor | None:
-        """The padding of the last inputs, B x length; None where the mask is none of padding alone."""
-        return self._mask[:, -length:].eq(0) if self._mask is not None and self._mask.dim() == 2 else None
+        Once for the layers that share a mask: reading waits for a GPU, and hiding rows makes a new mask.
+        """
+        found = next((parts for other, kind, parts in self._parts if other is mask and kind == geometry), None)
+        if found is None:
+            masked, summand = (None, None) if mask is None else _read_mask(mask)
+            padding = None
+            if self._mask is not None and geometry != Geometry.DECODER_SELF:
+                padding = self._mask[:, -query.size(2) :].eq(0).to(query.device)
+            found = masked, hide_rows(masked, padding), summand
+            self._parts.append((mask, geometry, found))
+        return [x if x is None else x.to(query.device) for x in found]
 
-    def before(self, module: nn.Module) -> Tensor | None:
+    def keep(self, module: nn.Module, a_logit: Tensor) -> None:
+        """A_logit of a layer, B x K x T x S, for the next one."""
+        self._of[module.map_name] = a_logit, torch.is_grad_enabled()
+
+    def before(self, module: nn.Module, device: torch.device) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
-        if module.map_before not in self.of:
+        if module.map_before not in self._of:
             return None
-        a_logit, recorded = self.of[module.map_before]
+        a_logit, recorded = self._of[module.map_before]
         if torch.is_grad_enabled() and not recorded:
             raise RuntimeError(
                 "gradient checkpointing with use_reentrant=True cuts the gradients of attention maps: call "
                 'gradient_checkpointing_enable({"use_reentrant": False})'
             )
-        return a_logit
+        if a_logit is None:
+            raise RuntimeError(f"{module.map_name}: was called twice, and the map before it is kept for one call")
+        if not torch.is_grad_enabled():
+            self._of[module.map_before] = None, False  # else the maps of all layers would stay in memory
+        return a_logit.to(device)
 
 
 def _attention(
@@ -220,27 +236,33 @@ def _attention(
 
     query is B x K x T x D; key and value are B x K x S x D. The mask broadcasts to B x K x T x S. Its numbers up to
     ``MASKED_FROM`` mask. Others are added to the logits.
+
+    Raises:
+        ValueError: a model that does not evolve, a part of a model called alone, or a cache of a plain model.
     """
-    evolution = module.evolution
-    if evolving_maps is None and evolution.geometry == Geometry.ENCODER_DECODER:  # GPT-2 hands nothing down to these
-        evolving_maps = _Maps(need_weights=True)
+    evolution = getattr(module, "evolution", None)
+    if evolution is None:
+        raise ValueError(
+            f"{type(module).__name__}: its configuration is an evolving model's, but it has no convolutions; load it "
+            'with evolving_attention.huggingface.from_pretrained, or as a plain model with attn_implementation="eager"'
+        )
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     if evolution.conv is None and not evolution.uses_previous and not module.hands_on_map:
         # Nothing evolves: the model's own eager attention, to the last bit.
         bias = {} if position_bias is None else {"position_bias": position_bias}
-        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **bias)
-    masked, summand = evolving_maps.read(attention_mask)
+        return _eager(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **bias)
+    if evolving_maps is None:
+        if evolution.geometry != Geometry.ENCODER_DECODER:  # GPT-2 hands nothing down to these
+            raise ValueError(f"{module.map_name}: maps belong to a call of a whole model; call that, not a part of it")
+        evolving_maps = _Maps(need_weights=True)
+    masked, hidden, summand = evolving_maps.read(attention_mask, evolution.geometry, query)
+    if evolution.geometry == Geometry.ENCODER_DECODER and not getattr(module, "has_relative_attention_bias", True):
+        position_bias = None  # T5 gives zeros, and a kernel is faster without them
     given = None
     if position_bias is not None or summand is not None:
         given = torch.matmul(query, key.transpose(2, 3)) * scaling
         given = sum((more for more in (position_bias, summand) if more is not None), start=given).type_as(query)
-    hidden = masked
-    if masked is not None and evolution.geometry == Geometry.ENCODER_SELF and query.size(2) == key.size(2):
-        hidden = hide_rows(masked, masked.all(dim=2).any(dim=1))
-    elif evolution.geometry == Geometry.ENCODER_DECODER:
-        hidden = hide_rows(masked, evolving_maps.padding(query.size(2)))
-    previous = evolving_maps.before(module)
+    previous = evolving_maps.before(module, query.device)
     layer, above = _cached_layer(evolving_cache, module), None
     if layer is not None and layer.above is None:
         if evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
@@ -265,11 +287,11 @@ def _attention(
     )
     result = attend(call, evolution)
     if result.a_logit is not None:
-        evolving_maps.of[module.map_name] = result.a_logit, torch.is_grad_enabled()
+        evolving_maps.keep(module, result.a_logit)
     if layer is not None:
         layer.above = result.kept
     weights = None if result.weights is None else result.weights.type_as(value)
-    return result.context.transpose(1, 2).contiguous(), weights
+    return result.context.transpose(1, 2), weights
 
 
 AttentionInterface.register(NAME, _attention)
@@ -284,6 +306,12 @@ def _read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     rest = mask.masked_fill(masked, 0)
     unread = torch.compiler.is_compiling() or not sees(rest)
     return masked, rest if unread or bool(rest.any()) else None
+
+
+def _eager(module: nn.Module) -> Any:
+    """The eager attention of the file of ``transformers`` that a layer's class comes from, or the class it extends."""
+    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
+    return next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
 
 
 def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | None:
@@ -303,20 +331,40 @@ def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | Non
     return layer
 
 
-def _begin_call(model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The names of what ``forward`` takes by position."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(x.name for x in parameters if x.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _bound(names: tuple[str, ...], module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name."""
+    if len(arguments) > len(names):
+        raise ValueError(f"{type(module).__name__}: takes arguments without a name; give them by keyword")
+    return {**dict(zip(names, arguments, strict=False)), **keywords}
+
+
+def _begin_call(
+    names: tuple[str, ...], model: PreTrainedModel, arguments: tuple, keywords: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Before a model's forward: new maps."""
-    need_weights = bool(keywords.get("output_attentions", model.config.output_attentions))
-    return arguments, {**keywords, "evolving_maps": _Maps(need_weights, keywords.get("attention_mask"))}
+    bound = _bound(names, model, arguments, keywords)
+    wanted = bound.get("output_attentions")
+    need_weights = bool(model.config.output_attentions if wanted is None else wanted)
+    return arguments, {**keywords, "evolving_maps": _Maps(need_weights, bound.get("attention_mask"))}
 
 
-def _hand_down_cache(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _hand_down_cache(
+    names: tuple[str, ...], module: nn.Module, arguments: tuple, keywords: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Before an attention layer's forward: the cache reaches the attention function too."""
     if module.config._attn_implementation != NAME:
         raise ValueError(
             f"attention implementation {module.config._attn_implementation!r} hides the attention map; expected "
             f"{NAME!r}: call model.set_attn_implementation({NAME!r})"
         )
-    return arguments, {**keywords, "evolving_cache": keywords.get("past_key_values")}
+    cache = _bound(names, module, arguments, keywords).get("past_key_values")
+    return arguments, {**keywords, "evolving_cache": cache}
 
 
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
@@ -326,11 +374,16 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         raise ValueError(f"{type(model).__name__}: it evolves already")
     if getattr(model.config, SETTINGS, None):
         raise ValueError(
-            f"{type(model).__name__}: it was saved evolving, and loaded without its convolutions; load it with "
-            "evolving_attention.huggingface.from_pretrained"
+            f"{type(model).__name__}: its configuration is an evolving model's, but it has no convolutions; load it "
+            f"with evolving_attention.huggingface.from_pretrained, or del model.config.{SETTINGS} to begin anew"
         )
     if model.config.output_attentions:  # transformers could not save it
         raise ValueError("output_attentions: must be False in the configuration; give it to the model's calls instead")
+    for name, module in model.named_modules():
+        if getattr(module, "reorder_and_upcast_attn", False):
+            raise ValueError("reorder_and_upcast_attn: not supported; set it to False in the configuration")
+        if _is_attention(module):
+            _geometry(name, module)
     types = {module.config.model_type for module in model.modules() if _is_attention(module) or _is_innermost(module)}
     unknown = types.difference(MODEL_TYPES)
     if unknown:
@@ -339,7 +392,7 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
 
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module calls the attention function: such modules have a factor ``scaling`` of their own."""
-    return hasattr(module, "scaling") and hasattr(module, "config") and "Attention" in type(module).__name__
+    return hasattr(module, "scaling") and hasattr(module, "config")
 
 
 def _is_innermost(module: nn.Module) -> bool:
@@ -349,14 +402,19 @@ def _is_innermost(module: nn.Module) -> bool:
 
 
 def _geometry(name: str, module: nn.Module) -> Geometry:
-    """The kind of attention of a module of this name."""
-    if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False):
-        return Geometry.ENCODER_DECODER
+    """The kind of attention of a module of this name.
+
+    Raises:
+        ValueError: a module that does not say whether it sees the future.
+    """
     # Names in T5 and in BART.
-    if name.endswith(("EncDecAttention", "encoder_attn")):
+    crosses = name.endswith(("EncDecAttention", "encoder_attn")) or getattr(module, "is_cross_attention", False)
+    if crosses or any("CrossAttention" in kind.__name__ for kind in type(module).__mro__):
         return Geometry.ENCODER_DECODER
-    causal = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
-    return Geometry.DECODER_SELF if causal else Geometry.ENCODER_SELF
+    causal = [getattr(module, name) for name in ("is_causal", "is_decoder") if hasattr(module, name)]
+    if not causal:
+        raise ValueError(f"{name}: expected is_causal or is_decoder, which say whether it is a decoder's attention")
+    return Geometry.DECODER_SELF if any(causal) else Geometry.ENCODER_SELF
 
 
 def _stack(model: PreTrainedModel, name: str) -> str:

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     above: Tensor | None
     seed: Tensor | None  # of dropout, one number, int64; on the device, so that CUDA graphs can be captured
     shares: list[float]
-    same: bool  # carried is mixed itself, zero where hidden; d and e are 0 then
+    same: bool  # carried is mixed, before hidden places become zero; d and e are 0 then
     scale: float
     geometry: str
     dropout: float

@@ -44,6 +44,14 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=Non
             r"previous: must be \(1, 2, 5, 5\), not \(1, 2, 5, 4\)",
         ),
         (lambda: attend(previous=torch.randn(1, 1, 5, 5)), r"previous: must be \(1, 2, 5, 5\), not \(1, 1, 5, 5\)"),
+        (lambda: attend(previous=torch.randn(1, 2, 5, 5), first=True), "previous: only encoder self-attention takes"),
+        (lambda: attend(Geometry.DECODER_SELF, previous=torch.randn(1, 2, 5, 5)), "previous: only encoder self-att"),
+        (
+            lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 5), geometry=Geometry.ENCODER_DECODER),
+            "previous: only encoder self-attention takes",
+        ),
+        (lambda: attend("decoder"), r"geometry 'decoder': must be one of Geometry.ENCODER_SELF, "),
+        (lambda: evolving_attention(*torch.randn(3, 1, 2, 5, 4), geometry="x"), r"geometry 'x': must be one of"),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
         (lambda: attend(rule="predictive", conv_layers=0), "conv_layers 0: rule 'predictive' takes 1 or more"),
@@ -118,6 +126,7 @@ def test_the_function_gives_the_papers_sums(kind, dtype, plain):
     mask[0, ..., 2:] = True
     hidden = mask.clone()
     hidden[1, :, 1] = True
+    future = torch.full((4, 4), kind == "decoder").triu(1)  # which nobody gives
     shares = {"alpha": torch.tensor(0.4, dtype=dtype), "beta": 0.3}
     options = {"geometry": geometry, "mask": mask, "hidden": hidden, "plain": plain, **shares}
     output, a_logit = evolving_attention(q, k, v, previous, weight, bias, scale=0.7, **options)
@@ -125,13 +134,12 @@ def test_the_function_gives_the_papers_sums(kind, dtype, plain):
     for b in range(2):
         coefficients = COEFFICIENTS["evolving", previous is not None](0.4, 0.3)
         before = None if previous is None else previous[b]
-        sums = evolve(logits[b], kind, [(weight, bias)], coefficients, lambda i, j, b=b: hidden[b, 0, i, j], before)
+        unseen = hidden[b, 0] | future
+        sums = evolve(logits[b], kind, [(weight, bias)], coefficients, lambda i, j, x=unseen: x[i, j], before)
         expected = torch.tensor(sums, dtype=dtype)
-        shown = ~hidden[b].expand_as(expected)
-        assert_close(a_logit[b][shown], expected[shown], rtol=1e-5, atol=1e-5)
-        weights = expected.masked_fill(mask[b], -torch.inf).softmax(-1)
-        rows = ~hidden[b, 0].all(1)
-        assert_close(output[b][:, rows], (weights @ v[b])[:, rows], rtol=1e-5, atol=1e-5)
+        assert_close(a_logit[b], expected, rtol=1e-5, atol=1e-5)  # hidden places too: the next layer may see them
+        weights = expected.masked_fill(mask[b] | future, -torch.inf).softmax(-1)
+        assert_close(output[b], weights @ v[b], rtol=1e-5, atol=1e-5)
     again, nothing = evolving_attention(q, k, v, previous, weight, bias, logits=logits, keep_map=False, **options)
     assert_close(again, output, rtol=1e-5, atol=1e-5)
     assert nothing is None

@@ -43,7 +43,6 @@ def evolve(logits, kind, convolutions, coefficients, hidden, previous=None):
     convolutions are (weight, bias), the first to run first; coefficients are a, b, c, d, e.
     """
     heads, rows, columns = len(logits), len(logits[0]), len(logits[0][0])
-    zero = torch.zeros((), dtype=torch.float64)
     a, b, c, d, e = coefficients
 
     def picture(pixel):
@@ -72,8 +71,7 @@ def evolve(logits, kind, convolutions, coefficients, hidden, previous=None):
     carried = weighted(d, e)
     if not convolutions:
         return picture(carried)
-    # where the map is hidden the result means nothing, and is the convolution's share alone in every reading
-    return picture(lambda h, i, j: c * maps[h][i][j] + (1 - c) * (zero if hidden(i, j) else carried(h, i, j)))
+    return picture(lambda h, i, j: c * maps[h][i][j] + (1 - c) * carried(h, i, j))
 
 
 def score(module, head, q, k, distance):

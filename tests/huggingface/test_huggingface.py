@@ -18,6 +18,7 @@ from transformers import (
     AutoModel,
     BertConfig,
     BertForMaskedLM,
+    BertLMHeadModel,
     BertModel,
     DynamicCache,
     EncoderDecoderCache,
@@ -30,8 +31,10 @@ from transformers import (
     RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
+    VisionEncoderDecoderModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTModel,
 )
 
 from evolving_attention import RULES, Geometry, huggingface, kernels
@@ -152,8 +155,8 @@ def calls(monkeypatch):
 KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
 
 
-def by_loop(module, query, key, value, mask, options, previous):
-    """One call, sentence by sentence: B x T x K x D, and the maps, nested lists B x K x T x S."""
+def by_loop(module, query, key, value, mask, options, previous, words=MASK):
+    """One call, sentence by sentence: B x T x K x D, and the maps, nested lists B x K x T x S. words: 0 = padded."""
     evolution, outputs, maps = module.evolution, [], []
     for number, (q, k, v) in enumerate(zip(query, key, value, strict=True)):
         hidden = torch.zeros(q.size(1), k.size(1), dtype=torch.bool)
@@ -163,10 +166,8 @@ def by_loop(module, query, key, value, mask, options, previous):
         if options.get("position_bias") is not None:
             logits = logits + options["position_bias"][0]
         unseen = hidden
-        if evolution.geometry == Geometry.ENCODER_SELF:
-            unseen = hidden | hidden.all(0)[:, None]
-        elif evolution.geometry == Geometry.ENCODER_DECODER:
-            unseen = hidden | ~MASK[number, : q.size(1)].bool()[:, None]
+        if evolution.geometry != Geometry.DECODER_SELF and mask is not None:
+            unseen = hidden | ~words[number, : q.size(1)].bool()[:, None]
         before = None if previous is None else previous[number]
         in_decoder = evolution.geometry != Geometry.ENCODER_SELF
         # Decoders evolve by this rule as by "evolving".
@@ -216,6 +217,23 @@ def test_values_and_gradients_equal_the_papers_loops(name, rule, calls):
         assert_close(given, wanted)
 
 
+def test_a_mask_of_four_axes_says_nothing_of_padding(calls):
+    """Nobody attends to the third token, which is a word all the same."""
+    model, words = build("bert"), inputs("bert")["input_ids"]
+    mask = torch.zeros(3, 1, 6, 6, dtype=torch.float64)
+    mask[..., 3] = -torch.inf
+    model.set_attn_implementation("eager")
+    expected = model(words, attention_mask=mask).logits
+    assert_close(evolve(model, 0, 0, learn_mix=True)(words, attention_mask=mask).logits, expected)
+    calls.clear()
+    model = build("bert", alpha=0.4, beta=0.3)
+    model(words, attention_mask=mask)
+    maps = None
+    for *call, output in calls:
+        expected, maps = by_loop(*call, maps, words=torch.ones_like(MASK))
+        assert_close(output, expected)
+
+
 def test_position_biases_of_T5_are_learnt_through_evolving_maps():
     model = build("t5", alpha=0.4, beta=0.3)
     model(**inputs("t5")).logits.square().sum().backward()
@@ -234,6 +252,24 @@ def test_cached_generation_equals_uncached(name, beams):
     options = {"attention_mask": mask, "num_beams": beams, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (model.generate(prompts, use_cache=cache, **options) for cache in (True, False))
     assert torch.equal(cached, uncached)
+
+
+@torch.no_grad()
+def test_arguments_by_position_are_those_by_name():
+    model, batch = build("t5", alpha=0.4, beta=0.5).eval(), inputs("t5")
+    states = torch.randn(3, 6, 8, dtype=torch.float64)
+    words, mask = batch["decoder_input_ids"], batch["decoder_attention_mask"]
+    expected = model.get_decoder()(input_ids=words, attention_mask=mask, encoder_hidden_states=states)[0]
+    assert_close(model.get_decoder()(words, mask, states)[0], expected)
+
+    class AnyArguments(type(model)):
+        def forward(self, *arguments, **keywords):
+            return super().forward(*arguments, **keywords)
+
+    model = evolve(AnyArguments(model.config.__class__(**T5_SIZES, decoder_start_token_id=0)))
+    with pytest.raises(ValueError, match=r"AnyArguments: .* by keyword"):
+        model(words)
+    model(input_ids=words, decoder_input_ids=words)
 
 
 @torch.no_grad()
@@ -286,6 +322,48 @@ def test_an_encoder_and_a_decoder_of_two_models_step_with_a_cache(decoder, tmp_p
     again = loaded(**batch, decoder_input_ids=batch["input_ids"], output_attentions=True)
     assert_close(again.logits, whole)
     assert [maps.shape for maps in again.cross_attentions] == [(3, 2, 6, 6)] * 3
+
+
+DECODES = {"is_decoder": True, "add_cross_attention": True}
+
+
+def _two_models(folder):
+    return EncoderDecoderModel(
+        encoder=BertModel(BertConfig(**SIZES, **WORDS)),
+        decoder=BertLMHeadModel(BertConfig(**SIZES, **WORDS, **DECODES)),
+    )
+
+
+def _two_folders(folder):
+    BertForMaskedLM(BertConfig(**SIZES, **WORDS)).save_pretrained(folder)
+    return EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder)
+
+
+def _pictures(folder):
+    return VisionEncoderDecoderModel(
+        encoder=ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=4)),
+        decoder=BertLMHeadModel(BertConfig(**SIZES, **WORDS, **DECODES)),
+    )
+
+
+@pytest.mark.parametrize("make", [_two_models, _two_folders, _pictures])
+@torch.no_grad()
+def test_a_model_of_two_models_evolves(make, tmp_path):
+    """Their layers hold the configurations that the two had before."""
+    torch.manual_seed(1)
+    model, words = make(tmp_path / "plain").double().eval(), inputs("bert")
+    if make is _pictures:
+        batch = {"pixel_values": torch.randn(3, 3, 8, 8).double(), "decoder_input_ids": words["input_ids"]}
+    else:
+        batch = {**words, "decoder_input_ids": words["input_ids"]}
+    model.set_attn_implementation("eager")
+    expected = model(**batch).logits
+    assert_close(evolve(model, 0, 0, learn_mix=True)(**batch).logits, expected)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="'sdpa' hides the attention map; expected 'evolving'"):
+        model(**batch)
+    model.set_attn_implementation("evolving")
+    assert_close(model(**batch).logits, expected)
 
 
 @torch.no_grad()
@@ -426,10 +504,10 @@ def test_layers_may_be_dropped_in_training():
 @pytest.mark.parametrize("number", [-1e4, -1e9, -torch.inf])
 def test_a_mask_of_any_low_number_hides(number):
     model, words = build("bert", alpha=0.3, beta=0.3).eval(), inputs("bert")["input_ids"]
-    expected = model(words, attention_mask=MASK).logits
-    floats = (1 - MASK.double())[:, None, None].expand(-1, -1, 6, -1)
-    floats = torch.where(floats > 0, torch.tensor(number).double(), 0.0)
-    assert_close(model(words, attention_mask=floats).logits[MASK.bool()], expected[MASK.bool()])
+    shown = MASK.bool()[:, None, None].expand(-1, -1, 6, -1)
+    expected = model(words, attention_mask=shown).logits
+    floats = torch.where(shown, 0.0, torch.tensor(number).double())
+    assert_close(model(words, attention_mask=floats).logits, expected)
 
 
 @torch.no_grad()
@@ -472,8 +550,13 @@ def test_convolutions_that_another_loader_left_out_are_missed(tmp_path):
     """It keeps the settings, so that evolving it again or loading it would draw convolutions anew."""
     build("bert", alpha=0.4).save_pretrained(tmp_path)
     plain = BertForMaskedLM.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was saved evolving, and loaded without its convolutions"):
+    with pytest.raises(ValueError, match=r"has no convolutions; .* del model.config.evolving_attention"):
         evolve(plain)
+    with pytest.raises(ValueError, match=r"has no convolutions; .*from_pretrained"):
+        plain(**inputs("bert"))
+    with pytest.raises(ValueError, match=r"has no convolutions; .*from_pretrained"):
+        AutoModel.from_pretrained(tmp_path)(**inputs("bert"))
+    BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager")(**inputs("bert"))  # who asks gets it
     plain.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no .*\.evolution\.conv\.bias; was it saved by"):
         from_pretrained(BertForMaskedLM, tmp_path)

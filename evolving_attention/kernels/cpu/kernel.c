@@ -37,7 +37,7 @@ typedef struct {
     int64_t before;              /* columns of the rows above */
     int64_t left, top;           /* how far the kernel reaches to the left and up */
     int64_t lower;               /* 1: without the kernel's strict upper triangle */
-    int64_t same;                /* 1: what is carried is what is mixed, zeros at hidden places included */
+    int64_t same;                /* 1: what is carried is what is mixed, before hidden places become zero; d and e are not read */
     float scale;                 /* of q k^T */
     float a, b, c, d, e;         /* the shares above; a and d are 0 where there is no previous map */
     uint32_t threshold;          /* dropout: a weight is dropped where its 16 random bits are below this */
@@ -67,6 +67,7 @@ typedef struct {
     Problem p;              /* its kernel 1 x 1 where nothing is convolved */
     int backward;
     int skips;              /* whether what is masked and hidden on the right may be left out: nobody asks for maps */
+    int reads_mixed;        /* whether what is carried is read from what is mixed: no hidden place is looked at */
     int logits;             /* whether the logits themselves are needed after they were mixed */
     int64_t down, gap;      /* how far the kernel reaches down; zeros between rows, for what it reads beside the map */
     int64_t Sp, Dp, pitch;  /* S and D, rounded up to whole vectors; floats from row to row */
@@ -332,9 +333,10 @@ APART void convolve(int vectors, int turned, const Plan *w, const float *maps, c
 INLINE vf carried(const Plan *w, const Scratch *m, const Band *band, int64_t h, int64_t i, int64_t s) {
     const Problem *p = &w->p;
     int64_t place = (h * w->tall + i - band->from + p->k - 1) * w->pitch + s;
-    if (p->same) return load(m->X + place);
-    vf previous = p->d ? row_load(w, m, p->previous, row_number(w, band->b, h, i), s) : spread(0);
-    return weighted(p->d, previous, p->e, load(m->L + place));
+    if (w->reads_mixed) return load(m->X + place);
+    float of_previous = p->same ? p->a : p->d, of_logits = p->same ? p->b : p->e;
+    vf previous = of_previous ? row_load(w, m, p->previous, row_number(w, band->b, h, i), s) : spread(0);
+    return weighted(of_previous, previous, of_logits, load(m->L + place));
 }
 
 /* Ask for what is needed of all heads at the columns to come: so many rows at once are more than processors foresee. */
@@ -346,7 +348,7 @@ INLINE void foresee(const Plan *w, const float *maps, int64_t tall) {
 INLINE void evolve_at(int vectors, const Plan *w, Scratch *m, const Band *band, int64_t first, int64_t i, int64_t s) {
     const Problem *p = &w->p;
     int64_t row = i - (band->from - w->down), heads = least(4, p->K - first), tall = w->tall * w->pitch;
-    int backward = w->backward, same = (int)p->same;
+    int backward = w->backward, reads_mixed = w->reads_mixed;
     float c = p->c, *P = m->P + (first * w->band + row) * w->pitch + s;
     float *G = m->G + first * tall + (row + p->k - 1) * w->pitch + s;
     const float *X = m->X + first * tall + (i - band->from + p->k - 1) * w->pitch + s;
@@ -357,7 +359,7 @@ INLINE void evolve_at(int vectors, const Plan *w, Scratch *m, const Band *band, 
         if (o == heads) break;
         for (int j = 0; j < vectors; j++) {
             vf r = choose(acc[o][j] <= 0.0f, spread(0), acc[o][j]);
-            vf x = same ? load(X + j * V) : carried(w, m, band, first + o, i, s + j * V);
+            vf x = reads_mixed ? load(X + j * V) : carried(w, m, band, first + o, i, s + j * V);
             if (backward) store(G + j * V, r);
             store(P + j * V, c * r + (1 - c) * x);
         }
@@ -646,11 +648,11 @@ INLINE void mix_backward_at(int vectors, const Plan *w, Scratch *m, const Band *
         if (o == heads) break;
         for (int j = 0; j < vectors; j++) {
             vf d_mixed = acc[o][j], d_carried = of_carried * load(A + j * V);
+            if (convolved) d_mixed = keep(d_mixed, loadi(shown + j * V));
             if (same) {
                 d_mixed += d_carried;
                 d_carried = spread(0);
             }
-            if (convolved) d_mixed = keep(d_mixed, loadi(shown + j * V));
             if (shares) add_shares(w, m, band, first + o, i, s + j * V, d_mixed, d_carried, shares);
             store(A + j * V, mixed_logits * d_mixed + carried_logits * d_carried);
             if (p->d_previous) store(d_previous + j * V, p->a * d_mixed + p->d * d_carried);
@@ -859,7 +861,9 @@ static Plan plan(const Problem *p, int backward) {
         w.p.left = w.p.top = w.p.same = 0;
     }
     w.skips = p->masked.data && !p->a_logit && !p->d_a_logit && (!p->kernel || p->hidden.data);
-    w.logits = !p->kernel || !w.p.same || (backward && p->d_shares);
+    int unseen = !p->a_logit && !p->d_a_logit && !memcmp(&p->hidden, &p->masked, sizeof(Mask));
+    w.reads_mixed = w.p.same && (!p->hidden.data || unseen);
+    w.logits = !w.reads_mixed || (backward && p->d_shares);
     w.floats = p->B * p->K * p->T * p->S;
     w.down = w.p.k - 1 - w.p.top;
     w.gap = whole(w.p.k - 1);

@@ -53,8 +53,8 @@ ROUNDS = tl.constexpr(7)
 #: bits of ``flags``: the inputs and outputs of a call
 GIVEN, PREVIOUS, HIDDEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 WEIGHTED, SEPARATE, LEARNT, GRAD_MAP = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
-TRIANGULAR, ABOVE = tl.constexpr(256), tl.constexpr(512)
-FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE)
+TRIANGULAR, ABOVE, UNHIDDEN = tl.constexpr(256), tl.constexpr(512), tl.constexpr(1024)
+FLAGS = (GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE, UNHIDDEN)
 
 
 class Call(NamedTuple):
@@ -220,7 +220,7 @@ def _mix(
     call, mixed, carried, logits_out, band,
     KERNEL: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """mixed, and carried where it is not mixed (SEPARATE, or no convolution, KERNEL = 0).
+    """mixed, and carried where it is not mixed (SEPARATE; no convolution, KERNEL = 0; UNHIDDEN places).
 
     Also the logits, where a share is learnt and ``logits_out`` is not None.
     """
@@ -248,6 +248,8 @@ def _mix(
                 hide = ~exists
                 if (call.flags & HIDDEN) != 0:
                     hide = hide | _hides(call.hidden, call.b, i[:, None], j[None, :], exists)
+                    if (call.flags & UNHIDDEN) != 0:
+                        tl.store(carried + places, x.to(carried.dtype.element_ty), mask=exists & hide)
                 x = tl.where(hide, 0, x)
                 pixels = mixed + _channel(h, call.T, call.pitch, KERNEL) + i[:, None] * call.pitch + j[None, :]
                 tl.store(pixels, x.to(mixed.dtype.element_ty), mask=(i < T)[:, None] & (j < call.pitch)[None, :])
@@ -262,7 +264,7 @@ def _mix(
 
 @triton.jit
 def _evolve_pixels(
-    call, mixed, carried, p, inside, exists, at, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
+    call, mixed, carried, p, i, j, inside, exists, at, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A_logit before it is clamped, carried, ReLU(Conv(mixed)), and whether gradients pass that ReLU."""
     if KERNEL == 0:
@@ -287,6 +289,9 @@ def _evolve_pixels(
         x = tl.load(mixed + _channel(o, call.T, call.pitch, KERNEL)[:, None] + p[None, :], mask=exists, other=0).to(
             tl.float32
         )
+        if (call.flags & UNHIDDEN) != 0:  # it is zero where hidden
+            hide = _hides(call.hidden, call.b, i, j, inside & (j < call.S))
+            x += tl.load(carried + at, mask=exists & hide[None, :], other=0).to(tl.float32)
     share = call.shares[2]
     return share * convolved + (1 - share) * x, x, convolved, on & ~(total > call.limit)
 
@@ -295,8 +300,8 @@ def _evolve_pixels(
 def _evolve(call, mixed, a_logit, start, end, HEADS: tl.constexpr, KERNEL: tl.constexpr, TILE: tl.constexpr):
     """A_logit, written over carried."""
     for first in range(start, end, TILE):
-        p, _, _, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch, TILE)
-        x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, inside, exists, at, HEADS, KERNEL, TILE)
+        p, i, j, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch, TILE)
+        x, _, _, _ = _evolve_pixels(call, mixed, a_logit, p, i, j, inside, exists, at, HEADS, KERNEL, TILE)
         tl.store(a_logit + at, _clamped(x, call.limit).to(a_logit.dtype.element_ty), mask=exists)
 
 
@@ -386,7 +391,7 @@ def _soften_backward(
     o = tl.arange(0, CHANNELS)
     for first in range(start, end, TILE):
         p, i, j, inside, exists, at = _pixels(first, end, call.K, call.T, call.S, call.pitch, TILE)
-        x, carried, convolved, on = _evolve_pixels(call, mixed, probs, p, inside, exists, at, HEADS, KERNEL, TILE)
+        x, carried, convolved, on = _evolve_pixels(call, mixed, probs, p, i, j, inside, exists, at, HEADS, KERNEL, TILE)
         in_range = ~((x > call.limit) | (x < -call.limit))
         x = _clamped(x, call.limit).to(probs.dtype.element_ty).to(tl.float32)
         hide = ~exists
@@ -488,12 +493,12 @@ def _unmix(
                 of_mixed = _product(taps, z, of_mixed)
             of_mixed *= share
             of_carried *= 1 - share
-            if (call.flags & SEPARATE) == 0:
-                of_mixed += of_carried
-                of_carried *= 0
             if (call.flags & HIDDEN) != 0:
                 hide = _hides(call.hidden, call.b, i, j, inside & (j < call.S))
                 of_mixed = tl.where(hide[None, :], 0, of_mixed)
+            if (call.flags & SEPARATE) == 0:
+                of_mixed += of_carried
+                of_carried *= 0
         if (call.flags & PREVIOUS) != 0:
             total = of_previous * of_mixed + carried_previous * of_carried
             tl.store(grad_previous + at, total.to(grad.dtype.element_ty), mask=exists)

@@ -16,7 +16,7 @@ from . import kernels
 from .kernels import backward_kernel, forward_kernel
 
 INTERPRETED = kernels.INTERPRETED.value
-GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE = (
+GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE, UNHIDDEN = (
     bit.value for bit in kernels.FLAGS
 )
 #: a map up to this length is done by one program
@@ -127,6 +127,8 @@ def _launch(
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
     left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
     flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
+    if x.same and x.hidden is not None and (x.keep_map or x.hidden is not x.masked):
+        flags |= UNHIDDEN  # what is carried has no zeros there, and somebody looks
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
         *(*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3)),
