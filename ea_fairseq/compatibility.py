@@ -1,14 +1,27 @@
-"""Mends small faults of fairseq 0.12.3.1 when ea_fairseq is imported; some are seen with newer packages only."""
+"""Mends small faults of fairseq 0.12.3.1 when ea_fairseq is imported; some are seen with newer packages only.
+
+What worked before works as before, also for programs that use fairseq alone.
+
+| mended | for | without it |
+|---|---|---|
+| ``np`` in two modules of ``fairseq.data`` | text cut into sentences | no ``compat`` in NumPy 2 |
+| ``get_buckets`` | ``--num-batch-buckets`` | no ``interpolation`` in ``numpy.percentile`` |
+| ``TranslationFromPretrainedBARTTask.args`` | the task of mBART | AttributeError: it reads options by an old name |
+| ``DenoisingConfig.bpe`` | ``from_pretrained(bpe=...)`` of that task | a dictionary is refused |
+| ``EncDecBaseConfig.layers_to_keep`` | ``--encoder-layers-to-keep 0,2`` | a list that readers want to split |
+| ``NGramRepeatBlock._no_repeat_ngram`` | ``--no-repeat-ngram-size`` | it looks at the buffer's empty end |
+| ``rdrop.duplicate_input`` | R-Drop with ``--eval-bleu`` | BLEU of a batch that is doubled |
+"""
 
 import functools
-import math
 import types
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy
+import torch
 from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
-from fairseq.data import bucket_pad_length_dataset
+from fairseq.data import bucket_pad_length_dataset, language_pair_dataset, token_block_dataset
 from fairseq.models.transformer.transformer_config import EncDecBaseConfig
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.denoising import DenoisingConfig
@@ -18,30 +31,22 @@ from torch import Tensor
 
 def mend_fairseq() -> None:
     """Put what works in the place of what does not."""
-    # Text is cut into sentences with a name that NumPy 2 has no more.
-    if not hasattr(numpy, "compat"):
-        numpy.compat = types.SimpleNamespace(long=int)
-
-    # --num-batch-buckets asks NumPy for percentiles with a keyword that it has no more.
+    for module in (token_block_dataset, language_pair_dataset):
+        module.np = _NumPy("numpy")
     bucket_pad_length_dataset.get_buckets = _get_buckets
 
-    # The task of mBART asks for its options under the name that they had before.
     if not hasattr(TranslationFromPretrainedBARTTask, "args"):
         options = functools.cached_property(lambda task: task.cfg)
         options.__set_name__(TranslationFromPretrainedBARTTask, "args")
         TranslationFromPretrainedBARTTask.args = options
 
-    # from_pretrained(bpe=...) puts the options of the encoding where this task has room for a name only.
     DenoisingConfig.__annotations__["bpe"] = Any
 
-    # The parser makes a list of --encoder-layers-to-keep 0,2, and everything that reads it expects the text.
     EncDecBaseConfig.__dataclass_fields__["layers_to_keep"].type = Optional[str]  # noqa: UP045  (fairseq reads this form)
     EncDecBaseConfig.__annotations__["layers_to_keep"] = Optional[str]  # noqa: UP045
 
-    # --no-repeat-ngram-size looks for the last words at the end of the buffer, where there are none yet.
     NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
-    # R-Drop doubles the batch in place, and --eval-bleu translates the same batch afterwards.
     rdrop.duplicate_input = _duplicate_copy
 
 
@@ -49,8 +54,18 @@ _duplicate_in_place = rdrop.duplicate_input
 
 
 def _duplicate_copy(sample: dict[str, Any]) -> dict[str, Any]:
-    """A batch with every sentence twice, for R-Drop; the given batch stays as it is."""
-    return _duplicate_in_place({**sample, "net_input": {**sample["net_input"]}})
+    """A batch, or its inputs alone, with every sentence twice, for R-Drop; what is given stays as it is."""
+    inputs = {"net_input": {**sample["net_input"]}} if "net_input" in sample else {}
+    return _duplicate_in_place({**sample, **inputs})
+
+
+class _NumPy(types.ModuleType):
+    """NumPy for a module that still asks for ``compat.long``."""
+
+    compat = types.SimpleNamespace(long=int)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)
 
 
 def _no_repeat_ngram(
@@ -58,15 +73,20 @@ def _no_repeat_ngram(
 ) -> Tensor:
     """Log-probabilities without the tokens that would complete an n-gram for the second time, changed in place.
 
+    Generators may be scripted, so this is TorchScript.
+
     Args:
         tokens: B x longest, the hypotheses' tokens after the end-of-sentence symbol; those behind `step` do not count.
         lprobs: B x words, of the next token.
     """
     before = self.no_repeat_ngram_size - 1
-    for row, words in zip(lprobs, tokens[:, 1 : step + 1].tolist(), strict=True):
-        last = words[len(words) - before :]
-        row[[words[i + before] for i in range(len(words) - before) if words[i : i + before] == last]] = -math.inf
-    return lprobs
+    if step <= before:
+        return lprobs
+    words = tokens[:, 1 : step + 1]
+    ngrams = words.unfold(1, before + 1, 1)  # B x (step - before) x n
+    again = (ngrams[:, :, :before] == words[:, None, step - before :]).all(dim=2)
+    banned = torch.zeros_like(lprobs).scatter_add(1, ngrams[:, :, before], again.to(lprobs.dtype))
+    return lprobs.masked_fill_(banned > 0, -float("inf"))
 
 
 def _get_buckets(sizes: Sequence[int], num_buckets: int) -> numpy.ndarray:

@@ -2,9 +2,11 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
+from fairseq.data import TokenBlockDataset, bucket_pad_length_dataset
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from helpers.models import build
 from helpers.other_models import run as fairseq
@@ -51,6 +53,27 @@ def test_no_ngram_comes_twice(size, banned):
     tokens = torch.tensor([[2, 4, 5, 4, 5, 4, 1, 1], [2, 6, 7, 7, 6, 6, 1, 1]])
     lprobs = NGramRepeatBlock(size, use_extension=False)(tokens, torch.zeros(2, 9), bsz=1, beam_size=2, step=5)
     assert [set(row.isneginf().nonzero()[:, 0].tolist()) for row in lprobs] == banned
+
+
+def test_stock_fairseq_stays_as_it_was():
+    assert not hasattr(numpy, "compat")
+    doubled = rdrop.duplicate_input({"src_tokens": torch.ones(2, 3)})
+    assert doubled["src_tokens"].shape == (4, 3)
+    scripted = torch.jit.script(NGramRepeatBlock(2, use_extension=False))
+    tokens, lprobs = torch.tensor([[2, 4, 5, 4, 1]]), torch.zeros(1, 9)
+    assert scripted(tokens, lprobs, bsz=1, beam_size=1, step=3).isneginf().nonzero().tolist() == [[0, 5]]
+
+
+def test_buckets_are_the_percentiles_of_the_lengths():
+    sizes = [9, 1, 3, 3, 7, 5, 8, 2, 6, 4]
+    assert bucket_pad_length_dataset.get_buckets(sizes, 3).tolist() == [3, 6, 9]
+    assert bucket_pad_length_dataset.get_buckets([4] * 5, 3).tolist() == [4]
+
+
+def test_fairseq_cuts_text_into_sentences():
+    pieces = [torch.tensor([4, 5, 2]), torch.tensor([6, 2])]
+    dataset = TokenBlockDataset(pieces, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
+    assert [block.tolist() for block in dataset] == [[4, 5, 2], [6, 2]]
 
 
 @pytest.mark.slow
