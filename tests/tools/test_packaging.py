@@ -69,16 +69,16 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (  # torch._dynamo: each command would wait a second for the compiler
-        "import ea_fairseq, sys; from types import SimpleNamespace; from fairseq import utils; "
+        "import ea_fairseq, ea_runtime, sys; from types import SimpleNamespace; from fairseq import utils; "
         "utils.import_user_module(SimpleNamespace(user_dir=ea_fairseq.__path__[0])); "
         "from fairseq.models import ARCH_MODEL_REGISTRY; print(ea_fairseq.__path__[0], 'ea_transformer_lite' in "
-        "ARCH_MODEL_REGISTRY, 'torch._dynamo' in sys.modules, ea_fairseq.__version__)"
+        "ARCH_MODEL_REGISTRY, 'torch._dynamo' in sys.modules, ea_fairseq.__version__, ea_runtime.__version__)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-P", "-c", code],
         capture_output=True, text=True, cwd="/", env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}, check=False,
     )  # fmt: skip
-    assert done.stdout.split() == [str(site / "ea_fairseq"), "True", "False", version], done.stderr
+    assert done.stdout.split() == [str(site / "ea_fairseq"), "True", "False", version, version], done.stderr
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
@@ -90,7 +90,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
     ):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, missing, None)
-            without.delitem(sys.modules, module)
+            without.delitem(sys.modules, module, raising=False)
             with pytest.raises(ModuleNotFoundError, match=f"pip install .*{missing}") as error:
                 use()
         named = set(str(error.value).partition("pip install ")[2].split())
