@@ -126,7 +126,7 @@ def test_an_export_is_no_run_whose_checkpoints_can_be_looked_at(pair):
 
 def test_an_export_names_its_checkpoint(pair):
     described = json.loads((pair / "float32" / "model.json").read_text())
-    assert described["checkpoint"] == "average2.pt"
+    assert described["checkpoint"] == "average2.pt" and described["search"] == {"beam": 5, "lenpen": 1.0}
     assert [path.rsplit("/", 1)[1] for path in described["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
 
 

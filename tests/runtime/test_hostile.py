@@ -45,7 +45,7 @@ def crowd():
 @contextlib.contextmanager
 def serving(files=1024, **limits):
     """A server's process that may open so many files, and where it listens."""
-    line = f'ulimit -n {files}; exec "$0" -c "$@"'
+    line = f'ulimit -Sn {files}; exec "$0" -c "$@"'
     words = ["bash", "-c", line, sys.executable, CODE, FOLDER, repr(limits)]
     options = {"cwd": REPO, "env": ENVIRONMENT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, **options) as server:
@@ -89,6 +89,14 @@ def connections(address, count, head):
         yield sockets
 
 
+def is_closed(connection):
+    """Whether the server has nothing to say, and closes it within 10 seconds."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 @contextlib.contextmanager
 def attacking(address, body, count):
     """This request under way `count` times; the futures of its answers."""
@@ -114,6 +122,22 @@ def test_headers_that_never_end_hold_no_place():
         with connections(address, 160, head):
             assert_answers_soon(address)
             assert_ends(server, within=2)
+
+
+def test_the_connection_that_has_waited_longest_makes_room():
+    """One that has a request under way keeps its place."""
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(connections=2) as (_, address):
+        with contextlib.ExitStack() as stack:
+            first, second, _ = (stack.enter_context(connections(address, 1, b""))[0] for _ in range(3))
+            assert is_closed(first)
+            second.sendall(get)
+            assert second.recv(1000).startswith(b"HTTP/1.1 200")
+        with attacking(address, {"lines": ["q" * 55], "beam": 20}, 2) as answers:
+            time.sleep(0.3)
+            with connections(address, 3, b"") as others:
+                assert all(map(is_closed, others))
+            assert {one.result().status_code for one in answers} == {200}
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
