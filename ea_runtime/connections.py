@@ -22,12 +22,14 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
     """The protocol for uvicorn's setting `http`.
 
     Args:
-        most: connections; fewer where the process may open few files. A further one takes the place of the one that
-            has waited longest for a request. If none waits, the new one is closed.
+        most: connections; fewer where the process may open few files. A further one takes the place of the one whose
+            time ends first, which is the one that has waited longest for a request, if any waits.
         idle: seconds until the headers of a request are complete.
         busy: seconds from there until its answer has been sent.
     """
-    most = max(1, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY:
+        most = max(1, min(most, files - RESERVED))
 
     class Bounded(H11Protocol):
         """A connection that ends in time whatever its client does."""
@@ -39,8 +41,8 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most:
-                waiting = [other for other in self.connections if isinstance(other, Bounded) and not other.is_busy]
-                min(waiting, key=lambda other: other._deadline.when()).end()
+                bounded = [one for one in self.connections if isinstance(one, Bounded)]
+                min(bounded, key=lambda one: one._deadline.when()).end()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._deadline.cancel()
@@ -56,11 +58,6 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
             # an answer that has not left may take as long as another request
             self._end_in(busy if self.transport.get_write_buffer_size() else idle)
             super().on_response_complete()
-
-        @property
-        def is_busy(self) -> bool:
-            """Whether a request's headers are complete, and its answer is not."""
-            return self.cycle is not None and not self.cycle.response_complete
 
         def _end_in(self, seconds: float) -> None:
             self._deadline.cancel()

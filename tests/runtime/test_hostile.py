@@ -140,6 +140,12 @@ def test_the_connection_that_has_waited_longest_makes_room():
             assert {one.result().status_code for one in answers} == {200}
 
 
+def test_a_request_may_take_longer_than_its_headers():
+    with serving(headers=0.3) as (_, address), attacking(address, {"lines": ["q" * 55] * 3, "beam": 20}, 1) as (slow,):
+        assert slow.result().status_code == 200
+        assert sum(slow.result().json()["seconds"].values()) > 0.3
+
+
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
 def test_headers_have_to_be_complete_in_time(before):
     """Whether or not there is always something new of them."""
@@ -152,36 +158,13 @@ def test_headers_have_to_be_complete_in_time(before):
         assert time.monotonic() - began < 2 * crowd()
 
 
-def test_a_client_that_reads_no_answer_is_left_in_time():
-    with serving(seconds=1, headers=0.5) as (server, address):
-        greedy = socket.socket()
-        with greedy:
-            greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            greedy.connect(address)
-            greedy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
-            assert_answers_soon(address)
-            time.sleep(3)
-            with pytest.raises(ConnectionError):
-                while greedy.recv(100_000):
-                    pass
-                raise ConnectionError
-            with pytest.raises(ConnectionError):
-                for _ in range(3):
-                    greedy.sendall(b"x")
-                    time.sleep(0.1)
-        assert_ends(server, within=2)
-
-
-@pytest.mark.parametrize("length", [500, 40])
-def test_a_client_that_reads_no_answer_does_not_keep_the_server_from_ending(length):
-    with serving(seconds=1, headers=0.5) as (server, address):
-        greedy = socket.socket()
-        with greedy:
-            greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            greedy.connect(address)
-            greedy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * length)
-            time.sleep(0.2)
-            assert_ends(server, within=4)
+def test_a_client_that_reads_no_answer_does_not_keep_the_server_from_ending():
+    with serving(seconds=1, headers=0.5) as (server, address), socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        greedy.connect(address)
+        greedy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3000)  # more than the system holds
+        assert_answers_soon(address)
+        assert_ends(server, within=4)
 
 
 def long_words(count, letters):

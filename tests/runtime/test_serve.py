@@ -81,8 +81,9 @@ def no_calls(translator):
 
 @contextlib.contextmanager
 def serving(translator, limits=None):
-    """A client of a server in another thread of this process."""
+    """A client of a server in another thread. The system holds few bytes that a client does not read."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         server = Server(translator, listener, limits)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -243,6 +244,46 @@ def test_requests_above_a_limit_are_refused(translator, client, body, status, sa
     assert says in answer.json()["detail"] and "\n" not in answer.json()["detail"]
     assert translator.calls == []
     assert ask(client, "Haus.").status_code == 200
+
+
+def test_a_request_above_a_limit_costs_no_work(translator, client, monkeypatch):
+    monkeypatch.setattr(translator, "encode", None)
+    assert ask(client, "a", "a " * 251).status_code == ask(client, "a", "a" * 501).status_code == 413
+
+
+def test_checks_take_turns(translator, client, monkeypatch):
+    """Each request may have one line checked before the next has."""
+    order, encode = [], translator.encode
+
+    def slow(line, where):
+        order.append(line)
+        time.sleep(0.2)
+        return encode(line, where)
+
+    monkeypatch.setattr(translator, "encode", slow)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(ask, client, *["Hund."] * 8)
+        until(lambda: order)
+        assert ask(client, "Haus.").status_code == 200
+    assert order.index("Haus.") < 5 and len(order) == 9
+
+
+@pytest.mark.parametrize(
+    ("requests", "seconds", "complete"), [(6, 0.6, True), (6, 3, False), (100, 3, False)], ids=["late", "never", "many"]
+)
+def test_a_client_that_does_not_read_is_left_in_time(translator, requests, seconds, complete):
+    """It has longer for answers than for headers. Its many answers are not even made."""
+    with serving(translator, Limits(seconds=1, headers=0.3)) as client, socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        greedy.settimeout(10)
+        greedy.connect((client.base_url.host, client.base_url.port))
+        greedy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * requests)
+        time.sleep(seconds)
+        answers = b""
+        with contextlib.suppress(ConnectionError):
+            while part := greedy.recv(100_000):
+                answers += part
+    assert (answers.count(b"</html>") == requests) is complete
 
 
 def test_a_body_of_unknown_length_is_limited_too(client):
