@@ -1,4 +1,4 @@
-"""Train AA-ResNet or EA-AA-ResNet on ImageNet with the paper's recipe (ICML 2021, sections 4.1 and A.1).
+"""Train AA-, EA-AA- or PA-AA-ResNet on ImageNet with the papers' recipe (ICML 2021, sections 4.1 and A.1).
 
     torchrun --nproc-per-node 8 -m examples.imagenet.train FOLDER --layers 34 --out state.pt
 
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from transformers import ResNetConfig
 
+from evolving_attention.evolution import RULES
 from examples.images.resnet import EvolvingResNet
 from examples.report import positive
 
 SIDE = 224
+SETTINGS = ("layers", "alpha", "beta", "rule", "kernel_size", "batch")
 #: layers -> kind of block and blocks of each stage
 DEPTHS = {
     34: ("basic", [3, 4, 6, 3]),
@@ -116,13 +118,13 @@ def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
     tests = DataLoader(Subset(valid, range(rank, len(valid), processes)), **options)
     config = configuration(args.layers, len(train.classes))
     torch.manual_seed(0)
-    model = EvolvingResNet(config, SIDE, args.alpha, args.beta).to(device)
+    model = EvolvingResNet(config, SIDE, args.alpha, args.beta, args.rule, args.kernel_size).to(device)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.128, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / len(batches)))
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = {"epochs": 0}
-    settings = {name: getattr(args, name) for name in ("layers", "alpha", "beta", "batch")} | {"processes": processes}
+    settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": processes}
     if args.out.exists():
         state = torch.load(args.out, map_location=device, weights_only=True)
         if state["settings"] != settings:
@@ -155,15 +157,17 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, choices=DEPTHS, default=34, help="(default: 34)")
-    parser.add_argument("--alpha", type=float, metavar="A", help="(default: 0.5; 0.7 for 101 and 152 layers)")
+    parser.add_argument("--alpha", type=float, metavar="A", help="(default: 0.5; evolving, 101 and 152 layers: 0.7)")
     parser.add_argument("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
+    parser.add_argument("--rule", choices=RULES, default="evolving-from-second", help="predictive: PA-AA-ResNet")
+    parser.add_argument("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
     parser.add_argument("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
     parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="keep the state here")
     args = parser.parse_args(words)
     if args.alpha is None:
-        args.alpha = 0.5 if args.layers < 101 else 0.7
+        args.alpha = 0.7 if args.layers > 100 and args.rule != "predictive" else 0.5
     train, valid = Pictures(args.folder / "train", True), Pictures(args.folder / "val", False)
     if not train.classes or train.classes != valid.classes:
         parser.error(f"{args.folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/")

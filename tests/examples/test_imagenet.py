@@ -115,10 +115,15 @@ def test_accuracies_are_those_of_all_pictures(processes):
         torch.distributed.destroy_process_group()
 
 
-def test_parameters_of_imagenets_models():
-    """The README's table."""
+COUNTS = [(34, 20.7, 24), (50, 25.8, 11), (101, 45.4, 28), (152, 61.6, 45)]
+
+
+@pytest.mark.parametrize(("layers", "paper", "evolved"), COUNTS)
+def test_parameters_of_imagenets_models(layers, paper, evolved):
+    """The papers' counts, ICML 2021, table 1; the chain's beginnings, at 14 x 14 and 7 x 7, have no convolution."""
     with torch.device("meta"):
-        models = [EvolvingResNet(train.configuration(50, 1000), 224, *shares) for shares in ((0, 0), (0.5, 1.0))]
+        models = [EvolvingResNet(train.configuration(layers, 1000), 224, *shares) for shares in ((0, 0), (0.5, 1.0))]
     plain, evolving = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
-    assert evolving - plain == 13 * (HEADS**2 * 9 + HEADS)
-    assert round(plain / 1e6, 2) == 24.63
+    assert evolving - plain == evolved * (HEADS**2 * 9 + HEADS)
+    assert plain / 1e6 == pytest.approx(paper, rel=0.005)
+    assert evolving / 1e6 == pytest.approx(paper, rel=0.005)

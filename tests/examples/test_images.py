@@ -63,7 +63,11 @@ def by_loop(layer, x, previous):
 def test_two_layers_equal_loops(alpha, beta, monkeypatch):
     monkeypatch.setattr(resnet, "HEADS", 2)
     torch.manual_seed(1)
-    layers = [AugmentedConvolution(nn.Conv2d(10, 10, 3), SIDE, alpha, beta, first) for first in (True, False)]
+    shares, evolution = resnet.Shares(0.4, 0.2), {"alpha": alpha, "beta": beta}
+    layers = [
+        AugmentedConvolution(nn.Conv2d(10, 10, 3), shares, SIDE, SIDE, first=first, **evolution)
+        for first in (True, False)
+    ]
     x, a_logit, maps = torch.randn(1, 10, SIDE, SIDE, dtype=torch.float64), None, None
     with torch.no_grad():
         for layer in layers:
@@ -75,29 +79,43 @@ def test_two_layers_equal_loops(alpha, beta, monkeypatch):
 
 def test_the_plain_network_is_that_of_transformers():
     torch.manual_seed(1)
-    ours = digits.SYSTEMS["ResNet"].build().eval()
+    ours = digits.TABLES["systems"]["ResNet"].build().eval()
     plain = ResNetForImageClassification(ours.resnet.config).eval()
     plain.load_state_dict(ours.resnet.state_dict())
-    x = torch.randn(2, 1, 32, 32)
+    x = torch.randn(2, 1, 64, 64)
     torch.testing.assert_close(ours(x), plain(x).logits, rtol=0, atol=0)
 
 
 def test_the_chain_of_maps_breaks_where_the_shape_changes():
-    model = digits.resnet(alpha=0.5, beta=0.0).build()
+    """Two stages have maps of 4 x 4 pixels, one of them after pooling; the last has 2 x 2."""
+    model = digits.resnet().build()
     layers = [module.evolution for module in model.modules() if isinstance(module, AugmentedConvolution)]
-    assert [evolution.uses_previous for evolution in layers] == [False, True] * 3
-    found = []
-    model(torch.randn(2, 1, 32, 32), found)
-    assert [a_logit.size(2) for a_logit in found] == [64, 64, 16, 16, 4, 4]
+    beginnings = [True, *[False] * 7, True, False]
+    assert [not evolution.uses_previous for evolution in layers] == beginnings
+    assert [evolution.conv is None for evolution in layers] == beginnings
+    a_logits = []
+    model(torch.randn(2, 1, 64, 64), a_logits)
+    assert [a_logit.size(2) for a_logit in a_logits] == [16] * 8 + [4] * 2
+
+
+def test_pooling_leaves_out_what_lies_outside():
+    """As TensorFlow's 3 x 3 average of stride 2 with padding SAME, in the authors' code."""
+    layer = AugmentedConvolution(nn.Conv2d(1, 16, 3), resnet.Shares(0.5, 0.5), 4, 2, first=True)
+    seen = []
+    layer.qkv.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    layer(x, None)
+    means = [[x[..., top : top + 3, left : left + 3].mean() for left in (0, 2)] for top in (0, 2)]
+    torch.testing.assert_close(seen[0][0, 0], torch.tensor(means))
 
 
 def test_maps_to_classify_are_the_attention_of_the_centre_pixel():
     torch.manual_seed(1)
-    model, seen = digits.resnet(3, alpha=0.5, beta=1.0).build().eval(), []
+    model, seen = digits.resnet(128).build().eval(), []
     layers = [module for module in model.modules() if isinstance(module, AugmentedConvolution)]
-    for layer in layers[:3]:
+    for layer in layers[5:8]:
         layer.observer = lambda call: seen.append(call.weights)
-    x = torch.rand(2, 1, 32, 32)
+    x = torch.rand(2, 1, 128, 128)
     for actual, weights in zip(maps.centre_maps(model, x), seen, strict=True):
         expected = weights.unflatten(3, (8, 8)).unflatten(2, (8, 8))[:, :, 4, 4]  # B x K x 8 x 8 of all pixels
         torch.testing.assert_close(actual, 64 * expected)
@@ -124,8 +142,8 @@ def test_the_command_reports_each_system(capsys, few, tmp_path):
     digits.main(["--folds", "1", "--epochs", "1", "--out", str(tmp_path / "scores.json")])
     rows = capsys.readouterr().out.splitlines()[2:]
     kept = json.loads((tmp_path / "scores.json").read_text())
-    assert [row.split(" | ")[0] for row in rows] == [f"| {system}" for system in digits.SYSTEMS]
-    assert kept["parameters"]["EA-AA-ResNet"] == 168842
+    assert [row.split(" | ")[0] for row in rows] == [f"| {system}" for system in digits.TABLES["systems"]]
+    assert kept["parameters"]["EA-AA-ResNet"] == 100514
     assert len(kept["scores"]["EA-ViT"]) == 1
 
 
@@ -134,4 +152,4 @@ def test_the_command_of_maps_reports_each_layer(capsys, few, monkeypatch):
     monkeypatch.setattr(maps, "SYSTEMS", {"EA-AA-ResNet": (0.5, 1.0)})
     maps.main(["--folds", "1", "--epochs", "1"])
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == [f"| EA-AA-ResNet, layer {layer}" for layer in (1, 2, 3)]
+    assert [row.split(" | ")[0] for row in rows] == [f"| EA-AA-ResNet, layer {layer}" for layer in (6, 7, 8)]
