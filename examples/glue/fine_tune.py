@@ -3,6 +3,8 @@
     python -m examples.glue.fine_tune CoLA --model bert-base-uncased --settings BERT-Base --seeds 1 2 3
 
 Both models have the same seeds, batches and updates. The score is that of the development set after the last epoch.
+--settings PA gives Predictive Attention, --rule realformer RealFormer. --alpha 0, --beta 0 and --kernel-size are the
+papers' ablations.
 With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces come from the training sentences.
 """
 
@@ -29,6 +31,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+from evolving_attention.evolution import RULES
 from evolving_attention.huggingface import SETTINGS, evolve
 from examples.glue.tasks import TASKS, DataError, Row, download, read, score
 from examples.report import positive, write
@@ -136,7 +139,7 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving
                 setattr(config, name, 0.1)
         model = AutoModelForSequenceClassification.from_pretrained(args.model, config=config)
     tokenizer.model_max_length = args.max_length
-    return evolve(model, args.alpha, args.beta) if evolving else model
+    return evolve(model, args.alpha, args.beta, args.rule, args.kernel_size) if evolving else model
 
 
 @torch.no_grad()
@@ -178,7 +181,8 @@ def _kind(evolving: bool) -> str:
 
 def _row(args: argparse.Namespace, evolving: bool, results: list[list[float]]) -> str:
     name = "BERT, 3 layers of 256, from scratch" if args.from_scratch else args.model
-    name += f", evolving, alpha {args.alpha}, beta {args.beta}" if evolving else ""
+    if evolving:
+        name += f", {args.rule}, alpha {args.alpha}, beta {args.beta}, kernel size {args.kernel_size}"
     columns = list(zip(*results, strict=True))
     mean = "/".join(f"{statistics.mean(column):.1f}" for column in columns)
     spread = "/".join(f"{statistics.stdev(column):.1f}" if len(column) > 1 else "-" for column in columns)
@@ -198,6 +202,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         default="BERT-Base",
         help="the papers' settings for this model (default: BERT-Base)",
     )
+    parser.add_argument(
+        "--rule", choices=RULES, help="how maps evolve (default: evolving; with --settings PA predictive)"
+    )
+    parser.add_argument("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="raw files (default: download to data/glue)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the models and their scores there")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
@@ -208,6 +216,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, metavar="N", help="(default: the papers' setting for the task)")
     args = parser.parse_args(words)
+    args.rule = args.rule or PAPERS["rules"].get(args.settings, "evolving")
     chosen = PAPERS["settings"][args.settings][args.task]
     for name, value in zip(kinds, chosen, strict=True):
         if getattr(args, name) is None:

@@ -57,6 +57,24 @@ def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsy
     assert (tmp_path / f"{name}-evolving-1" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--settings", "PA"], {"rule": "predictive", "alpha": 0.2}),
+        (["--rule", "realformer"], {"rule": "realformer"}),
+        (["--kernel-size", "5", "--alpha", "0"], {"kernel_size": 5, "alpha": 0.0, "rule": "evolving"}),
+    ],
+    ids=["PA", "RealFormer", "ablations"],
+)
+def test_the_papers_other_rules_and_ablations(options, expected, tmp_path, capsys):
+    write(tmp_path, "CoLA")
+    few = ["--updates", "1", "--max-length", "16", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    fine_tune.main(["CoLA", "--from-scratch", *few, *options])
+    assert expected["rule"] in capsys.readouterr().out
+    config = json.loads((tmp_path / "out" / "CoLA-evolving-1" / "config.json").read_text())
+    assert expected.items() <= config["evolving_attention"].items()
+
+
 def test_a_model_that_evolves_already_is_refused(tmp_path, capsys):
     write(tmp_path, "RTE")
     options = ["--updates", "1", "--max-length", "16", "--data", str(tmp_path)]
