@@ -1,0 +1,113 @@
+"""The draft's classifiers of text, trained from nothing (Predictive Attention Transformer, section 4.1.1, appendix B).
+
+Three blocks of 256 values: attention, a convolution over time or both, then two feed-forward layers. A block reads the
+outputs of all blocks before it, as in DenseNet.
+
+Axes: B batch, T words, C = 256 values of a block. Masks: True = padded.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evolving_attention import EvolvingAttention, Geometry
+
+BLOCKS, WIDTH, FEED_FORWARD, HEADS, WINDOW = 3, 256, 1024, 8, 3
+
+
+class System(NamedTuple):
+    """What mixes the words of a sentence, and how maps evolve: see ``Evolution``."""
+
+    attention: bool
+    convolution: bool
+    evolution: dict[str, float | str]
+
+
+PLAIN, PA, EA = {"alpha": 0.0, "beta": 0.0}, {"rule": "predictive", "alpha": 0.1}, {"alpha": 0.1, "beta": 0.1}
+#: PA's alpha is the draft's for SST; EA's shares are our choice.
+SYSTEMS = {
+    "CNN": System(False, True, {}),
+    **{f"{kind}Transformer": System(True, False, rule) for kind, rule in (("", PLAIN), ("PA-", PA), ("EA-", EA))},
+    **{f"{kind}Conv-Transformer": System(True, True, rule) for kind, rule in (("", PLAIN), ("PA-", PA), ("EA-", EA))},
+}
+
+
+class Block(nn.Module):
+    """The block of this number, from 0, for sentences of at most ``longest`` words.
+
+    Attention or a convolution alone gives C values, and has an output projection. Both together give C / 2 each,
+    attention with half of the heads, and have none: by that reading the draft's parameters are 2.58 M.
+    """
+
+    def __init__(self, system: System, longest: int, dropout: float, number: int) -> None:
+        super().__init__()
+        both = system.attention and system.convolution
+        width = WIDTH // 2 if both else WIDTH
+        self.enter = nn.Linear((number + 1) * WIDTH, WIDTH) if number else nn.Identity()
+        self.attention = None
+        if system.attention:
+            shape = (Geometry.ENCODER_SELF, width, HEADS * width // WIDTH)
+            options = {"relative_positions": longest - 1, "first": number == 0, **system.evolution}
+            self.attention = EvolvingAttention(*shape, **options)
+            if both:
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    setattr(self.attention, name, nn.Linear(WIDTH, width))
+                self.attention.out_proj = nn.Identity()
+        self.convolution = nn.Conv1d(WIDTH, width, WINDOW, padding="same") if system.convolution else None
+        self.output = nn.Identity() if system.attention else nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, FEED_FORWARD), nn.ReLU(), nn.Linear(FEED_FORWARD, WIDTH))
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, outputs: list[Tensor], padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """outputs: of the blocks before, B x T x C each; padded: B x T -> B x T x C, and A_logit or None."""
+        x, parts, a_logit = self.enter(torch.cat(outputs, dim=2)), [], None
+        if self.attention is not None:
+            previous = previous if self.attention.evolution.uses_previous else None
+            attended, a_logit, *_ = self.attention(x, padding=padded, previous=previous)
+            parts.append(attended)
+        if self.convolution is not None:
+            seen = x.masked_fill(padded[..., None], 0).transpose(1, 2)  # B x C x T
+            parts.append(self.convolution(seen).transpose(1, 2))
+        x = self.norms[0](x + self.dropout(self.output(torch.cat(parts, dim=2))))
+        return self.norms[1](x + self.dropout(self.feed_forward(x))), a_logit
+
+
+class Classifier(nn.Module):
+    """Words to a number of classes.
+
+    Args:
+        vectors: of the words, V x E; word 0 is padding.
+        fixed: whether they stay as they are, as the draft's GloVe vectors do.
+        fields: sentences in a row, whose words get a vector each (appendix B.2.1).
+    """
+
+    def __init__(
+        self,
+        system: System,
+        vectors: Tensor,
+        fixed: bool,
+        classes: int,
+        fields: int,
+        longest: int,
+        dropout: float = 0.2,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding.from_pretrained(vectors, freeze=fixed, padding_idx=0)
+        self.enter = nn.Linear(vectors.size(1), WIDTH)
+        self.fields = nn.Embedding(fields, WIDTH) if fields > 1 else None
+        self.blocks = nn.ModuleList(Block(system, longest, dropout, number) for number in range(BLOCKS))
+        self.classes = nn.Linear(WIDTH, classes)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, words: Tensor, fields: Tensor) -> Tensor:
+        """words and fields: B x T numbers -> B x classes; a sentence is the mean of its words."""
+        padded, a_logit = words == 0, None
+        x = self.enter(self.dropout(self.words(words)))
+        outputs = [x if self.fields is None else x + self.fields(fields)]
+        for block in self.blocks:
+            x, a_logit = block(outputs, padded, a_logit)
+            outputs.append(x)
+        kept = (~padded)[..., None].type_as(x)
+        return self.classes((x * kept).sum(1) / kept.sum(1))
