@@ -29,6 +29,7 @@ from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
 
 from .attention import state_of
+from .decoding import embed, features, position_table
 from .transformer import EATransformerEncoder
 
 #: the operator set of the graphs
@@ -56,17 +57,8 @@ class ExportedStep(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.decoder = decoder = model.decoder
-        positions = decoder.embed_positions
-        table = None
-        if positions is not None:
-            table = getattr(positions, "weights", None)
-            table = positions.weight.detach() if table is None else table
-            first = decoder.padding_idx + 1
-            if not hasattr(positions, "num_embeddings"):  # sinusoidal: as many as the decoder may write
-                table = positions.get_embedding(first + decoder.max_positions(), positions.embedding_dim, first - 1)
-            table = table[first:]
-        self.register_buffer("positions", table)
+        self.decoder = model.decoder
+        self.register_buffer("positions", position_table(model.decoder))
 
     def forward(
         self,
@@ -105,17 +97,7 @@ class ExportedStep(nn.Module):
             source_rows for the next step.
         """
         decoder, beams = self.decoder, tokens.size(1)
-        x = decoder.embed_scale * decoder.embed_tokens(tokens.reshape(-1, 1))  # R x 1 x C
-        if decoder.quant_noise is not None:  # a linear layer of --quant-noise-pq
-            x = decoder.quant_noise(x)
-        if decoder.project_in_dim is not None:
-            x = decoder.project_in_dim(x)
-        if self.positions is not None:
-            x = x + self.positions.index_select(0, step)
-        if decoder.layernorm_embedding is not None:
-            x = decoder.layernorm_embedding(x)
-        x = x.transpose(0, 1)
-
+        x = embed(decoder, tokens.reshape(-1), self.positions, step)
         _same_sizes(
             *(tokens, order, padding, source_keys or [], source_values or []),
             *(keys, values, rows or [], source_rows or []),
@@ -140,12 +122,7 @@ class ExportedStep(nn.Module):
                 source = layer.encoder_attn._get_input_buffer(state)
             own = layer.self_attn._get_input_buffer(state)
             caches.append((own["prev_key"], own["prev_value"], own.get("rows"), source.get("rows")))
-        if decoder.layer_norm is not None:
-            x = decoder.layer_norm(x)
-        x = x.transpose(0, 1)
-        if decoder.project_out_dim is not None:
-            x = decoder.project_out_dim(x)
-        scores = F.log_softmax(decoder.output_layer(x[:, 0]), dim=-1, dtype=torch.float32) + bias
+        scores = F.log_softmax(decoder.output_layer(features(decoder, x)[:, 0]), dim=-1, dtype=torch.float32) + bias
         best, words = scores.topk(top.size(0), dim=-1)  # R x top
         is_forced, others = forced[:, None] >= 0, torch.full_like(best[:, 1:], -torch.inf)
         only = torch.cat([scores.gather(1, forced[:, None].clamp(min=0)), others], dim=1)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from evolving_attention.evolution import Geometry, refuse_script
 
+from . import decoding
 from .attention import DecoderAttention, IncrementalState
 from .dropout import adopt_dropout
 from .from_plain import accept_plain
@@ -104,11 +105,28 @@ class EATransformerDecoder(TransformerDecoderBase):
         super().__init__(cfg, *args, **kwargs)
         settings = Settings.of(cfg)
         self.self_attention_evolves = settings.evolves(Geometry.DECODER_SELF)
+        #: whether a search on a GPU may replay CUDA graphs, see decoding.py
+        self.graphs = True
         adopt_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]] | None = None,
+        incremental_state: IncrementalState | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """As fairseq's; the steps of a search may be one CUDA graph."""
+        if more or options:
+            decoding.leave(incremental_state)
+        elif (stepped := decoding.next_step(self, prev_output_tokens, encoder_out, incremental_state)) is not None:
+            return stepped
+        return super().forward(prev_output_tokens, encoder_out, incremental_state, *more, **options)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         """The future, T x T: bool where attention evolves, since a mask of floats would have to be searched.
@@ -138,7 +156,7 @@ class EATransformerDecoder(TransformerDecoderBase):
 
     def reorder_incremental_state_scripting(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
-        if self._keeps_order(incremental_state, new_order):
+        if decoding.reorder(incremental_state, new_order) or self._keeps_order(incremental_state, new_order):
             return
         numbers = None
         for layer in self.layers.children():

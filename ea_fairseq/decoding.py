@@ -1,0 +1,420 @@
+"""Decoding on a GPU: one step of the decoder as a CUDA graph, which a search replays for each word after the first.
+
+A graph's shapes never change, so a search's sizes are rounded up and the caches have a fixed width. The newest position
+is the last column; the columns before the first are masked, and look like the outside of the map. Sentences that have
+ended, and those that only fill up, go on as rows that nobody reads. Which row continues which is a tensor, too, so
+beams are reordered inside the graph.
+
+Axes: N sentences, R = N x beams hypotheses, K heads, D head size, S source length, W width: earlier target positions,
+r = kernel size - 1, V words. Masks: True = masked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from fairseq.models.transformer import TransformerDecoderBase
+from torch import Tensor, nn
+
+from evolving_attention.cache import Cache
+
+from .attention import DecoderAttention, IncrementalState, state_of
+from .layers import EADecoderLayer
+
+logger = logging.getLogger(__name__)
+
+#: a search's place in fairseq's incremental state
+KEY = "ea_search"
+#: More hypotheses keep a GPU busy without a graph.
+MOST_ROWS = 64
+#: A search begins with room for so many target positions.
+LEAST_WIDTH = 16
+#: the largest difference of logits, as a share of the largest, between a graph's first step and the decoder's
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+#: How many steps of a decoder wait for the next search of their sizes.
+MOST_IDLE = 16
+
+
+class Graph(Protocol):
+    """Calls that are recorded once and repeated on the same memory."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Record what ``work`` does."""
+
+    def replay(self) -> None:
+        """Do it again."""
+
+
+class CudaGraph:
+    """A CUDA graph."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Record, after two runs in which kernels are tried and compiled: during a recording none can be."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+
+def graph_on(device: torch.device) -> Graph | None:
+    """A new graph for this device, or None where there are none."""
+    return CudaGraph() if device.type == "cuda" else None
+
+
+class Sizes(NamedTuple):
+    """The sizes of a step."""
+
+    sentences: int
+    beams: int
+    source: int
+    width: int
+
+    @classmethod
+    def above(cls, sentences: int, beams: int, source: int, width: int) -> Sizes:
+        """The sizes that hold these: powers of two, of the source multiples of 8."""
+        powers = (1 << (max(least, size) - 1).bit_length() for least, size in ((1, sentences), (LEAST_WIDTH, width)))
+        return cls(next(powers), beams, -(-source // 8) * 8, next(powers))
+
+
+def position_table(decoder: nn.Module) -> Tensor | None:
+    """The vectors of target positions from the first on, positions x C; None without absolute positions."""
+    positions = decoder.embed_positions
+    if positions is None:
+        return None
+    first = decoder.padding_idx + 1
+    if hasattr(positions, "num_embeddings"):  # learnt
+        return positions.weight.detach()[first:]
+    # sinusoidal: as many as the decoder may write
+    return positions.get_embedding(first + decoder.max_positions(), positions.embedding_dim, first - 1)[first:]
+
+
+def embed(decoder: nn.Module, tokens: Tensor, table: Tensor | None, step: Tensor) -> Tensor:
+    """The first layer's input. tokens: R; table: see ``position_table``; step: of one number -> 1 x R x C."""
+    x = decoder.embed_scale * decoder.embed_tokens(tokens[:, None])  # R x 1 x C
+    if decoder.quant_noise is not None:  # a linear layer of --quant-noise-pq
+        x = decoder.quant_noise(x)
+    if decoder.project_in_dim is not None:
+        x = decoder.project_in_dim(x)
+    if table is not None:
+        x = x + table.index_select(0, step)
+    if decoder.layernorm_embedding is not None:
+        x = decoder.layernorm_embedding(x)
+    return x.transpose(0, 1)
+
+
+def features(decoder: nn.Module, x: Tensor) -> Tensor:
+    """The last layer's output, 1 x R x C, as the output layer reads it, R x 1 x C."""
+    if decoder.layer_norm is not None:
+        x = decoder.layer_norm(x)
+    x = x.transpose(0, 1)
+    return x if decoder.project_out_dim is None else decoder.project_out_dim(x)
+
+
+class DecoderStep:
+    """One step of a decoder in memory of its own, recorded.
+
+    Args:
+        decoder: an ``EATransformerDecoder`` in evaluation.
+        sizes: of the search, rounded up.
+        graph: records the step.
+    """
+
+    def __init__(self, decoder: nn.Module, sizes: Sizes, graph: Graph) -> None:
+        self.decoder, self.sizes, self.graph = weakref.proxy(decoder), sizes, graph
+        self.memory = _memory(decoder)
+        weight = decoder.embed_tokens.weight
+        rows, self.table = sizes.sentences * sizes.beams, position_table(decoder)
+        self.tokens = weight.new_full((rows,), decoder.padding_idx + 1, dtype=torch.long)
+        self.position, self.same = weight.new_zeros(1, dtype=torch.long), torch.arange(rows, device=weight.device)
+        self.order = self.same.clone()
+        self.own = [_empty(layer.self_attn, rows, rows, sizes.width) for layer in decoder.layers]
+        self.source = [_empty(layer.encoder_attn, sizes.sentences, rows, sizes.source) for layer in decoder.layers]
+        if self.table is not None:
+            self.table = self.table.to(weight)
+        self.logits = self.weights = torch.empty(0)
+        self.is_proven = False
+        graph.record(self._run)
+
+    def _run(self) -> None:
+        decoder, x = self.decoder, embed(self.decoder, self.tokens, self.table, self.position)
+        padded = self.tokens[:, None].eq(decoder.padding_idx)  # R x 1
+        for number, (layer, own, source) in enumerate(zip(decoder.layers, self.own, self.source, strict=True), 1):
+            state: IncrementalState = {}
+            rows = None if source.rows is None else source.rows.index_select(0, self.order)
+            before = {**state_of(replace(source, rows=rows)), "beams": self.sizes.beams, "steps": None}
+            layer.encoder_attn._set_input_buffer(state, before)
+            layer.self_attn._set_input_buffer(state, {**state_of(own.reorder(self.order)), "steps": None})
+            is_last = number == len(decoder.layers)
+            x, weights, _ = layer(
+                *(x, x, source.padding, state),
+                self_attn_padding_mask=padded,
+                need_attn=is_last,
+                need_head_weights=is_last,
+            )
+            after = layer.self_attn._get_input_buffer(state)
+            own.keys.copy_(after["prev_key"][:, :, 1:])  # the oldest column has made room
+            own.values.copy_(after["prev_value"][:, :, 1:])
+            own.padding.copy_(after["prev_key_padding_mask"][:, 1:])
+            if own.rows is not None:
+                own.rows.copy_(after["rows"][..., 1:])
+            if source.rows is not None:
+                source.rows.copy_(layer.encoder_attn._get_input_buffer(state)["rows"])
+        self.logits = decoder.output_layer(features(decoder, x))  # R x 1 x V
+        self.weights = weights.float().to(x).mean(dim=0)  # K x R x 1 x S -> R x 1 x S
+
+
+def _empty(attention: DecoderAttention, keys: int, rows: int, columns: int) -> Cache:
+    """A cache of zeros: keys and values N or R x K x columns x D, padding R x columns, rows R x K x r x columns."""
+    weight, heads, above = attention.out_proj.weight, attention.num_heads, attention.evolution.rows_above
+    shape = (keys, heads, columns, attention.head_dim)
+    return Cache(
+        weight.new_zeros(shape),
+        weight.new_zeros(shape),
+        weight.new_zeros(rows, columns, dtype=torch.bool),
+        weight.new_zeros(rows, heads, above, columns) if above else None,
+    )
+
+
+class Search:
+    """The steps of one search, from its second on. It has a ``DecoderStep`` to itself until it ends.
+
+    Args:
+        decoder: the search's.
+        state: fairseq's, after the first step or later.
+        new_graph: makes a graph for another step.
+    """
+
+    def __init__(self, decoder: nn.Module, state: IncrementalState, new_graph: Callable[[], Graph]) -> None:
+        self.decoder, self.new_graph = decoder, new_graph
+        first = decoder.layers[0]
+        keys = first.encoder_attn._get_input_buffer(state)["prev_key"]
+        self.beams = first.encoder_attn._get_input_buffer(state)["beams"]
+        self.source = keys.size(2)
+        #: the row of each hypothesis in the step's memory
+        self.active = list(range(keys.size(0) * self.beams))
+        self.rows = torch.tensor(self.active, device=keys.device)
+        done = first.self_attn._get_input_buffer(state)["prev_key"].size(2)
+        self.static = _take(decoder, Sizes.above(keys.size(0), self.beams, self.source, done + 1), new_graph)
+        self.load(state)
+
+    def load(self, state: IncrementalState) -> None:
+        """Begin where the decoder itself is in this state."""
+        decoder = self.decoder
+        self.done = decoder.layers[0].self_attn._get_input_buffer(state)["prev_key"].size(2)  # positions
+        for layer, own, source in zip(decoder.layers, self.static.own, self.static.source, strict=True):
+            start = self.static.sizes.width - self.done
+            _place(own, _cache(layer.self_attn, state), start, len(self.active))
+            _place(source, _cache(layer.encoder_attn, state), 0, len(self.active))
+
+    def step(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The next step, as fairseq's decoder gives it.
+
+        Args:
+            tokens: R x positions, as fairseq's ``prev_output_tokens``.
+
+        Raises:
+            ValueError: the tokens do not continue those of the step before.
+        """
+        if tokens.size() != (len(self.active), self.done + 1):
+            raise ValueError(
+                f"prev_output_tokens: expected {len(self.active)} x {self.done + 1}, found {tuple(tokens.shape)}: on a "
+                "GPU an incremental_state cannot be continued twice; set decoder.graphs = False for that"
+            )
+        if self.done == self.static.sizes.width:  # the step would push the first position out
+            self._widen()
+        static = self.static
+        static.tokens.index_copy_(0, self.rows, tokens[:, -1])
+        static.position.fill_(self.done)
+        static.graph.replay()
+        static.order.copy_(static.same)
+        self.done += 1
+        logits, weights = (x.index_select(0, self.rows) for x in (static.logits, static.weights))
+        return logits, {"attn": [weights[:, :, : self.source]], "inner_states": []}
+
+    def reorder(self, numbers: list[int]) -> bool:
+        """Hypothesis b continues hypothesis numbers[b]; False where rows of one sentence would be torn apart."""
+        sentences = [number // self.beams for number in numbers]
+        chosen = sentences[:: self.beams]
+        if sentences != [one for one in chosen for _ in range(self.beams)] or len(set(chosen)) < len(chosen):
+            return False
+        active = [self.active[one * self.beams + beam] for one in chosen for beam in range(self.beams)]
+        order = list(range(len(self.static.same)))
+        for row, number in zip(active, numbers, strict=True):
+            order[row] = self.active[number]
+        self.static.order.copy_(torch.tensor(order))
+        if active != self.active:
+            self.active, self.rows = active, torch.tensor(active, device=self.rows.device)
+        return True
+
+    def give_back(self, state: IncrementalState) -> None:
+        """Write the search's state where fairseq's decoder looks for it."""
+        static, sentences = self.static, [row // self.beams for row in self.active[:: self.beams]]
+        for layer, own, source in zip(self.decoder.layers, static.own, static.source, strict=True):
+            own = own.reorder(self.rows)
+            start = own.keys.size(2) - self.done
+            rows = None if own.rows is None else own.rows[..., start:]
+            own = Cache(own.keys[:, :, start:], own.values[:, :, start:], own.padding[:, start:], rows)
+            layer.self_attn._set_input_buffer(state, {**state_of(own), "steps": None})
+            keys, values = (x[sentences, :, : self.source] for x in (source.keys, source.values))
+            rows = None if source.rows is None else source.rows[self.rows][..., : self.source]
+            source = Cache(keys, values, source.padding[self.rows, : self.source], rows)
+            layer.encoder_attn._set_input_buffer(state, {**state_of(source), "beams": self.beams, "steps": None})
+
+    def _widen(self) -> None:
+        """Go on in a step of twice the width."""
+        before = self.static
+        sizes = before.sizes._replace(width=2 * before.sizes.width)
+        after = self.static = _take(self.decoder, sizes, self.new_graph)
+        after.order.copy_(before.order)
+        for old, new in zip(before.own, after.own, strict=True):
+            _place(new, old, before.sizes.width, len(before.same))
+        for old, new in zip(before.source, after.source, strict=True):
+            _place(new, old, 0, len(before.same))
+        _give(self.decoder, before)
+
+    def __del__(self) -> None:
+        if hasattr(self, "static"):
+            _give(self.decoder, self.static)
+
+
+def _cache(attention: DecoderAttention, state: IncrementalState) -> Cache:
+    """What an attention keeps in fairseq's state."""
+    kept = attention._get_input_buffer(state)
+    return Cache(*map(kept.get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
+
+
+def _place(static: Cache, given: Cache, start: int, rows: int) -> None:
+    """Write the cache of so many hypotheses, its first column at ``start``; the columns beside it are masked.
+
+    Further rows see zeros, of which no softmax makes NaN.
+    """
+    stop = start + given.keys.size(2)
+    for name in ("keys", "values"):
+        place = getattr(static, name).zero_()
+        place[: given.keys.size(0), :, start:stop] = getattr(given, name)
+    static.padding.zero_()
+    static.padding[:rows] = True
+    static.padding[:rows, start:stop] = False if given.padding is None else given.padding
+    if static.rows is not None:
+        static.rows.zero_()
+        static.rows[:rows, :, :, start : start + given.rows.size(3)] = given.rows
+
+
+#: decoder -> recorded steps that no search uses, each behind its sizes and the memory of the parameters that it reads
+_IDLE: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, DecoderStep]]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def _take(decoder: nn.Module, sizes: Sizes, new_graph: Callable[[], Graph]) -> DecoderStep:
+    """A step of these sizes that no other search uses."""
+    key = (sizes, _memory(decoder))
+    with _LOCK:
+        idle = _IDLE.setdefault(decoder, [])
+        for number, (of, _) in enumerate(idle):
+            if of == key:
+                return idle.pop(number)[1]
+    return DecoderStep(decoder, sizes, new_graph())
+
+
+def _give(decoder: nn.Module, step: DecoderStep) -> None:
+    """Keep a step for a later search; the one that has waited longest goes."""
+    with _LOCK:
+        idle = _IDLE.setdefault(decoder, [])
+        idle.append(((step.sizes, step.memory), step))
+        del idle[:-MOST_IDLE]
+
+
+def _memory(decoder: nn.Module) -> tuple[int, ...]:
+    """Where the parameters are: a graph reads these places."""
+    return tuple(parameter.data_ptr() for parameter in decoder.parameters())
+
+
+def next_step(
+    decoder: nn.Module, tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None, state: IncrementalState | None
+) -> tuple[Tensor, dict[str, Any]] | None:
+    """A search's next step by its graph; None where it has none, and the decoder takes the step itself."""
+    if state is None or tokens.size(1) == 1:
+        return None
+    if KEY not in state:
+        search = None
+        if _suits(decoder, tokens, state):
+            try:
+                search = _begin(decoder, tokens, encoder_out, state)
+            except RuntimeError as error:
+                decoder.graphs = False
+                logger.warning("decoding without CUDA graphs: %s", error)
+        state[KEY] = {"search": search}
+    search = state[KEY]["search"]
+    return None if search is None else search.step(tokens)
+
+
+def _begin(decoder: nn.Module, tokens: Tensor, encoder_out: Any, state: IncrementalState) -> Search:
+    """A search that goes on from this state; a graph's first step is compared with the decoder's own.
+
+    Raises:
+        RuntimeError: the step cannot be recorded, or gives other numbers.
+    """
+    search = Search(decoder, state, partial(graph_on, tokens.device))
+    if not search.static.is_proven:
+        copy = {name: dict(kept) for name, kept in state.items()}
+        expected, _ = TransformerDecoderBase.forward(decoder, tokens, encoder_out, copy)
+        difference = (search.step(tokens)[0] - expected).abs().max() / expected.abs().max()
+        if not difference <= TOLERANCE[expected.dtype]:
+            raise RuntimeError(f"a recorded step differs from the decoder's by {difference:.1g} of the largest logit")
+        search.static.is_proven = True
+        search.load(state)
+    return search
+
+
+def reorder(state: IncrementalState, order: Tensor) -> bool:
+    """Whether the search of this state has a graph that followed the order."""
+    search = state.get(KEY, {}).get("search")
+    if search is None:
+        return False
+    if search.reorder(order.tolist()):
+        return True
+    leave(state)
+    return False
+
+
+def leave(state: IncrementalState | None) -> None:
+    """Let the decoder itself take the steps from now on."""
+    search = (state or {}).get(KEY, {}).get("search")
+    if search is not None:
+        search.give_back(state)
+        state[KEY] = {"search": None}
+
+
+def _suits(decoder: nn.Module, tokens: Tensor, state: IncrementalState) -> bool:
+    """Whether a graph may take the steps after the first: whatever it would not repeat is refused."""
+    attentions = [getattr(layer, name, None) for layer in decoder.layers for name in ("self_attn", "encoder_attn")]
+    return (
+        decoder.graphs
+        and tokens.size(0) <= MOST_ROWS
+        and not (decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type))
+        and decoder.adaptive_softmax is None
+        and all(type(layer) is EADecoderLayer for layer in decoder.layers)
+        and all(type(attention) is DecoderAttention for attention in attentions)
+        and not any(attention.plain or attention.observer or attention.dropped for attention in attentions)
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
+        and all("prev_key" in attention._get_input_buffer(state) for attention in attentions)
+        and graph_on(tokens.device) is not None
+    )
