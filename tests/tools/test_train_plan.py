@@ -10,7 +10,7 @@ from fairseq import options
 from helpers.toy import script
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools.common import UserError
+from ea_tools.common import REPO, UserError
 from ea_tools.training import flag_faults, launch, products, recipes, run_folder, train
 from ea_tools.training.recipes import parse_flags
 
@@ -322,6 +322,23 @@ MISTAKES = {
         ["sample", "ea_transformer_lit"],
         "ARCH ea_transformer_lit: there is no such architecture; near it are: .*",
     ),
+    "no translation": (["sample", "ea_transformer_lm_base"], "ARCH ea_transformer_lm_base: does not translate"),
+    "direction": (["sample", "transformer", "--source-lang", "en"], "--source-lang en: the recipe sample is de-en"),
+    "worst is best": (
+        ["sample", "transformer", "--best-checkpoint-metric", "accuracy"],
+        "--best-checkpoint-metric accuracy: add --maximize-best-checkpoint-metric",
+    ),
+    "greatest loss": (
+        ["sample", "transformer", "--maximize-best-checkpoint-metric"],
+        "--best-checkpoint-metric loss: leave out --maximize-best-checkpoint-metric",
+    ),
+    "metric": (["sample", "transformer", "--best-checkpoint-metric", "blue"], "blue: available: loss, .*bleu"),
+    "part of a flag": (["sample", "transformer", "--target-l", "fr"], "--target-l: there is no such flag"),
+    "no value": (
+        ["sample", "transformer", "--lr-scheduler", "polynomial_decay"],
+        "--total-num-update: must be given",
+    ),
+    "interpolation": (["sample", "transformer", "--data", "a${x}"], r"--data a\$\{x\}: \$\{ means something else"),
     "flag": (
         ["sample", "ea_transformer_lite", "--ea-alfa", "0"],
         "--ea-alfa: there is no such flag; is --ea-alpha meant?",
@@ -375,8 +392,10 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
 
 def test_a_first_model_that_is_not_there_is_refused(tmp_path, data):
     words = ["sample", "transformer_lite", "--data", str(data), "--gpus", "0", "--run", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match=r"--finetune-from-model nope\.pt: no such file"):
+    with pytest.raises(SystemExit, match=r"--finetune-from-model nope\.pt: no such "):
         train.main([*words, "--finetune-from-model", "nope.pt"])
+    with pytest.raises(SystemExit, match=r"--finetune-from-model \S+README\.md: .*not a checkpoint"):
+        train.main([*words, "--finetune-from-model", str(REPO / "README.md")])
     assert not (tmp_path / "run").exists()
 
 

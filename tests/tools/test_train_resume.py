@@ -207,6 +207,14 @@ def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
         run_folder.claim(tmp_path, {"encoder-layers": "2", "arch": "x"}, "", data)
 
 
+def test_another_machine_does_not_stop_at_what_the_first_will_mend(tmp_path):
+    assert run_folder.whole_last(tmp_path) is None
+    path = checkpoint(tmp_path / "checkpoint_last.pt", 30)
+    assert run_folder.updates(run_folder.whole_last(tmp_path)) == 30
+    os.truncate(path, 100)
+    assert run_folder.whole_last(tmp_path) is None
+
+
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
     checkpoint(tmp_path / "checkpoint4.pt", 40)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data.iterators import EpochBatchIterator
 from helpers.models import model_args
 from helpers.toy import ENVIRONMENT, TINY, script
 
@@ -132,6 +133,74 @@ def test_early_stopping_begins_afresh_where_meters_do(trainer, monkeypatch, rese
 def test_what_a_validation_measured_is_in_no_checkpoint(trainer):
     """With --eval-bleu these are arrays, which nothing can read that takes weights and settings alone."""
     assert trainer.state_dict()["extra_state"]["metrics"] == {"train": [1]}
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sentences of one word: the number of their place."""
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 5
+
+    def collater(self, samples):
+        return samples
+
+
+@pytest.fixture
+def validating(trainer, monkeypatch):
+    """That trainer, and what it validates of the batches [3, 1], [2]; it measures a loss."""
+    trainer.cfg.dataset = SimpleNamespace(valid_subset="valid,law")
+    trainer.cfg.checkpoint.best_checkpoint_metric = "loss"
+    trainer.batches, trainer.validated, trainer._tried = [[3, 1], [2]], [], set()
+    base = fairseq_train.Trainer
+    made = lambda self, _: EpochBatchIterator(Numbers(), lambda samples: samples, self.batches)  # noqa: E731
+    monkeypatch.setattr(base, "get_valid_iterator", made)
+
+    def valid_step(self, sample):
+        self.validated.append(sample)
+        fairseq_train.metrics.log_scalar("loss", 1.0)
+
+    monkeypatch.setattr(base, "valid_step", valid_step)
+    return trainer
+
+
+def test_one_sentence_of_each_validation_set_is_tried_before_training(validating):
+    for _ in range(2):
+        for subset in ("valid", "law"):
+            assert len(validating.get_valid_iterator(subset)) == 2
+    assert validating.validated == [[3], [3]]
+
+
+def test_what_would_fail_after_an_epoch_fails_before_it(validating, monkeypatch):
+    validating.cfg.checkpoint.best_checkpoint_metric = "bleu"
+    with pytest.raises(ValueError, match=r"--best-checkpoint-metric bleu: .* available: loss; --eval-bleu"):
+        validating.get_valid_iterator("valid")
+    validating.get_valid_iterator("law")  # which chooses no checkpoint
+    validating.batches, validating._tried = [], set()
+    with pytest.raises(ValueError, match="--valid-subset valid: has no sentence"):
+        validating.get_valid_iterator("valid")
+
+    def no_translation(self, sample):
+        raise TypeError("forward() takes one argument")
+
+    validating.batches, validating._tried = [[0]], set()
+    monkeypatch.setattr(fairseq_train.Trainer, "valid_step", no_translation)
+    with pytest.raises(ValueError, match=r"nothing was trained, .* TypeError: forward\(\) takes one argument"):
+        validating.get_valid_iterator("valid")
+
+
+def test_a_run_that_trains_nothing_fails(logged, monkeypatch, capsys):
+    """fairseq ends with status 0, for example where --write-checkpoints-asynchronously lacks its package."""
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        fairseq_train.main(["data/x", "--save-dir", str(logged)])
+    assert end.value.code == 1
+    assert "nothing was trained" in capsys.readouterr().err
+    line = lambda: fairseq_train.Journal([], [], 1, True)._write({"loss": 1}, "train", 1)  # noqa: E731
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", line)
+    fairseq_train.main(["data/x", "--save-dir", str(logged)])
 
 
 def ended_by(error, monkeypatch, folder):

@@ -41,7 +41,7 @@ if ON_CTRL_C is signal.default_int_handler:
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
 from fairseq import checkpoint_utils, utils  # noqa: E402
-from fairseq.data.iterators import EpochBatchIterating  # noqa: E402
+from fairseq.data.iterators import EpochBatchIterating, EpochBatchIterator  # noqa: E402
 from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
@@ -67,6 +67,7 @@ class LongRunTrainer(FlatTrainer):
     def __init__(self, cfg: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
         self._batches_in_epoch = 0
+        self._tried: set[str] = set()  # the validation sets of which one sentence was validated
         self._taken_up: dict[str, Any] | None = None  # place in the epoch of the checkpoint that is resumed
         if self.is_data_parallel_master:
             _log_to(Path(cfg.checkpoint.save_dir))
@@ -88,6 +89,43 @@ class LongRunTrainer(FlatTrainer):
             fit_place(self._taken_up, self._batches_in_epoch)
             self._taken_up = None  # later epochs begin at their beginning
         return batches
+
+    def get_valid_iterator(self, subset: str, *args: Any, **kwargs: Any) -> EpochBatchIterating:
+        """A validation set's batches. fairseq asks for them before it trains: then one sentence is validated."""
+        batches = super().get_valid_iterator(subset, *args, **kwargs)
+        if subset not in self._tried:
+            self._tried.add(subset)
+            self._try_validation(subset, batches)
+        return batches
+
+    def _try_validation(self, subset: str, batches: EpochBatchIterating) -> None:
+        """Validate one sentence: what fails here would fail after an epoch, and lose it.
+
+        Raises:
+            ValueError: there is no sentence, the model cannot validate it, or the metric that chooses the best
+                checkpoint is not computed.
+        """
+        if type(batches) is not EpochBatchIterator:  # of a task with batches of its own
+            return
+        if not batches.frozen_batches:
+            raise ValueError(f"--valid-subset {subset}: has no sentence that the model can read")
+        sentence = batches.dataset.collater([batches.dataset[batches.frozen_batches[0][0]]])
+        before = logging.root.manager.disable
+        logging.disable(logging.INFO)  # --eval-bleu shows the sentence
+        try:
+            with metrics.aggregate(new_root=True) as measured:
+                self.valid_step(sentence)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"nothing was trained, since the first validation step fails: {reason}") from error
+        finally:
+            logging.disable(before)
+        metric, computed = self.cfg.checkpoint.best_checkpoint_metric, measured.get_smoothed_values()
+        if subset == self.cfg.dataset.valid_subset.split(",")[0] and metric not in computed:
+            raise ValueError(
+                f"--best-checkpoint-metric {metric}: validation does not compute it; available: "
+                f"{', '.join(computed)}; --eval-bleu adds bleu, and --report-accuracy accuracy"
+            )
 
     def _first_may_serve(self) -> bool:
         """Whether the first epoch's batches serve all epochs; certain once the data are loaded."""
@@ -306,6 +344,8 @@ def main(words: list[str]) -> None:
     if _value(words, "--distributed-rank", os.environ.get("RANK", "0")) == "0" and folder.is_dir():
         _log_to(folder)
         logger.info("+ " + shlex.join(sys.orig_argv), extra=LOG_ALONE)
+    journal = folder / "log.jsonl"
+    written = journal.stat().st_size if Journal.file else 0
     try:
         fairseq_train.cli_main()
     except KeyboardInterrupt:
@@ -318,6 +358,9 @@ def main(words: list[str]) -> None:
         of_another = type(error).__name__ == "ProcessRaisedException"
         said = next(reversed(lines) if of_another else iter(lines), "")
         print(f"train: {type(error).__name__}: {said}; the whole of it is in {folder / 'train.log'}", file=sys.stderr)
+        sys.exit(1)
+    if Journal.file and journal.stat().st_size == written:
+        print(f"train: nothing was trained; {folder / 'train.log'} says why", file=sys.stderr)
         sys.exit(1)
     if Journal.file and (folder / "run.json").exists() and started(folder):  # scripts/train.sh's, without --no-save
         try:

@@ -41,26 +41,52 @@ def parse(
     for word in unknown:
         if word.startswith("--"):
             flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, flags_of(parser).union(others), n=1, cutoff=0.75)
+            known = flags_of(parser).union(others)
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+            near = near or sorted(other for other in known if other.startswith(flag))
             faults.append(f"{flag}: there is no such flag" + (f"; is {near[0]} meant?" if near else ""))
     if unknown:
         raise UserError(f"{'; '.join(faults) or f'{unknown[0]!r} belongs to no flag'} ({USAGE})")
+    _check_values(args)
     return args, left_out
 
 
+def _check_values(args: argparse.Namespace) -> None:
+    """Refuse a value, or its absence, that fairseq's configuration refuses once it starts."""
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra.errors import ConfigCompositionException
+
+    try:
+        convert_namespace_to_omegaconf(args)
+    except ConfigCompositionException as error:
+        if not (found := re.match(r"Error merging override (?:\w+\.)*(\w+)=(.*)", str(error))):
+            raise
+        flag, value = f"--{found[1].replace('_', '-')}", found[2]
+        message = f"{flag}: must be given" if value == "null" else f"{flag} {value}: is no value for it"
+        raise UserError(f"{message} ({USAGE})") from None
+
+
 def check_architecture(arch: str, where: str) -> None:
-    """Refuse an architecture that neither ea_fairseq nor fairseq has; the message begins with `where`."""
+    """Refuse an architecture that neither ea_fairseq nor fairseq has, or that does not translate.
+
+    The message begins with `where`.
+    """
     if arch in ours():
         return
     with _silence():
         import ea_fairseq  # noqa: F401  (registers the architectures)
 
         # isort: split
-        from fairseq.models import ARCH_MODEL_REGISTRY
+        from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoderDecoderModel, FairseqMultiModel
 
     if arch not in ARCH_MODEL_REGISTRY:
         near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
         raise UserError(f"{where}{arch}: there is no such architecture; near it are: {', '.join(near)}")
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], (FairseqEncoderDecoderModel, FairseqMultiModel)):
+        raise UserError(
+            f"{where}{arch}: does not translate, which needs an encoder and a decoder; docs/pretrained.md trains "
+            "language models and RoBERTa by fairseq-train"
+        )
 
 
 def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
@@ -71,6 +97,7 @@ def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     from fairseq import options
 
     parser = options.get_training_parser()
+    parser.allow_abbrev = False  # every other check goes by a flag's whole name
     with in_one_line(USAGE):
         return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
 

@@ -203,6 +203,14 @@ def mend(run: Path) -> dict[str, Any] | None:
     return state
 
 
+def whole_last(run: Path) -> dict[str, Any] | None:
+    """The contents of checkpoint_last.pt; None where it is not there, or where another machine has yet to mend it."""
+    try:
+        return load(run / LAST) if (run / LAST).exists() else None
+    except DamagedError:
+        return None
+
+
 def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
     """The last (path, contents) of [(number, path), ...] that training can go on from, else the last that is whole.
 

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             last = run_folder.mend(start.run)
             run_folder.require_same_metric(start.run, start.flags)
         else:
-            last = load(start.run / run_folder.LAST) if (start.run / run_folder.LAST).exists() else None
+            last = run_folder.whole_last(start.run)
         if reason := run_folder.finished(last, start.flags):
             run_folder.refuse_other_flags(start.run, flags, start.flags, args.without)
             say(f"{start.run}: this run is finished: {reason}")
@@ -138,7 +138,9 @@ def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, 
     recipe, toml = (recipes.read(args.recipe), "") if args.recipe else recipes.for_data(args.data.resolve())
     start = plan(recipe, args, flags, Launch.of(args))
     if flags or args.recipe.endswith(".toml") or args.arch not in flag_faults.ours():
-        _, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
+        parsed, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
+        check_direction(parsed, recipe)
+        check_metric(parsed)
         start = start.without(left_out)
     return args, flags, start, toml
 
@@ -184,8 +186,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         if name in flags:
             parser.error(f"--{name} is not to be given here: {instead}")
     for name, path in (("--run", args.run), ("--data", args.data)):
-        if path and ":" in str(path):
-            parser.error(f"{name} {path}: fairseq takes a colon for the end of a name; choose one without")
+        if path and (fault := next((mark for mark in (":", "${") if mark in str(path)), None)):
+            parser.error(f"{name} {path}: {fault} means something else to fairseq; choose a name without it")
     args.own_flags = flag_faults.flags_of(parser)
     args.command = portable(["scripts/train.sh", *arguments])
     args.data = (args.data or recipes.read(args.recipe).data).absolute()  # checkpoints name it
@@ -287,11 +289,38 @@ def check_data(data: Path, recipe: Recipe, flags: Flags) -> None:
         )
 
 
+def check_direction(parsed: argparse.Namespace, recipe: Recipe) -> None:
+    """Refuse flags that train another direction than the recipe's, in which the run would be scored and used."""
+    for side in ("source", "target"):
+        expected, given = getattr(recipe, f"{side}_lang"), getattr(parsed, f"{side}_lang", None)
+        if given not in (None, expected):
+            raise UserError(
+                f"--{side}-lang {given}: the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
+                "prepare data of the other direction, and train on them"
+            )
+
+
+#: Ends of the names of metrics -> whether more is better
+MORE_IS_BETTER = {"loss": False, "ppl": False, "bleu": True, "accuracy": True}
+
+
+def check_metric(parsed: argparse.Namespace) -> None:
+    """Refuse a metric whose worst value would count as the best: fairseq minimises unless a flag says otherwise."""
+    metric, flag = parsed.best_checkpoint_metric, "--maximize-best-checkpoint-metric"
+    wanted = next((more for end, more in MORE_IS_BETTER.items() if metric.endswith(end)), None)
+    if wanted is None:
+        raise UserError(f"--best-checkpoint-metric {metric}: available: loss, nll_loss, ppl, bleu, accuracy")
+    if wanted != parsed.maximize_best_checkpoint_metric:
+        raise UserError(f"--best-checkpoint-metric {metric}: {'add' if wanted else 'leave out'} {flag}")
+
+
 def check_first_model(flags: Flags, data: Path) -> None:
     """The model that a training starts from must have these subwords: its vectors are numbered like them."""
     for name in flags.get("finetune-from-model", []):
-        if not Path(name).is_file():
-            raise UserError(f"--finetune-from-model {name}: no such file; expected a checkpoint of another training")
+        try:
+            load(name)
+        except UserError as error:
+            raise UserError(f"--finetune-from-model {error}") from None
         run = Path(name).parent
         if (kept := Preparation.kept_by(run)) is None:
             continue
