@@ -9,8 +9,8 @@ import dataclasses
 import difflib
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fairseq import options as fairseq_options
@@ -22,10 +22,12 @@ from evolving_attention.scores import SCORES
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[Any], Any]
+#: the values by which ``without_effect`` looks whether a setting matters
+PROBES: dict[Parse, tuple[Any, ...]] = {}
 
 
-def _parser(kind: type, accepts: Callable[[Any], bool], expected: str) -> Parse:
-    """A function that reads one value, of the command line or of a checkpoint."""
+def _parser(kind: type, accepts: Callable[[Any], bool], expected: str, *probes: Any) -> Parse:
+    """A function that reads one value, of the command line or of a checkpoint; at least two values that it takes."""
 
     def parse(value: Any) -> Any:
         try:
@@ -37,23 +39,34 @@ def _parser(kind: type, accepts: Callable[[Any], bool], expected: str) -> Parse:
             raise argparse.ArgumentTypeError(f"must be {expected}, not {value}")
         return read
 
+    PROBES[parse] = probes
     return parse
 
 
-_fraction = _parser(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")  # not NaN either
-_odd = _parser(int, lambda x: x > 0 and x % 2 == 1, "a positive odd number")
-_few = _parser(int, lambda x: x in (1, 2, 3), "1, 2 or 3")
-_positive = _parser(int, lambda x: x >= 1, "a whole number from 1 on")
-_rule = _parser(str, RULES.__contains__, f"one of {', '.join(RULES)}")
-_score = _parser(str, SCORES.__contains__, f"one of {', '.join(SCORES)}")
+_fraction = _parser(float, lambda x: 0 <= x <= 1, "a number from 0 to 1", 0.0, 0.25, 0.75)  # not NaN either
+_odd = _parser(int, lambda x: x > 0 and x % 2 == 1, "a positive odd number", 1, 3)
+_few = _parser(int, lambda x: x in (1, 2, 3), "1, 2 or 3", 1, 2)
+_positive = _parser(int, lambda x: x >= 1, "a whole number from 1 on", 1, 2)
+_rule = _parser(str, RULES.__contains__, f"one of {', '.join(RULES)}", *RULES)
+_score = _parser(str, SCORES.__contains__, f"one of {', '.join(SCORES)}", *SCORES)
+
+
+def _switch(value: Any) -> bool:
+    """A switch: on a command line a flag without a value; Hydra and --model-overrides may give anything."""
+    if not isinstance(value, bool):
+        raise argparse.ArgumentTypeError(f"must be true or false, not {value}")
+    return value
+
+
+PROBES[_switch] = (False, True)
 
 
 #: how flags, logs and tables name the kinds of attention
 KINDS = {Geometry.ENCODER_SELF: "encoder", Geometry.DECODER_SELF: "decoder", Geometry.ENCODER_DECODER: "cross"}
 
 
-def _option(default: Any, parse: Parse | None, text: str) -> Any:
-    """A field that is a flag; without ``parse`` a switch."""
+def _option(default: Any, parse: Parse, text: str) -> Any:
+    """A field that is a flag."""
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
 
 
@@ -83,7 +96,7 @@ class Settings:
     rule: str = _option("evolving", _rule, f"how maps evolve: {', '.join(RULES)}")
     conv_layers: int = _option(1, _few, "with --ea-rule predictive: 1 to 3 convolutions, one after the other")
     learn_mix: bool = _option(
-        False, None, "make alpha and beta parameters of each layer, which start at the values given"
+        False, _switch, "make alpha and beta parameters of each layer, which start at the values given"
     )
     score: str = _option(
         "dot", _score, f"how queries and keys give logits, in all three kinds of attention: {', '.join(SCORES)}"
@@ -95,10 +108,10 @@ class Settings:
         "this one count as this one. Absolute positions stay unless --no-token-positional-embeddings is given",
     )
     conv_branch: bool = _option(
-        False, None, "in the encoder, self-attention and a convolution over time give half of the width each"
+        False, _switch, "in the encoder, self-attention and a convolution over time give half of the width each"
     )
     plain: bool = _option(
-        False, None, "maps by PyTorch's own operations one by one: slower, for comparison with the kernels"
+        False, _switch, "maps by PyTorch's own operations one by one: slower, for comparison with the kernels"
     )
 
     @classmethod
@@ -135,6 +148,27 @@ class Settings:
         alpha, beta = (1.0, 1.0) if self.learn_mix else (self.alpha, self.beta_of(Geometry.ENCODER_SELF))
         return RULES[self.rule].uses_previous(alpha, beta)
 
+    def function(self, geometry: Geometry, first: bool = False, weights: bool = False) -> Hashable:
+        """The function that an attention of this kind computes, to be compared; settings without effect leave it as is.
+
+        Args:
+            geometry: the kind of attention.
+            first: no layer before hands on a map.
+            weights: whether learnt shares come with the weights, so that the values at their start do not matter.
+        """
+        rule, takes_map = RULES[self.rule], geometry == Geometry.ENCODER_SELF and not first
+        shares, learnt = (self.alpha, self.beta_of(geometry)), (False, False)
+        if self.learn_mix:
+            learnt = rule.depends_on(takes_map, geometry)
+            shares = tuple(1.0 if weights and of_weights else x for x, of_weights in zip(shares, learnt, strict=True))
+        coefficients = rule.coefficients(*shares, takes_map, geometry)
+        widest = rule.coefficients(1.0, 1.0, takes_map, geometry) if self.learn_mix else coefficients
+        branch = self.conv_branch and geometry == Geometry.ENCODER_SELF
+        others = (learnt, self.score, self._relative_positions_in(geometry), branch)
+        if widest.c == 0:  # without a convolution, what it would read does not matter
+            return coefficients[3:], others
+        return coefficients, others, self.kernel_size, self.conv_layers
+
     def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
         """The keyword arguments of an attention of this kind. first: no layer before hands on a map."""
         same = ("alpha", "kernel_size", "rule", "conv_layers", "learn_mix", "score", "plain")
@@ -158,7 +192,7 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     for field in dataclasses.fields(Settings):
         parse = field.metadata["parse"]
         value = {"action": "store_true"}
-        if parse is not None:
+        if parse is not _switch:
             value = {"type": parse, "metavar": "NAME" if parse in (_rule, _score) else "N"}
         parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=field.metadata["help"], **value)
 
@@ -196,7 +230,7 @@ def _read(args: Any) -> Settings:
             raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
     for field in dataclasses.fields(Settings):
         value, parse = getattr(args, f"ea_{field.name}", None), field.metadata["parse"]
-        if value is None or parse is None:
+        if value is None:
             continue
         try:
             setattr(args, f"ea_{field.name}", parse(value))
@@ -214,9 +248,10 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
 
     Raises:
         ValueError: an unknown setting that begins with ea_, alpha or beta outside of [0, 1], an even kernel, an unknown
-            rule or score, relative positions below 1, options that a rule does not have (several convolutions, anything
-            to learn), heads that do not divide the dimension or half of it, --ea-conv-branch without an encoder,
-            --cross-self-attention, and --mha-heads-to-keep where the encoder's maps evolve.
+            rule or score, relative positions below 1, a flag that changes nothing of the model, options that a rule
+            does not have (several convolutions, anything to learn), heads that do not divide the dimension or half of
+            it, --ea-conv-branch without an encoder, --cross-self-attention, and --mha-heads-to-keep where the encoder's
+            maps evolve.
     """
     settings = _read(args)
     chosen = RULES[settings.rule]
@@ -234,7 +269,8 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
             raise ValueError(f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {dim}")
     if settings.conv_branch:
         _check_branch(args, sides)
-    _note_effects(settings, args, sides)
+    _check_effects(args, sides)
+    _note_lost_gradients(settings, sides)
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
             f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep other heads, and hand their "
@@ -248,18 +284,63 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         )
 
 
-def _note_effects(settings: Settings, args: Any, sides: tuple[str, ...]) -> None:
-    """Log flags that change nothing, and one that stops gradients. Older checkpoints hold them: no refusal."""
-    chosen, has_cross = RULES[settings.rule], not getattr(args, "no_cross_attention", False)
-    for geometry, kind in KINDS.items():
-        value = getattr(settings, f"{kind}_beta")
-        there = kind in sides if kind != "cross" else len(sides) == 2 and has_cross
-        has_beta = any(chosen.depends_on(has_previous, geometry)[1] for has_previous in (False, True))
-        if value is None or (there and has_beta):
-            continue
-        why = f"--ea-rule {settings.rule} has no beta there" if there else "this model has no such attention"
-        logger.warning("%s %s changes nothing: %s", _flag(f"{kind}_beta"), value, why)
-    _, b, c, _, e = chosen.later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
+def functions(settings: Settings, args: Any, sides: tuple[str, ...], weights: bool = False) -> list[Hashable]:
+    """The functions of all attentions of a model, to be compared.
+
+    Args:
+        settings: of evolving attention.
+        args: the other options: how many layers the encoder has, and whether there is encoder-decoder attention.
+        sides: the sides that the model has.
+        weights: see ``Settings.function``.
+    """
+    found = []
+    if "encoder" in sides:
+        first = settings.function(Geometry.ENCODER_SELF, first=True, weights=weights)
+        later = settings.function(Geometry.ENCODER_SELF, weights=weights)
+        found += [first, later] if getattr(args, "encoder_layers", 2) > 1 else [first]
+    if "decoder" in sides:
+        found.append(settings.function(Geometry.DECODER_SELF, weights=weights))
+    if len(sides) == 2 and not getattr(args, "no_cross_attention", False):
+        found.append(settings.function(Geometry.ENCODER_DECODER, weights=weights))
+    return found
+
+
+def without_effect(args: Any, sides: tuple[str, ...]) -> list[str]:
+    """The names of the settings that change nothing of this model, whatever their values are.
+
+    Args:
+        args: the options of a command line or a checkpoint.
+        sides: the sides that the model has.
+    """
+    settings = Settings.of(args)
+    now = functions(settings, args, sides)
+
+    def matters(field: dataclasses.Field) -> bool:
+        others = (replace(settings, **{field.name: value}) for value in PROBES[field.metadata["parse"]])
+        return any(functions(other, args, sides) != now for other in others)
+
+    fields = dataclasses.fields(Settings)
+    return [field.name for field in fields if field.name != "plain" and not matters(field)]
+
+
+def _check_effects(args: Any, sides: tuple[str, ...]) -> None:
+    """Refuse a flag on this process's command line by which the model stays the same. Checkpoints may hold such."""
+    words = (word.partition("=")[0].lstrip("+-").removeprefix("model.") for word in sys.argv)  # Hydra's, too
+    given = {word.replace("-", "_") for word in words}
+    if useless := [name for name in without_effect(args, sides) if f"ea_{name}" in given]:
+        raise ValueError(no_effect(useless[0], args))
+
+
+def no_effect(name: str, args: Any) -> str:
+    """The message about a setting that changes nothing."""
+    value = getattr(args, f"ea_{name}")
+    shown = _flag(name) if value is True else f"{_flag(name)} {value}"
+    return f"{shown}: changes nothing of this model, by its --ea-rule, betas and kinds of attention; leave it out"
+
+
+def _note_lost_gradients(settings: Settings, sides: tuple[str, ...]) -> None:
+    """Log an alpha that stops gradients."""
+    _, b, c, _, e = RULES[settings.rule].later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
     if "encoder" in sides and not settings.learn_mix and e == 0 and (b == 0 or c == 0):
         logger.warning(
             "--ea-alpha %s: layers from the second on use the previous map alone; their queries get no gradient",

@@ -24,7 +24,7 @@ from evolving_attention.evolution import Geometry, refuse_script
 from . import decoding
 from .attention import DecoderAttention, IncrementalState
 from .dropout import adopt_dropout
-from .from_plain import accept_plain
+from .from_plain import accept_first_model
 from .layers import EADecoderLayer, EAEncoderLayer
 from .mixes import log_mixes
 from .options import Settings, add_options, as_namespace, check_options
@@ -245,7 +245,7 @@ class EvolvingModel:
         given = dict(state_dict)  # as it is now: fairseq gives old names of parameters new ones in place
         state_dict = without_first_layers_convolution(state_dict, self, model_cfg)
         accept = self.register_load_state_dict_post_hook(
-            lambda model, keys: accept_plain(model, given, model_cfg, keys)
+            lambda model, keys: accept_first_model(model, given, model_cfg, keys)
         )
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)

@@ -387,7 +387,9 @@ class Pipeline:
         summary["languages"] = dict(zip(self.languages, self.spoken, strict=True))
         measured = report.unicode_form(summary, self.corpus.rules.nfc)
         summary["unicode"] = self.earlier.unicode if self.earlier else measured
-        (folder / "PREP.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        # Names of files need not be UTF-8.
+        (folder / "PREP.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return {}
 
     def _dictionaries(self, folder: Path) -> list[list[str]]:

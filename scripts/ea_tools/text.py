@@ -31,6 +31,10 @@ def decode(line: bytes, path: Path | str, number: int) -> str:
     """
     if number == 1 and (encoding := wide_encoding(line)):
         raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
+    if b"\0" in line:
+        raise UserError(
+            f"{path}:{number}: a NUL byte; is the file damaged? If it is UTF-16: iconv -f UTF-16LE -t UTF-8"
+        )
     try:
         text = line.removesuffix(b"\n").removesuffix(b"\r").replace(b"\r", b" ").decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,11 +1,11 @@
-"""A start from a checkpoint of fairseq's own model: new parameters start fresh and are logged; others must fit."""
+"""A start from another model's checkpoint: new parameters start fresh and are logged; others must mean the same."""
 
 import argparse
 import json
 
 import pytest
 import torch
-from helpers.models import TINY, TRAINING, amplify_, batch, build
+from helpers.models import TINY, TRAINING, amplify_, batch, build, model_args
 from helpers.other_models import run
 from helpers.promises import outputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -109,6 +109,56 @@ def test_options_that_differ_are_refused_though_every_shape_fits(name, here, the
     path = checkpoint(tmp_path / "model.pt", build("transformer"), **{name: there})
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {here} here, and {there} in .*model.pt"):
         load(build("ea_transformer_base", *flags), path, **{name: here})
+
+
+#: (flags of the first model, those of the model that starts from it, the flag that is refused)
+FUNCTIONS = [
+    ("--ea-alpha 0.5", "--ea-alpha 0.9", "--ea-alpha is 0.9 here, and 0.5"),
+    ("--ea-beta 0.2", "--ea-beta 0.3", "--ea-beta is 0.3 here, and 0.2"),
+    ("--ea-beta 0.2", "--ea-beta 0.2 --ea-cross-beta 0.3", "--ea-cross-beta is 0.3 here, and None"),
+    ("--ea-rule residual", "--ea-rule realformer", "--ea-rule is realformer here, and residual"),
+    ("--ea-rule residual", "", "--ea-rule is evolving here, and residual"),
+    ("--ea-beta 0.2", "--ea-encoder-beta 0.2 --ea-decoder-beta 0.2 --ea-cross-beta 0.2", None),
+    ("--ea-rule predictive --ea-beta 0.2", "--ea-rule predictive --ea-beta 0.3", None),
+    ("--ea-learn-mix --ea-alpha 0.2", "--ea-learn-mix --ea-alpha 0.3", None),
+    ("--ea-alpha 0.5", "--ea-alpha 0.5 --ea-plain", None),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "message"), FUNCTIONS)
+def test_a_model_that_evolves_in_another_way_is_refused(before, now, message, tmp_path):
+    """No shape shows it: the same parameters would compute something else, and no one would be told."""
+    first, ours = build("ea_transformer_base", *before.split()), build("ea_transformer_base", *now.split())
+    of_first, of_ours = (
+        {
+            name: value
+            for name, value in vars(model_args("ea_transformer_base", *words.split())).items()
+            if "ea_" in name
+        }
+        for words in (before, now)
+    )
+    path = checkpoint(tmp_path / "model.pt", first, **of_first)
+    if message is None:
+        load(ours, path, **of_ours)
+        assert all(value.equal(first.state_dict()[name]) for name, value in ours.state_dict().items())
+        return
+    with pytest.raises(ValueError, match=message):
+        load(ours, path, **of_ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there"),
+    [("activation_fn", "gelu", "relu"), ("no_token_positional_embeddings", True, False), ("encoder_xyz", 1, 2)],
+)
+def test_a_start_from_an_evolving_model_is_checked_like_one_from_a_plain_model(name, here, there, tmp_path):
+    """An option that nobody has heard of may change the function, too."""
+    path = checkpoint(tmp_path / "model.pt", build(), ea_alpha=0.5, **{name: there})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {here} here, and {there} in"):
+        load(build(), path, ea_alpha=0.5, **{name: here})
+    load(build(), path, ea_alpha=0.5, encoder_layerdrop=0.1, **{name: there})
+    apart, shared = checkpoint(tmp_path / "apart.pt", build(), ea_alpha=0.5), build("ea_transformer_base", SHARED)
+    with pytest.raises(ValueError, match="are one parameter here, and two in"):
+        load(shared, apart, ea_alpha=0.5)
 
 
 @pytest.mark.parametrize("evolved", [True, False], ids=["evolved", "plain"])

@@ -174,27 +174,44 @@ def test_offloaded_activations_are_computed_again(arch):
     assert layers and all(hasattr(layer, "precheckpoint_forward") for layer in layers)
 
 
-@pytest.mark.parametrize(
-    ("arch", "flags", "note"),
-    [
-        (BASE, "--ea-rule residual --ea-decoder-beta 0.2", "--ea-rule residual has no beta"),
-        (BASE, "--ea-rule predictive --ea-encoder-beta 0.2", "predictive has no beta there"),
-        (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta 0.2 changes nothing"),
-        ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta 0.2 changes nothing"),
-        ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta 0.2 changes nothing"),
-        (BASE, "--ea-alpha 1", "--ea-alpha 1.0: layers from the second on use the previous map alone"),
-        (BASE, "--ea-alpha 1 --ea-rule predictive", None),
-        (BASE, "--ea-alpha 1 --ea-learn-mix", None),
-        (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
-        ("ea_transformer_lm", "--ea-decoder-beta 0.2", None),
-    ],
-)
-def test_a_flag_that_changes_nothing_or_stops_gradients_is_noted(arch, flags, note, caplog):
-    """An ablation over it would train the same model again and again."""
+USELESS = [
+    (BASE, "--ea-rule residual --ea-decoder-beta 0.2", "--ea-decoder-beta"),
+    (BASE, "--ea-rule residual --ea-kernel-size 7", "--ea-kernel-size"),
+    (BASE, "--ea-rule predictive --ea-beta 0.3", "--ea-beta"),
+    (BASE, "--ea-rule realformer --ea-alpha 0.3", "--ea-alpha"),
+    (BASE, "--ea-beta 0 --ea-kernel-size 5", "--ea-kernel-size"),
+    (BASE, "--ea-beta 0.1 --ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", "--ea-beta"),
+    (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta"),
+    (BASE, "--encoder-layers 1 --ea-alpha 0.2", "--ea-alpha"),
+    ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta"),
+    ("ea_transformer_lm", "--ea-alpha 0.9", "--ea-alpha"),
+    ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta"),
+    (BASE, "--ea-alpha 1 --ea-rule predictive", None),
+    (BASE, "--ea-beta 0 --ea-learn-mix --ea-kernel-size 5", None),
+    (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
+    (BASE, "--ea-rule residual --ea-plain", None),
+    ("ea_transformer_lm", "--ea-decoder-beta 0.2 --ea-score additive", None),
+]
+
+
+@pytest.mark.parametrize(("arch", "flags", "useless"), USELESS)
+def test_a_flag_that_changes_nothing_is_refused(arch, flags, useless, monkeypatch):
+    """An ablation over it would train the same model again and again. A checkpoint may hold such a value."""
+    for words in (flags.split(), [f"+model.{word[2:].replace('-', '_')}=1" for word in flags.split() if "--" in word]):
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *words])
+        if useless is None:
+            build(arch, *flags.split())
+        else:
+            with pytest.raises(ValueError, match=f"^{useless} .*changes nothing"):
+                build(arch, *flags.split())
+    monkeypatch.setattr(sys, "argv", ["fairseq-generate"])
     build(arch, *flags.split())
-    notes = [message for message in caplog.messages if "changes nothing" in message or "no gradient" in message]
-    assert len(notes) == (note is not None)
-    assert note is None or note in notes[0]
+
+
+@pytest.mark.parametrize(("flags", "noted"), [("", True), ("--ea-rule predictive", False), ("--ea-learn-mix", False)])
+def test_an_alpha_that_stops_gradients_is_noted(flags, noted, caplog):
+    build(BASE, "--ea-alpha", 1, *flags.split())
+    assert ("--ea-alpha 1.0: layers from the second on use the previous map alone" in caplog.text) == noted
 
 
 @pytest.mark.parametrize("arch", [BASE, "ea_roberta", "ea_bart_base"])
@@ -229,6 +246,8 @@ def test_bad_values_are_refused_by_flag_and_value(flag, value, capsys):
     [
         ({"ea_beta": float("nan")}, "--ea-beta nan"),
         ({"ea_conv_layers": 2.5}, "--ea-conv-layers 2.5"),
+        ({"ea_conv_branch": "no"}, "--ea-conv-branch no: must be true or false"),
+        ({"ea_learn_mix": "off"}, "--ea-learn-mix off: must be true or false"),
         ({"ea_alfa": 0.9}, r"ea_alfa 0\.9: .* ea_alpha"),
         ({"ea_conv_layers": 2}, "--ea-conv-layers 2: --ea-rule evolving .* predictive"),
         ({"ea_rule": "realformer", "ea_learn_mix": True}, "--ea-learn-mix: --ea-rule realformer"),

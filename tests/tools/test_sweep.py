@@ -114,6 +114,8 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
         ([*GRID, "--grid", "ea-alpha", "0.3"], "--grid ea-alpha: expected all the flag's values after it"),
         (["--grid", "ea-alpha", "0.1", "0.10"], "--grid: the rows .* would share one run"),
         (["--grid", "seed", "1", "2"], "--grid seed: use --seeds"),
+        (["--grid", "ea-beta", "0", "0.1", "--grid", "ea-kernel-size", "3"], "--ea-kernel-size 3: changes nothing"),
+        ([*GRID, "--ea-rule", "realformer"], "--ea-alpha 0.0: changes nothing"),
         ([], "the following arguments are required: --grid"),
     ],
 )

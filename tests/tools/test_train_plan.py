@@ -7,10 +7,11 @@ import subprocess
 
 import pytest
 from fairseq import options
-from helpers.toy import script
+from helpers.toy import TINY, script
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_tools.common import REPO, UserError
+from ea_tools.tables import table
 from ea_tools.training import flag_faults, launch, products, recipes, run_folder, train
 from ea_tools.training.recipes import parse_flags
 
@@ -334,6 +335,10 @@ MISTAKES = {
     ),
     "metric": (["sample", "transformer", "--best-checkpoint-metric", "blue"], "blue: available: loss, .*bleu"),
     "part of a flag": (["sample", "transformer", "--target-l", "fr"], "--target-l: there is no such flag"),
+    "no effect": (
+        ["sample", "ea_transformer_lite", "--ea-rule", "predictive", "--ea-beta", "0.3"],
+        "--ea-beta 0.3: changes nothing",
+    ),
     "no value": (
         ["sample", "transformer", "--lr-scheduler", "polynomial_decay"],
         "--total-num-update: must be given",
@@ -388,6 +393,18 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         launch.Launch.of(args)
     args, _ = train.parse(["sample", "transformer"])
     assert launch.Launch.of(args) == launch.Launch(1, (9, 0))
+
+
+def test_a_first_model_of_another_function_is_refused_before_anything_is_made(tmp_path, data, checkpoints):
+    words = ["sample", "transformer", "--data", str(data), "--gpus", "0", "--run", str(tmp_path / "run")]
+    post_norm = ["--without", "encoder-normalize-before", "--without", "decoder-normalize-before"]
+    for arch, evolving in (("ea_transformer_base", ["--ea-alpha", "0.9"]), ("transformer", [])):
+        start = ["--finetune-from-model", str(checkpoints.evolving), *TINY, *evolving, *post_norm]
+        with pytest.raises(
+            SystemExit, match=r"--finetune-from-model \S+evolving\.pt: --ea-alpha is 0\.\d here, and 0.5"
+        ):
+            train.main([*words[:1], arch, *words[2:], *start])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_first_model_that_is_not_there_is_refused(tmp_path, data):
@@ -448,6 +465,19 @@ def test_what_a_chosen_part_does_not_take_is_left_out_of_the_recipe(capsys, data
     assert left_out <= before.keys() - flags(command).keys()
     options.parse_args_and_arch(options.get_training_parser(), command[command.index("--user-dir") - 1 :])
     assert all(f"--{name}" in said.partition("note: left out of the recipe")[2] for name in left_out)
+
+
+def test_what_a_chosen_rule_does_not_use_is_left_out_of_the_recipe(capsys):
+    planned = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", "--ea-rule", "predictive")[0])
+    assert (planned["ea-rule"], planned["ea-alpha"]) == ("predictive", "0.1")
+    assert "ea-beta" not in planned
+
+
+def test_no_row_of_our_tables_has_a_flag_without_effect(capsys):
+    for name in table.names():
+        for row in table.read(name).rows:
+            if any(word.startswith("--ea-") for word in row.flags):
+                dry_run(capsys, table.read(name).recipes[0], row.arch, *row.flags)
 
 
 @pytest.mark.parametrize("recipe", ["multi30k-de-en", "iwslt14-de-en"])

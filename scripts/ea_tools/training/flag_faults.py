@@ -66,6 +66,17 @@ def _check_values(args: argparse.Namespace) -> None:
         raise UserError(f"{message} ({USAGE})") from None
 
 
+def useless(parsed: argparse.Namespace) -> dict[str, str]:
+    """The flags of evolving attention that change nothing of the model -> a message that says so."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    from ea_fairseq.options import no_effect, without_effect
+
+    sides = getattr(ARCH_MODEL_REGISTRY[parsed.arch], "SIDES", None)
+    names = without_effect(parsed, sides) if sides else []
+    return {f"ea-{name.replace('_', '-')}": no_effect(name, parsed) for name in names}
+
+
 def check_architecture(arch: str, where: str) -> None:
     """Refuse an architecture that neither ea_fairseq nor fairseq has, or that does not translate.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ea_tools.checkpoints import has_model_recorded, load
+from ea_tools.checkpoints import has_model_recorded, load, settings
 from ea_tools.common import REPO, Parser, UserError, at_least, portable, positive, replacing, reporting, say
 from ea_tools.metrics import validation_flags
 from ea_tools.preparation import Preparation, fingerprint, require_same
@@ -94,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             where = f"PYTHONPATH={start.environment.get('PYTHONPATH', '')}"  # from scripts/lib.sh
             print(shlex.join(["env", where, *start.command]))
             return
-        check_data(start.data, start.recipe, start.flags)
-        check_first_model(flags, start.data)
+        check_data(start.data, start.recipe)
         if args.wandb and not find_spec("wandb"):
             raise UserError("--wandb: the package is not installed; .venv/bin/python -m pip install wandb")
         is_first = start.launch.rank == 0  # of several machines one writes
@@ -141,7 +140,12 @@ def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, 
         parsed, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
         check_direction(parsed, recipe)
         check_metric(parsed)
-        start = start.without(left_out)
+        useless = flag_faults.useless(parsed)
+        for name in filter(useless.get, flags):
+            raise UserError(useless[name])
+        start = start.without([*left_out, *(name for name in useless if name in start.flags)])
+        if not args.dry_run:
+            check_first_model(flags, start.data, parsed)
     return args, flags, start, toml
 
 
@@ -314,13 +318,15 @@ def check_metric(parsed: argparse.Namespace) -> None:
         raise UserError(f"--best-checkpoint-metric {metric}: {'add' if wanted else 'leave out'} {flag}")
 
 
-def check_first_model(flags: Flags, data: Path) -> None:
-    """The model that a training starts from must have these subwords: its vectors are numbered like them."""
+def check_first_model(flags: Flags, data: Path, parsed: argparse.Namespace) -> None:
+    """The model that a training starts from must compute the same function, and have the same subwords."""
     for name in flags.get("finetune-from-model", []):
+        from ea_fairseq.from_plain import check_same_function
+
         try:
-            load(name)
-        except UserError as error:
-            raise UserError(f"--finetune-from-model {error}") from None
+            check_same_function(name, settings(load(name)), parsed, ("encoder", "decoder"))
+        except (UserError, ValueError) as error:
+            raise UserError(f"--finetune-from-model {name}: {error}".replace(f"{name}: {name}:", f"{name}:")) from None
         run = Path(name).parent
         if (kept := Preparation.kept_by(run)) is None:
             continue
