@@ -100,9 +100,10 @@ def _refuse_undecodable(batch: list[bytes], name: str, number: int) -> None:
             line.decode()
         except UnicodeDecodeError as error:
             wrong = line[error.start : error.end].hex(" ")
+            encoding = "UTF-16LE" if b"\0" in line else "ISO-8859-1"
             raise UserError(
                 f"{name}, line {at}: byte {error.start + 1} (hex {wrong}) is not UTF-8; "
-                f"convert it first, for example: iconv -f ISO-8859-1 -t UTF-8"
+                f"convert it first, for example: iconv -f {encoding} -t UTF-8"
             ) from error
 
 

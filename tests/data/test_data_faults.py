@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import json
 import os
 import signal
 
@@ -120,6 +121,15 @@ def test_a_line_of_100_000_tokens_is_dropped_in_training_and_kept_in_a_test(tmp_
     assert "60 pairs in, 59 out; 1 too long" in done.stderr
     assert "warning: test: its longest de sentence has 100,000 subwords" in done.stderr
     assert len(read(tmp_path / "out/raw/test.de")) == 10
+
+
+def test_names_of_files_need_not_be_utf8(tmp_path):
+    raw = corpus(tmp_path / os.fsdecode(b"caf\xe9"))
+    script(
+        "custom", "--source-lang", "de", "--target-lang", "en", "--train", raw / "train", "--valid", raw / "valid",
+        "--merges", "60", "--workers", "1", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert "caf" in json.loads((tmp_path / "out" / "PREP.json").read_text(encoding="utf-8"))["command"]
 
 
 CUSTOM = ["custom", "--source-lang", "de", "--target-lang", "en", "--train", "x", "--valid", "y"]

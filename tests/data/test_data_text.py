@@ -26,6 +26,11 @@ def test_not_utf8_names_file_line_and_byte(number):
         checked(lines)
 
 
+def test_utf16_without_a_mark_is_guessed():
+    with pytest.raises(UserError, match=r"line 1: byte 1 \(hex e4\) .*iconv -f UTF-16LE -t UTF-8$"):
+        checked([line + b"\n" for line in "ä b\n".encode("UTF-16LE").split(b"\n")])
+
+
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
 def test_utf16_and_utf32_are_named(encoding):
     lines = [line + b"\n" for line in "Hallo\nWelt\n".encode(encoding).split(b"\n")]

@@ -12,7 +12,7 @@ from ea_tools.common import UserError
 from ea_tools.training import average as average_checkpoints
 
 
-def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
+def checkpoint(path, value, *, dtype=torch.float32, tensors=None, seed=1, task=None, updates=None, **settings):
     """Write a small checkpoint of the layout that fairseq writes, with tied embeddings and a counter."""
     embedding = torch.full((3, 2), value, dtype=dtype)
     model = {
@@ -22,8 +22,10 @@ def checkpoint(path, value, *, dtype=torch.float32, tensors=None, **settings):
         **(tensors or {}),
     }
     defaults = {"arch": "ea_transformer_lite", "ea_alpha": 0.1, "ea_beta": 0.1, "encoder_attention_heads": 4, "lr": [1]}
-    cfg = {"model": argparse.Namespace(**{**defaults, **settings})}
+    cfg = {"model": argparse.Namespace(**{**defaults, **settings}), "common": {"seed": seed}, "task": task or {}}
     state = {"args": None, "cfg": cfg, "model": model, "extra_state": {}, "last_optimizer_state": {"big": embedding}}
+    if updates is not None:
+        state["optimizer_history"] = [{"num_updates": 1}, {"num_updates": updates}]
     torch.save(state, path)
     return path
 
@@ -79,14 +81,28 @@ def test_half_precision_neither_overflows_nor_rounds(tmp_path):
         ({"tensors": {"surplus": torch.ones(1)}}, "surplus is absent"),
         ({"tensors": {"encoder.embed_tokens.weight": torch.ones(3, 5)}}, r"encoder.embed_tokens.weight is \(3, 2\)"),
         ({"dtype": torch.float16}, "float32"),
+        ({"seed": 2}, "seed is 1 in"),
+        ({"task": {"left_pad_source": True}}, "left_pad_source is absent"),
     ],
-    ids=["setting", "key", "shape", "type"],
+    ids=["setting", "key", "shape", "type", "seed", "side of padding"],
 )
 def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     paths = [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
     with pytest.raises(UserError, match=difference) as refusal:
         average_checkpoints.average(paths)
     assert all(path.name in str(refusal.value) for path in paths)
+
+
+def test_a_checkpoint_counts_once(tmp_path):
+    one = checkpoint(tmp_path / "checkpoint1.pt", 1.0, updates=100)
+    (tmp_path / "link.pt").symlink_to(one)
+    with pytest.raises(UserError, match=r"--inputs \S+link\.pt: is given twice"):
+        average_checkpoints.select([one, tmp_path / "link.pt"])
+    last = checkpoint(tmp_path / "checkpoint_last.pt", 1.0, updates=100)
+    with pytest.raises(UserError, match=r"checkpoint1\.pt and \S+checkpoint_last\.pt were both made after 100 updates"):
+        average_checkpoints.average([one, last])
+    may_differ = {"data": "elsewhere", "eval_bleu": True}
+    average_checkpoints.average([one, checkpoint(tmp_path / "checkpoint2.pt", 1.0, updates=200, task=may_differ)])
 
 
 def test_refuses_fewer_than_n(tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from ea_tools import checkpoints
 from ea_tools.common import UserError, read_json, replacing, reporting, write_json
+from ea_tools.text import read_lines
 
 
 def write(path, text):
@@ -97,6 +98,14 @@ def test_a_measurement_is_one_line_of_json(tmp_path):
         write_json(tmp_path / "a.json", whole)
         assert read_json(tmp_path / "a.json") == whole
         assert len((tmp_path / "a.json").read_text().splitlines()) == lines
+
+
+def test_a_nul_byte_is_refused_by_file_and_line(tmp_path):
+    """UTF-16 without a mark is full of them, and each of its lines would count as two."""
+    path = tmp_path / "input.de"
+    path.write_bytes("Hund\nKatze\n".encode("UTF-16LE"))
+    with pytest.raises(UserError, match=r"input\.de:1: a NUL byte"):
+        read_lines(path)
 
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing():

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model, structure
+from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered, record_model, section, settings, structure
 from ea_tools.common import Parser, UserError, listed, positive, replacing, reporting, say
 
 #: Names that fairseq gives to checkpoints while it trains.
@@ -77,6 +77,8 @@ def select(
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
+    if twice := next((path for at, path in enumerate(paths) if path.resolve() in map(Path.resolve, paths[:at])), None):
+        raise UserError(f"--inputs {twice}: is given twice, which would count it twice")
     folders = [path for path in paths if path.is_dir()]
     if num_epochs is None and num_updates is None:
         if folders:
@@ -115,13 +117,14 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """
     import torch
 
-    sums, reference = {}, None
+    sums, updates, reference = {}, {}, None
     say(f"averaging {listed(path.name for path in paths)}")
     for path in paths:
         state = load(path)
         if reference is None:
             reference, reference_path = _skeleton(state), path
         _require_same(reference, reference_path, _skeleton(state), path)
+        _refuse_twice(updates, state, path)
         for key, value in state["model"].items():
             if value.is_floating_point():
                 value = value.to(torch.float64)
@@ -166,10 +169,24 @@ def holds(path: Path, state: dict[str, Any]) -> bool:
     return kept.keys() == weights.keys() and all(kept[key].equal(value) for key, value in weights.items())
 
 
+#: Options of a task that may change while a training goes on: they neither change what a model reads nor how.
+_MAY_CHANGE = {"data", "dataset_impl", "num_batch_buckets", "train_subset", "upsample_primary", "truncate_source"}
+
+
 def _skeleton(state: dict) -> dict[str, dict]:
-    """Averaged checkpoints must share these: settings, and each key's shape and type."""
+    """Averaged checkpoints must share these: settings, seed, the task's options, and each key's shape and type."""
     tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
-    return {"settings": structure(state), "tensors": tensors}
+    task = section(state, "task").items()
+    of_task = {name: value for name, value in task if name not in _MAY_CHANGE and not name.startswith("eval_")}
+    seed = section(state, "common").get("seed", settings(state).get("seed"))
+    return {"settings": {**of_task, **structure(state), "seed": seed}, "tensors": tensors}
+
+
+def _refuse_twice(updates: dict[int, Path], state: dict, path: Path) -> None:
+    """Refuse a second checkpoint of the same number of updates: the same one, or another training's."""
+    done = (state.get("optimizer_history") or [{}])[-1].get("num_updates")
+    if done is not None and (other := updates.setdefault(done, path)) is not path:
+        raise UserError(f"{other} and {path} were both made after {done:,} updates; give one of them")
 
 
 def _require_same(one: dict, one_path: Path, other: dict, other_path: Path) -> None:
@@ -179,7 +196,7 @@ def _require_same(one: dict, one_path: Path, other: dict, other_path: Path) -> N
             left, right = (side[kind].get(name, "absent") for side in (one, other))
             if left != right:
                 raise UserError(
-                    f"not checkpoints of one model: {name} is {left} in {one_path} but {right} in {other_path}"
+                    f"not checkpoints of one training: {name} is {left} in {one_path} but {right} in {other_path}"
                 )
 
 
