@@ -19,29 +19,106 @@ from ea_tools.common import REPO
 from ea_tools.training import fairseq_train, products, run_folder
 
 
-def test_a_line_comes_by_time_at_first_often_then_rarely(monkeypatch, caplog):
+@pytest.fixture
+def watched(monkeypatch, caplog):
+    """A training of at most 3 epochs of 100 updates, or 201 updates: its clock, and what is shown of it."""
     clock, trainer = SimpleNamespace(now=100.0), SimpleNamespace(updates=0)
     clock.monotonic, trainer.get_num_updates = lambda: clock.now, lambda: trainer.updates
+    trainer.cfg = SimpleNamespace(optimization=SimpleNamespace(max_update=201, max_epoch=3))
     monkeypatch.setattr(fairseq_train, "time", clock)
     values = {"loss": torch.tensor(5.25), "wps": 1234.5}
     monkeypatch.setattr(fairseq_train.metrics, "get_smoothed_values", lambda name: values)
     caplog.set_level(logging.INFO, "train")
-    shown = fairseq_train.Progress(trainer, max_update=201)
+    shown = fairseq_train.Progress(trainer, has_bar=True)
 
-    def steps(seconds):
-        for _ in range(60):
+    def steps(number, seconds):
+        for _ in range(number):
+            epoch, batch = trainer.updates // 100 + 1, trainer.updates % 100 + 1
+            shown.before_a_step(epoch, batch, 100)
             clock.now += seconds
             trainer.updates += 1
-            shown.after_a_step(1, trainer.updates, 1000)
+            shown.after_a_step(epoch, batch, 100)
 
-    steps(1)
+    yield SimpleNamespace(clock=clock, trainer=trainer, shown=shown, steps=steps)
+    shown.close()
+
+
+def test_a_line_comes_by_time_at_first_often_then_rarely(watched, caplog):
+    watched.steps(60, 1)
     assert len(caplog.records) == 6, "one in ten seconds, however short or long the steps are"
     first = caplog.records[0].getMessage()
-    assert first == "epoch 1, batch 10 of 1,000, update 10 of 201: loss 5.250, 1,234 tokens a second"
+    assert first == "epoch 1, batch 10 of 100, update 10 of 201: loss 5.250, 1,234 tokens a second"
     caplog.clear()
-    clock.now += 3600
-    steps(10)
+    watched.clock.now += 3600
+    watched.steps(60, 10)
     assert 1 <= len(caplog.records) <= 4, "after an hour one in five minutes"
+    assert not any(map(fairseq_train.Terminal().filter, caplog.records)), "a terminal has the bar"
+
+
+def test_a_validation_is_one_line_with_the_time_left(watched, caplog):
+    def line(subset="valid", **stats):
+        caplog.clear()
+        watched.shown.after_a_validation(subset, {"loss": torch.tensor(4.0), **stats})
+        (record,) = caplog.records
+        assert fairseq_train.Terminal().filter(record)
+        return record.getMessage()
+
+    watched.steps(120, 2)
+    speed = "training loss 5.250, 1,234 tokens a second"
+    assert line() == f"epoch 2 of at most 3, 120 updates: valid loss 4.000, {speed}, at most 02:42 left"
+    assert line("law", bleu=23.456).startswith("epoch 2 of at most 3, 120 updates: law loss 4.000, BLEU 23.46, ")
+    limits = watched.trainer.cfg.optimization
+    limits.max_update = 0
+    watched.steps(1, 2)
+    assert line().endswith("at most 05:58 left"), "by epochs"
+    limits.max_epoch, limits.max_update = 0, 201
+    watched.steps(1, 2)
+    assert line() == f"epoch 2, 122 updates: valid loss 4.000, {speed}, 02:38 left"
+    limits.max_update = 0
+    watched.steps(1, 2)
+    assert line() == f"epoch 2, 123 updates: valid loss 4.000, {speed}", (
+        "--patience ends it at a time that is not known"
+    )
+
+
+def test_the_bar_is_that_of_the_whole_training(watched, capsys):
+    watched.trainer.updates = 50  # of a run that goes on
+    watched.steps(10, 1)
+    bar = watched.shown._bar
+    assert (bar.initial, bar.n, bar.total) == (50, 60, 201)
+    assert "epoch 1 of at most 3:  30%|" in str(bar) and "| 60 of 201 updates [" in str(bar)
+    watched.shown.validating(2, 7)
+    assert "validation 2 of 7" in str(bar)
+
+
+@pytest.mark.parametrize(
+    ("logger", "level", "message", "extra", "shown"),
+    [
+        ("fairseq.trainer", "INFO", "begin training epoch 1", {}, False),
+        ("fairseq_cli.train", "INFO", "early stop since valid performance ...", {}, True),
+        ("fairseq.trainer", "WARNING", "overflow", {}, True),
+        ("ea_fairseq.from_plain", "INFO", "These parameters start fresh", {}, True),
+        ("train", "INFO", "next: scripts/evaluate.sh", fairseq_train.TERMINAL, True),
+        ("train", "INFO", "the command", fairseq_train.LOG_ALONE, False),
+    ],
+)
+def test_a_terminal_shows_warnings_and_what_is_meant_for_it(logger, level, message, extra, shown, capsys):
+    screen = fairseq_train.Terminal(sys.stdout)
+    record = logging.getLogger(logger).makeRecord(
+        logger, getattr(logging, level), "", 0, message, (), None, extra=extra
+    )
+    screen.handle(record)
+    assert capsys.readouterr().out == f"{message}\n" * shown
+
+
+def test_people_watch_a_terminal_and_may_ask_for_another_log(monkeypatch):
+    has_terminal, words = fairseq_train._has_terminal, ["x.py", "--log-format", "simple"]
+    assert not has_terminal(words)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert has_terminal(words)
+    assert not has_terminal([*words[:2], "json"])
+    assert not has_terminal(words[:1])
 
 
 def test_another_error_in_a_step_is_no_divergence(tmp_path, caplog):

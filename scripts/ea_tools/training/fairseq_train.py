@@ -8,7 +8,8 @@
 - on a CPU, memory that a step frees is kept for the next one
 - --bf16-products, before the data: the CPU's units for bfloat16 make float32 products
 - one optimizer call for all parameters (ea_fairseq/optim.py), unless --use-old-adam asks for fairseq's own
-- progress lines come by the clock; divergence, Ctrl-C and errors end in one sentence, success in a command
+- a line for each validation; on a terminal a bar besides, and nothing else; elsewhere progress lines come by the clock
+- divergence, Ctrl-C and errors end in one sentence, success in a command
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -46,6 +48,7 @@ from fairseq.file_io import PathManager  # noqa: E402
 from fairseq.logging import metrics, progress_bar  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 utils.import_user_module(Namespace(user_dir=str(REPO / "ea_fairseq")))  # here for the trainer; later calls do nothing
 from ea_fairseq import optim  # noqa: E402
@@ -57,6 +60,7 @@ from ea_tools.training.run_folder import next_command, settle_model, started  # 
 signal.signal(signal.SIGINT, ON_CTRL_C)
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # for train.log, and not for the screen
+TERMINAL = {"terminal": True}  # for a terminal, too, which shows warnings and these alone
 
 
 class LongRunTrainer(FlatTrainer):
@@ -73,7 +77,10 @@ class LongRunTrainer(FlatTrainer):
             _log_to(Path(cfg.checkpoint.save_dir))
             Journal.progress = None
             if cfg.common.log_format == "simple":
-                Journal.progress = Progress(self, cfg.optimization.max_update)
+                Journal.progress = Progress(self, _has_terminal(sys.argv))
+                parameters = sum(parameter.numel() for parameter in self._model.parameters())
+                what = f"{cfg.model._name}, {parameters:,} parameters"
+                logger.info(f"training {what}; {cfg.checkpoint.save_dir}/train.log has the details", extra=TERMINAL)
 
     def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> EpochBatchIterating:
         """An epoch's batches, the same ones whichever process makes them."""
@@ -195,25 +202,80 @@ def _end_diverged(trainer: Trainer, error: FloatingPointError) -> None:
 
 
 class Progress:
-    """Logs a line about the training every ten seconds in the first two minutes, then ever more rarely."""
+    """Reports on a training: a line for each validation, and between them a bar or, by the clock, lines.
 
-    def __init__(self, trainer: Trainer, max_update: int) -> None:
-        self._trainer, self._max_update = trainer, max_update
+    Lines come every ten seconds in the first two minutes, then ever more rarely.
+    """
+
+    def __init__(self, trainer: Trainer, has_bar: bool) -> None:
+        self._trainer, self._limits = trainer, trainer.cfg.optimization
         self._began = self._logged = time.monotonic()
+        self._at_start: int | None = None  # updates
+        self._left: float = math.inf  # updates
+        self._epoch, self._batches = "", 0
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n:,} of {total:,} updates [{elapsed}<{remaining}{postfix}]"
+        self._bar = tqdm(bar_format=form, leave=False, dynamic_ncols=True, disable=not has_bar, delay=1e-9)
+
+    def before_a_step(self, epoch: int, batch: int, batches: int) -> None:
+        """`batch` of `batches` in this epoch comes next."""
+        now, most = self._trainer.get_num_updates(), self._limits.max_epoch
+        if self._at_start is None:
+            self._at_start = self._bar.initial = self._bar.n = now
+            self._began = time.monotonic()
+        self._epoch = f"epoch {epoch}" + (f" of at most {most}" if most else "")
+        self._count_left(epoch, batch - 1, batches)
+
+    def _count_left(self, epoch: int, batch: int, batches: int) -> None:
+        now, most = self._trainer.get_num_updates(), self._limits.max_epoch
+        of_epochs = batches - batch + (most - epoch) * batches if most else math.inf
+        of_updates = self._limits.max_update - now if self._limits.max_update else math.inf
+        self._left = min(of_epochs, of_updates)
+        # Where nothing but --patience ends the training, the bar is the epoch's.
+        self._bar.total = now + int(self._left if self._left < math.inf else batches - batch)
+        self._bar.set_description_str(self._epoch, refresh=False)
+        self._bar.update(now - self._bar.n)
 
     def after_a_step(self, epoch: int, batch: int, batches: int) -> None:
-        """Log a line where it is time for one. `batch` of `batches` in this epoch have been trained on."""
+        """`batch` of `batches` in this epoch are done: move the bar; log a line where it is time for one."""
+        self._count_left(epoch, batch, batches)
         now = time.monotonic()
         if now - self._logged < min(600, max(10, (now - self._began) / 12)):
             return
         self._logged = now
-        values = metrics.get_smoothed_values("train")
         line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {self._trainer.get_num_updates():,}"
-        if self._max_update:
-            line += f" of {self._max_update:,}"
-        if "loss" in values and "wps" in values:
-            line += f": loss {float(values['loss']):.3f}, {float(values['wps']):,.0f} tokens a second"
+        if self._limits.max_update:
+            line += f" of {self._limits.max_update:,}"
+        if measured := self._measured("loss"):
+            line += f": {measured}"
+            self._bar.set_postfix_str(measured, refresh=False)
         logger.info(line)
+
+    def _measured(self, loss: str) -> str:
+        values = metrics.get_smoothed_values("train")
+        if not {"loss", "wps"} <= values.keys():
+            return ""
+        return f"{loss} {float(values['loss']):.3f}, {float(values['wps']):,.0f} tokens a second"
+
+    def validating(self, batch: int, batches: int) -> None:
+        """Show on the bar which batch is validated."""
+        self._bar.set_postfix_str(f"validation {batch:,} of {batches:,}")
+
+    def after_a_validation(self, subset: str, stats: Mapping[str, Any]) -> None:
+        """Log the line of a validation."""
+        values = {name: _number(progress_bar.format_stat(value)) for name, value in stats.items()}
+        now = self._trainer.get_num_updates()
+        said = [f"{self._epoch}, {now:,} updates: {subset} loss {values['loss']:.3f}"]
+        said += [f"BLEU {values['bleu']:.2f}"] if "bleu" in values else []
+        said += [self._measured("training loss")]
+        if 0 < self._left < math.inf and now > self._at_start:
+            pace = (time.monotonic() - self._began) / (now - self._at_start)
+            said.append(f"{'at most ' * bool(self._limits.max_epoch)}{tqdm.format_interval(pace * self._left)} left")
+        self._bar.set_postfix_str("", refresh=False)
+        logger.info(", ".join(filter(None, said)), extra=TERMINAL)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
 
 
 def copy_in_one_step(source: str, target: str, overwrite: bool = False) -> bool:
@@ -251,9 +313,14 @@ class Journal(progress_bar.BaseProgressBar):
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.bar, getattr(self.batches, "n", 0) + 1):
+            place = (number, len(self.batches))
+            if self.progress and self.training:
+                self.progress.before_a_step(self.epoch, *place)
+            elif self.progress:
+                self.progress.validating(*place)
             yield batch
             if self.progress and self.training:
-                self.progress.after_a_step(self.epoch, number, len(self.batches))
+                self.progress.after_a_step(self.epoch, *place)
 
     def log(self, stats: Mapping[str, Any], tag: str | None = None, step: int | None = None) -> None:
         """Log in the middle of an epoch."""
@@ -264,6 +331,8 @@ class Journal(progress_bar.BaseProgressBar):
         """Print at the end of an epoch, and of a validation."""
         self._write(stats, tag, step)
         self.bar.print(stats, tag=tag, step=step)
+        if self.progress and not self.training:
+            self.progress.after_a_validation(tag, stats)
 
     def update_config(self, config: Mapping[str, Any]) -> None:
         """For loggers that show the configuration."""
@@ -317,6 +386,27 @@ def _for_the_screen(record: logging.LogRecord) -> bool:
     return isinstance(record.msg, str) and not hasattr(record, "log_alone")
 
 
+def _has_terminal(words: list[str]) -> bool:
+    """Whether people watch, who have not asked for another form of the log."""
+    return sys.stdout.isatty() and sys.stderr.isatty() and _value(words, "--log-format", "") == "simple"
+
+
+class Terminal(logging.StreamHandler):
+    """The screen where people watch: messages stand above the bar. train.log has all of them."""
+
+    #: beginnings of fairseq's messages about the end of a training
+    ENDS = ("early stop", "stopping training", "Stopping training")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a message is a warning, of ours, about evolving attention or about the training's end."""
+        ours = hasattr(record, "terminal") or record.name.startswith("ea_fairseq")
+        return record.levelno >= logging.WARNING or ours or str(record.msg).startswith(self.ENDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message alone."""
+        tqdm.write(record.getMessage(), file=self.stream)
+
+
 def _change_fairseq() -> None:
     """Put this file's parts in the place of fairseq's, in this process."""
     fairseq_train.Trainer = LongRunTrainer
@@ -325,6 +415,8 @@ def _change_fairseq() -> None:
     checkpoint_utils._torch_persistent_save = torch.save
     fairseq_train.convert_namespace_to_omegaconf = _configuration_without_tpu
     progress_bar.progress_bar = _journal
+    if _has_terminal(sys.argv):
+        logging.getLogger().handlers[:] = [Terminal(sys.stdout)]
     for screen in logging.getLogger().handlers:
         screen.addFilter(_for_the_screen)
 
@@ -347,7 +439,11 @@ def main(words: list[str]) -> None:
     journal = folder / "log.jsonl"
     written = journal.stat().st_size if Journal.file else 0
     try:
-        fairseq_train.cli_main()
+        try:
+            fairseq_train.cli_main()
+        finally:
+            if Journal.progress:
+                Journal.progress.close()
     except KeyboardInterrupt:
         print("\ntrain: interrupted; run the same command again, it goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
@@ -364,10 +460,10 @@ def main(words: list[str]) -> None:
         sys.exit(1)
     if Journal.file and (folder / "run.json").exists() and started(folder):  # scripts/train.sh's, without --no-save
         try:
-            logger.info(f"the model of {folder} is {settle_model(folder).name}")
+            logger.info(f"the model of {folder} is {settle_model(folder).name}", extra=TERMINAL)
         except (UserError, OSError) as error:
             logger.warning(f"{folder} has no average of its last checkpoints: {error}")
-        logger.info(f"next: {next_command(Path(words[0]), folder)}")
+        logger.info(f"next: {next_command(Path(words[0]), folder)}", extra=TERMINAL)
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter in the processes that fairseq starts for several GPUs

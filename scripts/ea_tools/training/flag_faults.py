@@ -12,6 +12,7 @@ import difflib
 import io
 import logging
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def _check_values(args: argparse.Namespace) -> None:
     from hydra.errors import ConfigCompositionException
 
     try:
-        convert_namespace_to_omegaconf(args)
+        with _silence(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Hydra, about fairseq
+            convert_namespace_to_omegaconf(args)
     except ConfigCompositionException as error:
         if not (found := re.match(r"Error merging override (?:\w+\.)*(\w+)=(.*)", str(error))):
             raise
