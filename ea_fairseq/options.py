@@ -228,6 +228,9 @@ def _read(args: Any) -> Settings:
             near = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"
             raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
+    for side in ("encoder", "decoder"):
+        for name in dict(getattr(args, side, {})):  # as Hydra has +model.encoder.layers=2, which nothing reads
+            raise ValueError(f"model.{side}.{name}: expected model.{side}_{name}")
     for field in dataclasses.fields(Settings):
         value, parse = getattr(args, f"ea_{field.name}", None), field.metadata["parse"]
         if value is None:

@@ -19,6 +19,7 @@ ADVICE = {
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file stands in the place of a folder; choose another path"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
     errno.EROFS: "choose another path",
+    errno.EMFILE: "let the shell open more: ulimit -n 4096",
     errno.ENAMETOOLONG: "choose a shorter name",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room and run it again"),
 }

@@ -51,7 +51,8 @@ def load(path: Path | str) -> dict[str, Any]:
 
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint file; give one, such as RUN/checkpoint_best.pt")
+        fault = "is a folder" if path.is_dir() else "no such file"
+        raise UserError(f"{path}: {fault}; expected a checkpoint, such as RUN/checkpoint_best.pt")
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
     try:

@@ -246,6 +246,7 @@ def test_bad_values_are_refused_by_flag_and_value(flag, value, capsys):
     [
         ({"ea_beta": float("nan")}, "--ea-beta nan"),
         ({"ea_conv_layers": 2.5}, "--ea-conv-layers 2.5"),
+        ({"encoder": {"layers": 1}}, "model.encoder.layers: expected model.encoder_layers"),
         ({"ea_conv_branch": "no"}, "--ea-conv-branch no: must be true or false"),
         ({"ea_learn_mix": "off"}, "--ea-learn-mix off: must be true or false"),
         ({"ea_alfa": 0.9}, r"ea_alfa 0\.9: .* ea_alpha"),
@@ -327,6 +328,17 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(flags, actual, caplog)
     with pytest.raises(RuntimeError, match=rf"{name}.*\n?.*\[4, 4, 3, 3\].*{actual}"):
         build(BASE, *flags).load_state_dict(state)
     assert name in caplog.text and "--ea-kernel-size" in caplog.text
+
+
+@pytest.mark.parametrize(("side", "kept"), [("encoder", "0,2"), ("encoder", "0"), ("decoder", "1")])
+def test_layers_of_one_side_may_be_left_out(side, kept):
+    """fairseq would leave out all layers of the other side."""
+    flag = (f"--{side}-layers-to-keep", kept)
+    whole, fewer = build(), build("ea_transformer_base", *flag)
+    fewer.load_state_dict(whole.state_dict(), model_cfg=model_args("ea_transformer_base", *flag))
+    layers = [fewer.get_submodule(side).layers, whole.get_submodule(side).layers]
+    for layer, number in zip(layers[0], kept.split(","), strict=True):
+        assert torch.equal(layer.fc1.weight, layers[1][int(number)].fc1.weight)
 
 
 def test_hydras_settings_reach_every_layer():

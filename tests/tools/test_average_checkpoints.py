@@ -192,9 +192,10 @@ def test_any_bytes_are_damaged_and_nothing_worse(tmp_path, content, reason):
 
 def test_other_files_are_refused(tmp_path):
     torch.save({"weights": torch.ones(1)}, tmp_path / "weights.pt")
-    for name in ("weights.pt", "absent.pt"):
+    (tmp_path / "folder.pt").mkdir()
+    for name in ("weights.pt: not a fairseq checkpoint", "absent.pt: no such file", "folder.pt: is a folder"):
         with pytest.raises(UserError, match=name):
-            load(tmp_path / name)
+            load(tmp_path / name.partition(":")[0])
 
 
 def run(*arguments):

@@ -162,6 +162,14 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(SystemExit, match=r"SLURM does not name its first machine .*; give --master HOST"):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
+    monkeypatch.delenv("SLURM_NODEID")  # outside of srun
+    with pytest.raises(SystemExit, match=r"2 machines need --node-rank .*; --nodes 1 trains on this one"):
+        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
+    dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, "--nodes", 1)
+    monkeypatch.setenv("SLURM_NNODES", "abc")
+    with pytest.raises(SystemExit, match="SLURM_NNODES=abc: expected a number of machines; give --nodes"):
+        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
+    monkeypatch.setenv("SLURM_NODEID", "1")
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["SLURM_NODEID"] == "1"
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
@@ -238,7 +246,8 @@ def test_bfloat16_on_a_cpu_is_that_of_products_alone(capsys, monkeypatch):
 
 
 def test_a_recipe_may_set_how_often_the_log_is_written(capsys, tmp_path):
-    (tmp_path / "mine.toml").write_text('inherit = "sample"\n[flags]\nlog-interval = 5')
+    mark = "\ufeff"  # as some editors write it
+    (tmp_path / "mine.toml").write_text(f'{mark}inherit = "sample"\n[flags]\nlog-interval = 5', encoding="utf-8")
     assert flags(dry_run(capsys, tmp_path / "mine.toml", "transformer")[0])["log-interval"] == "5"
 
 

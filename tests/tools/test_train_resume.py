@@ -343,6 +343,18 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     assert "dropout" not in printed
 
 
+def test_a_run_whose_starts_were_not_recorded_goes_on(tmp_path, data):
+    """Version 0.1.0 recorded none."""
+    checkpoint(tmp_path / "checkpoint_last.pt", 10)
+    (tmp_path / "run.json").write_text(json.dumps({"identity": {"arch": "a"}, "command": "c", "starts": []}))
+    run_folder.claim(tmp_path, {"arch": "a"}, "now", data)
+    run_folder.require_same_metric(tmp_path, {"best-checkpoint-metric": ["bleu"]})
+    run_folder.refuse_other_flags(tmp_path, {"lr": ["1"]}, {"lr": ["1"]})
+    run_folder.record_start(tmp_path, {"lr": ["1"]}, launch.Launch(gpus=0), 10, "now")
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert (start["updates"], start["flags"]) == (10, {"lr": "1"})
+
+
 def test_flags_of_the_model_are_part_of_a_runs_identity(data, tmp_path):
     words = ["sample", "ea_transformer_lite", "--data", data, "--run", tmp_path, "--gpus", 0]
     words += ["--ea-beta", 0.3, "--encoder-layers", 2, "--seed", 7, "--lr", 1, "--max-epoch", 9, "--no-scale-embedding"]

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def profile(arch: str, flags: Sequence[str] = (), src_len: int = 30, tgt_len: int = 30) -> dict[str, Any]:
     """{"parameters", "flops", "flops_by_part"} of an architecture with these model flags."""
-    flag_faults.check_architecture(arch, "--arch ")
+    flag_faults.check_architecture(arch, "--arch ", translates=False)
     try:
         model = build(arch, flags)
         flops = count_flops(model, src_len, tgt_len)

@@ -80,8 +80,8 @@ def useless(parsed: argparse.Namespace) -> dict[str, str]:
     return {f"ea-{name.replace('_', '-')}": no_effect(name, parsed) for name in names}
 
 
-def check_architecture(arch: str, where: str) -> None:
-    """Refuse an architecture that neither ea_fairseq nor fairseq has, or that does not translate.
+def check_architecture(arch: str, where: str, translates: bool = True) -> None:
+    """Refuse an architecture that neither ea_fairseq nor fairseq has, or that does not translate where it must.
 
     The message begins with `where`.
     """
@@ -96,7 +96,7 @@ def check_architecture(arch: str, where: str) -> None:
     if arch not in ARCH_MODEL_REGISTRY:
         near = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=3, cutoff=0.5) or sorted(ours())
         raise UserError(f"{where}{arch}: there is no such architecture; near it are: {', '.join(near)}")
-    if not issubclass(ARCH_MODEL_REGISTRY[arch], (FairseqEncoderDecoderModel, FairseqMultiModel)):
+    if translates and not issubclass(ARCH_MODEL_REGISTRY[arch], (FairseqEncoderDecoderModel, FairseqMultiModel)):
         raise UserError(
             f"{where}{arch}: does not translate, which needs an encoder and a decoder; docs/pretrained.md trains "
             "language models and RoBERTa by fairseq-train"

@@ -33,16 +33,22 @@ class Launch:
         if wanted > there and not args.dry_run:
             raise UserError(f"--gpus {wanted}: this machine has {there}; give at most {there}")
         slurm = os.environ
-        nodes = args.nodes or int(slurm.get("SLURM_NNODES", 1))
+        of_slurm = slurm.get("SLURM_NNODES", "1")
+        if not args.nodes and not (of_slurm.isdecimal() and int(of_slurm)):
+            raise UserError(f"SLURM_NNODES={of_slurm}: expected a number; give --nodes, 1 for this machine alone")
+        nodes = args.nodes or int(of_slurm)
         if nodes == 1:
             if not args.nodes and (args.node_rank is not None or args.master):
                 raise UserError("--node-rank and --master need --nodes, the number of machines")
             return cls(wanted, capability)
         rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
-        master = args.master or _slurm_master(slurm.get("SLURM_JOB_NODELIST"))
+        master = args.master or (None if rank is None else _slurm_master(slurm.get("SLURM_JOB_NODELIST")))
         if rank is None or master is None:
-            raise UserError(f"{nodes} machines need --node-rank and --master HOST[:PORT], outside SLURM")
-        if not 0 <= int(rank) < nodes:
+            raise UserError(
+                f"{nodes} machines need --node-rank and --master HOST[:PORT] outside of srun; --nodes 1 trains on "
+                "this one alone"
+            )
+        if not str(rank).lstrip("-").isdecimal() or not 0 <= int(rank) < nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
         host, _, port = master.partition(":")
         if port and not (port.isdecimal() and 0 < int(port) < 2**16):

@@ -167,7 +167,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: it is no TOML, or no UTF-8; the message names it.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 

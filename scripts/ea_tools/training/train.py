@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             where = f"PYTHONPATH={start.environment.get('PYTHONPATH', '')}"  # from scripts/lib.sh
             print(shlex.join(["env", where, *start.command]))
             return
-        check_data(start.data, start.recipe)
+        check_data(start.data, start.recipe, start.flags)
         if args.wandb and not find_spec("wandb"):
             raise UserError("--wandb: the package is not installed; .venv/bin/python -m pip install wandb")
         is_first = start.launch.rank == 0  # of several machines one writes
@@ -145,7 +145,7 @@ def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, 
             raise UserError(useless[name])
         start = start.without([*left_out, *(name for name in useless if name in start.flags)])
         if not args.dry_run:
-            check_first_model(flags, start.data, parsed)
+            check_first_model(start.flags, start.data, parsed)
     return args, flags, start, toml
 
 
@@ -325,8 +325,10 @@ def check_first_model(flags: Flags, data: Path, parsed: argparse.Namespace) -> N
 
         try:
             check_same_function(name, settings(load(name)), parsed, ("encoder", "decoder"))
-        except (UserError, ValueError) as error:
-            raise UserError(f"--finetune-from-model {name}: {error}".replace(f"{name}: {name}:", f"{name}:")) from None
+        except UserError as error:  # which begins with the name
+            raise UserError(f"--finetune-from-model {error}") from None
+        except ValueError as error:
+            raise UserError(f"--finetune-from-model {name}: {error}") from None
         run = Path(name).parent
         if (kept := Preparation.kept_by(run)) is None:
             continue
