@@ -167,7 +167,7 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, "--nodes", 1)
     monkeypatch.setenv("SLURM_NNODES", "abc")
-    with pytest.raises(SystemExit, match="SLURM_NNODES=abc: expected a number of machines; give --nodes"):
+    with pytest.raises(SystemExit, match="SLURM_NNODES=abc: expected a number; give --nodes"):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     monkeypatch.setenv("SLURM_NODEID", "1")
     *_, environment = launch.distribution(launch.Launch(gpus=0))
