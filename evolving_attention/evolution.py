@@ -18,7 +18,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,8 @@ class MapConvolution(nn.Conv2d):
 def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
     """A MapConvolution with this weight, K x K x k x k, and bias; other arguments as its forward's."""
     size = weight.size(-1)
+    if not torch.compiler.is_compiling() and 0 in maps.shape:
+        return maps  # conv2d refuses it
     if geometry == Geometry.ENCODER_SELF:
         return F.conv2d(maps, weight, bias, padding=size // 2)
 
@@ -266,7 +268,8 @@ class Evolution(nn.Module):
         rule: a name in ``RULES``.
         first: whether this is the first layer, to which no layer hands a map. A decoder's layers never get one.
         conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
-        learn_mix: whether alpha and beta are parameters, started at the values given, where the rule uses them.
+        learn_mix: whether alpha and beta are parameters of shape (1,), started at the values given, where the rule uses
+            them.
     """
 
     __prepare_scriptable__ = refuse_script
@@ -292,8 +295,9 @@ class Evolution(nn.Module):
         #: whether a layer before may hand it a map
         self.takes_map = takes_map = geometry == Geometry.ENCODER_SELF and not first
         learns_alpha, learns_beta = RULES[rule].depends_on(takes_map, geometry) if learn_mix else (False, False)
-        self.alpha = nn.Parameter(torch.tensor(float(alpha))) if learns_alpha else alpha
-        self.beta = nn.Parameter(torch.tensor(float(beta))) if learns_beta else beta
+        # With an axis, since FSDP shards no scalars.
+        self.alpha = nn.Parameter(torch.tensor([float(alpha)])) if learns_alpha else alpha
+        self.beta = nn.Parameter(torch.tensor([float(beta)])) if learns_beta else beta
         if learn_mix:
             alpha = beta = 1.0  # learnt shares may take any value
         #: whether a map of the layer before has any effect
@@ -312,7 +316,15 @@ class Evolution(nn.Module):
 
     def coefficients(self, has_previous: bool) -> Coefficients:
         """The five numbers for a call with or without a previous map."""
-        return RULES[self.rule].coefficients(self.alpha, self.beta, has_previous, self.geometry)
+        alpha, beta = (x.squeeze() if isinstance(x, Tensor) else x for x in (self.alpha, self.beta))
+        return RULES[self.rule].coefficients(alpha, beta, has_previous, self.geometry)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        """Shares of checkpoints until version 0.2 have no axis."""
+        for name in ("alpha", "beta"):
+            if isinstance(share := state_dict.get(prefix + name), Tensor) and share.dim() == 0:
+                state_dict[prefix + name] = share[None]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(
         self, logits: Tensor, hidden: Tensor | None = None, previous: Tensor | None = None, above: Tensor | None = None

@@ -124,6 +124,8 @@ class Operation:
         backward: the fields of :class:`Gradients` and :class:`Inputs` -> the gradients of the first inputs; empty ones
             are not needed.
         fakes: both, for tensors without numbers.
+        reads_context: whether the backward pass reads the context; else it gets ``stats`` in its place, and the context
+            may be changed in place.
     """
 
     def __init__(
@@ -132,14 +134,15 @@ class Operation:
         forward: Callable[..., tuple[Tensor, ...]],
         backward: Callable[..., list[Tensor]],
         fakes: tuple[Callable[..., Any], Callable[..., Any]],
+        reads_context: bool = True,
     ):
-        self.forward, self.backward = forward, backward
+        self.forward, self.backward, self._reads_context = forward, backward, reads_context
         outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
         there = _declared(name, lambda *x: self.forward(*x), (Inputs,), outputs)
         back = _declared(f"{name}_backward", lambda *x: self.backward(*x), (Gradients, Inputs), list[Tensor])
         for operation, fake in zip((there, back), fakes, strict=True):
             operation.register_fake(fake)
-        there.register_autograd(self._go_back, setup_context=_keep)
+        there.register_autograd(self._go_back, setup_context=self._keep)
         back.register_autograd(_refuse)
         register_flop_formula(getattr(torch.ops.evolving_attention, name))(_flops)
         register_flop_formula(getattr(torch.ops.evolving_attention, f"{name}_backward"))(_backward_flops)
@@ -163,8 +166,16 @@ class Operation:
 
     def _go(self, ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, ...]:
         output = self.forward(*inputs)
-        _keep(ctx, inputs, output)  # as a ``setup_context``, autograd would call it more slowly
+        self._keep(ctx, inputs, output)  # as a ``setup_context``, autograd would call it more slowly
         return output
+
+    def _keep(self, ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        x, found = Inputs(*inputs), Outputs(*output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.kept, found.stats)
+        context = found.context if self._reads_context else found.stats
+        ctx.save_for_backward(context, found.stats, found.weights if x.need_weights else None, *inputs[:TENSORS])
+        ctx.settings = inputs[TENSORS:]
 
     def _go_back(self, ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in a backward pass that is so with create_graph alone
@@ -185,7 +196,10 @@ class Operation:
 
 def new_vectors(like: Tensor, of: Tensor) -> Tensor:
     """New vectors, as wide as some and as many as others, in memory length x B x K x D, as projections take them."""
-    return like.new_empty(of.size(2), *of.shape[:2], like.size(3)).permute(1, 2, 0, 3)
+    batch, heads, length, _ = of.shape
+    size = like.size(3)
+    # No permuted view: autograd lets nobody change a view of an operation's result in place.
+    return like.new_empty_strided((batch, heads, length, size), (heads * size, size, batch * heads * size, 1))
 
 
 def _is_looked_at() -> bool:
@@ -200,14 +214,6 @@ def _declared(name: str, function: Any, inputs: tuple[type, ...], outputs: Any) 
     named = [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields]
     function.__signature__ = inspect.Signature(named, return_annotation=outputs)
     return torch.library.custom_op(f"evolving_attention::{name}", function, mutates_args=())
-
-
-def _keep(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, found = Inputs(*inputs), Outputs(*output)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(found.kept, found.stats)
-    ctx.save_for_backward(found.context, found.stats, found.weights if x.need_weights else None, *inputs[:TENSORS])
-    ctx.settings = inputs[TENSORS:]
 
 
 def _refuse(ctx: Any, *gradients: Any) -> None:

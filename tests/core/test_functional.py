@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from evolving_attention import Cache, EvolvingAttention, Geometry, evolving_attention
 from evolving_attention.attention import EvolvingHeads
 from evolving_attention.evolution import RULES, Evolution
+from evolving_attention.kernels import Result, cpu
 from evolving_attention.masks import combine
 
 
@@ -201,3 +202,88 @@ def test_weights_are_those_before_dropout(plain):
     attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, dropout=0.5, plain=plain)
     weights = attention(torch.randn(2, 6, 8), need_weights=True).weights
     assert_close(weights.sum(-1), torch.ones(2, 2, 6))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+def test_shares_learnt_from_zero_have_gradients(plain):
+    """A parameter of value 0 is not the constant 0: else learning would never start."""
+    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0, beta=0, learn_mix=True, plain=plain)
+    output = attention(torch.randn(2, 5, 8), previous=torch.randn(2, 2, 5, 5)).output
+    output.square().sum().backward()
+    assert attention.evolution.alpha.grad != 0 and attention.evolution.beta.grad != 0
+
+
+def test_learnt_shares_have_an_axis_and_older_checkpoints_load():
+    """FSDP shards no scalars."""
+    evolution = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, learn_mix=True).evolution
+    assert evolution.alpha.shape == evolution.beta.shape == (1,)
+    older = {**evolution.state_dict(), "alpha": torch.tensor(0.25), "beta": torch.tensor(0.75)}
+    evolution.load_state_dict(older)
+    assert (evolution.alpha.item(), evolution.beta.item()) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+def test_a_result_may_be_changed_in_place_in_training(plain):
+    gradients = []
+    for change in (lambda x: x * 2, lambda x: x.mul_(2)):
+        torch.manual_seed(1)
+        q, weight = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(2, 2, 3, 3)
+        output, _ = evolving_attention(q, q, q, None, weight, torch.zeros(2), plain=plain)
+        change(output).square().sum().backward()
+        gradients.append(q.grad)
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize("geometry", Geometry)
+@pytest.mark.parametrize("rows, columns", [(0, 4), (3, 0), (0, 0)])
+def test_nothing_may_attend_to_anything(geometry, rows, columns):
+    if geometry == Geometry.DECODER_SELF and rows > columns:
+        pytest.skip("the rows are the last of the columns")
+    q, k = torch.randn(1, 2, rows, 4), torch.randn(1, 2, columns, 4)
+    output, a_logit = evolving_attention(q, k, k, None, torch.randn(2, 2, 3, 3), torch.zeros(2), geometry=geometry)
+    assert output.shape == (1, 2, rows, 4) and a_logit.shape == (1, 2, rows, columns)
+    assert not output.any()
+
+
+def test_the_function_takes_a_kernel(monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu, "attend", lambda call: called.append(call) or Result(call.v))
+    function(3)
+    assert called
+
+
+def test_a_call_without_dropout_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+    q, weight = torch.zeros(1, 2, 5, 4), torch.zeros(2, 2, 3, 3)
+    evolving_attention(q, q, q, None, weight, torch.zeros(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    evolving_attention(q, q, q, None, weight, torch.zeros(2), dropout=0.5)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (5,)])
+def test_a_mask_of_fewer_axes_broadcasts(shape):
+    q, weight, mask = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.rand(shape) < 0.3
+    given = q, q, q, None, weight, torch.zeros(2)
+    for ours, whole in zip(
+        evolving_attention(*given, mask=mask), evolving_attention(*given, mask=mask.expand(1, 2, 5, 5)), strict=True
+    ):
+        assert_close(ours, whole)
+
+
+def test_a_mask_of_four_axes_stays():
+    mask = torch.where(torch.rand(3, 2, 4, 5) < 0.5, -torch.inf, 0.5)
+    masked, added = combine(None, mask, heads=2)
+    assert torch.equal(masked, mask.isneginf())
+    assert torch.equal(added, mask.masked_fill(masked, 0))
+
+
+def test_two_convolutions_by_kernel_are_the_plain_ones():
+    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, rule="predictive", alpha=0.5, conv_layers=2)
+    x, previous, padding = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, -2:] = True
+    by_kernel = attention(x, padding=padding, previous=previous)
+    attention.plain = True
+    plain = attention(x, padding=padding, previous=previous)
+    assert_close(by_kernel.output, plain.output, rtol=1e-5, atol=1e-5)
+    assert_close(by_kernel.a_logit, plain.a_logit, rtol=1e-5, atol=1e-5)

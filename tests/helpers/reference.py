@@ -124,7 +124,12 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
         logits,
         kind,
         [(conv.weight, conv.bias) for conv in convolutions],
-        COEFFICIENTS[evolution.rule, previous is not None](evolution.alpha, evolution.beta),
+        COEFFICIENTS[evolution.rule, previous is not None](
+            *(
+                share.squeeze() if isinstance(share, torch.Tensor) else share
+                for share in (evolution.alpha, evolution.beta)
+            )
+        ),
         lambda i, j: bool(query_padding[i]) or masked(i, j),
         previous,
     )

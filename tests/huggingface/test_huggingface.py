@@ -583,3 +583,67 @@ def test_number_of_new_parameters(heads, layers, expected):
         model = BertModel(BertConfig(num_attention_heads=heads, num_hidden_layers=layers, **sizes))
         before = sum(parameter.numel() for parameter in copy.deepcopy(model).parameters())
         assert sum(parameter.numel() for parameter in evolve(model).parameters()) - before == expected
+
+
+def test_shares_learnt_from_zero_have_gradients():
+    model = build("bert", alpha=0, beta=0, learn_mix=True)
+    gradients = _gradients(model, "bert")
+    shares = [x for name, x in gradients.items() if name.endswith(("evolution.alpha", "evolution.beta"))]
+    assert len(shares) == 5 and all(x != 0 for x in shares)
+
+
+@torch.no_grad()
+def test_without_gradients_a_map_is_gone_when_the_next_layer_has_read_it(monkeypatch):
+    kept, keep = [], huggingface._Maps.keep
+
+    def watch(maps, module, a_logit):
+        keep(maps, module, a_logit)
+        kept.append(sum(x is not None for x, _ in maps._of.values()))
+
+    monkeypatch.setattr(huggingface._Maps, "keep", watch)
+    build("bert", alpha=0.4, beta=0.3)(**inputs("bert"))
+    assert kept == [1, 1]
+
+
+@torch.no_grad()
+def test_maps_and_masks_follow_the_layers_to_their_device():
+    model = build("bert", alpha=0.4, beta=0.3)
+    for layer in model.bert.encoder.layer[1:]:
+        layer.to("meta")
+    model.cls.to("meta")
+
+    model.bert.encoder.layer[1].register_forward_pre_hook(lambda _, given: (given[0].to("meta"), *given[1:]))
+    assert model(**inputs("bert")).logits.device.type == "meta"
+
+
+def test_a_part_of_a_model_and_unknown_attention_are_refused():
+    model = build("bert", alpha=0.4, beta=0.3)
+    with pytest.raises(ValueError, match="maps belong to a call of a whole model"):
+        model.bert.encoder(torch.randn(1, 4, 8, dtype=torch.float64))
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=30, reorder_and_upcast_attn=True)
+    with pytest.raises(ValueError, match="reorder_and_upcast_attn: not supported"):
+        evolve(GPT2LMHeadModel(config))
+    model = build("vit")
+    del model.vit.layers[0].attention.is_causal
+    with pytest.raises(ValueError, match="expected is_causal or is_decoder"):
+        evolve(model)
+
+
+def test_a_class_of_ones_own_evolves_under_any_name():
+    class Looks(BertModel(BertConfig(**SIZES, **WORDS)).encoder.layer[0].attention.self.__class__):
+        pass
+
+    expected = build("bert")
+    expected.set_attn_implementation("eager")
+    expected = expected(**inputs("bert")).logits
+    model = build("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.__class__ = Looks
+    evolve(model, 0, 0)
+    assert sum(hasattr(module, "evolution") for module in model.modules()) == 3
+    assert torch.equal(model(**inputs("bert")).logits, expected)
+
+
+def test_quantised_layers_evolve():
+    model = torch.ao.quantization.quantize_dynamic(build("bert").float(), {torch.nn.Linear})
+    assert evolve(model)(**inputs("bert")).logits.isfinite().all()

@@ -104,4 +104,4 @@ def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
     return step
 
 
-attend = Operation("cpu", forward, backward, (new_outputs, _fake_backward)).attend
+attend = Operation("cpu", forward, backward, (new_outputs, _fake_backward), reads_context=False).attend
