@@ -24,7 +24,7 @@ def learnt_mixes(model: nn.Module) -> dict[str, float]:
                     mixes[f"{name}_{kind}_{layers[kind]}"] = value.detach().float()
     if not mixes:
         return {}
-    return dict(zip(mixes, torch.stack(list(mixes.values())).tolist(), strict=True))  # one transfer from the GPU
+    return dict(zip(mixes, torch.cat(list(mixes.values())).tolist(), strict=True))  # one transfer from the GPU
 
 
 def log_mixes(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..evolution import Evolution, Geometry, MapConvolution
+from ..private import has_hooks, is_transformed
 from . import cpu, gpu
 from .call import PLAIN, Call, Result
 from .steps import Steps, is_readable
@@ -77,15 +78,14 @@ def sees(*tensors: Tensor) -> bool:
         return True
     return not (
         torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # there is no public name for it
+        or is_transformed()
         or any(x.is_neg() or (x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None) for x in tensors)
     )
 
 
 def _unchanged(module: nn.Module, kind: type) -> bool:
     """Whether a module is of this very class, with its class's forward, and without hooks, which no kernel calls."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) is kind and not hooks and "forward" not in module.__dict__
+    return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
 
 
 def _fits(call: Call, tensors: list[Tensor]) -> bool:

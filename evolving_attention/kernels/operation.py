@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from ..evolution import is_always
+from ..private import is_batched, is_in_torch_dispatch_mode
 from .call import Call, Result
 
 
@@ -180,7 +180,7 @@ class Operation:
     def _go_back(self, ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in a backward pass that is so with create_graph alone
             _refuse(ctx)
-        if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
+        if any(x is not None and is_batched(x) for x in gradients):
             raise _not_by_kernels("gradients of several outputs at once (is_grads_batched, vectorize)")
         # autograd may give a view whose memory holds its opposite
         gradients = [None if x is None else x.resolve_neg() for x in gradients[:3]]

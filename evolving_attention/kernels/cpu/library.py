@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..constant import constant
+from ...private import constant
 
 logger = logging.getLogger(__name__)
 

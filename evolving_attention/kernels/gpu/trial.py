@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ...evolution import Coefficients, Geometry, is_always
 from ...functional import compose
+from ...private import constant
 from .. import gpu
 from ..call import Call, Result
-from ..constant import constant
 from ..cpu.library import cache_folder
 from . import operation
 
