@@ -12,26 +12,31 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
+from packaging.requirements import Requirement
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 PACKAGES = {"evolving_attention", "ea_fairseq", "ea_runtime"}
 #: what each package may import from outside, whether at once or when it is needed
-CORE = PROJECT["dependencies"]
-EXTRAS = PROJECT["optional-dependencies"]
+EXTRAS = {
+    extra: [requirement for line in lines if (requirement := Requirement(line)).name != "ea-fairseq"]
+    for extra, lines in PROJECT["optional-dependencies"].items()
+}
 DEPENDENCIES = {
-    "evolving_attention": CORE + EXTRAS["huggingface"],
-    "ea_fairseq": CORE + EXTRAS["fairseq"],
-    "ea_runtime": EXTRAS["runtime"] + [name for name in EXTRAS["serve"] if not name.startswith("ea-fairseq[")],
+    "evolving_attention": EXTRAS["torch"] + EXTRAS["huggingface"],
+    "ea_fairseq": EXTRAS["torch"] + EXTRAS["fairseq"],
+    "ea_runtime": EXTRAS["runtime"] + EXTRAS["serve"],
 }
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirements(package):
+def test_dependencies_are_what_a_package_imports_and_allow_the_versions_of_the_requirements(package):
     files = [REPO / "requirements.txt", REPO / "examples" / "requirements.txt"]
-    pinned = {line.split("#")[0].strip() for path in files for line in path.read_text().splitlines()}
-    assert set(DEPENDENCIES[package]) <= pinned
+    lines = (line.split("#")[0].split(";")[0].strip() for path in files for line in path.read_text().splitlines())
+    pinned = dict(line.split("==") for line in lines if line)
+    for requirement in DEPENDENCIES[package]:
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
     used = set()
     for path in (REPO / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -43,7 +48,7 @@ def test_dependencies_are_what_a_package_imports_at_the_versions_of_the_requirem
     outside = used - sys.stdlib_module_names - {package, "triton"}
     outside -= {"evolving_attention", "ea_runtime"} if package == "ea_fairseq" else set()
     names = {"fairseq": "fairseq-fixed", "subword_nmt": "subword-nmt"}
-    assert {names.get(name, name) for name in outside} <= {line.split("==")[0] for line in DEPENDENCIES[package]}
+    assert {names.get(name, name) for name in outside} <= {requirement.name for requirement in DEPENDENCIES[package]}
 
 
 @pytest.mark.slow
@@ -93,8 +98,8 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
             without.delitem(sys.modules, module, raising=False)
             with pytest.raises(ModuleNotFoundError, match=f"pip install .*{missing}") as error:
                 use()
-        named = set(str(error.value).partition("pip install ")[2].split())
-        assert named <= {*EXTRAS["fairseq"], *(one.split("==")[0] for one in EXTRAS["runtime"])}
+        named = {word.split("==")[0] for word in str(error.value).partition("pip install ")[2].split()}
+        assert named <= {requirement.name for requirement in DEPENDENCIES["ea_fairseq"] + EXTRAS["runtime"]}
 
 
 def test_the_dockerfile_copies_what_it_runs(tmp_path):
