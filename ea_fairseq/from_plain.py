@@ -60,7 +60,7 @@ def origin(model_cfg: Any) -> str | None:
 
 
 def accept_first_model(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
-    """Check the model that a run starts from; where none of what is new is in it, let all of that start fresh.
+    """Check the model that a run starts from; new parameters start fresh where it has none of them.
 
     A run's own checkpoints name that model's checkpoint as well. So the loaded parameters must be those of the start:
     another checkpoint may lack the same ones.

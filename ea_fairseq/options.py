@@ -165,7 +165,7 @@ class Settings:
         widest = rule.coefficients(1.0, 1.0, takes_map, geometry) if self.learn_mix else coefficients
         branch = self.conv_branch and geometry == Geometry.ENCODER_SELF
         others = (learnt, self.score, self._relative_positions_in(geometry), branch)
-        if widest.c == 0:  # without a convolution, what it would read does not matter
+        if widest.c == 0:  # no convolution reads a and b
             return coefficients[3:], others
         return coefficients, others, self.kernel_size, self.conv_layers
 

@@ -112,7 +112,7 @@ class LongRunTrainer(FlatTrainer):
             ValueError: there is no sentence, the model cannot validate it, or the metric that chooses the best
                 checkpoint is not computed.
         """
-        if type(batches) is not EpochBatchIterator:  # of a task with batches of its own
+        if type(batches) is not EpochBatchIterator:  # some tasks make other batches
             return
         if not batches.frozen_batches:
             raise ValueError(f"--valid-subset {subset}: has no sentence that the model can read")
@@ -230,7 +230,7 @@ class Progress:
         of_epochs = batches - batch + (most - epoch) * batches if most else math.inf
         of_updates = self._limits.max_update - now if self._limits.max_update else math.inf
         self._left = min(of_epochs, of_updates)
-        # Where nothing but --patience ends the training, the bar is the epoch's.
+        # With --patience alone the end is unknown: the bar shows the epoch.
         self._bar.total = now + int(self._left if self._left < math.inf else batches - batch)
         self._bar.set_description_str(self._epoch, refresh=False)
         self._bar.update(now - self._bar.n)

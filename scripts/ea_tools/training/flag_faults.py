@@ -111,7 +111,6 @@ def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     from fairseq import options
 
     parser = options.get_training_parser()
-    parser.allow_abbrev = False  # every other check goes by a flag's whole name
     with in_one_line(USAGE):
         return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
 
