@@ -26,6 +26,7 @@ LABELS = {
     "chrf": "chrF",
     "tokenised_bleu": "tokenised BLEU",
     "compound_split_bleu": "compound-split BLEU",
+    "exact_match": "exact match",
     "comet": "COMET",
 }
 
@@ -89,6 +90,7 @@ def compute(
     lowercase: bool,
     tokenizer: str = "13a",
     compounds: bool = False,
+    exact: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Every metric with its signature. The four lists are lines of the same sentences.
 
@@ -96,6 +98,7 @@ def compute(
     chrf                 the same text, by characters
     tokenised_bleu       Moses tokens on both sides, as in the papers' tables
     compound_split_bleu  the same with hyphenated compounds taken apart, as the papers on WMT En-De do
+    exact_match          percent of the lines whose tokens are the reference's, as CodeXGLUE scores code
 
     Args:
         tokenised: translations in Moses tokens; None where the model writes raw text, which has no tokens.
@@ -105,6 +108,7 @@ def compute(
         lowercase: whether case is ignored.
         tokenizer: sacreBLEU's, for its BLEU.
         compounds: whether to add compound_split_bleu.
+        exact: whether to add exact_match.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
@@ -126,6 +130,8 @@ def compute(
             pairs["compound_split_bleu"] = tuple(map(split_compounds, pairs["tokenised_bleu"]))
         for name, sides in pairs.items():
             metrics[name] = _result(BLEU(lowercase=lowercase, tokenize="none", force=True), *sides)
+        if exact:
+            metrics["exact_match"] = exact_match(*pairs["tokenised_bleu"])
     return metrics
 
 
@@ -198,6 +204,13 @@ def _without_unknown(lines: Sequence[str]) -> list[str]:
 def _result(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
     result = metric.corpus_score(hypotheses, [references])
     return {"score": result.score, "detail": str(result), "signature": str(metric.get_signature())}
+
+
+def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+    """Percent of the lines that are equal but for white space."""
+    equal = sum(one.split() == other.split() for one, other in zip(hypotheses, references, strict=True))
+    score = 100 * equal / len(references)
+    return {"score": score, "detail": f"{equal} of {len(references)}", "signature": "tokens:equal"}
 
 
 def split_compounds(lines: Sequence[str]) -> list[str]:

@@ -56,6 +56,15 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def test_exact_match_counted_by_hand():
+    """Of three lines of code one is equal, one but for white space, one in case alone."""
+    hypotheses = ["a = b ;", "return  x ;", "List < String > l ;"]
+    references = ["a = b ;", "return x ;", "list < string > l ;"]
+    scores = compute(hypotheses, hypotheses, references, references, lowercase=False, exact=True)
+    assert scores["exact_match"]["score"] == pytest.approx(200 / 3)
+    assert "exact_match" not in compute(hypotheses, hypotheses, references, references, lowercase=False)
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_every_metric_equals_sacrebleus_command_line(tmp_path, lowercase):
     scores = compute(tokens(HYPOTHESES), HYPOTHESES, REFERENCES, tokens(REFERENCES), lowercase)

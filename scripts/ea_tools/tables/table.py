@@ -2,7 +2,7 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
-[[column]]    recipe, label, metric (a key of metrics.LABELS, but comet), subset (default: "test")
+[[column]]    recipe, label, metric (see TABLED), subset (default: "test")
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
@@ -23,7 +23,7 @@ from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, recipes
 
 FOLDER = recipes.FOLDER / "tables"
-TABLED = tuple(name for name in LABELS if name != "comet")  # COMET is for evaluate.sh alone
+TABLED = tuple(name for name in LABELS if name not in ("comet", "exact_match"))  # these are for evaluate.sh alone
 # As flags for every run of a table or a sweep these would misdirect each.
 ELSEWHERE = {
     "seed": "use --seeds",

@@ -2,7 +2,8 @@
 
 Two kinds of BLEU come out, and they are not comparable with each other.
 sacreBLEU: detokenised translations against the raw references. Report this one today.
-tokenised BLEU: Moses tokens on both sides, as in the papers' tables; for En-De also with compounds split.
+tokenised BLEU: Moses tokens on both sides, as in the papers' tables; for En-De also with compounds split. Exact match,
+for text that came in tokens: percent of equal lines, as for code.
 All scores of a model of lower-cased text ignore case, and their signatures say so.
 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
@@ -127,6 +128,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             detokenised=detokenised,
             tokenised_references=tokens,
             compounds=(base_language(source), base_language(target)) == ("en", "de"),
+            exact=prep["tokenizer"] == "given",
             **metric_options,
         ),
         "tokenizer": tokenizer,
