@@ -6,6 +6,8 @@ import shutil
 import pytest
 from fairseq.data import Dictionary, data_utils
 from helpers.data_toy import Pipeline, parallel, read, script, stages, write
+from helpers.models import model_args
+from helpers.toy import TINY, save_model
 
 from ea_data import prepare
 from ea_runtime.text import Text
@@ -165,9 +167,9 @@ def test_training_goes_on_with_the_same_subwords_only(text, before, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     custom(text / "two", other, "--merges", 60)
     preparation.keep(run, before)
-    (run / "average10.pt").touch()
-    flags = {"finetune-from-model": [str(run / "average10.pt")]}
-    check_first_model(flags, before)
+    first = save_model(before, run / "average10.pt", "transformer")
+    flags, model = {"finetune-from-model": [str(first)]}, model_args("transformer", *TINY)
+    check_first_model(flags, before, model)
     with pytest.raises(UserError, match=f"custom.sh --like {run} prepares text for this model"):
-        check_first_model(flags, other)
-    check_first_model({}, other)
+        check_first_model(flags, other, model)
+    check_first_model({}, other, model)
