@@ -1,4 +1,4 @@
-"""Changes to fairseq's modules that torch.jit.trace, torch.compile and torch.export need.
+"""Changes to fairseq's modules that torch.jit.trace, torch.compile, torch.export and CUDA graphs need.
 
 While they record, no branch may depend on the data: a padding mask is made whether or not anything is padded, and
 positions come from shapes that are known.
@@ -6,6 +6,9 @@ positions come from shapes that are known.
 Axes: B batch, T length, C channels.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +17,28 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
 
+class _Here(threading.local):
+    """What a thread does."""
+
+    captures = False
+
+
+_here = _Here()
+
+
 def is_recorded() -> bool:
     """Whether this thread records the model."""
-    return torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return _here.captures or torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """While this holds, this thread records the model for a CUDA graph, which no other function says."""
+    _here.captures = True
+    try:
+        yield
+    finally:
+        _here.captures = False
 
 
 class RecordablePositions(SinusoidalPositionalEmbedding):

@@ -74,15 +74,15 @@ def weights(trainer):
 
 
 def train(trainer, data, accumulated=1):
-    """Updates by these batches: (loss, norm of the gradients) of each."""
+    """Updates by these batches: (loss, norm of the gradients) of each that was reported."""
     metrics.reset()
-    rows, report = [], trainer._reduce_and_log_stats
+    rows, report = [], Trainer._reduce_and_log_stats
 
-    def keep(logs, size, norm=None):
+    def keep(self, logs, size, norm=None):
         rows.append((sum(float(log["loss"]) for log in logs) / float(size), float(norm)))
-        return report(logs, size, norm)
+        return report(self, logs, size, norm)
 
-    with mock.patch.object(trainer, "_reduce_and_log_stats", keep):
+    with mock.patch.object(Trainer, "_reduce_and_log_stats", keep):
         for first in range(0, len(data), accumulated):
             trainer.train_step(copy.deepcopy(data[first : first + accumulated]))
     return rows

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_HEADS, MOST_WIDTH, MOST_TAPS = 16, 128, 17
+#: variants that a capture met before their trial: it has recorded the plain composition in their place
+untried: list[str] = []
 
 
 def knows(call: Call) -> bool:

@@ -80,9 +80,12 @@ def passed(variant: tuple) -> bool:
     The caller's random numbers and autograd modes do not change. While a CUDA graph is captured, no trial can run.
     """
     variant = Variant(*variant)
-    if variant not in _verdicts and not _capturing(variant.device):
+    if variant not in _verdicts:
+        if _capturing(variant.device):
+            gpu.untried.append(str(variant))
+            return False
         _verdicts[variant] = _decide(variant)
-    return _verdicts.get(variant, False)
+    return _verdicts[variant]
 
 
 def _capturing(device: torch.device) -> bool:

@@ -1,0 +1,331 @@
+"""Captured steps: a replay is the eager step on the same padded batch; what cannot be captured trains as before.
+
+There is no GPU: ``Tape`` repeats the calls of a capture in the same memory.
+"""
+
+import itertools
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import RdropLabelSmoothedCrossEntropyCriterion
+from helpers import trainers
+from helpers.models import batch, build, tiny_task
+from helpers.tape import Tape
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ea_fairseq import optim, step
+from ea_fairseq.trainer import FlatTrainer
+from evolving_attention.kernels import gpu
+from evolving_attention.kernels.cpu import dropout
+
+TABLE = [(5, 8, 6), (5, 6, 8), (4, 8, 8)]
+RDROP = ["--criterion", "label_smoothed_cross_entropy_with_rdrop", "--rdrop-alpha", "5"]
+
+
+def captured(*flags, table=TABLE, graph=Tape, **options):
+    """A trainer whose steps are captured."""
+    trainer = trainers.flat(*flags, **options)
+    trainer.table, trainer.graph = table, graph
+    return trainer
+
+
+class Padded(FlatTrainer):
+    """Trains by eager steps on the padded batches, as one that has captured them and does not replay."""
+
+    def _build_optimizer(self):
+        self.graph, self.table = Tape, TABLE
+        super()._build_optimizer()
+        self._step._captured_for = self.pad
+
+    def pad(self, sample):
+        size = (*sample["net_input"]["src_tokens"].shape, sample["target"].size(1))
+        shape = next((x for x in TABLE if all(a <= b for a, b in zip(size, x, strict=True))), None)
+        if shape is not None:
+            static = step.Static(shape, self.task.source_dictionary, self.device)
+            static.fill(sample)
+            sample.update(static.sample(sample["ntokens"]))
+
+
+def padded(*flags, **options):
+    return trainers.build(Padded, *flags, **options)
+
+
+def known(trainer, data, accumulated=1):
+    """The weights after these updates, and the numbers that were reported."""
+    rows = trainers.train(trainer, data, accumulated)
+    return trainers.weights(trainer), rows
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulated", "flags"),
+    [
+        ("fp32", 1, ["--clip-norm", "0.5"]),
+        ("bf16", 2, []),
+        ("fp16", 3, ["--fp16-init-scale", "16", "--clip-norm", "0.5"]),
+        ("fp32", 2, RDROP),
+        ("bf16", 1, RDROP),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_replay_is_the_eager_step_on_the_padded_batch(precision, accumulated, flags):
+    """Bit for bit over 20 updates; several shapes, and batches that fit none."""
+    one, other = captured(*flags, precision=precision), padded(*flags, precision=precision)
+    data = trainers.batches(one, 20 * accumulated, longest=8)
+    with mock.patch.object(one.model, "train", wraps=one.model.train) as puts_in_training:
+        (ours, reported), (expected, rows) = (known(trainer, data, accumulated) for trainer in (one, other))
+    assert torch.equal(ours, expected)
+    assert reported == rows
+    assert None not in one._step.captured.values() and len(one._step.captured) == 3
+    eager = puts_in_training.call_count - 20  # each eager step does so once more
+    assert 0 < eager < 10 * accumulated
+
+
+@pytest.mark.parametrize("flags", [["--sentence-avg"], RDROP, ["--update-freq", "2"]], ids=" ".join)
+def test_it_trains_as_fairseq_without_padding(flags):
+    """fairseq's own trainer and Adam, no dropout. An epoch's last update reports its numbers at once."""
+    one, other = captured(*flags, dropout="0"), trainers.stock(*flags, dropout="0")
+    data, accumulated = trainers.batches(one, 12, longest=8), 1 + ("--update-freq" in flags)
+    updates = len(data) // accumulated
+    one._batches = SimpleNamespace(end_of_epoch=lambda: one.get_num_updates() % 5 == 0 or one.get_num_updates() == 12)
+    with mock.patch.object(trainers.torch.cuda, "current_device", lambda: None):
+        rows = [trainers.train(trainer, data, accumulated) for trainer in (one, other)]
+    assert len(rows[1]) == updates
+    for ours, theirs in zip(*rows, strict=False):
+        assert ours == pytest.approx(theirs, rel=2e-6)
+    assert len(rows[0]) == (updates if updates == 12 else updates - 1), "the last update's are read later"
+    assert len(one._step.captured) == 3
+
+
+class Counter(TorchDispatchMode):
+    """Counts what a GPU would be asked for: launches, and numbers that the host waits for."""
+
+    VIEWS = frozenset(
+        "view _unsafe_view reshape transpose t permute expand slice select unsqueeze squeeze detach alias as_strided "
+        "split unbind split_with_sizes empty empty_like new_empty lift_fresh resize_".split()
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.reads = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        kind = self.reads if name in step.READS else self.launches
+        if name not in self.VIEWS:
+            kind.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("precision", "reads"), [("fp32", 5), ("bf16", 5), ("fp16", 8)])
+def test_an_update_outside_the_graph_is_short(precision, reads):
+    """At most 80 launches, with the five copies of a batch to the GPU, which a CPU does not make."""
+    trainer = captured("--clip-norm", "1", precision=precision)
+    data = [trainers.batches(trainer, 1, longest=6)[0]] * 4
+    trainers.train(trainer, data[:3])
+    with Counter() as counter, mock.patch.object(trainer.model, "train", wraps=trainer.model.train) as trains:
+        trainer.train_step(data[3:])
+    assert trains.call_count == 1
+    assert len(counter.launches) + 5 <= 80, counter.launches
+    assert len(counter.reads) <= reads, counter.reads
+
+
+ARCHITECTURES = [
+    "ea_transformer_base",
+    "ea_transformer_lite --ea-learn-mix",
+    "ea_transformer_base --ea-alpha 0 --ea-beta 0",
+    "ea_transformer_base --ea-score additive --ea-relative-positions 4 --ea-kernel-size 5",
+    "pa_transformer_lite --ea-conv-layers 2",
+    "pa_conv_transformer_lite",
+    "res_transformer_lite",
+    "ea_transformer_base --ea-plain",
+    "ea_bart_base",
+    "ea_transformer_lm",
+    "ea_roberta_base",
+]
+
+
+@pytest.mark.parametrize("words", ARCHITECTURES)
+def test_the_host_reads_nothing(words):
+    """Forward, criterion and backward, R-Drop's too. A RoBERTa's own criterion chooses tokens by a mask."""
+    arch, *flags = words.split()
+    model = build(arch, *flags, train=True)
+    padded, task = batch([5, 2, 1]), tiny_task("translation")
+    task.source_dictionary = task.target_dictionary
+    inputs = {"src_tokens": padded, "src_lengths": padded.ne(1).sum(1)}
+    if hasattr(model, "decoder") and hasattr(model, "encoder"):
+        inputs["prev_output_tokens"] = padded
+    criteria = [LabelSmoothedCrossEntropyCriterion(task, False, 0.1)]
+    if "prev_output_tokens" in inputs:
+        criteria.append(RdropLabelSmoothedCrossEntropyCriterion(task, False, 0.1, rdrop_alpha=5.0))
+    for criterion in criteria:
+        sample = {"net_input": dict(inputs), "target": padded, "ntokens": 8, "id": None}
+        with step._recording(), step.NoReads():
+            criterion(model, sample)[0].backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_detector_sees_reads():
+    x = torch.ones(3)
+    for reads in (lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero(), x.sum().item, lambda: x.equal(x)):
+        with pytest.raises(step.HostRead), step.NoReads():
+            reads()
+
+
+def seed_of_the_host(trainer, patch):
+    patch.setattr(dropout, "drop", lambda x, p: dropout._operation(x, dropout.threshold_of(p), torch.tensor(7)))
+
+
+def baked_scale(trainer, patch):
+    patch.setattr(trainer._step.scale.__class__, "fill_", lambda self, value: self, raising=False)
+
+
+def baked_count(trainer, patch):
+    forward = LabelSmoothedCrossEntropyCriterion.forward
+
+    def divided(self, model, sample, reduce=True):
+        loss, size, log = forward(self, model, sample, reduce)
+        return loss / sample["ntokens"], size, log
+
+    patch.setattr(LabelSmoothedCrossEntropyCriterion, "forward", divided)
+
+
+def counts_of_the_padded_batch(trainer, patch):
+    counts = step.GraphedStep.counts
+    patch.setattr(step.GraphedStep, "counts", lambda self, target, ntokens: counts(self, target, target.numel()))
+
+
+@pytest.mark.parametrize("fault", [baked_count, counts_of_the_padded_batch])
+def test_the_comparison_sees_faults(fault):
+    """The weights are others than by eager steps, or a line says why no step is captured."""
+    one, other = captured(), padded()
+    data = trainers.batches(one, 3, longest=6)
+    one.optimizer  # noqa: B018
+    with pytest.MonkeyPatch.context() as patch:
+        fault(one, patch)
+        trainers.train(one, data)
+        if fault is counts_of_the_padded_batch:
+            assert "are not the batch's counts" in one._step.refused
+            return
+        trainers.train(other, data)
+    assert not torch.equal(trainers.weights(one), trainers.weights(other))
+
+
+def test_a_seed_of_the_host_is_the_same_in_each_replay():
+    """What no comparison of one step sees: without the device's generator, replays repeat themselves."""
+    trainer = captured()
+    (data,) = trainers.batches(trainer, 1, longest=6)
+    losses = {known: [] for known in ("device", "host")}
+    for name, rows in losses.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "host":
+                seed_of_the_host(trainer, patch)
+            trainer = captured("--lr", "0", "--attention-dropout", "0")
+            rows += [row[0] for row in trainers.train(trainer, [data] * 4)]
+    assert len(set(losses["device"])) == 3
+    assert len(set(losses["host"])) == 1
+
+
+def test_the_next_replay_uses_the_new_scale():
+    """An overflow halves it, updates nothing, and is no update."""
+    trainer = captured("--fp16-init-scale", str(2**40), "--min-loss-scale", "1", precision="fp16", dropout="0")
+    data, start = trainers.batches(trainer, 1, longest=6) * 60, trainers.weights(trainer)
+    scales = []
+    with mock.patch.object(torch.Tensor, "cuda", lambda x: x):  # fairseq asks for a GPU after an overflow
+        while not trainer.get_num_updates():
+            assert torch.equal(trainers.weights(trainer), start)
+            scales.append(trainer.optimizer.scaler.loss_scale)
+            trainer.train_step(data[:1])
+    assert len(scales) > 3 and all(a == 2 * b for a, b in itertools.pairwise(scales))
+    assert float(trainer._step.scale) == scales[-1]
+    trainer.train_step(data[:1])  # the first update's learning rate is 0
+    assert not torch.equal(trainers.weights(trainer), start)
+    assert trainers.weights(trainer).isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(precision):
+    trainer = captured(precision=precision, dropout="0")
+    trainer.save_checkpoint = lambda *_: None
+    data = trainers.batches(trainer, 2, longest=6)
+    trainers.train(trainer, data)
+    before = trainers.weights(trainer)
+    begin = optim.FairseqAdam.begin
+
+    def begin_badly(adam):
+        begin(adam)
+        adam.flat.gradients[0] = math.nan
+
+    with mock.patch.object(optim.FairseqAdam, "begin", begin_badly):
+        trainer.train_step(data[:1])
+    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf"):
+        trainer.train_step(data[1:])
+    assert torch.equal(trainers.weights(trainer), before)
+    assert trainer.get_num_updates() == 2
+    assert trainer.optimizer.state_dict()["state"][0]["exp_avg"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "arch"),
+    [
+        ("", "transformer"),
+        ("--checkpoint-activations", "ea_transformer_base"),
+        ("--quant-noise-pq 0.1", "ea_transformer_base"),
+        ("--report-accuracy", "ea_transformer_base"),
+        ("--encoder-layerdrop 0.5", "ea_transformer_base"),
+        ("--amp", "ea_transformer_base"),
+        ("hook", "ea_transformer_base"),
+        ("criterion", "ea_transformer_base"),
+        ("untried", "ea_transformer_base"),
+        ("read", "ea_transformer_base"),
+    ],
+)
+def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, caplog, monkeypatch):
+    words = flags.split() if flags.startswith("--") else []
+    one, other = captured(*words, arch=arch), trainers.flat(*words, arch=arch)
+    if flags == "hook":
+        one.model.encoder.register_forward_hook(lambda *_: None)
+    if flags == "criterion":
+        for trainer in (one, other):
+            trainer._criterion.__class__ = type("Other", (LabelSmoothedCrossEntropyCriterion,), {})
+    if flags == "read":
+        forward = LabelSmoothedCrossEntropyCriterion.compute_loss
+        monkeypatch.setattr(
+            *(LabelSmoothedCrossEntropyCriterion, "compute_loss"),
+            lambda self, *args, **kwargs: (x := forward(self, *args, **kwargs), float(x[0].detach()))[0],
+        )
+
+    class Untried(Tape):
+        def capture(self):
+            gpu.untried.append("a variant")
+            return super().capture()
+
+    if flags == "untried":
+        one.graph = Untried
+    data = trainers.batches(one, 3, longest=6)
+    with caplog.at_level("INFO"):
+        rows = trainers.train(one, data)
+        said = [line for name in ("trainer", "step") for line in trainers.lines(caplog, f"ea_fairseq.{name}")]
+    assert rows == trainers.train(other, data)
+    assert torch.equal(trainers.weights(one), trainers.weights(other))
+    assert len([line for line in said if "not captured: " in line or "fairseq's own Adam: " in line]) == 1, said
+
+
+def test_shapes_hold_all_batches_and_more_of_them_cost_less():
+    chance = numpy.random.default_rng(1)
+    source = numpy.exp(chance.normal(3, 0.6, 900)).astype(int) + 1
+    sizes = numpy.stack([4096 // source, source, (source * chance.uniform(0.7, 1.3, 900)).astype(int) + 1], axis=1)
+    more = []
+    for count in (1, 8, 64):
+        table = step.table_of(sizes, count)
+        assert len(table) <= count
+        costs = step.cost(numpy.array(table))
+        assert (numpy.diff(costs) >= 0).all()
+        chosen = [next(c for c, x in zip(costs, table, strict=True) if (size <= x).all()) for size in sizes]
+        more.append(sum(chosen) / step.cost(sizes).sum() - 1)
+    assert more[0] > 1 and more[1] < 1 and more[2] < 0.2, more
+    assert step.table_of(sizes[:1]) == [tuple(sizes[0])]
