@@ -53,7 +53,7 @@ class HostRead(RuntimeError):
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what a capture would refuse, with a sentence: host reads, and shapes that depend on numbers."""
+    """Refuses, as a capture does, host reads and shapes that depend on numbers; but it names them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -66,7 +66,7 @@ class NoReads(TorchDispatchMode):
 
 
 class Graph(Protocol):
-    """What repeats the work of a capture."""
+    """A recording of work, to be repeated."""
 
     def aside(self) -> Any:
         """A context for what runs before a capture."""
@@ -115,8 +115,8 @@ def cost(shapes: numpy.ndarray) -> numpy.ndarray:
 def table_of(sizes: numpy.ndarray, count: int = SHAPES) -> list[Shape]:
     """At most so many shapes that hold all batches, the cheapest first.
 
-    Batches are parted in two by S or by T, where that saves most, until there are enough groups; a shape is the largest
-    B, S and T of a group.
+    All batches are one group at first. The group is split whose best split, by S or by T, saves most; and so on. A shape
+    is the largest B, S and T of a group.
 
     Args:
         sizes: N x 3, the shapes of batches.
@@ -134,7 +134,7 @@ def table_of(sizes: numpy.ndarray, count: int = SHAPES) -> list[Shape]:
 
 
 def _best_split(group: numpy.ndarray) -> tuple[float, list[numpy.ndarray]]:
-    """What parting a group in two saves at most, and the parts."""
+    """The most that a split of a group saves, and its parts."""
     best, whole = (0.0, [group]), float(cost(group.max(0, keepdims=True))[0]) * len(group)
     for axis in (1, 2):
         ordered = group[group[:, axis].argsort(kind="stable")]
@@ -201,8 +201,8 @@ class Captured(NamedTuple):
 
     static: Static
     graph: Graph
-    names: list[str]  # of what the criterion logs as tensors
-    values: Tensor  # these, which each replay writes
+    names: list[str]  # of the tensors that the criterion logs
+    values: Tensor  # these tensors, which each replay writes
 
 
 class GraphedStep:
@@ -211,7 +211,7 @@ class GraphedStep:
     Args:
         task, model, criterion: fairseq's.
         optimizer: ours, or its wrapper for half precision.
-        table: a function that gives the shapes of the epoch's batches, or None where there are none.
+        table: gives the shapes of the epoch's batches; None where the data have none.
         graph: makes a new graph.
     """
 
@@ -243,7 +243,7 @@ class GraphedStep:
         ignore_grad: bool = False,
         **others: Any,
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """As fairseq's: loss, sample size and what is logged, whose tensors are the device's."""
+        """As fairseq's: the loss, the sample size and the log, whose tensors are the device's."""
         captured = None if ignore_grad or others else self._captured_for(sample)
         if captured is not None:
             return self._replay(captured, sample)
@@ -254,7 +254,7 @@ class GraphedStep:
         return result
 
     def counts(self, target: Tensor, ntokens: int) -> dict[str, int]:
-        """What the criteria log as numbers, of a batch with this target, B x T."""
+        """The numbers that a criterion logs beside tensors, of a batch with this target, B x T."""
         size = target.size(0) if self.criterion.sentence_avg else ntokens
         return {"ntokens": ntokens, "nsentences": target.size(0), "sample_size": size}
 
@@ -300,9 +300,7 @@ class GraphedStep:
             "activations are computed twice (--checkpoint-activations, --offload-activations)": any(
                 getattr(args, f"{name}_activations", False) for name in ("checkpoint", "offload")
             ),
-            "quantisation noise draws on the host": any(
-                getattr(args, f"quant_noise_{name}", 0) for name in ("pq", "scalar")
-            ),
+            "--quant-noise-scalar counts its steps on the host": bool(getattr(args, "quant_noise_scalar", 0)),
             "a hook or an observer looks at the model": any(
                 getattr(module, "observer", None) is not None or any(getattr(module, name) for name in hooks)
                 for module in modules
@@ -317,7 +315,6 @@ class GraphedStep:
         """The captured step of a shape; None, and a line in the log, where that fails."""
         flat, graph = self.adam.flat, self.graph()
         static = Static(shape, self.words, flat.weights.device)
-        summed = flat.gradients.clone()
         devices = [flat.weights.device] if flat.weights.is_cuda else []
         untried = len(gpu.untried)
         try:
@@ -339,13 +336,12 @@ class GraphedStep:
             self.refused = gpu.summary(error)
             logger.warning("training steps are not captured: %s", self.refused)
             return None
-        finally:
-            flat.gradients.copy_(summed)
+        finally:  # the sum of gradients is as before: sentences without a target add zeros
             for parameter in self.adam.sources:
                 parameter.grad = None
 
     def _step(self, static: Static) -> tuple[dict[str, Any], Tensor]:
-        """What a graph holds: the criterion's log, its tensors stacked, and gradients that are added to the sum."""
+        """The work of a graph; it adds to the sum of gradients. Gives the criterion's log, and its tensors stacked."""
         loss, _, log = self.criterion(self.model, static.sample(ntokens=1))
         values = torch.stack([x.detach().float().reshape(()) for x in log.values() if isinstance(x, Tensor)])
         (self.scale * loss).backward()

@@ -14,7 +14,7 @@ from . import optim, step
 
 logger = logging.getLogger(__name__)
 
-Logs = Sequence[dict[str, Any]]  # what a criterion logs of each batch of an update
+Logs = Sequence[dict[str, Any]]  # the criterion's, of each batch of an update
 
 
 class Late:
@@ -42,9 +42,9 @@ class Late:
 class FlatTrainer(Trainer):
     """fairseq's trainer, with ``optim.FairseqAdam`` where it does what fairseq's does.
 
-    On a GPU forward and backward are captured, see ``step``. Then numbers are read one update later, at an epoch's last
-    update at once. So an update whose gradients are no numbers is noticed one update later; the optimizer's kernel has
-    left it out.
+    On a GPU forward and backward are captured, see ``step``. Then the host reads numbers one update later, but those of
+    an epoch's last update at once. So it also learns later that gradients are no numbers; the optimizer's kernel has
+    left out that update.
     """
 
     #: the values of --optimizer for which ours is taken

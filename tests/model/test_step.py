@@ -66,8 +66,8 @@ def known(trainer, data, accumulated=1):
     [
         ("fp32", 1, ["--clip-norm", "0.5"]),
         ("bf16", 2, []),
-        ("fp16", 3, ["--fp16-init-scale", "16", "--clip-norm", "0.5"]),
-        ("fp32", 2, RDROP),
+        ("fp16", 1, ["--fp16-init-scale", "16", "--clip-norm", "0.5"]),
+        ("fp32", 3, RDROP),
         ("bf16", 1, RDROP),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) if isinstance(value, list) else str(value),
@@ -81,6 +81,7 @@ def test_a_replay_is_the_eager_step_on_the_padded_batch(precision, accumulated, 
     assert torch.equal(ours, expected)
     assert reported == rows
     assert None not in one._step.captured.values() and len(one._step.captured) == 3
+    assert next(iter(one._step.captured)) == TABLE[-1], "the largest first"
     eager = puts_in_training.call_count - 20  # each eager step does so once more
     assert 0 < eager < 10 * accumulated
 
@@ -275,6 +276,7 @@ def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(pr
         ("", "transformer"),
         ("--checkpoint-activations", "ea_transformer_base"),
         ("--quant-noise-pq 0.1", "ea_transformer_base"),
+        ("--quant-noise-scalar 0.5", "ea_transformer_base"),
         ("--report-accuracy", "ea_transformer_base"),
         ("--encoder-layerdrop 0.5", "ea_transformer_base"),
         ("--amp", "ea_transformer_base"),
@@ -313,6 +315,14 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, capl
     assert rows == trainers.train(other, data)
     assert torch.equal(trainers.weights(one), trainers.weights(other))
     assert len([line for line in said if "not captured: " in line or "fairseq's own Adam: " in line]) == 1, said
+
+
+def test_a_variant_that_a_capture_meets_before_its_trial_is_remembered(monkeypatch):
+    trial = pytest.importorskip("evolving_attention.kernels.gpu.trial")
+    monkeypatch.setattr(trial, "_capturing", lambda device: True)
+    monkeypatch.setattr(gpu, "untried", [])
+    assert not trial.passed((torch.device("cpu"), torch.float32, 4, 3, 16, 1, True, True))
+    assert len(gpu.untried) == 1
 
 
 def test_shapes_hold_all_batches_and_more_of_them_cost_less():
