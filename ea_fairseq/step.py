@@ -115,8 +115,8 @@ def cost(shapes: numpy.ndarray) -> numpy.ndarray:
 def table_of(sizes: numpy.ndarray, count: int = SHAPES) -> list[Shape]:
     """At most so many shapes that hold all batches, the cheapest first.
 
-    All batches are one group at first. The group is split whose best split, by S or by T, saves most; and so on. A shape
-    is the largest B, S and T of a group.
+    All batches are one group at first. The group whose best split, by S or by T, saves most is split; and so on. A
+    shape is the largest B, S and T of a group.
 
     Args:
         sizes: N x 3, the shapes of batches.
