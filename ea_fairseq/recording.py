@@ -26,9 +26,14 @@ class _Here(threading.local):
 _here = _Here()
 
 
+@torch.jit.ignore  # torch.jit.trace reads functions that properties call
+def _captures() -> bool:
+    return _here.captures
+
+
 def is_recorded() -> bool:
     """Whether this thread records the model."""
-    return _here.captures or torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return _captures() or torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 @contextmanager
