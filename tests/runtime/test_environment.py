@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 pytestmark = pytest.mark.slow
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = [one.partition("==")[0] for one in PROJECT["optional-dependencies"]["runtime"]]
+EXTRAS = [Requirement(one).name for one in PROJECT["optional-dependencies"]["runtime"]]
 #: most megabytes installed, and in memory; most seconds to the first translation
 SIZE, MEMORY, START = 200, 250, 2.0
 

@@ -588,7 +588,7 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
     [
         (["--average", "10"], "expected 10 checkpoints to average, found 3; give --average 3"),
         (["--subset", "nope", "--average", "1"], "--subset nope: .*there are: test, valid"),
-        (["--checkpoint", "none.pt"], r"none\.pt: no such checkpoint"),
+        (["--checkpoint", "none.pt"], r"none\.pt: no such file"),
         (["--average", "1", "--", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["--against", "elsewhere"], "evaluate that run first"),
         (["--checkpoint", "torn.pt"], r"torn\.pt: torn or damaged"),

@@ -271,7 +271,7 @@ def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp
     (tmp_path / "empty-run").mkdir()
     assert "empty-run: has no checkpoint" in refused(capsys, tmp_path, "--run", tmp_path / "empty-run")
     run = ("--run", there / "toy-ea")
-    assert "no such checkpoint" in refused(capsys, tmp_path, *run, "--compare", tmp_path / "none")
+    assert "none: no such file" in refused(capsys, tmp_path, *run, "--compare", tmp_path / "none")
     found = refused(capsys, tmp_path, *run, "--subset", "test7")
     assert "--subset test7" in found
     assert "there are: test, train, valid" in found

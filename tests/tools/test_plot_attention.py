@@ -230,7 +230,7 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
         ("evolving", ["--source", "  "], r"the source sentence is empty"),
         ("evolving", ["--source", "\udcfcber"], r"the source sentence is not UTF-8: \?ber"),
         ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
-        ("evolving", ["--compare", "none.pt"], r"none\.pt: no such checkpoint"),
+        ("evolving", ["--compare", "none.pt"], r"none\.pt: no such file"),
     ],
 )
 def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, model, more, message):
