@@ -22,7 +22,7 @@ from ..operation import Inputs
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_HEADS, MOST_WIDTH, MOST_TAPS = 16, 128, 17
+MOST_HEADS, MOST_WIDTH = 16, 128
 #: variants that a capture met before their trial: it has recorded the plain composition in their place
 untried: list[str] = []
 
@@ -35,8 +35,7 @@ def knows(call: Call) -> bool:
         (v.is_cuda or _interpreted())
         and v.dtype in DTYPES
         and v.size(3) <= MOST_WIDTH
-        and call.kernel_size <= MOST_TAPS  # kernels.LEAD + 1: a decoder's first tap lies so far to the left
-        and heads * (rows + call.kernel_size) * (columns + call.kernel_size + 16) < 2**31  # a place within a sentence
+        and heads * (rows + call.kernel_size) * (columns + call.kernel_size) < 2**31  # a place within a sentence
     ):
         return False
     if heads > MOST_HEADS:

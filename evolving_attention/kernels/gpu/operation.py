@@ -1,10 +1,11 @@
-"""The launches of the GPU's kernels.
+"""The launches of the GPU's kernel.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size, k kernel size.
 Masks: True = masked.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,22 @@ from ...evolution import Geometry, reach
 from ..call import PLAIN
 from ..operation import Inputs, Operation, new_vectors, parted
 from . import kernels
-from .kernels import backward_kernel, forward_kernel
+from .kernels import attention_kernel
 
 INTERPRETED = kernels.INTERPRETED.value
+BAND, PIXELS = kernels.BAND.value, kernels.PIXELS.value
+MIX, ATTEND, UNATTEND, VECTORS, EVOLVE, SOFTEN, UNMIX = range(7)
 GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULAR, ABOVE, UNHIDDEN = (
-    bit.value for bit in kernels.FLAGS
+    1 << bit for bit in range(11)
 )
-#: a map up to this length is done by one program
-SHORT = 32
-#: Four warps, like BAND, PIXELS and ``_columns``, were the fastest of those tried on an H200.
+#: Four warps, like BAND and PIXELS, were the fastest of those tried on an H200, in kernels with another grid.
 OPTIONS = {"num_warps": 4, "num_stages": 1}
+#: So many programs keep a GPU busy; with more of them, more parts of the convolution's gradients are added up.
+PROGRAMS = 2048
+#: the types of a kernel's tensors that are not of the maps' type
+TYPES = {"hidden": torch.bool, "masked": torch.bool, "seed": torch.int64} | dict.fromkeys(
+    ("learnt", "stats", "weights", "inner", "of_weights", "partial"), torch.float32
+)
 
 _compiled: dict[tuple, Any] = {}
 
@@ -30,13 +37,15 @@ _compiled: dict[tuple, Any] = {}
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """``Inputs`` -> ``Outputs``; stats, B x K x T x 2: each row's largest score and sum of exp(score - largest)."""
     x = Inputs(*arguments)
-    context, a_logit = new_vectors(x.v, x.q), x.v.new_empty(x.maps)
-    stats = x.v.new_empty(*x.q.shape[:3], 2, dtype=torch.float32)
+    batch, heads, rows, columns = x.maps
+    context, a_logit, empty = new_vectors(x.v, x.q), x.v.new_empty(x.maps), x.v.new_empty(0)
+    stats = x.v.new_empty(batch, heads, rows, 2, dtype=torch.float32)
     weights = stats.new_empty(x.maps if x.need_weights else 0)
-    frame = Frame.of(x)
-    scratch = x.v.new_empty(frame.size)
-    _launch(forward_kernel, x, stats, (scratch, a_logit, context, weights), frame, x.need_weights, [x.q, x.k, x.v], 2)
-    return context, a_logit, weights, x.v.new_empty(0) if x.above is None else frame.last_rows(x, scratch), stats
+    kept = empty if x.above is None else x.v.new_empty(batch, heads, x.kernel_size - 1, columns)
+    mixed = x.v.new_empty(x.maps) if x.kernel_size else None
+    tensors = {"stats": stats, "mixed": mixed, "evolved": a_logit, "context": context, "weights": weights, "kept": kept}
+    _launch(x, (MIX, EVOLVE, ATTEND) if x.kernel_size else (MIX, ATTEND), tensors, WEIGHTED * x.need_weights)
+    return context, a_logit, weights, kept, stats
 
 
 def backward(*arguments: Any) -> list[Tensor]:
@@ -48,101 +57,84 @@ def backward(*arguments: Any) -> list[Tensor]:
     of_context = torch.zeros_like(context) if of.of_context is None else of.of_context
     if of_context.stride(3) != 1 or not _is_aligned(of_context):
         of_context = of_context.contiguous()
-    inner = (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3])
-    grad, frame = x.v.new_empty(x.maps), Frame.of(x)
+    empty, grad = x.v.new_empty(0), x.v.new_empty(x.maps)
     of_vectors = [new_vectors(x.q, x.q), new_vectors(x.v, x.v), new_vectors(x.v, x.v)]
     if x.given is not None:
-        of_vectors[:2] = x.v.new_empty(0), x.v.new_empty(0)
-    of_previous = x.v.new_empty(0) if x.previous is None else torch.empty_like(grad)
-    programs = _steps(x, 4)[0][1]
+        of_vectors[:2] = empty, empty
+    of_previous = empty if x.previous is None else torch.empty_like(grad)
     taps = 0 if x.weight is None else x.weight.numel()
-    partial = stats.new_empty(programs, taps + x.q.size(1) + 5)
-    scratch = x.v.new_empty(2 * frame.size + (1 if x.learnt is None else 2) * grad.numel())
-    left = (
-        *(scratch, context, inner, of_context, *_contiguous(x.v, of.of_a_logit)),
-        *(of.of_weights.contiguous() if weighted else stats, grad, *of_vectors, of_previous, partial),
-    )
-    flags = GRAD_MAP * (of.of_a_logit is not None)
-    _launch(backward_kernel, x, stats, left, frame, weighted, [x.q, x.k, x.v, of_context], 4, flags)
-    nothing = x.v.new_empty(0)
-    of_convolution = [nothing, nothing]
+    partial = stats.new_empty(x.maps[0] * _strips(x)[0], taps + x.maps[1] + 5)
+    scratch = ["evolved", *["mixed", "grad_conv"] * (x.weight is not None), *["logits"] * (x.learnt is not None)]
+    tensors = {name: torch.empty_like(grad) for name in scratch} | {
+        "stats": stats,
+        "context": context,
+        "of_context": of_context,
+        "inner": (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3]),
+        "of_map": None if of.of_a_logit is None else of.of_a_logit.contiguous(),
+        "of_weights": of.of_weights.contiguous() if weighted else None,
+        "grad": grad,
+        **dict(zip(("of_q", "of_k", "of_v"), of_vectors, strict=True)),
+        "of_previous": of_previous,
+        "partial": partial,
+    }
+    flags = WEIGHTED * weighted | GRAD_MAP * (of.of_a_logit is not None)
+    _launch(x, (UNATTEND, SOFTEN, UNMIX, VECTORS), tensors, flags)
+    of_convolution = [empty, empty]
     if x.weight is not None:  # sums of their own: results may not share memory. The same order every time
         of_convolution = [partial[:, :taps].sum(0).view(x.weight.shape), partial[:, taps:-5].sum(0)]
         of_convolution = [y.to(x.weight.dtype) for y in of_convolution]
-    of_shares = nothing if x.learnt is None else partial[:, -5:].sum(0)
-    found = [*of_vectors, nothing if x.given is None else grad, of_previous, *of_convolution, of_shares]
+    of_shares = empty if x.learnt is None else partial[:, -5:].sum(0)
+    found = [*of_vectors, empty if x.given is None else grad, of_previous, *of_convolution, of_shares]
     return [y if want else x.v.new_empty(0) for y, want in zip(found, of.wanted, strict=True)]
-
-
-class Frame(NamedTuple):
-    """The room of framed maps, in numbers: see kernels.py."""
-
-    pitch: int  # of a row
-    channel: int
-    sentence: int
-    size: int  # of the whole; 0 without a convolution
-
-    @classmethod
-    def of(cls, x: Inputs) -> "Frame":
-        """The frame of a call's maps."""
-        batch, heads, rows, columns = x.maps
-        gap, lead = max(0, x.kernel_size - 1), kernels.LEAD.value
-        pitch = (columns + gap + 15) // 16 * 16
-        channel = (rows + gap) * pitch
-        sentence = lead + heads * channel + gap * pitch
-        return cls(pitch, channel, sentence, batch * sentence + lead if x.kernel_size else 0)
-
-    def last_rows(self, x: Inputs, framed: Tensor) -> Tensor:
-        """The last k - 1 rows of each channel, those above it included: B x K x (k - 1) x S."""
-        batch, heads, rows, columns = x.maps
-        shape, strides = (batch, heads, x.kernel_size - 1, columns), (self.sentence, self.channel, self.pitch, 1)
-        return framed.as_strided(shape, strides, kernels.LEAD.value + rows * self.pitch).contiguous()  # frees the frame
 
 
 # ---- launches
 
 
-def _launch(
-    kernel: Any,
-    x: Inputs,
-    stats: Tensor,
-    others: tuple[Tensor, ...],
-    frame: "Frame",
-    weighted: bool,
-    vectors: list[Tensor],
-    count: int,
-    flags: int = 0,
-) -> None:
-    """Launch a kernel. Only this kernel takes ``others``; it reads ``vectors`` by their strides."""
-    unit, dtype = unit_of(x.q, x.k, x.v, x.given), x.v.dtype
-    vectors = [x.v if x.given is not None and index < 2 else _by_rows(y) for index, y in enumerate(vectors)]
-    given, previous, above, weight, bias = _contiguous(x.v, x.given, x.previous, x.above, x.weight, x.bias)
-    nothing = stats.view(torch.bool) if x.hidden is None or x.masked is None else None  # kernels do not read it
-    tensors = (
-        *(*vectors[:3], given, previous, above, weight, bias, stats if x.learnt is None else x.learnt),
-        *(nothing if x.hidden is None else x.hidden, nothing if x.masked is None else x.masked),
-        *(stats.view(torch.int64) if x.seed is None else x.seed, stats, *others),
+def _launch(x: Inputs, steps: tuple[int, ...], others: dict[str, Tensor | None], flags: int) -> None:
+    """Launch phases, which read the inputs and, by their names in kernels.py, other tensors."""
+    if type(x.v) not in PLAIN:  # torch.compile asks for the shapes only
+        return
+    batch, heads, rows, columns = x.maps
+    dtype, unit = x.v.dtype, unit_of(x.q, x.k, x.v, x.given)
+    q, k, v = (_by_rows(y) for y in ((x.q, x.k, x.v) if x.given is None else (x.v, x.v, x.v)))
+    of_context = q if others.get("of_context") is None else others["of_context"]
+    tensors = {**x._asdict(), **others, "q": q, "k": k, "v": v}
+    for name in ("given", "previous", "above", "weight", "bias"):
+        tensors[name] = None if tensors[name] is None else tensors[name].contiguous()
+    addressed = tuple(
+        _nothing(TYPES.get(name, dtype), x.v.device) if tensors.get(name) is None else tensors[name]
+        for name in kernels.TENSORS
     )
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
     left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
-    flags |= WEIGHTED * weighted | SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
+    flags |= SEPARATE * (not x.same) | TRIANGULAR * triangular | ABOVE * (x.above is not None)
     if x.same and x.hidden is not None and (x.keep_map or x.hidden is not x.masked):
         flags |= UNHIDDEN  # what is carried has no zeros there, and somebody looks
     threshold = round(x.dropout * 65536)  # a place survives dropout where its 16 random bits are not below that
     numbers = (
-        *(*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3)),
-        *(frame.pitch // 16, *_mask_strides(x.hidden), *_mask_strides(x.masked)),
-        *(top, left, flags, threshold, x.scale, *x.shares, torch.finfo(dtype).min),
+        *(*_mask_strides(x.hidden), *_mask_strides(x.masked), top, left, flags, threshold),
+        *[stride // unit for y in (q, k, v, of_context) for stride in y.stride()[:3]],
         # float16's sums are kept within half of its range, as in evolution.py
+        *(x.scale, *x.shares, torch.finfo(dtype).min),
         torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
-        *[stride // unit for y in vectors for stride in y.stride()[:3]],
     )
-    heads, kernel_size, width = constants_of(x.v.size(1), x.kernel_size, x.v.size(3))
-    for step, programs in _steps(x, count):
-        constants = (heads, kernel_size, unit, width, _columns(x), step)
-        _run(kernel, (programs, 1, 1), tensors, (*numbers, *constants), (dtype, x.v.device, constants))
+    sizes = (*x.maps, x.v.size(3) // unit, x.q.size(0) // x.v.size(0), 0 if x.above is None else x.above.size(3))
+    most, kernel_size, width = constants_of(heads, x.kernel_size, x.v.size(3))
+    block = _block(x.v)
+    bands, blocks = -(-rows // BAND), -(-columns // block)
+    for step in steps:
+        if step >= EVOLVE:
+            parts, tiles = _strips(x)
+            programs = batch * parts
+        else:
+            tiles, parts = 0, bands if step != VECTORS else blocks + bands * (x.given is None)
+            programs = batch * heads * parts
+        constants = (most, kernel_size, unit, width, block, step)
+        arguments = (*sizes, parts, tiles, *numbers, *constants)
+        _run(attention_kernel, (programs, 1, 1), addressed, arguments, (dtype, x.v.device, constants))
 
 
 def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple, key: tuple) -> None:
@@ -151,8 +143,6 @@ def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], o
     Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that. They
     pass addresses, since Triton asks the driver about every tensor. So callers must have checked the tensors' devices.
     """
-    if type(tensors[2]) not in PLAIN:  # torch.compile asks for the shapes only
-        return
     if INTERPRETED:
         kernel[grid](*tensors, *others, **OPTIONS)
     else:
@@ -163,26 +153,23 @@ def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], o
             compiled[grid](*[x.data_ptr() for x in tensors], *others)
 
 
-def is_short(rows: int, columns: int) -> bool:
-    """Whether a program does a whole sentence, in one launch: a short one, or a step of decoding."""
-    return rows == 1 or max(rows, columns) <= SHORT
+def _strips(x: Inputs) -> tuple[int, int]:
+    """Programs of a sentence for a phase of all heads, and tiles of pixels of each."""
+    batch, _, rows, columns = x.maps
+    tiles = -(-rows * (-(-columns // 4) * 4) // PIXELS)
+    each = 2 + batch * tiles // PROGRAMS  # at least two, so that the trial sees a program that does several
+    return -(-tiles // each), each
 
 
-def _steps(x: Inputs, count: int) -> list[tuple[int, int]]:
-    """The launches, ``count`` for long maps: their steps and programs."""
-    batch, heads, rows, columns = x.maps
-    if is_short(rows, columns):
-        return [(0, batch)]
-    bands = batch * -(-rows // kernels.BAND.value)
-    blocks = batch * heads * -(-columns // _columns(x))
-    return [(step, blocks if step == 4 else bands) for step in range(1, count + 1)]
+def _block(v: Tensor) -> int:
+    """Columns of a head's tile: as many as there are registers for."""
+    return 32 if v.element_size() == 2 or v.size(3) <= 64 else 16
 
 
-def _columns(x: Inputs) -> int:
-    """Columns of a head's tile: a short map's, or as many as there are registers for."""
-    size = x.v.element_size()
-    most = 128 // size if x.v.size(3) <= 64 else 64 // (size // 2) ** 2
-    return min(SHORT, most) if is_short(*x.maps[2:]) else most
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In the place of a tensor that phases do not read."""
+    return torch.empty(16, dtype=dtype, device=device)
 
 
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:
@@ -206,10 +193,6 @@ def _is_aligned(x: Tensor) -> bool:
 def _by_rows(x: Tensor) -> Tensor:
     """The same vectors, each contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _contiguous(other: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    return [other if x is None else x.contiguous() for x in tensors]
 
 
 def _mask_strides(mask: Tensor | None) -> list[int]:

@@ -36,11 +36,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: the inputs that have gradients, beside the shares
 INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
-#: Rows and columns of the trial's problem. Short maps (True) have two bands of rows; long ones have several bands, and
-#: blocks of columns.
-SIZES = {True: (20, 31), False: (35, 70)}
-#: Rows and columns of a search's step, by the kernel of short maps: several blocks.
-STEP = 1, 70
+#: rows and columns of the trial's problems: several bands of rows and blocks of columns
+SIZE = 35, 70
 #: the verdict on a right variant; any other verdict names a fault
 RIGHT = "right"
 
@@ -56,20 +53,18 @@ class Variant(NamedTuple):
     kernel_size: int  # 0: no convolution
     width: int
     unit: int  # see ``operation.unit_of``
-    short: bool
     gradients: bool  # whether to try them too, which compiles the backward kernel
 
     @classmethod
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
-        _, heads, rows, columns = call.maps
+        heads = call.maps[1]
         kernel_size = 0 if is_always(call.coefficients.c, 0) else call.kernel_size
         # With dropout always: a layer that is computed again for its gradients must drop the same as before.
         gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
         heads, kernel_size, width = operation.constants_of(heads, kernel_size, call.v.size(3))
-        short = bool(operation.is_short(rows, columns))  # which torch.compile may not know yet
         unit = operation.unit_of(call.q, call.k, call.v, call.given)
-        return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, short, gradients)
+        return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, gradients)
 
 
 @constant
@@ -169,12 +164,12 @@ def _multiples(step: float, *shape: int, spread: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread / step).round() * step
 
 
-def _problem(variant: Variant, learnt: bool, shape: tuple[int, int] | None = None) -> Call:
+def _problem(variant: Variant, learnt: bool) -> Call:
     """A small call in float64: an encoder's with weights, or a decoder's with given logits and learnt shares.
 
     The decoder carries another sum than it mixes.
     """
-    rows, columns = shape or SIZES[variant.short]
+    rows, columns = SIZE
     width = variant.width if variant.unit == 8 else max(1, variant.width - 3)
     heads, size = variant.heads, variant.kernel_size
     maps = (2, heads, rows, columns)
@@ -206,7 +201,7 @@ def _problem(variant: Variant, learnt: bool, shape: tuple[int, int] | None = Non
 
 def _steps(variant: Variant) -> Call:
     """Some steps of a search: rows below those of earlier steps, of two hypotheses that share a sentence's keys."""
-    call, size = _problem(variant, False, STEP if variant.short else None), variant.kernel_size
+    call, size = _problem(variant, learnt=False), variant.kernel_size
     columns = call.k.size(2)
     return replace(
         call,
