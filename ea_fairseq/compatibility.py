@@ -11,9 +11,11 @@ What worked before works as before, also for programs that use fairseq alone.
 | ``EncDecBaseConfig.layers_to_keep`` | ``--encoder-layers-to-keep 0,2`` | a list that readers want to split |
 | ``NGramRepeatBlock._no_repeat_ngram`` | ``--no-repeat-ngram-size`` | it looks at the buffer's empty end |
 | ``rdrop.duplicate_input`` | R-Drop with ``--eval-bleu`` | BLEU of a batch that is doubled |
+| ``FairseqOptimizer.load_state_dict`` | older runs with ``--ea-learn-mix`` | moments without the shares' axis |
 """
 
 import functools
+import itertools
 import types
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -24,6 +26,7 @@ from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
 from fairseq.data import bucket_pad_length_dataset, language_pair_dataset, token_block_dataset
 from fairseq.models.transformer.transformer_config import EncDecBaseConfig
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.optim import FairseqOptimizer
 from fairseq.tasks.denoising import DenoisingConfig
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from torch import Tensor
@@ -48,15 +51,36 @@ def mend_fairseq() -> None:
     NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
     rdrop.duplicate_input = _duplicate_copy
+    FairseqOptimizer.load_state_dict = _load_with_axes
 
 
 _duplicate_in_place = rdrop.duplicate_input
+_load_state_dict = FairseqOptimizer.load_state_dict
 
 
 def _duplicate_copy(sample: dict[str, Any]) -> dict[str, Any]:
     """A batch, or its inputs alone, with every sentence twice, for R-Drop; what is given stays as it is."""
     inputs = {"net_input": {**sample["net_input"]}} if "net_input" in sample else {}
     return _duplicate_in_place({**sample, **inputs})
+
+
+def _load_with_axes(
+    self: FairseqOptimizer, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None
+) -> None:
+    """Load a state in which moments of parameters of shape (1,) may have shape ().
+
+    They are changed in place, since fairseq's memory-efficient half precision reads the state once more.
+    """
+    saved, ours = (
+        itertools.chain.from_iterable(group["params"] for group in groups)
+        for groups in (state_dict["param_groups"], self.param_groups)
+    )
+    for number, parameter in zip(saved, ours, strict=False):  # loading itself compares their numbers
+        moments = state_dict["state"].get(number, {})
+        for name, value in moments.items():
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 and parameter.shape == (1,):
+                moments[name] = value[None]
+    _load_state_dict(self, state_dict, optimizer_overrides)
 
 
 class _NumPy(types.ModuleType):

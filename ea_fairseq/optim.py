@@ -44,7 +44,7 @@ class Layout:
         """One tensor of all; None counts as zeros.
 
         Args:
-                like: a tensor of the type and device of all.
+            like: a tensor of the type and device of all.
             out: where the result belongs; by default in new memory.
         """
         zeros, parts = like.new_zeros(ALIGNMENT), []

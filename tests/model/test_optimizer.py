@@ -94,6 +94,30 @@ def test_checkpoints_of_either_kind_resume_under_the_other(precision, tmp_path):
         assert (one - other).norm() < off * other.norm()
 
 
+@pytest.mark.parametrize("build", [trainers.flat, trainers.stock], ids=["flat", "stock"])
+@pytest.mark.parametrize("precision, flags", [("fp32", []), ("bf16", ["--memory-efficient-bf16"])])
+def test_older_runs_whose_learnt_shares_have_no_axis_resume(build, precision, flags, tmp_path):
+    trainer = build("--ea-learn-mix", *flags, precision=precision)
+    data, ways = trainers.batches(trainer, 4), []
+    trainers.train(trainer, data[:2])
+    path = saved(trainer, tmp_path / "checkpoint.pt")
+    older = torch.load(path, weights_only=True)
+    shares = [key for key in older["model"] if key.endswith(("evolution.alpha", "evolution.beta"))]
+    older["model"].update({key: older["model"][key].squeeze(0) for key in shares})
+    moments = [entry for entry in older["last_optimizer_state"]["state"].values() if entry["exp_avg"].shape == (1,)]
+    for entry in moments:
+        entry.update({key: entry[key].squeeze(0) for key in ("exp_avg", "exp_avg_sq")})
+    assert len(shares) == len(moments) > 0
+    torch.save(older, tmp_path / "older.pt")
+    for checkpoint in (path, tmp_path / "older.pt"):
+        goes_on = build("--ea-learn-mix", *flags, precision=precision)
+        goes_on.load_checkpoint(str(checkpoint))
+        torch.manual_seed(1)
+        trainers.train(goes_on, data[2:])
+        ways.append(trainers.weights(goes_on))
+    assert torch.equal(*ways)
+
+
 def test_a_state_that_it_cannot_have_is_refused():
     trainer = trainers.flat()
     trainers.train(trainer, trainers.batches(trainer, 1))

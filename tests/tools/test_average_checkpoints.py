@@ -45,6 +45,12 @@ def test_mean_of_the_last_n(tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+def test_a_run_may_have_gone_on_since_learnt_shares_have_an_axis(tmp_path):
+    shares = {"old": torch.tensor(0.5), "new": torch.tensor([1.0])}
+    paths = [checkpoint(tmp_path / f"{age}.pt", 1.0, tensors={"alpha": share}) for age, share in shares.items()]
+    assert average_checkpoints.average(paths)["model"]["alpha"].equal(torch.tensor([0.75]))
+
+
 def test_upper_bound_and_updates(tmp_path):
     for number in (100, 200, 1000):
         checkpoint(tmp_path / f"checkpoint_1_{number}.pt", float(number))

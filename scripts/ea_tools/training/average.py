@@ -175,7 +175,8 @@ _MAY_CHANGE = {"data", "dataset_impl", "num_batch_buckets", "train_subset", "ups
 
 def _skeleton(state: dict) -> dict[str, dict]:
     """Averaged checkpoints must share these: settings, seed, the task's options, and each key's shape and type."""
-    tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
+    # Learnt shares of older checkpoints have no axis, and a run may have gone on since.
+    tensors = {key: f"{tuple(value.shape) or (1,)} {value.dtype}" for key, value in state["model"].items()}
     task = section(state, "task").items()
     of_task = {name: value for name, value in task if name not in _MAY_CHANGE and not name.startswith("eval_")}
     seed = section(state, "common").get("seed", settings(state).get("seed"))
