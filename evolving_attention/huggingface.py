@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from . import __version__
 from .evolution import Evolution, Geometry, check
 from .functional import attend
 from .kernels import Call, sees
@@ -30,7 +31,7 @@ from .masks import MASKED_FROM, hide_rows
 
 #: the name of the attention implementation
 NAME = "evolving"
-#: the entry of config.json with the arguments of ``evolve``
+#: the entry of config.json with the arguments of ``evolve``, and the version
 SETTINGS = "evolving_attention"
 #: model types whose kinds of attention are known; others may share layers, cut maps into windows, or cap logits
 MODEL_TYPES = (
@@ -97,7 +98,7 @@ def evolve(
             module.config._attn_implementation = NAME
             # for config.json, so that no plain class takes the folder for a plain model's
             module.config.attn_implementation = NAME
-    setattr(model.config, SETTINGS, settings)
+    setattr(model.config, SETTINGS, {**settings, "version": __version__})
     return model
 
 
@@ -123,14 +124,26 @@ def from_pretrained(model_class: type[Model], folder: str, **options: Any) -> Mo
                 f"{folder}: its configuration has no {SETTINGS!r}; load it with {model_class.__name__}.from_pretrained "
                 "and pass it to evolve"
             )
+        has_axes = settings.pop("version", None) is not None
         evolve(self, **settings)
+        if not has_axes:
+            _shape_shares(self, ())
 
     evolved = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
     model, info = evolved.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(key for key in info["missing_keys"] if ".evolution." in key):
         raise ValueError(f"{folder}: has no {missing[0]}; was it saved by a model that did not evolve?")
     model.__class__ = model_class
+    _shape_shares(model, (1,))
     return model
+
+
+def _shape_shares(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Give learnt shares a shape: (1,), or () as in folders without a version."""
+    for module in model.modules():
+        if isinstance(module, Evolution):
+            for name, share in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(share.detach().view(shape)))
 
 
 class EvolvingLayer(DynamicLayer):

@@ -1,6 +1,7 @@
 """Models of Hugging Face: their own numbers where nothing evolves, else those of the paper's loops."""
 
 import copy
+import json
 import threading
 from collections import Counter
 
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -536,6 +538,19 @@ def test_round_trip(name, tmp_path):
     assert type(loaded) is type(model)
     assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert_close(loaded(**inputs(name)).logits, model(**inputs(name)).logits)
+
+
+def test_older_folders_whose_learnt_shares_have_no_axis_load(tmp_path):
+    model = build("bert", alpha=0.4, beta=0.3, learn_mix=True)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config[huggingface.SETTINGS]["version"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shares = {key: x.squeeze(0) for key, x in model.state_dict().items() if key.endswith((".alpha", ".beta"))}
+    save_file({**load_file(tmp_path / "model.safetensors"), **shares}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = from_pretrained(type(model), tmp_path, dtype=torch.float64)
+    assert shares
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_checkpoint_without_evolution_is_named(tmp_path):
