@@ -24,7 +24,7 @@ def combine(
             are masked, and others are added; of any other type, anything but zero is masked.
         heads: K.
     """
-    masked = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
+    masked = None if key_padding_mask is None else _as_bool(key_padding_mask[:, None, None, :])
     if attn_mask is None:
         return masked, None
     if attn_mask.dim() not in (2, 3, 4):
@@ -36,15 +36,20 @@ def combine(
         hides = attn_mask <= MASKED_FROM
         added = attn_mask.masked_fill(hides, 0)
     else:
-        hides = attn_mask.bool()
+        hides = _as_bool(attn_mask)
     return hides if masked is None else masked | hides, added
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A mask as bool; compiled, it is new: Inductor fails at some views of changing size that the way back needs."""
+    return mask.ne(0) if torch.compiler.is_compiling() else mask.bool()
 
 
 def hide_rows(masked: Tensor | None, query_padding: Tensor | None) -> Tensor | None:
     """The places where the convolution must see zero: ``masked``, and the rows of padded queries, B x T."""
     if query_padding is None:
         return masked
-    rows = query_padding.bool()[:, None, :, None]
+    rows = _as_bool(query_padding[:, None, :, None])
     return rows if masked is None else masked | rows
 
 

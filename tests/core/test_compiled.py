@@ -94,6 +94,12 @@ def test_a_compiled_training_step_is_the_eager_one(name):
         assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_inductor_compiles_stacked_convolutions_for_changing_lengths():
+    model, (x, padding) = TwoLayers(**SHAPES["several convolutions"]), padded()
+    assert_close(torch.compile(model, dynamic=True)(x, padding), model(x, padding), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_an_exported_model_keeps_the_kernel(name):
