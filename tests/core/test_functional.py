@@ -53,6 +53,8 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=Non
         ),
         (lambda: attend("decoder"), r"geometry 'decoder': must be one of Geometry.ENCODER_SELF, "),
         (lambda: evolving_attention(*torch.randn(3, 1, 2, 5, 4), geometry="x"), r"geometry 'x': must be one of"),
+        (lambda: attend(kernel_size=-1), "kernel_size -1: must be"),
+        (lambda: EvolvingAttention(Geometry.ENCODER_SELF, 8, 0), "num_heads 0 does not divide embed_dim 8"),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
         (lambda: attend(rule="predictive", conv_layers=0), "conv_layers 0: rule 'predictive' takes 1 or more"),
@@ -69,12 +71,26 @@ def test_what_would_give_other_numbers_is_refused(call, message):
         call()
 
 
+@pytest.mark.parametrize("share", [0, 1, torch.tensor(1.5)], ids=["0", "1", "learnt"])
+def test_shares_may_be_0_and_1_and_learnt_ones_anything(share):
+    q, weight, previous = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.randn(1, 2, 5, 5)
+    _, a_logit = evolving_attention(q, q, q, previous, weight, torch.zeros(2), alpha=share, beta=0.0)
+    assert_close(a_logit, share * previous + (1 - share) * q @ q.mT / 2)
+
+
 def test_autocast_may_make_logits_of_another_type_than_the_map_before():
     q, previous, weight = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
     arguments = q, q, q, previous, weight, torch.zeros(2)
     with torch.autocast("cpu", torch.bfloat16):
         output, _ = evolving_attention(*arguments, plain=True)
     assert_close(output.float(), evolving_attention(*arguments)[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_map_before_may_have_another_type(rule):
+    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, rule=rule).bfloat16()
+    x, previous = torch.randn(1, 5, 8).bfloat16(), torch.randn(1, 2, 5, 5).bfloat16()
+    assert_close(attention(x, previous=previous.float()), attention(x, previous=previous))
 
 
 def test_a_module_says_what_it_is_made_of():
@@ -100,9 +116,12 @@ def test_projections_may_have_no_bias():
 def test_logits_beyond_float16_stay_finite(rule):
     """As in the plain Transformer, whose softmax alone reads them."""
     q = torch.tensor([-600.0, 600]).half().repeat(1, 2, 3, 4).mT
-    previous, weight = torch.zeros(1, 2, 8, 8).half(), torch.full((2, 2, 3, 3), 0.1).half()
-    output, a_logit = evolving_attention(q, q, q, previous, weight, torch.zeros(2).half(), rule=rule)
-    assert output.isfinite().all() and a_logit.isfinite().all()
+    previous, weight = torch.zeros(1, 2, 8, 8).half(), torch.ones(2, 2, 3, 3).half()
+    for share in (0.1, torch.tensor(0.0)):
+        shares = {"alpha": share, "beta": share}
+        for _ in range(3):
+            output, previous = evolving_attention(q, q, q, previous, weight, torch.zeros(2).half(), rule=rule, **shares)
+            assert output.isfinite().all() and previous.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
@@ -178,6 +197,28 @@ def test_steps_with_a_cache_give_the_rows_of_the_whole(geometry, at_once, dtype)
     assert_close(torch.cat(outputs, 1)[real], whole.output[real], rtol=1e-5, atol=1e-5)
 
 
+def test_a_float_mask_is_added_to_the_logits():
+    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0, beta=0)
+    x, added = torch.randn(2, 5, 8), torch.randn(5, 5)
+    before, after = (attention(x, attn_mask=mask, need_weights=True).weights for mask in (None, added))
+    assert_close(after, (before.log() + added).softmax(-1))
+
+
+def test_relative_positions_start_without_effect():
+    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, relative_positions=2), torch.randn(2, 5, 8)
+    before = attention(x).output
+    attention.relative_positions = None
+    assert_close(attention(x).output, before)
+
+
+def test_weights_are_dropped_in_training_alone():
+    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, dropout=0.5), torch.randn(2, 5, 8)
+    dropped, whole = attention(x), attention.eval()(x)
+    attention.dropout = 0.0
+    assert torch.equal(whole.output, attention(x).output) and not torch.equal(whole.output, dropped.output)
+    assert whole.cache is None
+
+
 def test_padding_hides_keys_and_the_rows_of_padded_queries():
     attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, beta=0.5), torch.randn(2, 5, 8)
     padding = torch.tensor([[True, True, False, False, False], [False] * 5])
@@ -206,11 +247,17 @@ def test_weights_are_those_before_dropout(plain):
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
 def test_shares_learnt_from_zero_have_gradients(plain):
-    """A parameter of value 0 is not the constant 0: else learning would never start."""
+    """A parameter of value 0 is not the constant 0: its gradient is that of a value nearby."""
     attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0, beta=0, learn_mix=True, plain=plain)
-    output = attention(torch.randn(2, 5, 8), previous=torch.randn(2, 2, 5, 5)).output
-    output.square().sum().backward()
-    assert attention.evolution.alpha.grad != 0 and attention.evolution.beta.grad != 0
+    x, previous = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5)
+    shares, gradients = [attention.evolution.alpha, attention.evolution.beta], []
+    for value in (0, 1e-4):
+        for share in shares:
+            torch.nn.init.constant_(share, value)
+        loss = attention(x, previous=previous).output.square().sum()
+        gradients.append(torch.autograd.grad(loss, shares))
+    assert_close(*gradients, rtol=1e-2, atol=1e-4)
+    assert all(gradients[0])
 
 
 def test_learnt_shares_have_an_axis_and_older_checkpoints_load():
