@@ -318,6 +318,12 @@ def test_a_mask_of_fewer_axes_broadcasts(shape):
         assert_close(ours, whole)
 
 
+def test_masked_places_are_hidden_from_the_convolution():
+    q, weight, mask = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.rand(5, 5) < 0.3
+    given = q, q, q, None, weight, torch.zeros(2)
+    assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=mask, hidden=mask))
+
+
 def test_a_mask_of_four_axes_stays():
     mask = torch.where(torch.rand(3, 2, 4, 5) < 0.5, -torch.inf, 0.5)
     masked, added = combine(None, mask, heads=2)
