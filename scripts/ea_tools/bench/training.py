@@ -27,7 +27,7 @@ from ea_tools.training.products import require_bf16_units
 from ea_tools.training.recipes import read, spell_flags
 
 #: flags of recipes that only translation has, and what trains a model with one side
-OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings"}
+OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings", "share-decoder-input-output-embed"}
 #: a third candidate: our model and one optimizer call for all parameters
 FLAT = f"ours, {optim.NAME}"
 CRITERIA = {ENCODER: "masked_lm", DECODER: "cross_entropy"}
@@ -106,6 +106,8 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str, o
     if sides != BOTH:
         flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
         flags["criterion"] = CRITERIA[sides]
+    elif not args.data:  # the benchmark's words are one dictionary
+        flags = {**flags, "share-all-embeddings": True, "share-decoder-input-output-embed": False}
     flags["optimizer"] = optimizer
     longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
     flags = [
