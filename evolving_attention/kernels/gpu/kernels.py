@@ -127,12 +127,10 @@ def _hides(mask, b, i, j, exists):
 
 @triton.jit
 def _shares(learnt, a, b, c, d, e, flags):
-    """The five numbers: constants, or where any is learnt, all from memory."""
+    """The five numbers: constants, or where any is learnt, all from memory. d = e = 0 where carried is mixed itself."""
     if (flags & LEARNT) != 0:
         a, b, c = tl.load(learnt), tl.load(learnt + 1), tl.load(learnt + 2)
         d, e = tl.load(learnt + 3), tl.load(learnt + 4)
-    if (flags & SEPARATE) == 0:  # carried is mixed itself: one sum serves both
-        d, e = d * 0, e * 0
     return a, b, c, d, e
 
 

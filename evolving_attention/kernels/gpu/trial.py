@@ -53,18 +53,14 @@ class Variant(NamedTuple):
     kernel_size: int  # 0: no convolution
     width: int
     unit: int  # see ``operation.unit_of``
-    gradients: bool  # whether to try them too, which compiles the backward kernel
 
     @classmethod
     def of(cls, call: Call) -> "Variant":
         """The variant that does this call."""
-        heads = call.maps[1]
         kernel_size = 0 if is_always(call.coefficients.c, 0) else call.kernel_size
-        # With dropout always: a layer that is computed again for its gradients must drop the same as before.
-        gradients = call.dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors))
-        heads, kernel_size, width = operation.constants_of(heads, kernel_size, call.v.size(3))
+        heads, kernel_size, width = operation.constants_of(call.maps[1], kernel_size, call.v.size(3))
         unit = operation.unit_of(call.q, call.k, call.v, call.given)
-        return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit, gradients)
+        return cls(call.v.device, call.v.dtype, heads, kernel_size, width, unit)
 
 
 @constant
@@ -141,16 +137,14 @@ def errors(variant: Variant) -> dict[str, float]:
     found = _errors(variant, learnt)
     constant = _errors(variant, _problem(variant, learnt=False))
     found |= {f"{name} of constant shares": error for name, error in constant.items()}
-    steps = _errors(variant._replace(gradients=False), _steps(variant))
-    found |= {f"{name} of steps": error for name, error in steps.items()}
-    if variant.gradients:
-        found["dropout in the backward pass"] = _distance(*_dropped(_moved(learnt, variant.device, variant.dtype)))
+    found |= {f"{name} of steps": error for name, error in _errors(variant, _steps(variant), False).items()}
+    found["dropout in the backward pass"] = _distance(*_dropped(_moved(learnt, variant.device, variant.dtype)))
     return found
 
 
-def _errors(variant: Variant, call: Call) -> dict[str, float]:
-    ours = _results(variant, _moved(call, variant.device, variant.dtype), gpu.attend)
-    truth = _results(variant, _moved(call, torch.device("cpu"), torch.float64), compose)
+def _errors(variant: Variant, call: Call, gradients: bool = True) -> dict[str, float]:
+    ours = _results(_moved(call, variant.device, variant.dtype), gpu.attend, gradients)
+    truth = _results(_moved(call, torch.device("cpu"), torch.float64), compose, gradients)
     return {name: _distance(ours[name], true) for name, true in truth.items()}
 
 
@@ -224,16 +218,16 @@ def _moved(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
     return Call(**{**values, "coefficients": Coefficients(*map(there, call.coefficients))})
 
 
-def _results(variant: Variant, call: Call, run: Callable[[Call], Result]) -> dict[str, Tensor]:
-    """All results of a call, and gradients of an uneven sum of them, by name."""
+def _results(call: Call, run: Callable[[Call], Result], gradients: bool) -> dict[str, Tensor]:
+    """All results of a call, and where wanted, gradients of an uneven sum of them, by name."""
     found = {name: x for name, x in run(call)._asdict().items() if x is not None}
-    if variant.gradients:
+    if gradients:
         loss = sum((x * _multiples(1 / 32, *x.shape).to(x)).sum() for x in found.values())
         inputs = {f"the gradient of {name}": x for name in INPUTS if (x := getattr(call, name)) is not None}
         shares = [share for share in call.coefficients if isinstance(share, Tensor)]
-        gradients = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
-        found |= {name: x for name, x in zip(inputs, gradients, strict=False) if x is not None}
-        of_shares = [x for x in gradients[len(inputs) :] if x is not None]
+        of_all = torch.autograd.grad(loss, [*inputs.values(), *shares], allow_unused=True)
+        found |= {name: x for name, x in zip(inputs, of_all, strict=False) if x is not None}
+        of_shares = [x for x in of_all[len(inputs) :] if x is not None]
         if of_shares:  # as one: each alone may be a small sum of large numbers
             found["the gradient of the shares"] = torch.stack(of_shares)
     return {name: x.detach() for name, x in found.items()}
