@@ -323,7 +323,7 @@ def test_a_variant_that_a_capture_meets_before_its_trial_is_remembered(monkeypat
     trial = pytest.importorskip("evolving_attention.kernels.gpu.trial")
     monkeypatch.setattr(trial, "_capturing", lambda device: True)
     monkeypatch.setattr(gpu, "untried", [])
-    assert not trial.passed((torch.device("cpu"), torch.float32, 4, 3, 16, 1, True))
+    assert not trial.passed((torch.device("cpu"), torch.float32, 4, 3, 16, 1))
     assert len(gpu.untried) == 1
 
 

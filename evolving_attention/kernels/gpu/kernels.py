@@ -21,7 +21,7 @@ bits.
 """
 
 import os
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -48,46 +48,18 @@ WEIGHTED, SEPARATE, LEARNT, GRAD_MAP = tl.constexpr(16), tl.constexpr(32), tl.co
 TRIANGULAR, ABOVE, UNHIDDEN = tl.constexpr(256), tl.constexpr(512), tl.constexpr(1024)
 
 
-class Call(NamedTuple):
-    """What phases read and write. Maps and rows begin at the sentence; strides of vectors and D are in units."""
-
-    b: Any  # the sentence
-    source: Any  # whose keys and values it reads
-    q: Any
-    k: Any
-    v: Any
-    given: Any
-    previous: Any
-    above: Any  # K x (k - 1) x before
-    weight: Any
-    bias: Any
-    seed: Any
-    hidden: Any  # address and strides, as the next
-    masked: Any
-    stats: Any  # of each row: the largest score, and the sum of exp(score - largest)
-    mixed: Any
-    evolved: Any  # carried where it is not mixed; then A_logit, or in the backward pass P after dropout
-    logits: Any  # only where a share is learnt, in the backward pass
-    grad_conv: Any  # of Conv(mixed), without c
-    grad: Any  # of P after dropout, then of A_logit, then of the logits
-    B: Any
-    K: Any
-    T: Any
-    S: Any
-    D: Any
-    before: Any  # columns of ``above``
-    q_strides: Any
-    k_strides: Any
-    v_strides: Any
-    shares: Any  # a to e
-    top: Any  # pixel (i, j) reads row i + a - top and column j + b - left
-    left: Any
-    scale: Any  # of q k^T
-    lowest: Any
-    limit: Any
-    threshold: Any
-    kept_scale: Any
-    flags: Any
+#: The arguments of phases: tensors, masks (address and strides), sizes, strides of vectors, numbers. Maps and rows
+#: begin at sentence ``b``, which reads keys and values of sentence ``source``. Strides of vectors and D are in units.
+#:
+#: ``stats``: each row's largest score, and its sum of exp(score - largest). ``evolved``: carried where it is not mixed,
+#: then A_logit; in the backward pass P after dropout. ``logits``: in the backward pass, where a share is learnt.
+#: ``grad_conv``: of Conv(mixed), without c. ``grad``: of P after dropout, then of A_logit, then of the logits.
+#: Pixel (i, j) reads row i + a - top and column j + b - left. ``before``: the columns of ``above``. ``shares``: a to e.
+Call = namedtuple(
+    "Call",
+    "b source q k v given previous above weight bias seed hidden masked stats mixed evolved logits grad_conv grad "
+    "B K T S D before q_strides k_strides v_strides shares top left scale lowest limit threshold kept_scale flags",
+)
 
 
 # ---- pieces of phases
@@ -152,14 +124,14 @@ def _survives(call, row, quad):
 
 @triton.jit
 def _tile(call, h, i, j):
-    """Which pixels of a head's tile exist, and their places in a map."""
+    """A head's tile: True where pixels exist, and their places in a map."""
     return (i < call.T)[:, None] & (j < call.S)[None, :], (h * call.T + i[:, None]) * call.S + j[None, :]
 
 
 @triton.jit
 def _pixels(call, tile):
     """A tile of all heads: its pixels' rows and columns, which exist, in which head, and places in a map."""
-    pitch = tl.cdiv(call.S, 4) * 4  # dropout draws four columns at once
+    pitch = tl.cdiv(call.S, 4) * 4  # one draw of dropout's generator serves four columns
     p = tile * PIXELS + tl.arange(0, PIXELS)
     i, j = p // pitch, p % pitch
     o = tl.arange(0, CHANNELS)
@@ -515,18 +487,13 @@ def _of_keys(
 
 # ---- the kernel
 
-#: the kernel's arguments, in order: tensors, whole numbers, other numbers
-TENSORS = (
-    "q k v given previous above weight bias learnt hidden masked seed stats mixed evolved context weights kept logits "
-    "grad_conv grad inner of_context of_map of_weights of_q of_k of_v of_previous partial"
-).split()
-NUMBERS = (
+_NUMBERS = (
     "B K T S D beams before parts tiles hidden_b hidden_t hidden_s masked_b masked_t masked_s top left flags threshold "
     "q_b q_h q_t k_b k_h k_t v_b v_h v_t g_b g_h g_t"
 ).split()
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def attention_kernel(
     q, k, v, given, previous, above, weight, bias, learnt, hidden, masked, seed, stats, mixed, evolved, context,
     weights, kept, logits, grad_conv, grad, inner, of_context, of_map, of_weights, of_q, of_k, of_v, of_previous,

@@ -26,7 +26,9 @@ GIVEN, PREVIOUS, HIDDEN, MASKED, WEIGHTED, SEPARATE, LEARNT, GRAD_MAP, TRIANGULA
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 #: So many programs keep a GPU busy; with more of them, more parts of the convolution's gradients are added up.
 PROGRAMS = 2048
-#: the types of a kernel's tensors that are not of the maps' type
+#: the kernel's tensors, in order
+TENSORS = attention_kernel.arg_names[: attention_kernel.arg_names.index("B")]
+#: the types of those that are not of the maps' type
 TYPES = {"hidden": torch.bool, "masked": torch.bool, "seed": torch.int64} | dict.fromkeys(
     ("learnt", "stats", "weights", "inner", "of_weights", "partial"), torch.float32
 )
@@ -103,8 +105,7 @@ def _launch(x: Inputs, steps: tuple[int, ...], others: dict[str, Tensor | None],
     for name in ("given", "previous", "above", "weight", "bias"):
         tensors[name] = None if tensors[name] is None else tensors[name].contiguous()
     addressed = tuple(
-        _nothing(TYPES.get(name, dtype), x.v.device) if tensors.get(name) is None else tensors[name]
-        for name in kernels.TENSORS
+        _nothing(TYPES.get(name, dtype), x.v.device) if tensors.get(name) is None else tensors[name] for name in TENSORS
     )
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
