@@ -1,7 +1,6 @@
-"""fairseq's dictionaries and binary data, byte for byte as fairseq-preprocess writes them.
+"""fairseq's dictionaries and binary data, byte for byte as fairseq-preprocess writes them, by fairseq's own classes.
 
-fairseq-preprocess keeps every sentence's length and address in Python lists, so its memory grows with the corpus. This
-module streams: chunks in, numbers out.
+The command itself needs six times the processor time, and hangs where a worker process is killed.
 
     dict.XX.txt        a line "subword count" for each, the most frequent first; no special symbols
     SPLIT.S-T.XX.bin   the subwords' numbers, one sentence after the other, each with its end mark
@@ -10,99 +9,109 @@ module streams: chunks in, numbers out.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .parallel import Chunk
 
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # fairseq's numbers 0 to 3
-END, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
-TYPE_CODES = {np.uint16: 8, np.uint32: 9}
-HEADER = len(MAGIC) + 8 + 1  # magic, version, type of the numbers
-BLOCK = 1 << 16  # sentences
+# fairseq is imported where data are written: its import takes seconds, and exported models are used without it.
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
+
+Encoded = tuple[np.ndarray, list[int], int]  # numbers, lengths, unknown subwords of one side of a chunk
+TYPES = {4: np.int32, 5: np.int64, 8: np.uint16, 9: np.uint32}  # of the numbers in .bin, by fairseq's codes
+TYPE_AT = 17  # where an index names the type
+SIZES_AT = TYPE_AT + 9  # where its lengths begin
+
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 
-def count_subwords(chunk: Chunk) -> list[Counter]:
+def count_subwords(chunk: Chunk) -> list[Counter[str]]:
     """The subwords of each side of a chunk."""
     return [Counter(b"".join(lines).decode().split()) for lines in chunk]
 
 
-def dictionary(counts: Counter) -> list[tuple[str, int]]:
-    """Subwords and their counts in the order of their numbers, filled up to a multiple of eight as fairseq does."""
-    ordered = sorted(
-        ((word, n) for word, n in counts.items() if word not in SPECIAL), key=lambda item: (-item[1], item[0])
-    )
-    missing = -(len(SPECIAL) + len(ordered)) % 8
-    return ordered + [(f"madeupword{number:04d}", 0) for number in range(missing)]
+def dictionary(counts: Counter[str]) -> Dictionary:
+    """fairseq's dictionary of these subwords."""
+    from fairseq.data import Dictionary
+
+    result = Dictionary()
+    for word, count in counts.items():
+        result.add_symbol(word, count)
+    result.finalize()
+    return result
+
+
+def load_dictionary(path: Path) -> Dictionary:
+    """The dictionary in a file."""
+    from fairseq.data import Dictionary
+
+    return Dictionary.load(str(path))
 
 
 class Encode:
-    """Chunk -> for each side: its numbers and its sentences' lengths, as bytes, and how many subwords are unknown."""
+    """Chunk -> for each side: the numbers of its sentences, each with its end mark; their lengths; unknown subwords."""
 
-    def __init__(self, words: Iterable[Iterable[str]]) -> None:
-        """`words`: the subwords of each side's dictionary, in the order of their numbers."""
-        self._sides = [{word: number for number, word in enumerate([*SPECIAL, *side])} for side in words]
-        self.types = [np.uint16 if len(numbers) < 65_500 else np.uint32 for numbers in self._sides]
+    def __init__(self, dictionaries: Sequence[Dictionary]) -> None:
+        self._dictionaries = dictionaries
 
-    def __call__(self, chunk: Chunk) -> list[tuple[bytes, bytes, int]]:
-        sides = zip(chunk, self._sides, self.types, strict=True)
-        return [self._encode(lines, number_of, kind) for lines, number_of, kind in sides]
+    def __call__(self, chunk: Chunk) -> list[Encoded]:
+        return [self._encode(lines, of_side) for lines, of_side in zip(chunk, self._dictionaries, strict=True)]
 
     @staticmethod
-    def _encode(lines: list[bytes], number_of: dict[str, int], kind: type) -> tuple[bytes, bytes, int]:
+    def _encode(lines: list[bytes], dictionary: Dictionary) -> Encoded:
         numbers, lengths, unknown = [], [], 0
         for line in lines:
-            of_line = [number_of.get(word) for word in line.decode().split()]
-            if None in of_line:
-                unknown += of_line.count(None)
-                of_line = [UNKNOWN if number is None else number for number in of_line]
-            numbers += of_line
-            numbers.append(END)
-            lengths.append(len(of_line) + 1)
-        return np.array(numbers, kind).tobytes(), np.array(lengths, np.int32).tobytes(), unknown
+            words = line.decode().split()
+            sentence = list(map(dictionary.index, words))
+            unknown += sentence.count(dictionary.unk()) - words.count(dictionary.unk_word)
+            numbers += sentence
+            numbers.append(dictionary.eos())
+            lengths.append(len(sentence) + 1)
+        return np.array(numbers, np.int32), lengths, unknown
 
 
-def write_index(path: Path, lengths: Path, number_type: type) -> None:
-    """Writes .idx from a file of int32 lengths, in blocks."""
-    number, begin = lengths.stat().st_size // 4, 0
-    with path.open("wb") as file:
-        file.write(MAGIC + struct.pack("<QBQ", VERSION, TYPE_CODES[number_type], number))
-        for sizes in _blocks(lengths, 0, number):
-            file.write(sizes.tobytes())
-        for sizes in _blocks(lengths, 0, number):
-            ends = begin + np.cumsum(sizes, dtype=np.int64) * np.dtype(number_type).itemsize
-            file.write(np.concatenate(([begin], ends[:-1])).astype(np.int64).tobytes())
-            begin = int(ends[-1])
+def write(names: Sequence[Path], dictionaries: Sequence[Dictionary], chunks: Iterable[list[Encoded]]) -> list[int]:
+    """Writes NAME.bin and NAME.idx of each side of what `Encode` makes; returns how many subwords are unknown."""
+    import torch
+    from fairseq.data import indexed_dataset
+
+    sizes = map(len, dictionaries)
+    builders = [
+        indexed_dataset.make_builder(f"{name}.bin", "mmap", size) for name, size in zip(names, sizes, strict=True)
+    ]
+    unknown = [0] * len(builders)
+    for chunk in chunks:
+        for side, (numbers, lengths, more) in enumerate(chunk):
+            for sentence in torch.from_numpy(numbers).split(lengths):
+                builders[side].add_item(sentence)
+            unknown[side] += more
+    for name, builder in zip(names, builders, strict=True):
+        builder.finalize(f"{name}.idx")
+    return unknown
+
+
+def _index(path: Path) -> tuple[type, np.ndarray]:
+    """The type of the numbers that an .idx file is of, and the sentences' lengths, end marks included."""
+    with path.open("rb") as file:
+        file.seek(TYPE_AT)
+        code, number = struct.unpack("<BQ", file.read(SIZES_AT - TYPE_AT))
+    return TYPES[code], np.fromfile(path, np.int32, number, offset=SIZES_AT)
 
 
 def read_sentences(path: Path) -> list[list[int]]:
     """The sentences of PATH.bin and PATH.idx as numbers, each with its end mark."""
-    index = path.with_name(path.name + ".idx")
-    header = index.read_bytes()[: HEADER + 8]
-    code, number = struct.unpack("<BQ", header[HEADER - 1 :])
-    number_type = {code: kind for kind, code in TYPE_CODES.items()} | {4: np.int32, 5: np.int64}
-    sizes = np.fromfile(index, np.int32, number, offset=HEADER + 8)
-    numbers = np.fromfile(path.with_name(path.name + ".bin"), number_type[code])
+    number_type, sizes = _index(path.with_name(path.name + ".idx"))
+    numbers = np.fromfile(path.with_name(path.name + ".bin"), number_type)
     return [part.tolist() for part in np.split(numbers, np.cumsum(sizes)[:-1])]
 
 
 def count_lengths(index: Path) -> np.ndarray:
     """How many sentences of an .idx file have 0, 1, 2, ... subwords, end marks not included: int array."""
-    number = int(np.fromfile(index, np.int64, 1, offset=HEADER)[0])
-    counts = np.zeros(1, int)
-    for sizes in _blocks(index, HEADER + 8, number):
-        longer = np.bincount(sizes - 1, minlength=len(counts))
-        longer[: len(counts)] += counts
-        counts = longer
-    return counts
-
-
-def _blocks(path: Path, offset: int, number: int) -> Iterator[np.ndarray]:
-    """`number` int32 from a file, a block at a time."""
-    for start in range(0, number, BLOCK):
-        yield np.fromfile(path, np.int32, min(BLOCK, number - start), offset=offset + 4 * start)
+    return np.bincount(_index(index)[1] - 1)

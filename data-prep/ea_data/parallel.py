@@ -36,15 +36,16 @@ def tqdm_options() -> dict:
     return {"delay": 1.0} | ({} if sys.stderr.isatty() else {"mininterval": 30.0})
 
 
-def chunks(paths: list[Path], what: str, total: int) -> Iterator[Chunk]:
-    """The files' lines, in step. Shows a progress bar titled `what` that expects `total` lines.
-
-    Raises ValueError if the files do not have the same number of lines.
-    """
+def read_rows(paths: list[Path]) -> Iterator[tuple[bytes, ...]]:
+    """The files' lines, in step. Raises ValueError if the files do not have the same number of lines."""
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb", buffering=1 << 20)) for path in paths]
-        bar = stack.enter_context(tqdm(total=total, desc=f"  {what}", unit=" lines", unit_scale=True, **tqdm_options()))
-        rows = zip(*files, strict=True)
+        yield from zip(*files, strict=True)
+
+
+def chunks(rows: Iterator[tuple[bytes, ...]], what: str, total: int | None = None) -> Iterator[Chunk]:
+    """Rows of lines as chunks. Shows a progress bar titled `what` that expects `total` rows."""
+    with tqdm(total=total, desc=f"  {what}", unit=" lines", unit_scale=True, **tqdm_options()) as bar:
         while batch := list(_bounded(islice(rows, CHUNK_LINES))):
             yield tuple(map(list, zip(*batch, strict=True)))
             bar.update(len(batch))

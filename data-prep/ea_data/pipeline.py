@@ -1,19 +1,16 @@
-"""The seven stages, from raw text to fairseq's binary data.
+"""Raw text becomes fairseq's binary data in three stages; each streams the text through in chunks.
 
-extract   raw/ and archives -> plain text, UTF-8 verified, both sides of a split with as many lines
-clean     punctuation and non-printing characters, where the rules ask for it
-tokenise  Moses tokens, case; length filter in words; the validation split
-learn     joint subword codes
-apply     text -> subwords
-filter    length filter in subwords
-binarise  fairseq's dictionaries and binary data; the finished data folder
+tokens    pass 1: raw/ and archives -> verified UTF-8, punctuation, Moses tokens, case; length filter in words; the
+          validation split, if it comes from the training text
+subwords  joint codes, learnt on the training tokens; pass 2: tokens -> subwords; length filter in subwords
+binary    fairseq's dictionaries and binary data, and the report; the finished data folder
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import sys
@@ -21,11 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import IO, Any
-
-from tqdm import tqdm
+from typing import Any
 
 from ea_runtime.kept import CODES
 
@@ -33,9 +28,9 @@ from . import binary, download, overlap, report, round_trip, stages, subwords
 from .command_line import UserError, say
 from .corpus import Corpus
 from .languages import base_language
-from .parallel import Chunk, chunks, ordered_map, tqdm_options
+from .parallel import Chunk, chunks, ordered_map, read_rows
 from .preparation import Preparation, read_prep
-from .rules import Normalise, Tokenise, TokeniseChecked, compose, faults, in_turn, plain_apostrophes
+from .rules import Normalise, Tokenise, compose, faults, in_turn, no_faults, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
 from .text import checked_lines, count_lines, lower_case_lines
@@ -43,6 +38,7 @@ from .text import checked_lines, count_lines, lower_case_lines
 RULES = 4  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
 LIBRARIES = ("sacremoses", "subword-nmt", "sentencepiece", "regex", "numpy")
+LEARNT = "learnt"  # in the folder of the subwords: codes, lists of allowed subwords, dictionaries of earlier data
 
 
 class Pipeline:
@@ -70,9 +66,7 @@ class Pipeline:
         }  # split -> part -> side
         self.work = stages.work_folder(out)
         folder = {name: self.work / f"{number}-{name}" for number, name in enumerate(NAMES, 1)}
-        self.folder = folder | {"binarise": out}
-        # Splits that the length filter applies to; splits that came as such stay whole, and aligned line by line.
-        self.filtered = ["train", "valid"] if corpus.rules.valid_every else ["train"]
+        self.folder = folder | {"binary": out}
         self.chain = self._stages()
 
     def run(self, force: str | None = None) -> dict:
@@ -94,30 +88,27 @@ class Pipeline:
             raise UserError(f"--strict: {', '.join(numbers)}")
 
     def _stages(self) -> list[Stage]:
-        rules = self.corpus.rules
-        lengths = [rules.max_ratio, rules.max_length, rules.drop_test_overlap]
-        lower_case_codes = bool(self.codes and rules.lowercase)  # such text must be lower-case already
+        """The stages, each with the options that it depends on beside those of the stage before it."""
+        tokens = dataclasses.asdict(self.corpus.rules)
+        learnt = {name: tokens.pop(name) for name in ("bpe", "merges", "vocabulary_threshold")}
+        lengths = {name: tokens.pop(name) for name in ("max_ratio", "max_length", "drop_test_overlap")}
+        binary = [self.corpus.name, tokens.pop("separate_dictionaries")]
+        in_words = self.corpus.rules.filter_on == "words"
         options = {
-            "extract": [RULES, versions(), self.languages, self._fingerprint(), lower_case_codes, rules.normalise],
-            "clean": [rules.normalise, "all but train" if rules.plain_apostrophes else False, rules.nfc, self.spoken],
-            "tokenise": [rules.tokenizer, rules.lowercase, rules.split_dashes, rules.valid_every],
-            "learn": self._what_is_learnt(),
-            "apply": None,
-            "filter": rules.filter_on,
-            "binarise": [self.corpus.name, rules.separate_dictionaries],
+            "tokens": [RULES, versions(), self.languages, self.spoken, self._fingerprint(), bool(self.codes), tokens],
+            "subwords": [self._what_is_learnt(learnt)],
+            "binary": binary,
         }
-        at = "tokenise" if rules.filter_on == "words" else "filter"
-        options[at] = [options[at], lengths]
-        return [Stage(name, options[name], getattr(self, name), self.folder[name], self.work) for name in NAMES]
+        options["tokens" if in_words else "subwords"].append(lengths)
+        return [
+            Stage(name, options[name], getattr(self, f"make_{name}"), self.folder[name], self.work) for name in NAMES
+        ]
 
-    def _what_is_learnt(self) -> str | list:
-        """The settings that decide the subwords and the dictionary, beside the text."""
+    def _what_is_learnt(self, settings: dict[str, Any]) -> str | list | dict:
+        """The source of the subwords and the dictionary, beside the text: these settings, codes, or earlier data."""
         if self.codes:
             return self.codes.hex()
-        if self.earlier:
-            return ["like", self.earlier.digest()]
-        rules = self.corpus.rules
-        return [rules.bpe, rules.merges, rules.vocabulary_threshold]
+        return ["like", self.earlier.digest()] if self.earlier else settings
 
     def _fingerprint(self) -> list:
         return [
@@ -145,120 +136,136 @@ class Pipeline:
 
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[tuple[Chunk, Any]]:
         """See parallel.ordered_map; shows progress."""
-        return ordered_map(function, chunks(paths, what, count_lines(paths[0])), self.workers)
+        return ordered_map(function, chunks(read_rows(paths), what, count_lines(paths[0])), self.workers)
 
-    def _rewrite(self, function: Callable, stage: str, folder: Path, split: str) -> None:
-        """Passes both sides of a split, as `stage` left them, through `function`, into `folder`."""
-        inputs = self.text(stage, split)
+    def _write(
+        self,
+        outputs: Sequence[list[Path]],
+        rows: Iterator[tuple[bytes, ...]],
+        what: str,
+        steps: Sequence[Callable[[Chunk], Chunk]],
+        find: Callable[[Chunk], list[str | None]],
+        total: int | None = None,
+    ) -> dict[str, Any]:
+        """Writes rows as `steps` change their first two lines, but for those that `find` finds at fault.
+
+        Args:
+            outputs: the files to write, one for each line of a row; a second list gets every n-th row, as
+                rules.valid_every states, and the first list the others.
+            find: the fault of each pair of a changed chunk, or None.
+            total: the number of rows, if it is known, for the progress bar.
+
+        Returns:
+            The number of rows read and written, and how many were dropped for which fault.
+        """
+        every = self.corpus.rules.valid_every if len(outputs) > 1 else sys.maxsize
+        kept, dropped = 0, Counter()
+
+        def work(chunk: Chunk) -> tuple[Chunk, list[str | None]]:
+            changed = in_turn(steps, chunk)
+            return changed, find(changed)
+
         with ExitStack() as stack:
-            files = _create(stack, [folder / path.name for path in inputs])
-            for _, sides in self._read(function, inputs, f"{folder.stem} {split}"):
-                for file, lines in zip(files, sides, strict=True):
-                    file.writelines(lines)
+            files = [[stack.enter_context(path.open("wb", buffering=1 << 20)) for path in some] for some in outputs]
+            for chunk, (changed, wrong) in ordered_map(work, chunks(rows, what, total), self.workers):
+                for fault, *row in zip(wrong, *changed, *chunk[2:], strict=True):
+                    if fault:
+                        dropped[fault] += 1
+                        continue
+                    kept += 1
+                    for file, line in zip(files[kept % every == 0], row, strict=False):
+                        file.write(line)
+        if not kept:
+            raise UserError(none_left(outputs[0][0].stem, dropped))
+        return {"in": kept + dropped.total(), "out": kept, "dropped": dict(dropped)}
 
-    # --- extract ----------------------------------------------------------------------------------------------------
+    def _outputs(self, folder: Path, split: str) -> list[Path]:
+        """The files of a split in a stage's folder: both sides, and of validation and tests also the raw text."""
+        folders = [folder] if split == "train" else [folder, folder / "raw"]
+        return [place / f"{split}.{lang}" for place in folders for lang in self.languages]
 
-    def extract(self, folder: Path) -> dict:
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    def make_tokens(self, folder: Path) -> dict:
         public = {
             side.path: side.part for parts in self.sides.values() for sides in parts for side in sides if side.public
         }
         known = {path.name: (part.size, part.sha256) for path, part in public.items()}
         download.verify(public, self.work / stages.SUMS, known)
-        return {split: self._extract(folder, split) for split in self.sides}
-
-    def _extract(self, folder: Path, split: str) -> int:
-        total = 0
-        for sides in self.sides[split]:
-            counts = []
-            for lang, side in zip(self.languages, sides, strict=True):
-                keep_nul = split == "train" and self.corpus.rules.normalise  # which removes it
-                with (folder / f"{split}.{lang}").open("ab", buffering=1 << 20) as file:
-                    lines = tqdm(side.lines(), f"  {side.path.name}", unit=" lines", unit_scale=True, **tqdm_options())
-                    checked = checked_lines(lines, str(side), keep_nul)
-                    if self.codes and self.corpus.rules.lowercase:
-                        checked = lower_case_lines(checked, str(side))
-                    counts.append(_write(file, checked))
-            if counts[0] != counts[1]:
-                lengths = [f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True)]
-                message = f"{split}: the two sides do not have the same number of lines:"
-                raise UserError("\n".join([message, *lengths]))
-            total += counts[0]
-        if not total:
-            raise UserError(f"{split}: no lines in {' and '.join(map(str, sides))}")
-        return total
-
-    # --- clean ------------------------------------------------------------------------------------------------------
-
-    def clean(self, folder: Path) -> dict:
-        rules = self.corpus.rules
-        for split in self.corpus.splits():
-            steps = [compose] * rules.nfc
-            if split == "train" and rules.normalise:
-                steps.append(Normalise(self.spoken))
-            if split != "train" and rules.plain_apostrophes:
-                steps.append(plain_apostrophes)
-            if steps:
-                self._rewrite(partial(in_turn, steps), "extract", folder, split)
-            else:
-                _link(self.text("extract", split), folder)
-        return {}
-
-    # --- tokenise ---------------------------------------------------------------------------------------------------
-
-    def tokenise(self, folder: Path) -> dict:
         (folder / "raw").mkdir()
-        for split in self.corpus.splits():
-            if split != "train":
-                self._rewrite(Tokenise(self.spoken, self.corpus.rules), "clean", folder, split)
-                _link(self.text("extract", split), folder / "raw")
-        return self._tokenise_train(folder)
+        # The training text comes last: a fault in a test is reported in seconds.
+        return {split: counts for split in [*self.sides][::-1] if (counts := self._tokens(folder, split))}
 
-    def _tokenise_train(self, folder: Path) -> dict:
-        """Tokens of the training text, its length filter in words, and the validation split if it comes from there."""
+    def _tokens(self, folder: Path, split: str) -> dict | None:
+        """Makes a split, and the validation split with the training text it comes from; the length filter's numbers."""
         rules = self.corpus.rules
-        every = rules.valid_every or sys.maxsize
-        work = TokeniseChecked(self.spoken, rules)
-        names = [f"train.{lang}" for lang in self.languages]
-        if rules.valid_every:
-            names += [f"{folder}valid.{lang}" for folder in ("", "raw/") for lang in self.languages]
-        inputs = self.text("clean", "train") + (self.text("extract", "train") if rules.valid_every else [])
-        read, dropped, kept = 0, Counter(), 0
-        with ExitStack() as stack:
-            files = _create(stack, [folder / name for name in names])
-            train, valid = files[:2], files[2:]
-            for chunk, (sides, wrong) in self._read(work, inputs, "tokenise train"):
-                read += len(wrong)
-                for fault, *row in zip(wrong, *sides, *chunk[2:], strict=True):
-                    if fault:
-                        dropped[fault] += 1
-                        continue
-                    kept += 1
-                    for file, line in zip(valid if kept % every == 0 else train, row, strict=False):
-                        file.write(line)
-        if not kept:
-            raise UserError(none_left("train", dropped))
-        if rules.valid_every and kept < rules.valid_every:
+        steps: list[Callable[[Chunk], Chunk]] = [compose] * rules.nfc
+        if split == "train" and rules.normalise:
+            steps.append(Normalise(self.spoken))
+        if split != "train" and rules.plain_apostrophes:
+            steps.append(plain_apostrophes)
+        steps.append(Tokenise(self.spoken, rules))
+        filtered = split == "train" and rules.filter_on == "words"
+        outputs = [self._outputs(folder, split)]
+        if split == "train" and rules.valid_every:
+            outputs.append(self._outputs(folder, "valid"))
+        rows = (pair * 2 for pair in self._pairs(split))  # what becomes tokens, and the raw text
+        counts = self._write(outputs, rows, f"tokens {split}", steps, partial(faults, rules) if filtered else no_faults)
+        if len(outputs) > 1 and counts["out"] < rules.valid_every:
             raise UserError(
-                f"valid: no pair is left: --valid-every {rules.valid_every} of {kept:,} training pairs; "
+                f"valid: no pair is left: --valid-every {rules.valid_every} of {counts['out']:,} training pairs; "
                 "choose a smaller number"
             )
-        return {"train": {"in": read, "out": kept, "dropped": dict(dropped)}} if rules.filter_on == "words" else {}
+        return counts if filtered else None
 
-    # --- learn ------------------------------------------------------------------------------------------------------
+    def _pairs(self, split: str) -> Iterator[tuple[bytes, bytes]]:
+        """The raw text of a split, checked, one part after the other."""
+        found = False
+        for sides in self.sides[split]:
+            both = [self._checked(side, split) for side in sides]
+            for number, pair in enumerate(zip_longest(*both)):
+                if None in pair:
+                    counts = [
+                        number + (line is not None) + sum(1 for _ in rest)
+                        for line, rest in zip(pair, both, strict=True)
+                    ]
+                    lengths = [f"  {count:>11,} lines in {side}" for count, side in zip(counts, sides, strict=True)]
+                    message = f"{split}: the two sides do not have the same number of lines:"
+                    raise UserError("\n".join([message, *lengths]))
+                found = True
+                yield pair
+        if not found:
+            raise UserError(f"{split}: no lines in {' and '.join(map(str, sides))}")
 
-    def learn(self, folder: Path) -> dict:
-        rules, train = self.corpus.rules, self.text("tokenise", "train")
+    def _checked(self, side: Side, split: str) -> Iterator[bytes]:
+        keep_nul = split == "train" and self.corpus.rules.normalise  # which removes it
+        lines = checked_lines(side.lines(), str(side), keep_nul)
+        # With codes the text is in subwords, and must be lower-case already.
+        return lower_case_lines(lines, str(side)) if self.codes and self.corpus.rules.lowercase else lines
+
+    # --- subwords ---------------------------------------------------------------------------------------------------
+
+    def make_subwords(self, folder: Path) -> dict:
+        (folder / "raw").mkdir()
+        words = self._learn(folder / LEARNT)
+        steps = [] if self.codes else [self._apply(folder / LEARNT)]
+        counts = {split: self._subwords(folder, split, steps) for split in self.splits()}
+        return {"words": words, "filters": {split: some for split, some in counts.items() if some}}
+
+    def _learn(self, folder: Path) -> dict[str, dict[str, int]]:
+        """Learns subwords and writes them to a new folder; the numbers of words they were learnt from."""
+        folder.mkdir()
+        rules, train = self.corpus.rules, self.text("tokens", "train")
         words = (Counter(), Counter())
-        count_words = subwords.count_given_words if self.codes else subwords.count_words
-        for _, counts in self._read(count_words, train, "count words"):
-            for total, count in zip(words, counts, strict=True):
-                total.update(count)
+        count = partial(in_turn, [*[subwords.join] * bool(self.codes), subwords.count_words])
+        for _, counts in self._read(count, train, "count words"):
+            for total, of_chunk in zip(words, counts, strict=True):
+                total.update(of_chunk)
         if not (words[0] or words[1]):
             files = " and ".join(str(side) for sides in self.sides["train"] for side in sides)
             raise UserError(f"train: no words to learn subwords from, only empty lines, in {files}")
         if self.earlier:
-            for path in self.earlier.files():
-                shutil.copyfile(path, folder / path.name)
+            _copy(self.earlier.files(), folder)
         elif self.codes:
             self._codes(folder).write_bytes(self.codes)
         elif rules.bpe == "sentencepiece":
@@ -274,35 +281,27 @@ class Pipeline:
                         "choose a smaller number"
                     )
                 (folder / f"vocabulary.{lang}").write_text("".join(f"{word}\n" for word in allowed), encoding="utf-8")
+        if self.codes:
+            self._check_codes(folder)
         report = zip(self.languages, words, strict=True)
         return {lang: {"words": side.total(), "types": len(side)} for lang, side in report}
 
     def _codes(self, folder: Path) -> Path:
         return folder / CODES[self.corpus.rules.bpe]
 
-    # --- apply ------------------------------------------------------------------------------------------------------
-
-    def apply(self, folder: Path) -> dict:
-        if self.codes:
-            self._check_codes()
-            for split in self.splits():
-                _link(self.text("tokenise", split), folder)
-            return {}
-        learnt, vocabularies = self.folder["learn"], [None, None]
+    def _apply(self, learnt: Path) -> subwords.Apply:
+        vocabularies = [None, None]
         if self.corpus.rules.vocabulary_threshold:
             files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
             vocabularies = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
-        work = subwords.Apply(self._codes(learnt), vocabularies)
-        for split in self.splits():
-            self._rewrite(work, "tokenise", folder, split)
-        return {}
+        return subwords.Apply(self._codes(learnt), vocabularies)
 
-    def _check_codes(self) -> None:
+    def _check_codes(self, folder: Path) -> None:
         """Compare the validation text's subwords with those that the given codes make of its words.
 
         Text to translate is split by these codes: with the wrong ones the model would read subwords it never saw.
         """
-        apply, paths = subwords.Apply(self._codes(self.folder["learn"])), self.text("tokenise", "valid")
+        apply, paths = subwords.Apply(self._codes(folder)), self.text("tokens", "valid")
         lines = sum(map(count_lines, paths))
         different = sum(n for _, n in self._read(partial(subwords.split_otherwise, apply), paths, "check valid"))
         if different:
@@ -311,75 +310,47 @@ class Pipeline:
                 raise UserError(f"{self.corpus.codes}: {message}: are they of other text?")
             say(f"warning: {self.corpus.codes}: {message}")
 
-    # --- filter -----------------------------------------------------------------------------------------------------
+    def _subwords(self, folder: Path, split: str, steps: list[Callable[[Chunk], Chunk]]) -> dict | None:
+        """Makes a split, which `steps` bring into subwords; the length filter's numbers."""
+        rules = self.corpus.rules
+        # Splits that came as such stay whole, and aligned line by line.
+        filtered = rules.filter_on == "subwords" and (split == "train" or (split == "valid" and rules.valid_every))
+        find: Callable = partial(faults, rules) if filtered else no_faults
+        if filtered and split == "train" and rules.drop_test_overlap:
+            held_out = (self._digests("tokens", other, *steps) for other in self.splits()[1:])
+            find = partial(overlap.faults_and_leaks, rules, overlap.held_out(chain.from_iterable(held_out)))
+        paths = self._outputs(self.folder["tokens"], split)
+        rows = read_rows(paths)
+        if self.codes and split != "train":  # text that came in subwords is scored in words
+            rows = ((*pair, *map(subwords.joined, pair)) for pair in read_rows(paths[:2]))
+        outputs = [self._outputs(folder, split)]
+        counts = self._write(outputs, rows, f"subwords {split}", steps, find, count_lines(paths[0]))
+        return counts if filtered else None
 
-    def filter(self, folder: Path) -> dict:
-        (folder / "raw").mkdir()
-        result = {}
-        for split in self.splits():
-            raw = [] if split == "train" else self.text("tokenise", split, raw=True)
-            if self.corpus.rules.filter_on == "subwords" and split in self.filtered:
-                result[split] = self._filter(folder, split, raw)
-            else:
-                _link(self.text("apply", split), folder)
-                _link(raw, folder / "raw")
-        return result
-
-    def _filter(self, folder: Path, split: str, raw: list[Path]) -> dict:
-        inputs, read, dropped = self.text("apply", split), 0, Counter()
-        outputs = [folder / path.name for path in inputs] + [folder / "raw" / path.name for path in raw]
-        with ExitStack() as stack:
-            files = _create(stack, outputs)
-            for chunk, wrong in self._read(self._faults(split), inputs + raw, f"filter {split}"):
-                read += len(wrong)
-                for fault, *row in zip(wrong, *chunk, strict=True):
-                    if fault:
-                        dropped[fault] += 1
-                    else:
-                        for file, line in zip(files, row, strict=True):
-                            file.write(line)
-        if dropped.total() == read:
-            raise UserError(none_left(split, dropped))
-        return {"in": read, "out": read - dropped.total(), "dropped": dict(dropped)}
-
-    def _faults(self, split: str) -> Callable:
-        """The finder of pairs to drop from a split."""
-        if split == "train" and self.corpus.rules.drop_test_overlap:
-            held_out = (self._digests("apply", other) for other in self.splits()[1:])
-            sentences = overlap.held_out(chain.from_iterable(held_out))
-            return partial(overlap.faults_and_leaks, self.corpus.rules, sentences)
-        return partial(faults, self.corpus.rules)
-
-    def _digests(self, stage: str, split: str) -> list[tuple[bytes, bytes, bytes]]:
-        """The digests of each pair of a split, as `stage` left it; see overlap.digests."""
-        read = self._read(overlap.digests, self.text(stage, split), f"compare {split}")
+    def _digests(self, stage: str, split: str, *steps: Callable[[Chunk], Chunk]) -> list[tuple[bytes, bytes, bytes]]:
+        """The digests of each pair of a split, as `stage` left it and `steps` change it; see overlap.digests."""
+        read = self._read(partial(in_turn, [*steps, overlap.digests]), self.text(stage, split), f"compare {split}")
         return [row for _, rows in read for row in rows]
 
-    # --- binarise ---------------------------------------------------------------------------------------------------
+    # --- binary -----------------------------------------------------------------------------------------------------
 
-    def binarise(self, folder: Path) -> dict:
-        text = self.folder["filter"]
+    def make_binary(self, folder: Path) -> dict:
+        text = self.folder["subwords"]
         self._check_expected({split: count_lines(text / f"{split}.{self.languages[0]}") for split in self.splits()})
-        words = self.earlier.words() if self.earlier else self._dictionaries(folder)
-        encode = binary.Encode(words)
-        unknown = {split: self._binarise(folder, split, encode) for split in self.splits()}
-        types = {lang: len(side) + len(binary.SPECIAL) for lang, side in zip(self.languages, words, strict=True)}
-        for path in self.folder["learn"].iterdir():  # codes, vocabularies if there is a threshold, earlier dictionaries
-            if path.name != stages.STAMP:
-                shutil.copy(path, folder)
-        if self.codes:
-            (folder / "raw").mkdir()
-            for split in self.splits()[1:]:
-                self._rewrite(subwords.join, "filter", folder / "raw", split)
-        else:
-            shutil.copytree(text / "raw", folder / "raw")
+        _copy((text / LEARNT).iterdir(), folder)
+        _copy((text / "raw").iterdir(), folder / "raw")
+        dictionaries = self._dictionaries(folder)
+        unknown = {split: self._binary(folder, split, dictionaries) for split in self.splits()}
+        sizes = dict(zip(self.languages, map(len, dictionaries), strict=True))
+        tokens, in_subwords = (stage.report() for stage in self.chain[:2])
         summary = report.summarise(
             self.corpus,
             folder,
-            stages={stage.name: stage.report() for stage in self.chain[:-1]},
+            filters=tokens | in_subwords["filters"],
+            words=in_subwords["words"],
             merges=self.merges,
             unknown=unknown,
-            types=types if self.corpus.rules.separate_dictionaries else types[self.languages[0]],
+            types=sizes if self.corpus.rules.separate_dictionaries else sizes[self.languages[0]],
             command=self.command,
             versions=versions(),
         )
@@ -392,33 +363,41 @@ class Pipeline:
         (folder / "PREP.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return {}
 
-    def _dictionaries(self, folder: Path) -> list[list[str]]:
-        """Writes each side's dictionary of the training text, one for both or its own; returns their subwords."""
+    def _dictionaries(self, folder: Path) -> list[binary.Dictionary]:
+        """Each side's dictionary: that of earlier data, or one of the training text, which is written."""
+        paths = [folder / f"dict.{lang}.txt" for lang in self.languages]
+        if self.earlier:
+            return [binary.load_dictionary(path) for path in paths]
         counts = [Counter(), Counter()] if self.corpus.rules.separate_dictionaries else [Counter()] * 2
-        for _, of_chunk in self._read(binary.count_subwords, self.text("filter", "train"), "count subwords"):
+        for _, of_chunk in self._read(binary.count_subwords, self.text("subwords", "train"), "count subwords"):
             for total, of_side in zip(counts, of_chunk, strict=True):
                 total.update(of_side)
-        sides = list(map(binary.dictionary, counts))
-        for lang, words in zip(self.languages, sides, strict=True):
-            lines = "".join(f"{word} {count}\n" for word, count in words)
-            (folder / f"dict.{lang}.txt").write_text(lines, encoding="utf-8")
-        return [[word for word, _ in words] for words in sides]
+        dictionaries = list(map(binary.dictionary, counts))
+        for path, numbers in zip(paths, dictionaries, strict=True):
+            numbers.save(str(path))
+        return dictionaries
+
+    def _binary(self, folder: Path, split: str, dictionaries: list[binary.Dictionary]) -> list[int]:
+        """Writes .bin and .idx of both sides of a split; returns how many subwords of each are unknown."""
+        names = [folder / f"{split}.{'-'.join(self.languages)}.{lang}" for lang in self.languages]
+        encoded = self._read(binary.Encode(dictionaries), self.text("subwords", split), f"binary {split}")
+        return binary.write(names, dictionaries, (sides for _, sides in encoded))
 
     def _checks(self) -> dict:
         """The entries of PREP.json about the quality of the text; report.py has the limits for warnings."""
-        paths, given = self.text("filter", "valid", raw=True), self.corpus.rules.tokenizer == "given"
+        paths, given = self.text("subwords", "valid", raw=True), self.corpus.rules.tokenizer == "given"
         if self.earlier:
             escape = self.earlier.escape
         else:
             texts = (path.read_text(encoding="utf-8") for path in paths)
-            escape = not given or round_trip.escaped(text.replace("@@ ", "") for text in texts)
-        codes = self._codes(self.folder["learn"])
-        work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape, in_subwords=bool(self.codes))
+            escape = not given or round_trip.escaped(texts)
+        codes = self._codes(self.folder["subwords"] / LEARNT)
+        work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape)
         sides = reduce(round_trip.add, (counts for _, counts in self._read(work, paths, "check valid")))
-        held_out = {split: self._digests("filter", split) for split in self.splits()[1:]}
+        held_out = {split: self._digests("subwords", split) for split in self.splits()[1:]}
         work = partial(overlap.seen, overlap.held_out(chain.from_iterable(held_out.values())))
         pairs, seen = [], (set(), set(), set())
-        for _, (digests, known) in self._read(work, self.text("filter", "train"), "compare train"):
+        for _, (digests, known) in self._read(work, self.text("subwords", "train"), "compare train"):
             pairs.append(digests)
             for total, more in zip(seen, known, strict=True):
                 total |= more
@@ -429,43 +408,12 @@ class Pipeline:
             "duplicate_training_pairs": overlap.duplicates(pairs),
         }
 
-    def _binarise(self, folder: Path, split: str, encode: binary.Encode) -> list[int]:
-        """Writes .bin and .idx of both sides of a split; returns how many subwords of each are unknown."""
-        names = [folder / f"{split}.{'-'.join(self.languages)}.{lang}" for lang in self.languages]
-        data, sizes = ([Path(f"{name}.{kind}") for name in names] for kind in ("bin", "lengths"))
-        unknown = [0, 0]
-        with ExitStack() as stack:
-            files = list(zip(_create(stack, data), _create(stack, sizes), strict=True))
-            for _, sides in self._read(encode, self.text("filter", split), f"binarise {split}"):
-                for side, (encoded, (numbers, lengths)) in enumerate(zip(sides, files, strict=True)):
-                    numbers.write(encoded[0])
-                    lengths.write(encoded[1])
-                    unknown[side] += encoded[2]
-        for name, lengths, number_type in zip(names, sizes, encode.types, strict=True):
-            binary.write_index(Path(f"{name}.idx"), lengths, number_type)
-            lengths.unlink()
-        return unknown
 
-
-def _create(stack: ExitStack, paths: list[Path]) -> list[IO[bytes]]:
-    return [stack.enter_context(path.open("wb", buffering=1 << 20)) for path in paths]
-
-
-def _write(file: IO[bytes], lines: Iterable[bytes]) -> int:
-    """Writes the lines and says how many they were."""
-    number = 0
-    for number, line in enumerate(lines, 1):  # noqa: B007
-        file.write(line)
-    return number
-
-
-def _link(paths: list[Path], folder: Path) -> None:
-    """The same files in another folder, without a second copy on the disk where the file system can."""
-    for path in paths:
-        try:
-            os.link(path, folder / path.name)
-        except OSError:
-            shutil.copyfile(path, folder / path.name)
+def _copy(files: Iterable[Path], folder: Path) -> None:
+    """Copies files into a folder; shutil.copytree hides the system's error, which says what to do."""
+    folder.mkdir(exist_ok=True)
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
 
 
 def none_left(split: str, dropped: Counter[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def summarise(
     corpus: Corpus,
     folder: Path,
     *,
-    stages: Mapping[str, dict],
+    filters: Mapping[str, dict],
+    words: dict[str, dict[str, int]],
     merges: int,
     unknown: Mapping[str, list[int]],
     types: int | dict[str, int],
@@ -36,22 +38,17 @@ def summarise(
     """The contents of PREP.json for the binary data in `folder`.
 
     Args:
-        stages: the report of each stage, by its name.
+        filters: the length filter's numbers of pairs, by split.
+        words: each language's words and types of words in the training text.
         merges: the number of merges of the subwords, or of pieces of sentencepiece.
         unknown: each split's unknown subwords, by side, in the order of the data's splits.
         types: the size of the joint dictionary, or of each language's.
         command: the command line.
     """
     rules = corpus.rules
-    filters = [
-        {"on": rules.filter_on, "split": split} | counts
-        for stage in ("tokenise", "filter")
-        for split, counts in stages[stage].items()
-    ]
-    dropped: dict[str, int] = {}
-    for counts in filters:
-        for reason, number in counts["dropped"].items():
-            dropped[reason] = dropped.get(reason, 0) + number
+    dropped: Counter[str] = Counter()
+    for counts in filters.values():
+        dropped.update(counts["dropped"])
     return {
         "name": corpus.name,
         "source_lang": corpus.source_lang,
@@ -63,9 +60,9 @@ def summarise(
         "rules": dataclasses.asdict(rules),
         "splits": {split: _split(corpus, folder, split, by_side) for split, by_side in unknown.items()},
         "dictionary": types,
-        "train_words": stages["learn"],
-        "filters": filters,
-        "dropped": dropped,
+        "train_words": words,
+        "filters": [{"on": rules.filter_on, "split": split} | counts for split, counts in filters.items()],
+        "dropped": dict(dropped),
         "command": shlex.join(command),
         "versions": versions,
     }

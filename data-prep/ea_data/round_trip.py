@@ -35,20 +35,15 @@ class RoundTrip:
     Args:
         codes: the file of subword codes.
         escape: see ``ea_runtime.text.Moses``.
-        in_subwords: the text was given in subwords.
     """
 
-    def __init__(
-        self, languages: tuple[str, str], rules: Rules, codes: Path, escape: bool = True, in_subwords: bool = False
-    ) -> None:
+    def __init__(self, languages: tuple[str, str], rules: Rules, codes: Path, escape: bool = True) -> None:
         self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in languages]
-        self._rules, self._in_subwords = rules, in_subwords
+        self._rules = rules
         # subword-nmt only marks where it cut a word; sentencepiece also changes spaces and rare characters.
         self._pieces = subwords.Apply(codes) if rules.bpe == "sentencepiece" else None
 
     def __call__(self, chunk: Chunk) -> list[dict[str, Any]]:
-        if self._in_subwords:
-            chunk = subwords.join(chunk)
         return [self._side(at, [line.decode() for line in lines]) for at, lines in enumerate(chunk)]
 
     def _side(self, at: int, lines: list[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Stages that stop and go on: each fills a folder, which gets its name only when it is complete.
 
-    NAME.work/1-extract/.stamp.json    {"key": ..., "report": ..., "files": [...]}
-    NAME.work/2-clean/...
+    NAME.work/1-tokens/.stamp.json    {"key": ..., "report": ..., "files": [...]}
+    NAME.work/2-subwords/...
+    NAME/.stamp.json                  of the last stage
 
 A stage's key is a digest of its options and of the key of the stage before it. A folder with the right key is done;
 any other is made again, and so is everything after it. The next run removes the temporary folders of a killed one.
@@ -24,12 +25,17 @@ from typing import Any
 from .command_line import UserError
 
 STAMP = ".stamp.json"
-NAMES = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")
+NAMES = ("tokens", "subwords", "binary")
+EARLIER = ("extract", "clean", "tokenise", "learn", "apply", "filter", "binarise")  # stages of earlier versions
 SUMS = "SHA256SUMS"  # in NAME.work, of the public files; in sha256sum's format: `sha256sum -c SHA256SUMS` works
 LOCK = "lock"  # in NAME.work, from its beginning: a folder without it was not made here
 REPLACED, GONE = "replaced.tmp", ".gone.tmp"
-#: Left-overs of a killed run in NAME.work.
-LEFT_OVER = (REPLACED, f"{SUMS}.tmp", *(f"*-{name}{GONE}" for name in NAMES), *(f"{name}.*.tmp" for name in NAMES))
+#: Left-overs in NAME.work of a killed run, and of earlier versions.
+LEFT_OVER = (
+    *(REPLACED, f"{SUMS}.tmp"),
+    *(pattern for name in (*NAMES, *EARLIER) for pattern in (f"?-{name}{GONE}", f"{name}.*.tmp")),
+    *(f"{number}-{name}" for number, name in enumerate(EARLIER, 1)),
+)
 
 
 def work_folder(out: Path) -> Path:
@@ -140,7 +146,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def alone(work: Path) -> Iterator[None]:
-    """Keeps a second run out of the same folder, and removes the leftovers of a killed one."""
+    """Keeps a second run out of the same folder, and removes the leftovers of a killed one or an earlier version."""
     work.mkdir(parents=True, exist_ok=True)
     with (work / LOCK).open("w") as lock:
         for patience in range(50, -1, -1):  # the workers of a killed run take a moment to go

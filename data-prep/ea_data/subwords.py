@@ -39,19 +39,19 @@ def given_codes(path: Path) -> bytes:
     return content
 
 
+def joined(line: bytes) -> bytes:
+    """A line of subwords in words."""
+    return (line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n"
+
+
 def join(chunk: Chunk) -> Chunk:
     """Chunk of subwords -> the same lines in words."""
-    return tuple([(line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n" for line in lines] for lines in chunk)
+    return tuple(list(map(joined, lines)) for lines in chunk)
 
 
 def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
     """The words of each side of a chunk, as bytes."""
     return tuple(Counter(b"".join(lines).split()) for lines in chunk)
-
-
-def count_given_words(chunk: Chunk) -> tuple[Counter, Counter]:
-    """The same for a chunk of subwords."""
-    return count_words(join(chunk))
 
 
 def learn(words: Counter, merges: int, folder: Path) -> None:

@@ -1,10 +1,12 @@
 """The binary data are those of fairseq-preprocess, byte for byte."""
 
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
+from fairseq.data import indexed_dataset
 from helpers import warm
 from helpers.data_toy import corpus, read, recipe, text_only, write
 
@@ -12,7 +14,7 @@ from ea_data import binary
 
 
 def fairseq_preprocess(pipeline, folder, *joined):
-    text = pipeline.folder["filter"]
+    text = pipeline.folder["subwords"]
     command = [
         Path(sys.executable).with_name("fairseq-preprocess"), *joined, "--workers", "2",
         "--source-lang", "de", "--target-lang", "en", "--destdir", folder,
@@ -33,26 +35,28 @@ def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types, joined):
         ("de", "<unk> <s> </s> <pad>"),
         ("en", "<unk> a@@ b 東京"),
     ):  # words that mean something to fairseq
-        train, valid, test = (pipeline.folder["filter"] / f"{split}.{lang}" for split in ("train", "valid", "test"))
+        train, valid, test = (pipeline.folder["subwords"] / f"{split}.{lang}" for split in ("train", "valid", "test"))
         rare = [" ".join(f"{lang}{i}" for i in range(start, start + 20)) for start in range(0, types // 2, 20)]
         write(train, [*read(train), *rare, "", odd])
         write(valid, [*read(valid), "", "never seen before", odd])
         write(test, ["nothing known"] * 3)
     fairseq_preprocess(pipeline, tmp_path / "theirs", *joined)
     (tmp_path / "ours").mkdir()
-    pipeline.binarise(tmp_path / "ours")
+    pipeline.make_binary(tmp_path / "ours")
     theirs = {path.name for path in (tmp_path / "theirs").iterdir()} - {"preprocess.log"}
     assert len(theirs) == 2 + 3 * 4
     for name in theirs:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
-
-
-def test_an_index_is_written_and_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(binary, "BLOCK", 3)
-    sizes = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
-    (tmp_path / "lengths").write_bytes(sizes.tobytes())
-    binary.write_index(tmp_path / "x.idx", tmp_path / "lengths", np.uint16)
-    assert binary.count_lengths(tmp_path / "x.idx").tolist() == np.bincount(sizes - 1).tolist()
-    assert np.fromfile(tmp_path / "x.idx", np.int32, 8, offset=binary.HEADER + 8).tolist() == sizes.tolist()
-    begins = np.fromfile(tmp_path / "x.idx", np.int64, offset=binary.HEADER + 8 + sizes.nbytes)
-    assert begins.tolist() == [0, 6, 8, 16, 18, 28, 46, 50]
+    prep = json.loads((tmp_path / "ours/PREP.json").read_text())
+    for lang in ("de", "en"):
+        name = tmp_path / f"ours/valid.de-en.{lang}"
+        sentences = [row.tolist() for row in indexed_dataset.make_dataset(str(name), "mmap")]
+        assert binary.read_sentences(name) == sentences
+        lengths = Counter(len(row) - 1 for row in sentences)
+        assert dict(enumerate(binary.count_lengths(name.with_name(f"{name.name}.idx")))) == {
+            length: lengths[length] for length in range(max(lengths) + 1)
+        }
+        unknown = sum(row.count(3) for row in sentences) - 1  # "<unk>" stands in the text
+        assert unknown >= 3
+        subwords = sum(length * number for length, number in lengths.items())
+        assert prep["splits"]["valid"]["unknown_percent"][lang] == round(100 * unknown / subwords, 4)

@@ -29,6 +29,11 @@ def no_file(raw):
     (raw / "valid.de").unlink()
 
 
+def bad_test_and_train(raw):
+    bad_byte(raw)
+    empty_side(raw)
+
+
 def bad_byte(raw):
     write(raw / "test.en", [*read(raw / "test.en")[:7], b"caf\xe9", *read(raw / "test.en")[8:]])
 
@@ -52,6 +57,7 @@ def damaged_gz(raw):
         (lambda raw: None, {"filter_on": "subwords", "max_ratio": 0.1}, "200 length ratio; .*, or raise --max-ratio$"),
         (no_file, {}, r"raw: has no valid\.de and no valid\.de\.gz"),
         (bad_byte, {}, r"/test\.en, line 8: byte 4 \(hex e9\) is not UTF-8"),
+        (bad_test_and_train, {}, r"/test\.en, line 8: "),  # the quick one first
         (nul, {}, r"/train\.de, line 1: a NUL byte"),
         (damaged_gz, {}, r"train\.de\.gz: truncated or damaged"),
         (lambda raw: None, {"valid_every": 201, "filter_on": "subwords"}, "--valid-every 201 of 200 training pairs"),
@@ -71,7 +77,7 @@ def test_nul_bytes_are_removed_where_non_printing_characters_are(tmp_path):
     raw = corpus(tmp_path / "raw")
     nul(raw)
     pipeline = text_only(recipe(normalise=True), raw, tmp_path / "out")
-    assert read(pipeline.text("tokenise", "train")[0])[0] == "a b"
+    assert read(pipeline.text("tokens", "train")[0])[0] == "a b"
 
 
 def test_tests_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -99,12 +105,15 @@ def test_empty_lines_are_dropped_in_training_and_kept_in_tests(tmp_path, filter_
             lines[at] = " \u00a0"
             write(raw / f"{split}.{lang}", lines)
     pipeline = text_only(recipe(filter_on=filter_on), raw, tmp_path / "out")
-    sizes = {split: [len(read(path)) for path in pipeline.text("filter", split)] for split in pipeline.splits()}
+    sizes = {split: [len(read(path)) for path in pipeline.text("subwords", split)] for split in pipeline.splits()}
     assert sizes == {"train": [198, 198], "valid": [20, 20], "test": [20, 20]}
-    stage = "tokenise" if filter_on == "words" else "filter"
-    report = next(done.report() for done in pipeline.chain if done.name == stage)
-    assert report["train"] == {"in": 200, "out": 198, "dropped": {"empty": 2}}
-    assert read(pipeline.text("filter", "test")[1])[5] == ""
+    tokens, in_subwords = (stage.report() for stage in pipeline.chain[:2])
+    assert (tokens if filter_on == "words" else in_subwords["filters"])["train"] == {
+        "in": 200,
+        "out": 198,
+        "dropped": {"empty": 2},
+    }
+    assert read(pipeline.text("subwords", "test")[1])[5] == ""
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_subwords_are_taken_as_they_are(published, in_subwords):
     for split, name in (("train", "train"), ("valid", "valid"), ("test", "news.2016")):
         for lang in ("de", "en"):
             given = (published / "subwords" / f"{name}.{lang}").read_bytes()
-            assert (out.with_name("out.work") / f"6-filter/{split}.{lang}").read_bytes() == given
+            assert (out.with_name("out.work") / f"2-subwords/{split}.{lang}").read_bytes() == given
             if split != "train":
                 assert same_lines(out / f"raw/{split}.{lang}", published / "tokens" / f"{name}.{lang}")
     assert (out / "code").read_bytes() == (published / "code").read_bytes()
@@ -82,7 +82,7 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
     assert read(out / "raw/valid.de") == read(published / "tokens/train.de")[9::10]
     assert same_lines(out / "raw/test.en", published / "tokens/news.2016.en")
     joined = subwords.join(
-        ([line + b"\n" for line in (tmp_path / "out.work/6-filter/valid.de").read_bytes().split(b"\n")],)
+        ([line + b"\n" for line in (tmp_path / "out.work/2-subwords/valid.de").read_bytes().split(b"\n")],)
     )
     assert [line.decode().split() for line in joined[0]][:-1] == [line.split() for line in read(out / "raw/valid.de")]
     prep = json.loads((out / "PREP.json").read_text())

@@ -96,7 +96,7 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode)
     preparation.keep(tmp_path / "run", first)
     custom(text / "two", new, "--like", first, "--drop-test-overlap")
     require_same(tmp_path / "run", new)
-    (tokens,) = read(tmp_path / "new.work/3-tokenise/test.de")[1:2]
+    (tokens,) = read(tmp_path / "new.work/1-tokens/test.de")[1:2]
     assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
 
@@ -111,8 +111,8 @@ def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, t
         path = tmp_path / f"two/{split}.de"
         write(path, ["Nr. 7 don’t", *read(path)[1:]])
     custom(tmp_path / "two", new, "--like", first)
-    assert read(tmp_path / "new.work/2-clean/valid.de")[0] == "Nr. 7 don't"
-    assert read(tmp_path / "new.work/2-clean/train.de")[0] == "Nr. 7 don’t", "as the corpus's own training text"
+    assert read(tmp_path / "new.work/1-tokens/valid.de")[0] == "Nr. 7 don &apos; t"
+    assert read(tmp_path / "new.work/1-tokens/train.de")[0] == "Nr. 7 don ’ t", "as the corpus's own training text"
 
 
 @pytest.mark.parametrize(

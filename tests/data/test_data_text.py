@@ -56,7 +56,7 @@ def test_only_newlines_end_lines(tmp_path, odd):
         write(raw / f"{split}.de", lines)
     pipeline = text_only(recipe(), raw, tmp_path / "out")
     for split, number in (("train", 200), ("valid", 20), ("test", 20)):
-        german, english = (read(path) for path in pipeline.text("filter", split))
+        german, english = (read(path) for path in pipeline.text("subwords", split))
         assert len(german) == len(english) == number
         assert german[3].replace("@@ ", "") in ("eins zwei", "einszwei")
-    assert read(pipeline.text("filter", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were
+    assert read(pipeline.text("subwords", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were

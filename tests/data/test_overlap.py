@@ -17,7 +17,7 @@ def prepared(folder, train, test, **rules):
     corpus = recipe(**{"filter_on": "subwords", "merges": 40} | rules)
     pipeline = Pipeline(corpus, folder / "raw", folder / "out")
     prep = pipeline.run()
-    sides = [read(path) for path in pipeline.text("filter", "train")]
+    sides = [read(path) for path in pipeline.text("subwords", "train")]
     words = [[line.replace("@@ ", "").replace(" .", ".") for line in side] for side in sides]
     return prep, list(zip(*words, strict=True)), report.warnings(prep)
 
@@ -63,7 +63,7 @@ def test_overlap_is_dropped_from_the_training_text(tmp_path):
     """Whichever side is shared, with a test or with validation; the tests stay whole."""
     test = ([SOURCES[0], "der See ist neu."], ["a dog that is new.", TARGETS[3]])
     train = ([*SOURCES, VALID[0][0]], [*TARGETS, "that dog is."])
-    prep, pairs, warnings = prepared(tmp_path, train, test, drop_test_overlap=True)
+    prep, pairs, warnings = prepared(tmp_path, train, test, drop_test_overlap=True, merges=5)
     assert pairs == [pair for at, pair in enumerate(zip(SOURCES, TARGETS, strict=True)) if at not in (0, 3)]
     assert prep["dropped"] == {"in a held-out split": 3}
     assert prep["overlap_with_training"] == {

@@ -94,11 +94,11 @@ def test_a_language_is_prepared_alike_by_any_of_its_codes(tmp_path):
     short, _ = prepared(tmp_path / "short", "de", "en", AWKWARD, merges=20)
     long, prep = prepared(tmp_path / "long", "deu_Latn", "eng", AWKWARD, merges=20)
     for one, other in (("de", "deu_Latn"), ("en", "eng")):
-        assert read(long.parent / f"out.work/3-tokenise/train.{other}") == read(
-            short.parent / f"out.work/3-tokenise/train.{one}"
+        assert read(long.parent / f"out.work/1-tokens/train.{other}") == read(
+            short.parent / f"out.work/1-tokens/train.{one}"
         )
     assert prep["languages"] == {"deu_Latn": "de", "eng": "en"}
-    tokens = read(short.parent / "out.work/3-tokenise/test.en")
+    tokens = read(short.parent / "out.work/1-tokens/test.en")
     assert text.references(long / "raw/test.eng", prep)[1] == tokens
 
 
@@ -117,7 +117,7 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
     assert prep["rules"]["nfc"] is True
     assert prep["round_trip"]["de"]["decomposed"] == 2, "what there was is recorded"
     for split in ("train", "valid", "test"):
-        prepared_text = (tmp_path / f"out.work/6-filter/{split}.de").read_text()
+        prepared_text = (tmp_path / f"out.work/2-subwords/{split}.de").read_text()
         assert "\u0308" not in prepared_text, "an umlaut's dots on their own"
     source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
@@ -140,7 +140,7 @@ def test_published_text_keeps_its_bytes(tmp_path):
     """Without nfc, as in every public corpus, only typed text is composed, and that where the corpus is."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
     data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
-    assert "\u0308" in (tmp_path / "one/out.work/6-filter/train.de").read_text(), "an umlaut's dots on their own"
+    assert "\u0308" in (tmp_path / "one/out.work/2-subwords/train.de").read_text(), "an umlaut's dots on their own"
     assert prep["unicode"] == "NFC"
     source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))

@@ -1,12 +1,12 @@
 """Helpers of the tests of data-prep/: small made-up corpora, and the pipeline on them."""
 
 import random
-import subprocess
+import sys
 
 from ea_data import corpora, sample, stages  # noqa: F401  (the tests take them from here)
 from ea_data.corpus import Corpus, Part, Rules
 from ea_data.pipeline import Pipeline
-from helpers import REPO
+from helpers import REPO, warm
 
 PREP = REPO / "data-prep"
 
@@ -81,9 +81,9 @@ def text_only(recipe, raw, out, workers=1):
 
 
 def script(name, *arguments, check=True, **options):
-    """Runs data-prep/NAME.sh; returns the finished process, with its output."""
-    command = ["bash", PREP / f"{name}.sh", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    """Runs what data-prep/NAME.sh does, with fairseq imported before; returns the finished process, with its output."""
+    command = [sys.executable, "-P", "-m", "ea_data.prepare", name, *map(str, arguments)]
+    done = warm.run(command, capture_output=True, text=True, check=False, **options)
     assert not check or done.returncode == 0, done.stderr
     return done
 

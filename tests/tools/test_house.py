@@ -95,7 +95,6 @@ PACKAGES = {
 FOREIGN = {
     "evolving_attention": {"fairseq"},
     "ea_runtime": {"fairseq", "torch"},
-    "data-prep/ea_data": {"torch"},
 }
 each_package = pytest.mark.parametrize("package", PACKAGES)
 
