@@ -19,8 +19,7 @@ from fairseq.criterions import FairseqCriterion
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import RdropLabelSmoothedCrossEntropyCriterion
-from fairseq.data import Dictionary, LanguagePairDataset
-from fairseq.data.iterators import EpochBatchIterator
+from fairseq.data import Dictionary, FairseqDataset, LanguagePairDataset
 from fairseq.modules import LayerDropModuleList
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask
@@ -150,13 +149,16 @@ def _best_split(group: numpy.ndarray) -> tuple[float, list[numpy.ndarray]]:
     return best
 
 
-def sizes_of(batches: EpochBatchIterator) -> numpy.ndarray | None:
-    """The shapes of an epoch's batches, N x 3; None where the data are no pairs of sentences."""
-    data = batches.dataset
+def sizes_of(data: FairseqDataset, batches: Sequence[Sequence[int]]) -> numpy.ndarray | None:
+    """The shapes of an epoch's batches, N x 3; None where the data are no pairs of sentences.
+
+    Args:
+        batches: the rows of each.
+    """
     if type(data) is not LanguagePairDataset or data.tgt is None:
         return None
     source, target = numpy.asarray(data.src_sizes), numpy.asarray(data.tgt_sizes)
-    return numpy.array([(len(rows), source[rows].max(), target[rows].max()) for rows in batches.frozen_batches])
+    return numpy.array([(len(rows), source[rows].max(), target[rows].max()) for rows in batches])
 
 
 class Static:

@@ -94,7 +94,7 @@ class FlatTrainer(Trainer):
 
     def _shapes(self) -> list[step.Shape] | None:
         if self.table is None and self._batches is not None:
-            sizes = step.sizes_of(self._batches)
+            sizes = step.sizes_of(self._batches.dataset, self._batches.frozen_batches)
             self.table = None if sizes is None else step.table_of(sizes)
         return self.table
 

@@ -7,10 +7,10 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.models import amplify_, batch, build, dictionary
 from helpers.promises import check_steps
-from helpers.tape import Tape
 from torch.testing import assert_close
 
 from ea_fairseq import decoding
+from ea_tools.bench.tape import Tape
 
 END = 2
 SOURCE = batch([9, 2, 6, 1, 4])

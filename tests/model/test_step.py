@@ -15,11 +15,11 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import RdropLabelSmoothedCrossEntropyCriterion
 from helpers import trainers
 from helpers.models import batch, build, tiny_task
-from helpers.tape import Tape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
+from ea_tools.bench.tape import Tape
 from evolving_attention.kernels import gpu
 from evolving_attention.kernels.cpu import dropout
 

@@ -1,4 +1,4 @@
-"""`python -m ea_tools.bench NAME FLAGS...`, which scripts/benchmark_NAME.sh calls."""
+"""`python -m ea_tools.bench NAME FLAGS...`, which scripts/benchmark_NAME.sh and scripts/gpu_report.sh call."""
 
 import importlib
 import sys
@@ -10,7 +10,8 @@ from ea_tools.common import quiet
 def main() -> None:
     """Read the flags, which may be --help, before anything that takes seconds is imported; then run the benchmark."""
     name, *arguments = sys.argv[1:]
-    sys.argv = [f"scripts/benchmark_{name}.sh", *arguments]  # the command line, in records
+    door = name if name == "gpu_report" else f"benchmark_{name}"
+    sys.argv = [f"scripts/{door}.sh", *arguments]  # the command line, in records
     getattr(options, name)(arguments)
     quiet()
     importlib.import_module(f"ea_tools.bench.{name}").main(arguments)

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
+from ea_fairseq.recording import capturing
+from ea_fairseq.step import Graph
 from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory
 from evolving_attention.evolution import Geometry
+from evolving_attention.kernels import gpu
 from evolving_attention.masks import combine
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -252,6 +255,29 @@ def forward_backward(run: Path, problem: Problem) -> Results:
     problem.attention.train()
     outputs = run()
     return torch.autograd.grad(outputs, problem.inputs, problem.gradients[: len(outputs)], allow_unused=True)
+
+
+def recorded(run: Path, problem: Problem, graph: Graph) -> Callable[[int], int]:
+    """A function that repeats forward and backward so many times, by a graph.
+
+    Raises:
+        RuntimeError: the plain composition would have been recorded in a kernel's place.
+    """
+    untried = len(gpu.untried)
+    with capturing():
+        with graph.aside():
+            forward_backward(run, problem)
+        with graph.capture():
+            kept = problem, forward_backward(run, problem)  # a replay reads and writes this memory
+    if len(gpu.untried) > untried:
+        raise RuntimeError(f"a kernel had no trial before the capture: {gpu.untried[-1]}")
+
+    def replays(count: int) -> int:
+        for _ in range(count):
+            graph.replay()
+        return len(kept)
+
+    return replays
 
 
 PASSES = {"forward": forward, "forward + backward": forward_backward}

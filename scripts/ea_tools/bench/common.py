@@ -7,6 +7,8 @@ turn begins with another of them. The results are medians of ratios between neig
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
 import os
 import shlex
@@ -100,6 +102,12 @@ def configuration(
     words = [str(data), "--arch", *model.split(), "--distributed-world-size", "1", *map(str, flags)]
     words += ["--cpu"] if device == "cpu" else []
     words += [] if precision == "fp32" else [f"--{precision}"]
+    return copy.deepcopy(_configuration(*words))
+
+
+@functools.cache
+def _configuration(*words: str) -> DictConfig:
+    """It takes a second to make."""
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     args.tpu = False  # fairseq takes --bf16 for a TPU
     return convert_namespace_to_omegaconf(args)
@@ -169,19 +177,19 @@ def _as_read_by(task: FairseqTask, sentences: ListDataset) -> FairseqDataset:
     return task.dataset("train")
 
 
-def pick(dataset: FairseqDataset, count: int, seed: int, **limits: int) -> list[Batch]:
-    """`count` of an epoch's batches, made by fairseq's own rules, spread evenly over its lengths, in random order.
-
-    Args:
-        limits: max_tokens or max_sentences of a batch.
-    """
+def batches_of(dataset: FairseqDataset, seed: int, **limits: int) -> list[Sequence[int]]:
+    """The rows of an epoch's batches, made by fairseq's own rules; limits: max_tokens or max_sentences of a batch."""
     with numpy_seed(seed):
         order = dataset.ordered_indices()  # by length
     longest = min(POSITIONS, limits.get("max_tokens", POSITIONS))  # or what fits into a batch
     order, _ = dataset.filter_indices_by_size(order, (longest, longest))
     if not len(order):
         raise UserError(f"no sentence has at most {longest} tokens; a larger --max-tokens may help")
-    batches = dataset.batch_by_size(order, **limits)
+    return dataset.batch_by_size(order, **limits)
+
+
+def pick(dataset: FairseqDataset, batches: Sequence[Sequence[int]], count: int, seed: int) -> list[Batch]:
+    """`count` of these batches, which are sorted by length: spread evenly, in random order."""
     places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
     numpy.random.default_rng(seed).shuffle(places)
     return [dataset.collater([dataset[index] for index in batches[place]]) for place in places]

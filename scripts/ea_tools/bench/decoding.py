@@ -6,7 +6,7 @@ import argparse
 import atexit
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 
+from ea_fairseq import decoding as graphs
 from ea_tools.bench import common, exported, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.maps.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.training.products import require_bf16_units
+
+#: a further candidate on a GPU: our model, each step launched by the host
+NO_GRAPHS = "ours, no graphs"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for beam in args.beam:
                     for batch in args.batch:
                         results.append(measure(args, device, size, precision, beam, batch))
+                        common.report_speeds(results[-1]["label"], results[-1], device)
+                        if args.exported:
+                            exported.report(results[-1])
                         write_json(args.output, common.record("decoding", args, device, results))
     print(f"written: {args.output}")
 
@@ -44,19 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(args: argparse.Namespace, device: str, size: str, precision: str, beam: int, batch: str) -> dict[str, Any]:
     """Speed of one pair of models."""
     architectures = options.PAIRS[size]
-    stock = architectures["stock"]
-    if "decoder" not in (sides := common.sides_of_model(stock)):
-        raise UserError(f"--size {size}: such models have {NAMES[sides]}, and decode nothing")
-    # A model brings along the differences between the two.
-    config = common.configuration(stock, *common.task_flags(stock), data=args.data or "data", device=device)
-    config.generation.beam = beam
-    task = common.make_task(args, config)
+    config, task = configured(args, size, beam, device)
     models = {name: random_model(args, task, words) for name, words in architectures.items()}
-    limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
-    batches = common.pick(common.corpus(args, task, args.subset), args.batches, args.seed, **limits)
+    batches = choose(args, task, batch)
     decoders = {
         name: decoder(task, ready(model, config, precision, device), config, device) for name, model in models.items()
     }
+    if has_graphs(models["ours"], device):
+        eager = ready(random_model(args, task, architectures["ours"]), config, precision, device)
+        eager.decoder.graphs = False
+        decoders[NO_GRAPHS] = decoder(task, eager, config, device)
     label = f"{size} {precision}, beam {beam}, batch {batch}"
     if args.exported:
         folders = _exports(size, models, task)
@@ -64,6 +68,7 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
         decoders |= exported.candidates(folders, torch.get_num_threads(), beam, task)
     times = common.interleave(decoders, batches, args.repetitions, device, label)
     result = {
+        "label": label,
         "size": size,
         "architectures": architectures,
         "precision": precision,
@@ -71,14 +76,35 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
         "batch": batch,
         "batches": [common.describe(picked) for picked in batches],
         **common.speeds(times),
+        "ratios": common.ratios(times),
         "times": times,
     }
-    common.report_speeds(label, result, device)
     if args.exported:
         by_cpu = common.ratios(times, "cpu_seconds")
-        result |= {"ratios": common.ratios(times), "cpu_ratios": by_cpu, "starts": exported.starts(folders)}
-        exported.report(result)
+        result |= {"cpu_ratios": by_cpu, "starts": exported.starts(folders)}
     return result
+
+
+def configured(args: argparse.Namespace, size: str, beam: int, device: str) -> tuple[DictConfig, FairseqTask]:
+    """fairseq's configuration and task, which do for both models of a pair."""
+    stock = options.PAIRS[size]["stock"]
+    if "decoder" not in (sides := common.sides_of_model(stock)):
+        raise UserError(f"--size {size}: such models have {NAMES[sides]}, and decode nothing")
+    config = common.configuration(stock, *common.task_flags(stock), data=args.data or "data", device=device)
+    config.generation.beam = beam
+    return config, common.make_task(args, config)
+
+
+def choose(args: argparse.Namespace, task: FairseqTask, batch: str) -> list[common.Batch]:
+    """The batches to decode."""
+    limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
+    data = common.corpus(args, task, args.subset)
+    return common.pick(data, common.batches_of(data, args.seed, **limits), args.batches, args.seed)
+
+
+def has_graphs(model: FairseqModel, device: str) -> bool:
+    """Whether steps of such a model of ours can be graphs there."""
+    return sides_of(type(model)) == BOTH and graphs.graph_on(torch.device(device)) is not None
 
 
 #: the folders of exported models, which a process writes once for each pair of models
@@ -111,15 +137,23 @@ def ready(model: FairseqModel, config: DictConfig, precision: str, device: str) 
 
 
 def decoder(task: FairseqTask, model: FairseqModel, config: DictConfig, device: str) -> common.Candidate:
-    """A function that decodes a batch, in as many steps as its targets have, and gives the number of tokens."""
+    """A function that decodes a batch and gives the number of tokens."""
+    search = searcher(task, model, config, device)
+    return lambda batch: sum(len(hypotheses[0]["tokens"]) for hypotheses in search(batch))
+
+
+def searcher(
+    task: FairseqTask, model: FairseqModel, config: DictConfig, device: str
+) -> Callable[[common.Batch], list[list[dict[str, Any]]]]:
+    """A function that decodes a batch, in as many steps as its targets have, and gives fairseq's hypotheses."""
     generator = task.build_generator([model], config.generation)
 
-    def decode(batch: common.Batch) -> int:
+    def search(batch: common.Batch) -> list[list[dict[str, Any]]]:
         steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
         generator.min_len, generator.max_len_a, generator.max_len_b = steps, 0, steps
         sample = utils.move_to_cuda(batch) if device == "cuda" else batch
         if sides_of(type(model)) == DECODER:  # needs no source
             sample = {"net_input": {"src_tokens": sample["net_input"]["src_tokens"][:, :1]}}
-        return sum(len(hypotheses[0]["tokens"]) for hypotheses in task.inference_step(generator, [model], sample))
+        return task.inference_step(generator, [model], sample)
 
-    return decode
+    return search

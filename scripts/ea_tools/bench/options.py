@@ -39,6 +39,18 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_DIM = {4: 40, 8: 64, 12: 64, 16: 64}  # by number of heads: lite, base, RoBERTa and BART: base, large
 PATHS = ("ours", "plain", "compiled", "sdpa")
+#: scripts/gpu_report.sh's steps in their order, and about how many seconds of an H100 each needs: guesses, not measured
+GPU_STEPS = {
+    "equality": 120,
+    "capture": 60,
+    "base": 60,
+    "lite": 45,
+    "kernels": 20,
+    "attention": 30,
+    "base-16384": 60,
+    "base-fp16": 60,
+    "decoding": 60,
+}
 
 
 def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,8 +93,9 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     Both models stand in one process and take turns on the same batches. Tokens are those of the best hypotheses, as
     fairseq-generate counts them. Models with random weights end no sentence: each gets as many steps as the targets of
-    its batch have tokens on average. A language model (lm) writes such sentences without a source. --exported adds our
-    model exported, in float32 and in 8 bits. It adds CTranslate2 with the plain one, where that is installed.
+    its batch have tokens on average. A language model (lm) writes such sentences without a source. On a GPU ours takes
+    turns with and without CUDA graphs. --exported adds our model exported, in float32 and in 8 bits. It adds
+    CTranslate2 with the plain one, where that is installed.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
         scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
@@ -103,7 +116,8 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The speed of training, ours and fairseq's Transformer: forward, backward and optimizer, by fairseq's own trainer.
 
     Both models stand in one process and take turns on the same batches, with the recipe's flags. Ours takes turns with
-    --optimizer flat_adam, too, as in scripts/train.sh. A process for each model measures its peak memory, over many
+    --optimizer flat_adam, too, as in scripts/train.sh. On a GPU so do stock with flat_adam, and ours with captured
+    steps; a turn is then all batches in a row. A process for each model measures its peak memory, over many
     batches of many shapes, as in a real epoch. With --growth, batches of one length each, from 16 to 2048 tokens,
     replace the corpus. A language model (lm) and a RoBERTa read the source alone, by their own task and criterion.
     Their --data is a folder of data-prep/one-side.sh.
@@ -128,6 +142,36 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.growth and args.output == parser.get_default("output"):
         args.output = args.output.with_name("benchmark_growth.json")
     return args
+
+
+def gpu_report(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """All that needs an NVIDIA GPU, in ten minutes, the most important first.
+
+      equality    captured steps and eager ones; the kernels and the plain composition; decoding with and without graphs
+      capture     seconds for all shapes of a recipe, and peak memory
+      base, lite  training with 4,096 tokens in bfloat16: stock, stock with our optimizer, ours eager, ours captured
+      kernels     the kernels inside a replay
+      attention   the operation alone, in a graph: ours, the plain composition, and stock attention
+      base-16384, base-fp16   training with 16,384 tokens, and in float16
+      decoding    one sentence, beam 5: with graphs, without, and stock
+
+    Each row appears on the screen and is written to --output at once, so a run that is cut off keeps its rows. A step
+    that fails stops no other. A step that no longer fits into --minutes is left out. Exit status 1: a step failed, or
+    numbers differ that should be equal. Without .venv the script takes python3, if it has torch and fairseq.
+
+        scripts/gpu_report.sh
+        scripts/gpu_report.sh --only equality capture --minutes 4
+    """
+    parser = Parser(prog="gpu_report.sh", description=inspect.cleandoc(gpu_report.__doc__), allow_abbrev=False)
+    parser.add_argument(
+        "--minutes", type=at_least(0, float), default=10.0, metavar="N", help="for all steps (default: 10)"
+    )
+    steps = f"{', '.join(GPU_STEPS)} (default: all)"
+    parser.add_argument("--only", nargs="+", choices=GPU_STEPS, default=list(GPU_STEPS), metavar="STEP", help=steps)
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on a CPU, with a stand-in for CUDA graphs")
+    output = REPO / "results" / "gpu_report.json"
+    parser.add_argument("--output", type=Path, default=output, metavar="FILE", help="JSON (default: %(default)s)")
+    return parser.parse_args(arguments)
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

@@ -6,18 +6,19 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from fairseq.data import FairseqDataset
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
-from ea_fairseq import optim
+from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
@@ -28,8 +29,8 @@ from ea_tools.training.recipes import read, spell_flags
 
 #: flags of recipes that only translation has, and what trains a model with one side
 OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings", "share-decoder-input-output-embed"}
-#: a third candidate: our model and one optimizer call for all parameters
-FLAT = f"ours, {optim.NAME}"
+#: further candidates: one optimizer call for all parameters, and with it captured steps
+FLAT, STOCK_FLAT, CAPTURED = f"ours, {optim.NAME}", f"stock, {optim.NAME}", "ours, captured"
 CRITERIA = {ENCODER: "masked_lm", DECODER: "cross_entropy"}
 
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for precision in args.precision:
                 for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]:
                     results.append(measure(args, arguments, device, size, precision, length))
+                    report(results[-1], device)
                     write_json(
                         args.output, common.record("growth" if args.growth else "training", args, device, results)
                     )
@@ -66,39 +68,73 @@ def measure(
     length: int | None = None,
 ) -> dict[str, Any]:
     """Speed and memory of one pair of models; `length`: on sentences of so many tokens."""
-    trainers = {name: trainer(args, arch, device, precision) for name, arch in options.PAIRS[size].items()}
-    trainers[FLAT] = trainer(args, options.PAIRS[size]["ours"], device, precision, optim.NAME)
-    batches = choose(args, trainers["ours"].task, length, args.batches)
+    pair = options.PAIRS[size]
+    trainers = {name: trainer(args, arch, device, precision) for name, arch in pair.items()}
+    trainers[FLAT] = trainer(args, pair["ours"], device, precision, optim.NAME)
+    data, rows = epoch(args, trainers["ours"].task, length)
+    batches = common.pick(data, rows, args.batches, args.seed)
+    sizes = step.sizes_of(data, rows)
+    if has_graphs(device) and sizes is not None:
+        trainers[STOCK_FLAT] = trainer(args, pair["stock"], device, precision, optim.NAME)
+        trainers[CAPTURED] = trainer(args, pair["ours"], device, precision, optim.NAME)
+        trainers[CAPTURED].table = step.table_of(sizes)  # FLAT has none, so its steps are eager
     label = f"{size} {precision}" + (f", {length} tokens" if length else "")
     steps = {name: training_step(of_model) for name, of_model in trainers.items()}
-    times = common.interleave(steps, batches, args.repetitions, device, label)
+    # On a GPU an update does not wait for the one before, so a turn is a row of updates, as in an epoch.
+    turns = [batches] if device == "cuda" else [[batch] for batch in batches]
+    times = common.interleave(steps, turns, args.repetitions, device, label)
     result = {
+        "label": label,
         "size": size,
         "precision": precision,
         "length": length,
-        "architectures": options.PAIRS[size],
+        "architectures": pair,
         "batches": [common.describe(batch) for batch in batches],
         **common.speeds(times),
-        "ratio_flat_adam": common.ratios(times)[FLAT],
+        "ratios": common.ratios(times),
         "times": times,
     }
     if args.memory_batches:
         result["memory"] = {
             name: memory_alone(arguments, arch=arch, precision=precision, length=length)
-            for name, arch in tqdm(options.PAIRS[size].items(), desc=f"{label}, memory", unit=" models")
+            for name, arch in tqdm(pair.items(), desc=f"{label}, memory", unit=" models")
         }
-    common.report_speeds(label, result, device)
-    print(f"  {FLAT} / stock {common.show(result['ratio_flat_adam'])}")
-    for name, used in result.get("memory", {}).items():
-        print(
-            f"  {options.PAIRS[size][name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, "
-            f"{used['before'] / 2**20:,.0f} before"
-        )
+    if captured := getattr(trainers.get(CAPTURED), "_step", None):
+        result["shapes_captured"], result["refused"] = len(captured.captured), captured.refused
     return result
 
 
-def trainer(args: argparse.Namespace, model: str, device: str, precision: str, optimizer: str = "adam") -> Trainer:
-    """A trainer with everything else as the recipe has it; `model`: words after --arch, as in options.PAIRS."""
+def report(result: Mapping[str, Any], device: str) -> None:
+    """Print what `measure` found."""
+    pair = result["architectures"]
+    common.report_speeds(result["label"], result, device)
+    for name, ratio in result["ratios"].items():
+        if name not in pair:
+            print(f"  {name} / stock {common.show(ratio)}")
+    for name, used in result.get("memory", {}).items():
+        print(f"  {pair[name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, {used['before'] / 2**20:,.0f} before")
+
+
+def has_graphs(device: str) -> bool:
+    """Whether training steps can be captured there."""
+    return device == "cuda" or FlatTrainer.graph is not None
+
+
+def trainer(
+    args: argparse.Namespace,
+    model: str,
+    device: str,
+    precision: str,
+    optimizer: str = "adam",
+    *others: str,
+    kind: type[FlatTrainer] = FlatTrainer,
+) -> FlatTrainer:
+    """A trainer with everything else as the recipe has it.
+
+    Args:
+        model: words after --arch, as in options.PAIRS.
+        others: flags that replace the recipe's.
+    """
     recipe = read(args.recipe)
     precision = common.type_of_numbers(precision, device)
     flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
@@ -115,33 +151,43 @@ def trainer(args: argparse.Namespace, model: str, device: str, precision: str, o
         *spell_flags(flags),
         "--max-tokens",
         args.max_tokens or recipe.batch.tokens,
+        *others,
     ]
     config = common.configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = common.make_task(args, config)
-    trainer = FlatTrainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
+    trainer = kind(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
     trainer.save_checkpoint = lambda *_: None  # a step that fails would leave a checkpoint before it says why
     return trainer
 
 
 def training_step(trainer: Trainer) -> common.Candidate:
-    """A function that trains on a batch and gives its number of tokens."""
+    """A function that trains on batches, an update each, and gives their number of tokens."""
 
-    def step(batch: common.Batch) -> int:
-        trainer.train_step([batch], raise_oom=True)  # else fairseq leaves the batch out, and it would count as done
-        return batch["ntokens"]
+    def update(batches: list[common.Batch]) -> int:
+        for batch in batches:
+            trainer.train_step([batch], raise_oom=True)  # else fairseq leaves the batch out, and it would count as done
+        return sum(batch["ntokens"] for batch in batches)
 
-    return step
+    return update
 
 
 def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, count: int) -> list[common.Batch]:
-    """The batches to time: `count` of the corpus, or one of sentences of `length` tokens, end of sentence included."""
+    """The batches to train on: `count` of an epoch."""
+    return common.pick(*epoch(args, task, length), count, args.seed)
+
+
+def epoch(
+    args: argparse.Namespace, task: FairseqTask, length: int | None
+) -> tuple[FairseqDataset, list[Sequence[int]]]:
+    """The data, and the rows of each batch: all, or one of sentences of `length` tokens, end of sentence included."""
     max_tokens = args.max_tokens or read(args.recipe).batch.tokens
     if length:
         sentences = max(1, max_tokens // length)
         dataset = common.random_sentences(task, numpy.full((sentences, 2), length - 1), args.seed)
-        return [dataset.collater([dataset[index] for index in range(sentences)])]
-    return common.pick(common.corpus(args, task, "train"), count, args.seed, max_tokens=max_tokens)
+        return dataset, [range(sentences)]
+    dataset = common.corpus(args, task, "train")
+    return dataset, common.batches_of(dataset, args.seed, max_tokens=max_tokens)
 
 
 def memory_alone(arguments: Sequence[str], **what: Any) -> dict[str, int]:
@@ -160,15 +206,10 @@ def memory(args: argparse.Namespace, device: str, arch: str, precision: str, len
     # A GPU's allocator is asked for its own count; three steps of one shape are enough for the optimizer to exist.
     batches = choose(args, of_model.task, length, args.memory_batches) * (3 if length else 1)
     before = torch.cuda.memory_allocated() if device == "cuda" else resident("VmRSS")
-    step, peak = training_step(of_model), 0
-    for batch in batches:
-        if device == "cuda":
-            with fairseq_keeps_peak():
-                step(batch)
-            peak = max(peak, torch.cuda.max_memory_allocated())
-        else:
-            step(batch)
-    return {"peak": peak or resident("VmHWM"), "before": before, "steps": len(batches)}
+    with fairseq_keeps_peak():
+        training_step(of_model)(batches)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM")
+    return {"peak": peak, "before": before, "steps": len(batches)}
 
 
 @contextmanager
