@@ -2,11 +2,11 @@
 
 A graph's shapes never change, so a search's sizes are rounded up and the caches have a fixed width. The newest position
 is the last column; the columns before the first are masked, and look like the outside of the map. Sentences that have
-ended, and those that only fill up, go on as rows that nobody reads. Which row continues which is a tensor, too, so
-beams are reordered inside the graph.
+ended, and those that only fill up, stay as rows whose results are dropped. The order of beams is a tensor, so the graph
+reorders them.
 
-Axes: N sentences, R = N x beams hypotheses, K heads, D head size, S source length, W width: earlier target positions,
-r = kernel size - 1, V words. Masks: True = masked.
+Axes: N sentences, R = N x beams hypotheses, K heads, D head size, S source length, r = kernel size - 1, V words; W
+width: earlier target positions. Masks: True = masked.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def features(decoder: nn.Module, x: Tensor) -> Tensor:
 
 
 class DecoderStep:
-    """One step of a decoder in memory of its own, recorded.
+    """One recorded step of a decoder, with its static tensors.
 
     Args:
         decoder: an ``EATransformerDecoder`` in evaluation.
@@ -296,7 +296,7 @@ class Search:
 
 
 def _cache(attention: DecoderAttention, state: IncrementalState) -> Cache:
-    """What an attention keeps in fairseq's state."""
+    """An attention's cache in fairseq's state."""
     kept = attention._get_input_buffer(state)
     return Cache(*map(kept.get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
 
@@ -343,7 +343,7 @@ def _give(decoder: nn.Module, step: DecoderStep) -> None:
 
 
 def _memory(decoder: nn.Module) -> tuple[int, ...]:
-    """Where the parameters are: a graph reads these places."""
+    """The parameters' addresses, from which a graph reads."""
     return tuple(parameter.data_ptr() for parameter in decoder.parameters())
 
 

@@ -17,7 +17,7 @@ BLOCKS, WIDTH, FEED_FORWARD, HEADS, WINDOW = 3, 256, 1024, 8, 3
 
 
 class System(NamedTuple):
-    """What mixes the words of a sentence, and how maps evolve: see ``Evolution``."""
+    """The parts of a block that mix words; ``evolution``: see ``Evolution``."""
 
     attention: bool
     convolution: bool
