@@ -97,11 +97,14 @@ def connections(address, count, head):
 
 
 def is_closed(connection):
-    """Whether the server has nothing to say, and closes it within 10 seconds."""
+    """Whether the server has nothing to say, and closes it within 2 seconds, on a busy machine more."""
+    connection.settimeout(2 * crowd())
     try:
         return connection.recv(1) == b""
     except ConnectionError:
         return True
+    except TimeoutError:
+        return False
 
 
 @contextlib.contextmanager
@@ -140,17 +143,22 @@ def test_the_connection_that_has_waited_longest_makes_room():
             assert is_closed(first)
             second.sendall(get)
             assert second.recv(1000).startswith(b"HTTP/1.1 200")
-        with attacking(address, {"lines": ["q" * 55], "beam": 20}, 2) as answers:
-            time.sleep(0.3)
-            with connections(address, 3, b"") as others:
-                assert all(map(is_closed, others))
-            assert {one.result().status_code for one in answers} == {200}
+        for wait in (0.05, 0.1, 0.2, 0.4, 0.8):  # both requests are under way at one of these times
+            with attacking(address, {"lines": ["q" * 55] * 3, "beam": 20}, 2) as answers:
+                time.sleep(wait)
+                with connections(address, 3, b"") as others:
+                    closed = [is_closed(one) for one in others]
+                answered = [one.exception() is None and one.result().status_code == 200 for one in answers]
+            if all(closed + answered):
+                break
+        assert all(closed + answered)
 
 
 def test_a_request_may_take_longer_than_its_headers():
-    with serving(headers=0.3) as (_, address), attacking(address, {"lines": ["q" * 55] * 3, "beam": 20}, 1) as (slow,):
-        assert slow.result().status_code == 200
-        assert sum(slow.result().json()["seconds"].values()) > 0.3
+    work = {"lines": ["q" * 55] * 3, "beam": 20}
+    with serving(headers=0.3) as (_, address), attacking(address, work, 8) as slow:
+        assert [request.result().status_code for request in slow] == [200] * 8
+        assert max(sum(request.result().json()["seconds"].values()) for request in slow) > 0.3
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])

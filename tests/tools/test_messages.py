@@ -40,7 +40,7 @@ def packed(folder):
         (train_sh, ("--gpus", "x"), r"^train.sh: error: argument --gpus: .*\ntrain.sh --help lists all options$"),
         (evaluate_sh, (), r"^evaluate.sh: error: .* --data, --run\nevaluate.sh --help lists all options$"),
         (custom_sh, ("--merges", "0"), r"^custom.sh: error: .* at least 1.*\ncustom.sh --help lists all options$"),
-        (packed, (), r"^custom.sh: .*train.de: is compressed by gzip; let its name end in \.gz"),
+        (packed, (), r"^custom.sh: .*valid.de: is compressed by gzip; let its name end in \.gz"),
     ],
 )
 def test_a_mistake_is_named_at_once(command, words, message, tmp_path, capsys, monkeypatch):
