@@ -31,7 +31,8 @@ def model_and_batches(dropout=0.0):
 
 
 def loss(model, inputs):
-    return model(*inputs)[0].float().square().mean()
+    """Of the real positions: what stands at padded ones is nobody's result."""
+    return model(*inputs)[0][inputs[2].ne(1)].float().square().mean()
 
 
 def gradients(model, batches):
@@ -112,8 +113,7 @@ def worker(rank, port):
             ours = whole_gradients(model)
             assert ours.keys() == expected.keys()
             errors = [(ours[name] - exact.float()).norm() / size for name, exact in expected.items()]
-            # in bfloat16 one process itself is up to 0.024 off float32
-            assert max(errors) <= (0.02 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
+            assert max(errors) <= (0.01 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
             print("equal", wrap.__name__, level, low_precision)
     distributed.destroy_process_group()
 
