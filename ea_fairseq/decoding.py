@@ -16,8 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.models.transformer import TransformerDecoderBase
@@ -25,7 +24,9 @@ from torch import Tensor, nn
 
 from evolving_attention.cache import Cache
 
+from . import graphs
 from .attention import DecoderAttention, IncrementalState, state_of
+from .graphs import Graph
 from .layers import EADecoderLayer
 
 logger = logging.getLogger(__name__)
@@ -40,43 +41,6 @@ LEAST_WIDTH = 16
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 #: How many steps of a decoder wait for the next search of their sizes.
 MOST_IDLE = 16
-
-
-class Graph(Protocol):
-    """Calls that are recorded once and repeated on the same memory."""
-
-    def record(self, work: Callable[[], None]) -> None:
-        """Record what ``work`` does."""
-
-    def replay(self) -> None:
-        """Do it again."""
-
-
-class CudaGraph:
-    """A CUDA graph."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def record(self, work: Callable[[], None]) -> None:
-        """Record, after two runs in which kernels are tried and compiled: during a recording none can be."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            work()
-
-    def replay(self) -> None:
-        """Launch the graph."""
-        self._graph.replay()
-
-
-def graph_on(device: torch.device) -> Graph | None:
-    """A new graph for this device, or None where there are none."""
-    return CudaGraph() if device.type == "cuda" else None
 
 
 class Sizes(NamedTuple):
@@ -151,7 +115,11 @@ class DecoderStep:
             self.table = self.table.to(weight)
         self.logits = self.weights = torch.empty(0)
         self.is_proven = False
-        graph.record(self._run)
+        with graph.aside():
+            self._run()  # tries kernels
+            self._run()  # compiles those that are taken
+        with graph.capture():
+            self._run()
 
     def _run(self) -> None:
         decoder, x = self.decoder, embed(self.decoder, self.tokens, self.table, self.position)
@@ -318,19 +286,20 @@ def _place(static: Cache, given: Cache, start: int, rows: int) -> None:
         static.rows[:rows, :, :, start : start + given.rows.size(3)] = given.rows
 
 
-#: decoder -> recorded steps that no search uses, each behind its sizes and the memory of the parameters that it reads
-_IDLE: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, DecoderStep]]] = weakref.WeakKeyDictionary()
+#: decoder -> recorded steps that no search uses
+_IDLE: weakref.WeakKeyDictionary[nn.Module, list[DecoderStep]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def _take(decoder: nn.Module, sizes: Sizes, new_graph: Callable[[], Graph]) -> DecoderStep:
     """A step of these sizes that no other search uses."""
-    key = (sizes, _memory(decoder))
+    memory = _memory(decoder)
     with _LOCK:
         idle = _IDLE.setdefault(decoder, [])
-        for number, (of, _) in enumerate(idle):
-            if of == key:
-                return idle.pop(number)[1]
+        for step in idle:
+            if (step.sizes, step.memory) == (sizes, memory):
+                idle.remove(step)
+                return step
     return DecoderStep(decoder, sizes, new_graph())
 
 
@@ -338,7 +307,7 @@ def _give(decoder: nn.Module, step: DecoderStep) -> None:
     """Keep a step for a later search; the one that has waited longest goes."""
     with _LOCK:
         idle = _IDLE.setdefault(decoder, [])
-        idle.append(((step.sizes, step.memory), step))
+        idle.append(step)
         del idle[:-MOST_IDLE]
 
 
@@ -354,10 +323,10 @@ def next_step(
     if state is None or tokens.size(1) == 1:
         return None
     if KEY not in state:
-        search = None
-        if _suits(decoder, tokens, state):
+        search, new_graph = None, graphs.for_device(tokens.device)
+        if new_graph is not None and _suits(decoder, tokens, state):
             try:
-                search = _begin(decoder, tokens, encoder_out, state)
+                search = _begin(decoder, tokens, encoder_out, state, new_graph)
             except RuntimeError as error:
                 decoder.graphs = False
                 logger.warning("decoding without CUDA graphs: %s", error)
@@ -366,13 +335,15 @@ def next_step(
     return None if search is None else search.step(tokens)
 
 
-def _begin(decoder: nn.Module, tokens: Tensor, encoder_out: Any, state: IncrementalState) -> Search:
+def _begin(
+    decoder: nn.Module, tokens: Tensor, encoder_out: Any, state: IncrementalState, new_graph: Callable[[], Graph]
+) -> Search:
     """A search that goes on from this state; a graph's first step is compared with the decoder's own.
 
     Raises:
         RuntimeError: the step cannot be recorded, or gives other numbers.
     """
-    search = Search(decoder, state, partial(graph_on, tokens.device))
+    search = Search(decoder, state, new_graph)
     if not search.static.is_proven:
         copy = {name: dict(kept) for name, kept in state.items()}
         expected, _ = TransformerDecoderBase.forward(decoder, tokens, encoder_out, copy)
@@ -416,5 +387,4 @@ def _suits(decoder: nn.Module, tokens: Tensor, state: IncrementalState) -> bool:
         and not any(attention.plain or attention.observer or attention.dropped for attention in attentions)
         and not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
         and all("prev_key" in attention._get_input_buffer(state) for attention in attentions)
-        and graph_on(tokens.device) is not None
     )

@@ -8,9 +8,9 @@ Axes: B sentences, S source tokens, T target tokens.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -24,10 +24,10 @@ from fairseq.modules import LayerDropModuleList
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evolving_attention.kernels import gpu
 
+from .graphs import Graph, HostRead, NoReads
 from .optim import FairseqAdam
 from .recording import capturing
 from .transformer import EvolvingModel
@@ -41,68 +41,6 @@ SHAPES = 64
 #: criteria whose tensors are sums over the batch, and whose other numbers are ``GraphedStep.counts``
 CRITERIA = (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion, RdropLabelSmoothedCrossEntropyCriterion)
 INPUTS = ("src_tokens", "src_lengths", "prev_output_tokens")
-#: operations whose result the host waits for
-READS = frozenset(
-    "_local_scalar_dense item nonzero is_nonzero equal masked_select _unique2 unique_dim unique_consecutive".split()
-)
-
-
-class HostRead(RuntimeError):
-    """The host asks for numbers of the device, which no graph can repeat."""
-
-
-class NoReads(TorchDispatchMode):
-    """Refuses, as a capture does, host reads and shapes that depend on numbers; but it names them."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if name in READS or by_mask:
-            raise HostRead(f"the model or the criterion looks at numbers ({name})")
-        return func(*args, **(kwargs or {}))
-
-
-class Graph(Protocol):
-    """A recording of work, to be repeated."""
-
-    def aside(self) -> Any:
-        """A context for what runs before a capture."""
-
-    def capture(self) -> Any:
-        """A context whose work is recorded."""
-
-    def replay(self) -> None:
-        """Repeat that work, in the same memory."""
-
-
-class CudaGraph:
-    """A CUDA graph. All share one pool of memory, and one stream for captures."""
-
-    pool: ClassVar[Any] = None
-    stream: ClassVar[Any] = None
-
-    def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        if CudaGraph.stream is None:
-            CudaGraph.pool, CudaGraph.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """On the stream of captures, where libraries take their memory and kernels have their trial."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-    def capture(self) -> Any:
-        """See ``Graph``. Other threads, which load data, may call CUDA meanwhile."""
-        return torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local")
-
-    def replay(self) -> None:
-        """See ``Graph``."""
-        self.graph.replay()
 
 
 def cost(shapes: numpy.ndarray) -> numpy.ndarray:
@@ -150,7 +88,7 @@ def _best_split(group: numpy.ndarray) -> tuple[float, list[numpy.ndarray]]:
 
 
 def sizes_of(data: FairseqDataset, batches: Sequence[Sequence[int]]) -> numpy.ndarray | None:
-    """The shapes of an epoch's batches, N x 3; None where the data are no pairs of sentences.
+    """The shapes of an epoch's batches, N x 3; None unless the data are fairseq's pairs of sentences.
 
     Args:
         batches: the rows of each.
@@ -272,7 +210,7 @@ class GraphedStep:
 
     def _captured_for(self, sample: Sample) -> Captured | None:
         """The captured step of the cheapest shape that holds a batch; None where the step has to be eager."""
-        if self.shapes is None:
+        if self.shapes is None and self.refused is None:
             self.shapes = self.table()
             self.refused = self._unsuited()
             if self.refused:
@@ -294,7 +232,7 @@ class GraphedStep:
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         args = getattr(self.model, "args", None) or getattr(self.model, "cfg", None)
         reasons = {
-            "the data are not pairs of sentences": self.shapes is None,
+            "no shapes are known: they are read from an epoch's batches of a LanguagePairDataset": self.shapes is None,
             "fairseq's own models look at the batch's numbers": not isinstance(self.model, EvolvingModel),
             "LayerDrop draws its layers on the host": any(
                 isinstance(module, LayerDropModuleList) and module.p > 0 for module in modules

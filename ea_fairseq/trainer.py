@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from . import optim, step
+from .graphs import CudaGraph, Graph, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class FlatTrainer(Trainer):
     #: the values of --optimizer for which ours is taken
     OPTIMIZERS: tuple[str, ...] = (optim.NAME,)
     #: makes a graph; None: a CUDA graph on a GPU, none on a CPU
-    graph: Callable[[], step.Graph] | None = None
+    graph: Callable[[], Graph] | None = None
     #: the shapes of captured steps; None: made from the first epoch's batches
     table: list[step.Shape] | None = None
 
@@ -74,7 +76,7 @@ class FlatTrainer(Trainer):
         logger.info("the optimizer updates all parameters in one call")
         with optim.flat_classes(name):
             super()._build_optimizer()
-        graph = self.graph or (step.CudaGraph if self.cuda else None)
+        graph = self.graph or (partial(CudaGraph, Pool()) if self.cuda else None)
         if graph is None:
             return None
         if self.data_parallel_world_size > 1 or self.quantizer is not None:

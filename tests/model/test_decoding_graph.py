@@ -9,7 +9,7 @@ from helpers.models import amplify_, batch, build, dictionary
 from helpers.promises import check_steps
 from torch.testing import assert_close
 
-from ea_fairseq import decoding
+from ea_fairseq import decoding, graphs
 from ea_tools.bench.tape import Tape
 
 END = 2
@@ -20,7 +20,7 @@ SOURCE = batch([9, 2, 6, 1, 4])
 def tapes(monkeypatch):
     """Recordings on a CPU; the list of all."""
     made = []
-    monkeypatch.setattr(decoding, "graph_on", lambda device: made.append(Tape()) or made[-1])
+    monkeypatch.setattr(graphs, "for_device", lambda device: lambda: made.append(Tape()) or made[-1])
     decoding._IDLE.clear()
     return made
 
@@ -72,7 +72,7 @@ def test_hypotheses_and_scores_are_those_of_the_decoder(tapes, flags, beam, monk
     assert sum(bool(tape.calls) for tape in tapes) >= 2
     assert_same(ours, expected, rtol=1e-5, atol=1e-5)
     count = len([tape for tape in tapes if tape.calls])
-    for _, step in decoding._IDLE[model.decoder]:  # as a search leaves it that went wrong
+    for step in decoding._IDLE[model.decoder]:  # as a search leaves it that went wrong
         step.own[0].keys.fill_(torch.nan)
     assert_same(search(model, beam), expected, rtol=1e-5, atol=1e-5)  # by the same recordings
     assert len([tape for tape in tapes if tape.calls]) == count
@@ -177,11 +177,11 @@ def test_changed_weights_are_read_and_moved_ones_are_recorded_anew(tapes):
     assert sum(bool(tape.calls) for tape in tapes) > recorded
 
 
-@pytest.mark.parametrize("fault", ["record", "replay"])
+@pytest.mark.parametrize("fault", ["capture", "replay"])
 @torch.no_grad()
 def test_a_graph_that_fails_or_gives_other_numbers_is_not_used(tapes, fault, monkeypatch, caplog):
     def fail(tape, *_):
-        if fault == "record":
+        if fault == "capture":
             raise RuntimeError("no capture here")
 
     monkeypatch.setattr(Tape, fault, fail)

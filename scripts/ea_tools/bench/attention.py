@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
+from ea_fairseq.graphs import Graph
 from ea_fairseq.recording import capturing
-from ea_fairseq.step import Graph
 from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory

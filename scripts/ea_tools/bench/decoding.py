@@ -16,7 +16,7 @@ from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 
-from ea_fairseq import decoding as graphs
+from ea_fairseq import graphs
 from ea_tools.bench import common, exported, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.maps.sides import BOTH, DECODER, NAMES, sides_of
@@ -104,7 +104,7 @@ def choose(args: argparse.Namespace, task: FairseqTask, batch: str) -> list[comm
 
 def has_graphs(model: FairseqModel, device: str) -> bool:
     """Whether steps of such a model of ours can be graphs there."""
-    return sides_of(type(model)) == BOTH and graphs.graph_on(torch.device(device)) is not None
+    return sides_of(type(model)) == BOTH and graphs.for_device(torch.device(device)) is not None
 
 
 #: the folders of exported models, which a process writes once for each pair of models

@@ -15,8 +15,7 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ea_fairseq import decoding as graphs
-from ea_fairseq import optim, step
+from ea_fairseq import graphs, optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import attention, common, decoding, equality, options, training
 from ea_tools.bench.equality import Row, Setting
@@ -51,7 +50,7 @@ def stand_ins() -> Iterator[None]:
         mock.patch.dict(options.PAIRS, pairs),
         mock.patch.multiple(common, WORDS=90, SENTENCES=300, LOG_MEAN=(1.5, 1.5)),
         mock.patch.object(FlatTrainer, "graph", Tape),
-        mock.patch.object(graphs, "graph_on", lambda device: Tape()),
+        mock.patch.object(graphs, "for_device", lambda device: Tape),
     ):
         yield
 
@@ -191,7 +190,7 @@ def attention_alone(report: Setting) -> Iterator[Row]:
         replays = {}
         for name in ("ours", "plain", "sdpa"):
             problem = attention.make_problem(1, report.device, dtype, kind, heads, length, batch, 3)
-            graph = Tape() if report.dry_run else step.CudaGraph()
+            graph = Tape() if report.dry_run else graphs.CudaGraph()
             replays[name] = attention.recorded(attention.PATHS[name](problem), problem, graph)
         times = common.interleave(replays, [count], 3, report.device, kind)["seconds"]
         median = {name: 1e6 * common.spread([row[0] for row in table])["median"] for name, table in times.items()}

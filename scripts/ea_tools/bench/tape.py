@@ -6,7 +6,7 @@ What Python did in between is not repeated: a number that Python drew, a counter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ea_fairseq.step import NoReads
+from ea_fairseq.graphs import NoReads
 
 
 class Tape(NoReads):
-    """See ``ea_fairseq.step.Graph`` and ``ea_fairseq.decoding.Graph``. What a capture refuses, it refuses, too."""
+    """See ``ea_fairseq.graphs.Graph``. What a capture refuses, it refuses, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,17 +37,9 @@ class Tape(NoReads):
 
     aside = staticmethod(contextlib.nullcontext)
 
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """For a training step."""
-        with self:
-            yield
-
-    def record(self, work: Callable[[], None]) -> None:
-        """For a step of a search."""
-        work()
-        with self:
-            work()
+    def capture(self) -> Tape:
+        """The mode itself is the context."""
+        return self
 
     @torch.no_grad()
     def replay(self) -> None:
