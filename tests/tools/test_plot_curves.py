@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,6 +114,18 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path):
     lines = [*first, *second, torn + third[0], *third[1:], '{"time": 3, "tag": "valid", "step": 100, "loss": 1.']
     killed, undisturbed = make(tmp_path / "killed", lines), make(tmp_path / "undisturbed", whole)
     same(plot_curves.read(killed), plot_curves.read(undisturbed))
+
+
+def test_a_run_of_the_records_by_its_name(tmp_path, capsys):
+    names = [
+        f"multi30k-laptop-en-de/{arch}-seed{seed}"
+        for arch in ("transformer_lite", "ea_transformer_lite")
+        for seed in "12"
+    ]
+    plot_curves.main([*names, "--out", str(tmp_path / "curves.png")])
+    assert re.findall(r"^(\S+) +1,500 ", capsys.readouterr().out, re.M) == names
+    labels = [line.label for line in plot_curves.group(plot_curves.read_all(map(Path, names)))]
+    assert labels == ["transformer_lite (seeds 1, 2)", "ea_transformer_lite (seeds 1, 2)"]
 
 
 def test_repeated_updates_replace_the_earlier_ones():

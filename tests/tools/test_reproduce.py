@@ -16,9 +16,9 @@ from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_tools import text
 from ea_tools.common import REPO, UserError
-from ea_tools.tables import cells, records, reproduce, sweep
-from ea_tools.tables import report as table_report
+from ea_tools.tables import cells, page, reproduce, sweep
 from ea_tools.tables import table as tables
+from ea_tools.tables.records import Records, opened
 from ea_tools.training import launch, recipes, train
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -70,20 +70,21 @@ def test_the_drafts_numbers_and_its_learning_rate():
 
 def test_tables_share_their_runs():
     five, six = tables.read("table5"), tables.read("table6")
-    cells = [table.cell(row_of(table, "EA-Transformer-Lite"), "iwslt14-de-en", 1, "runs") for table in (five, six)]
-    assert cells[0].folder == cells[1].folder
+    runs = {table.run(row_of(table, "EA-Transformer-Lite"), "iwslt14-de-en", 1) for table in (five, six)}
+    assert runs == {"iwslt14-de-en/ea_transformer_lite-seed1"}
     row = row_of(six, "w/o skip connection")
     for flags, name in ((["--max-update", "9"], "max-update9"), (["--update-freq", "1,2"], "update-freq1_2")):
-        folder = six.cell(row, "iwslt14-de-en", 1, "runs", flags).folder
-        assert folder.name == f"ea_transformer_lite-ea-alpha0-{name}-seed1"
+        run = six.with_flags(flags).run(row, "iwslt14-de-en", 1)
+        assert run == f"iwslt14-de-en/ea_transformer_lite-ea-alpha0-{name}-seed1"
 
 
 def test_a_rows_own_precision_is_what_it_compares():
     table = tables.read("multi30k-laptop-bf16")
     for label, name in (("float32", ""), ("products in bfloat16", "-precisionbf16")):
         for extra in ([], ["--precision", "fp32"]):  # of a command, which is for every row, it says no more than where
-            cell = table.cell(row_of(table, f"EA-Transformer-Lite, {label}"), "multi30k-laptop-de-en", 1, "runs", extra)
-            assert cell.folder.name == f"ea_transformer_lite{name}-seed1"
+            row = row_of(table, f"EA-Transformer-Lite, {label}")
+            run = table.with_flags(extra).run(row, "multi30k-laptop-de-en", 1)
+            assert run == f"multi30k-laptop-de-en/ea_transformer_lite{name}-seed1"
 
 
 @pytest.fixture
@@ -120,13 +121,14 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     """Write the files of a run by the table's recipe, with this score; returns its folder."""
     table = tables.read(str(toy / "tiny.toml"))
     recipe, found = recipes.read(table.columns[0].recipe), row_of(table, row)
-    cell = table.cell(found, table.columns[0].recipe, seed, toy / "runs")
-    (cell.folder / "eval").mkdir(parents=True)
+    folder = toy / "runs" / table.run(found, table.columns[0].recipe, seed)
+    (folder / "eval").mkdir(parents=True)
     references = text.read_lines(recipe.data / "raw" / "test.en")
     hypotheses = references if better else [line.replace("the", "a") for line in references]
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
     one = {
         "scores": kinds,
+        "subset": "test",
         "averaged": [],
         "settings_name": "beam5.average2",
         "tokenizer": "13a",
@@ -137,8 +139,8 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     }
     one |= {"references": text.digest(references), "updates": 1500}
     for stem in ("test", "test.beam5.average2"):
-        (cell.folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
-        (cell.folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
+        (folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
+        (folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
     flags = (
         recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
     )
@@ -146,10 +148,10 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     start = {"commit": commit, "device": "CPU, two cores", "processes": 1}
     start["flags"] = {name: " ".join(values) for name, values in words.items()}
     record = {"identity": {"recipe": "toy", "data": "abc"}, "command": "scripts/train.sh toy", "starts": [start]}
-    (cell.folder / "run.json").write_text(json.dumps(record))
+    (folder / "run.json").write_text(json.dumps(record))
     numbers = {"loss": 3, "num_updates": 1500, "wps": 1000.0, "wpb": 3000.0}
-    (cell.folder / "log.jsonl").write_text(json.dumps({"tag": "train_inner", **numbers}) + "\n")
-    return cell.folder
+    (folder / "log.jsonl").write_text(json.dumps({"tag": "train_inner", **numbers}) + "\n")
+    return folder
 
 
 def test_numbers_in_the_table(toy):
@@ -169,7 +171,7 @@ def test_numbers_in_the_table(toy):
 
 
 def test_a_fresh_clone_writes_the_same_table(toy):
-    """From results/runs alone: without the runs, and without the data that the paired tests were made with."""
+    """From the records alone: without the runs, and without the data that the paired tests were made with."""
     pretend(toy, "Plain", 1, 10.0, better=False)
     pretend(toy, "Evolving", 1, 11.0)
     first = collect(toy)
@@ -178,10 +180,39 @@ def test_a_fresh_clone_writes_the_same_table(toy):
     (toy / "toy.toml").write_text(re.sub('data = ".*"', 'data = "/nowhere"', recipe))
     assert collect(toy) == first
     assert "p 0.001" in first
-    # A test that was made on other translations is not told any more.
-    hypotheses = next((toy / "results/runs").glob("*/ea_*/eval/test.hyp.txt.gz"))
-    hypotheses.write_bytes(gzip.compress(gzip.decompress(hypotheses.read_bytes()).replace(b"the", b"a")))
-    assert "(sacreBLEU 11.00, not tested)" in collect(toy)
+
+
+def test_translations_that_were_not_scored_are_refused(toy):
+    """The paired test would be of others than the scores."""
+    pretend(toy, "Plain", 1, 10.0, better=False)
+    pretend(toy, "Evolving", 1, 11.0)
+    collect(toy)
+    (toy / "runs").rename(toy / "gone")
+    (path,) = (toy / "results/hypotheses").iterdir()
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"the", b"a")))
+    scores = toy / "results/scores.jsonl"
+    scores.write_text(re.sub(r'"paired": {"t.*?}}', '"paired": {}', scores.read_text()))
+    with pytest.raises(SystemExit, match=r"toy\.test\.tsv\.gz: \w+: "):
+        collect(toy)
+
+
+def test_settings_have_rows_of_their_own(toy):
+    """With the same split and run; the columns of translations that no row names any more go."""
+    folder = pretend(toy, "Plain", 1, 10.0)
+    collect(toy)
+    score_again(folder, "beam5.average3", 12.0)
+    collect(toy, "--average", "3")
+    rows = Records(toy / "results").rows.values()
+    assert [(row["settings_name"], row["scores"]["sacrebleu"]["score"]) for row in rows] == [
+        ("beam5.average2", 10.0), ("beam5.average3", 12.0)
+    ]  # fmt: skip
+    score_again(folder, "beam5.average3", 13.0, "another\n" * 10)
+    collect(toy, "--average", "3")
+    records = Records(toy / "results")
+    texts = [records.translations(row) for row in records.rows.values()]
+    assert texts[1] == ["another"] * 10 != texts[0]
+    (path,) = (toy / "results/hypotheses").iterdir()
+    assert gzip.decompress(path.read_bytes()).split(b"\n")[0].count(b"\t") == 1
 
 
 def test_runs_that_are_not_alike_are_told(toy):
@@ -214,13 +245,13 @@ def test_runs_of_another_precision_are_told(toy):
     assert "Precision" not in written
 
 
-def score_again(run, name, score):
+def score_again(run, name, score, translations="other\n" * 10):
     """Write the files of another evaluation, by other settings."""
     one = json.loads((run / "eval" / "test.json").read_text())
     one |= {"settings_name": name, "scores": {kind: {**old, "score": score} for kind, old in one["scores"].items()}}
     for stem in ("test", f"test.{name}"):
         (run / "eval" / f"{stem}.json").write_text(json.dumps(one))
-        (run / "eval" / f"{stem}.hyp.txt").write_text("other\n")
+        (run / "eval" / f"{stem}.hyp.txt").write_text(translations)
 
 
 def dry_run(toy, capsys, *flags):
@@ -272,7 +303,7 @@ def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys
     one["scores"]["tokenised_bleu"]["score"] = 5.0
     path.write_text(json.dumps(one | {"unfinished": "7 of 80 updates"}))
     (folder / "run.json").write_text((folder / "run.json").read_text().replace("toy", "another"))
-    record = toy / "results/runs/toy" / folder.name / "run.json"
+    (record,) = (toy / "results/logs").iterdir()
     before = record.read_text()
     assert "| Plain | 1 | 10.00 (" in collect(toy)
     assert record.read_text() == before
@@ -291,15 +322,15 @@ def test_seeds_choose_what_is_run_and_hide_nothing(toy):
 def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
     """Not those of `--results mine`, typed in the repository's folder."""
     pages = [toy / name for name in ("README.md", "docs/page.md", "mine/README.md")]
-    for page in pages:
-        page.parent.mkdir(exist_ok=True)
-        page.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
-    monkeypatch.setattr(table_report, "REPO", toy)
+    for path in pages:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
+    monkeypatch.setattr(page, "REPO", toy)
     pretend(toy, "Plain", 1, 10.0)
     reproduce.main([*map(str, options(toy)), "--collect", "--results", str(toy / "mine")])
-    assert ["old" in page.read_text() for page in pages] == [True, True, False]
+    assert ["old" in path.read_text() for path in pages] == [True, True, False]
     collect(toy)
-    assert ["old" in page.read_text() for page in pages] == [False, False, False]
+    assert ["old" in path.read_text() for path in pages] == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -359,20 +390,18 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
         start = train.plan(recipes.read(args.recipe), args, flags, launch.Launch.of(args))
         trained = recipes.learning_flags({name: " ".join(values) for name, values in start.flags.items()})
         assert "eval-bleu" in start.flags
-        expected = records.recipe_flags(start.recipe, args.arch, flags)
-        assert records.differences(records.Training(flags=(trained,)), expected) == [], given
+        assert recipes.differences(trained, recipes.flags_of(start.recipe, args.arch, flags)) == [], given
         assert trained[recipes.BATCH] == ("512,1024" if "2,4" in given else "256")
 
 
 @pytest.mark.parametrize(("of_test", "p"), [(1.2, {1: 0.002}), (-1.2, {})])
 def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, monkeypatch, of_test, p):
-    test = {"difference": of_test, "p": 0.002}
-    monkeypatch.setattr(records, "test_against", lambda *_: test)
-    results = [{1: {"scores": {"chrf": {"score": score}}, "folder": None}} for score in (50.5, 50.0)]
+    monkeypatch.setattr(Records, "test_against", lambda *_: {"difference": of_test, "p": 0.002})
+    one, other = (page.Entry("chrf", None, {1: {"scores": {"chrf": {"score": score}}}}) for score in (50.5, 50.0))
     column = tables.Column(str(toy / "toy.toml"), "Toy", "chrf", "test")
-    comparison = table_report._against(*results, column)
-    assert comparison["differences"] == {1: 0.5}
-    assert comparison["p"] == p
+    compared = one.against(other, Records(toy / "results"), column)
+    assert compared.differences == {1: 0.5}
+    assert compared.p == p
 
 
 def test_the_batch_is_that_of_all_processes():
@@ -388,24 +417,29 @@ def test_the_batch_is_that_of_all_processes():
 )
 def test_a_difference_that_was_not_tested_is_not_called_insignificant(p, shown):
     """The test needs the reference texts, which are not in the records."""
-    cell = {"mean": 9.5, "deviation": 0.5, "paper": None, "differences": {1: 0.5, 2: 1.5}, "p": p}
-    cell["difference"] = {"mean": 1.0, "deviation": 0.7}
-    assert table_report._cell(cell) == f"9.50 ± 0.50, Δ +1.00 ± 0.70 ({shown})"
+    scores = {seed: {"scores": {"chrf": {"score": score}}} for seed, score in ((1, 9.0), (2, 10.0))}
+    entry = page.Entry("chrf", None, scores, differences={1: 0.5, 2: 1.5}, p=p)
+    assert str(entry) == f"9.50 ± 0.71, Δ +1.00 ± 0.71 ({shown})"
 
 
 def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch):
     """Else every --collect would change files under version control."""
     folder = tmp_path / "run" / "eval"
     folder.mkdir(parents=True)
-    (folder / "test.s.json").write_text(json.dumps({"run": f"{REPO}/runs/x", "checkpoint": "runs/x/1.pt"}))
+    one = {"subset": "test", "settings_name": "s", "run": f"{REPO}/runs/x", "command": f"{REPO}/scripts/evaluate.sh"}
+    one |= {"checkpoint": "/tmp/x/1.pt", "averaged": ["/tmp/x/1.pt", "/tmp/x/2.pt"]}
+    (folder / "test.s.json").write_text(json.dumps(one))
     (folder / "test.s.hyp.txt").write_text("a\n")
     made = []
     for when in (1e9, 2e9):
         monkeypatch.setattr(time, "time", lambda when=when: when)
-        records.keep(tmp_path / "run", tmp_path / str(when), "test", "s")
-        assert records.read(tmp_path / str(when), "test") == {"run": "runs/x", "checkpoint": "runs/x/1.pt"}
-        made.append((tmp_path / str(when) / "eval" / "test.hyp.txt.gz").read_bytes())
+        with opened(tmp_path / str(when)) as records:
+            records.keep(tmp_path / "run", "toy/x", "test", "s")
+        made.append([path.read_bytes() for path in sorted((tmp_path / str(when)).rglob("*.*"))])
     assert made[0] == made[1]
+    row = Records(tmp_path / str(when)).find("toy/x", "test", "s")
+    kept = [row[name] for name in ("run", "command", "checkpoint", "averaged")]
+    assert kept == ["toy/x", "scripts/evaluate.sh", "1.pt", ["1.pt", "2.pt"]]
 
 
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
@@ -430,19 +464,28 @@ def test_flags_by_which_two_rows_become_one_model_are_refused(toy):
 def test_flags_left_out_of_all_rows_join_those_of_a_row(toy):
     rows = [tables.Row(name, "transformer", flags=["--without", name]) for name in ("lr", "dropout")]
     table, extra = dataclasses.replace(tables.read("table6"), rows=rows), ["--without", "clip-norm"]
-    for row in table.with_flags(extra).rows:
-        cell = table.cell(row, "iwslt14-de-en", 1, toy, extra)
-        assert cell.folder.name == f"transformer-without{row.label}_clip-norm-seed1"
+    table = table.with_flags(extra)
+    for row in rows:
+        assert table.run(row, "iwslt14-de-en", 1) == f"iwslt14-de-en/transformer-without{row.label}_clip-norm-seed1"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])
 def test_the_published_results_are_what_the_records_say(name, tmp_path):
-    """Nothing in results/ is typed by hand: the records below results/runs give every page again, word for word."""
+    """Nothing in results/ is typed by hand: the records give every page again, word for word."""
     shutil.copytree(REPO / "results", tmp_path / "results")
     (tmp_path / "results" / f"{name}.md").unlink()
     reproduce.main([name, "--collect", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
-    for page in (f"{name}.md", "README.md"):
-        assert (tmp_path / "results" / page).read_text() == (REPO / "results" / page).read_text()
+    for path in (f"{name}.md", "README.md", "scores.jsonl"):
+        assert (tmp_path / "results" / path).read_text() == (REPO / "results" / path).read_text()
+
+
+def test_every_text_of_translations_was_scored():
+    records = Records(REPO / "results")
+    texts = [records.translations(row) for row in records.rows.values()]
+    assert sum(text is not None for text in texts) >= 168
+    assert {row["log"] for row in records.rows.values() if "log" in row} == {
+        path.name for path in (REPO / "results/logs").iterdir()
+    }
 
 
 def test_gpus_that_are_free(tmp_path, monkeypatch):
@@ -472,24 +515,23 @@ def test_runs_on_the_cpu(toy, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
     monkeypatch.setattr(cells, "check", lambda *_: None)
-    monkeypatch.setattr(
-        cells, "commands", lambda table, cell, *_: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]]
-    )
+    monkeypatch.setattr(cells, "commands", lambda cell, _: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]])
     reproduce.main(
         [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
     )
     assert (toy / "said").read_text() == f"{min(19, os.nice(0) + 7)} 1 []\n" * 2
     assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
-    parsed = [reproduce.parse([str(toy / "tiny.toml"), *words]) for words in (["--gpus", "0"], ["--at-once", "3"])]
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
-    assert cells.cpu_runs(*parsed[0]) == len(os.sched_getaffinity(0))
-    assert cells.cpu_runs(*parsed[1]) == 0
+    for words, count in ((["--gpus", "0"], len(os.sched_getaffinity(0))), (["--at-once", "3"], 0)):
+        args, extra = reproduce.parse([str(toy / "tiny.toml"), *words])
+        table = tables.read(args.table).with_flags(extra)
+        assert cells.cpu_runs([cells.Cell(table, table.rows[0], table.recipes[0], 1)], args) == count
 
 
 def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch, capsys):
     """Its checkpoints may be those of the middle of a training. The others are run."""
 
-    def commands(table, cell, *_):
+    def commands(cell, *_):
         return [["false" if cell.row.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.row.label}")]]
 
     monkeypatch.setattr(cells, "check", lambda *_: None)
@@ -539,13 +581,13 @@ def test_a_mistake_on_the_command_line_is_named(arguments, message, capsys):
 
 
 def test_a_bar_in_a_label_stays_in_its_cell():
-    assert table_report.markdown_row(["a | b", "1"]) == r"| a \| b | 1 |"
+    assert page.markdown_table(["Model", "BLEU"], [["a | b", "1"]])[2] == r"| a \| b | 1 |"
 
 
 @pytest.mark.slow
 def test_missing_cells_are_run_once(toy, run):
     table = tables.read(str(toy / "tiny.toml"))
-    made = table.cell(row_of(table, "Evolving"), table.columns[0].recipe, 1, toy / "runs").folder
+    made = toy / "runs" / table.run(row_of(table, "Evolving"), table.columns[0].recipe, 1)
     shutil.copytree(run, made, ignore=shutil.ignore_patterns("average*", "eval"))  # what other tests added to it
     flags = [*options(toy), "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0]
     first = script("reproduce.sh", *flags)
@@ -585,7 +627,7 @@ def test_cells_without_their_data_fail_beside_others_that_are_done(toy, monkeypa
     def is_done(cell, *_):
         return cell.row.label != "Plain"
 
-    monkeypatch.setattr(cells, "_is_done", is_done)
+    monkeypatch.setattr(cells, "is_done", is_done)
     (toy / "toy.toml").write_text((toy / "toy.toml").read_text().replace("data = ", f'data = "{toy}/nowhere"  # '))
     with pytest.raises(SystemExit, match=r"nowhere/PREP\.json"):
         reproduce.main([*map(str, options(toy)), "--gpus", "0"])

@@ -6,7 +6,8 @@ import pytest
 from helpers import REPO
 
 from ea_tools.bench.common import show
-from ea_tools.tables.report import markdown_row
+from ea_tools.tables.page import markdown_table
+from ea_tools.tables.records import Records
 
 NAMES = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
 WHICH = "forward + backward"
@@ -24,7 +25,7 @@ def results(name):
 
 
 def row(*cells):
-    return markdown_row(list(cells))
+    return markdown_table(cells, [])[0]
 
 
 def ratio(result):
@@ -60,8 +61,8 @@ def in_bf16(measured, *which):
 
 def translated_in_bf16(run):
     """sacreBLEU of a run's translations of both tests, by float32 and by products in bfloat16."""
-    for year in (2016, 2017):
-        test = json.loads((REPO / f"results/bf16-translation/{run}-{year}.json").read_text())["against"]["sacrebleu"]
+    for subset in ("test", "test1"):
+        test = Records(REPO / "results").rows[run, subset, "beam5.average10.bf16"]["against"]["sacrebleu"]
         yield f"{test['baseline']:.2f} -> {test['baseline'] + test['difference']:.2f} (p {test['p']:.2f})"
 
 
@@ -91,8 +92,11 @@ def rows_of_performance():
             yield row(label, *map(ratio, decoding(beam, batch)), *in_bf16(decoding, beam, batch))
     for direction, arch, trained, seed in TRANSLATED:
         pair = direction.title()
-        yield row(f"{pair}, `{arch}`{trained}, seed {seed}", *translated_in_bf16(f"{direction}-{arch}-seed{seed}"))
-    growth = results("growth.json")
+        yield row(
+            f"{pair}, `{arch}`{trained}, seed {seed}",
+            *translated_in_bf16(f"multi30k-laptop-{direction}/{arch}{'-precisionbf16' if trained else ''}-seed{seed}"),
+        )
+    growth = results("speed/growth.json")
     yield row("speed, ours / stock", *(f"{each['ratio']['median']:.2f}" for each in growth))
     yield row("peak memory, ours / stock, MiB", *map(mebibytes, growth))
 
@@ -121,7 +125,7 @@ def test_a_pages_rows_are_those_of_the_records(page, rows):
 
 
 RECORDS = {
-    "docs/performance.md": ["speed/training*", "speed/decoding", "growth", "bf16-translation/*"],
+    "docs/performance.md": ["speed/training-[bl]*", "speed/decoding", "speed/growth"],
     "docs/kernels.md": ["speed/attention"],
 }
 

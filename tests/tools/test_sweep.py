@@ -21,8 +21,8 @@ class Trainings:
     def __init__(self):
         self.calls, self.fail = [], set()
 
-    def __call__(self, table, cell, args, extra, slot, quiet):
-        train, evaluate = cells.commands(table, cell, args, extra)
+    def __call__(self, cell, args, slot, quiet):
+        train, evaluate = cells.commands(cell, args)
         flags = dict(itertools.pairwise(train))
         key, seed = (flags.get("--ea-alpha"), flags.get("--ea-beta")), flags["--seed"]
         self.calls.append((*key, seed))
@@ -32,10 +32,12 @@ class Trainings:
         one = {"scores": {"sacrebleu": {"score": SCORES.get(key, 20.0) + SEEDS[seed], "signature": "s"}}}
         one |= {"averaged": ["a"] * args.average, "settings_name": f"beam5.average{args.average}", "tokenizer": "13a"}
         one |= {"device": "d", "commit": "c" * 40, "date": "now", "command": "scripts/evaluate.sh", "updates": 9}
-        (cell.folder / "eval").mkdir(parents=True, exist_ok=True)
+        one |= {"subset": "valid"}
+        folder = args.runs / cell.run / "eval"
+        folder.mkdir(parents=True, exist_ok=True)
         for stem in ("valid", "valid.beam5.average10"):
-            (cell.folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
-            (cell.folder / "eval" / f"{stem}.hyp.txt").write_text("a\n")
+            (folder / f"{stem}.json").write_text(json.dumps(one))
+            (folder / f"{stem}.hyp.txt").write_text("a\n")
         return True
 
 
@@ -53,7 +55,7 @@ def toy(data, tmp_path):
 def trainings(monkeypatch):
     stub = Trainings()
     monkeypatch.setattr(cells, "run_cell", stub)
-    monkeypatch.setattr(cells, "cpu_runs", lambda args, extra: 1)  # one after another, in their order
+    monkeypatch.setattr(cells, "cpu_runs", lambda cells, args: 1)  # one after another, in their order
     return stub
 
 

@@ -1,6 +1,7 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-A RUN is a folder of scripts/train.sh, or fairseq-train's log (its screen, or --log-file; --log-format simple or json).
+A RUN is a folder of scripts/train.sh, fairseq-train's log (its screen, or --log-file; --log-format simple or json), or
+a run in results/scores.jsonl by its name: multi30k-laptop-en-de/transformer_lite-seed1
 Runs that differ in the seed alone become one line, their mean. The range from the lowest to the highest is shaded, up
 to the end of the shortest run. The last column of the printed table is the update at which a run reached the lowest
 validation loss of the first RUN.
@@ -26,6 +27,7 @@ import numpy as np
 
 from ea_tools.common import REPO, Parser, replacing, reporting, say
 from ea_tools.figures import style
+from ea_tools.tables.records import log_name
 from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     runs, without = [], []
     for path in paths:
         try:
-            runs.append(read(path))
+            kept = REPO / "results" / "logs" / log_name(str(path))
+            runs.append(read(path) if path.exists() or not kept.exists() else replace(read(kept), path=path))
         except NoLossError as error:
             without.append(error)
     if not runs:

@@ -1,1 +1,1 @@
-"""Tables of results: cells, records of finished runs, pages, sweeps."""
+"""Tables of results: what to train, records of finished runs, pages, sweeps."""

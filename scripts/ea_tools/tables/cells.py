@@ -1,4 +1,4 @@
-"""The cells of a table: the commands that train and score one, and running those without a result, side by side."""
+"""The cells of a table: train and score those without a result, side by side, and keep their records."""
 
 from __future__ import annotations
 
@@ -13,19 +13,42 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools.common import REPO, UserError, positive
-from ea_tools.tables import records
-from ea_tools.tables.table import Cell, Table
+from ea_tools.common import REPO, UserError, positive, read_json
+from ea_tools.tables import page, records
+from ea_tools.tables.table import Row, Table
 from ea_tools.text import read_prep
 from ea_tools.training import launch, recipes, train
-from ea_tools.translating import evaluate
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: a row on a recipe with a seed."""
+
+    table: Table
+    row: Row
+    recipe: str
+    seed: int
+
+    @property
+    def run(self) -> str:
+        """The run's name, RECIPE/NAME."""
+        return self.table.run(self.row, self.recipe, self.seed)
+
+    @property
+    def subsets(self) -> list[str]:
+        """The splits to score."""
+        return self.table.subsets(self.recipe)
+
+    def __str__(self) -> str:
+        return f"{self.row.label}, {self.recipe}, seed {self.seed}"
 
 
 def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -42,11 +65,44 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add("--dry-run", action="store_true", help="print what would be run")
 
 
-def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> None:
+def fill(
+    table: Table, rows: Sequence[Row], seeds: Sequence[int], args: argparse.Namespace, only: Sequence[str] = ()
+) -> list[str]:
+    """Run the missing cells of these rows, and of `only` these recipes, and write the page; returns the failed cells.
+
+    The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
+    """
+    names = [name for name in table.recipes if not only or name in only]
+    chosen = [Cell(table, row, name, seed) for seed in seeds for name in names for row in rows]
+    failed = [] if args.collect else run_missing(chosen, args)
+    if args.dry_run:
+        return failed
+    with records.opened(args.results) as kept:
+        for cell in chosen:
+            for subset in cell.subsets:
+                kept.keep(args.runs / cell.run, cell.run, subset, settings(args))
+        shown = dict.fromkeys([*table.seeds, *seeds])
+        entries = page.gather(table, kept, shown, settings(args))
+    page.write(table, entries, args.results)
+    return failed
+
+
+def end(command: str, failed: Sequence[str]) -> None:
+    """End the program with a status that says whether cells failed, and their names."""
+    if failed:
+        sys.exit(f"{command}: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
+
+
+def settings(args: argparse.Namespace) -> str:
+    """The name that evaluate.sh gives to the settings in `commands`: its default beam, and --average."""
+    return f"beam5.average{args.average}"
+
+
+def check(cells: Iterable[Cell], args: argparse.Namespace) -> None:
     """Refuse a row that train.sh would refuse, before the first of them is started."""
     gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
     for cell in {cell.row.label: cell for cell in cells}.values():
-        words, printed = commands(table, cell, args, extra)[0][1:], io.StringIO()
+        words, printed = commands(cell, args)[0][1:], io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
                 train.prepare([*words, *gpus, "--dry-run"])
@@ -55,7 +111,7 @@ def check(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: 
             raise UserError(f"{cell.row.label}: {reason}") from None
 
 
-def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, extra: list[str]) -> list[str]:
+def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
     """Run the cells that have no result yet; returns those that failed, and faults of data, as text.
 
     Raises:
@@ -63,7 +119,7 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
     """
     missing, done, without_data = [], 0, Counter[str]()
     for cell in cells:
-        if all(_is_done(cell, subset, args) for subset in table.subsets(cell.recipe)):
+        if all(is_done(cell, subset, args) for subset in cell.subsets):
             say(f"done already: {cell}")
             done += 1
         elif fault := "" if args.dry_run else _fault_of_data(recipes.read(cell.recipe).data):
@@ -74,13 +130,13 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
         raise UserError("\n".join(without_data))
     for fault, count in without_data.items():
         say(f"{count} cells are not run: {fault}")
-    check(table, missing, args, extra)
+    check(missing, args)
     if args.dry_run:
         for cell in missing:
-            for command in commands(table, cell, args, extra):
+            for command in commands(cell, args):
                 print(shlex.join(command))
         return []
-    environments = slots(args.gpus_per_run, cpu_runs(args, extra), args.at_once or 1)
+    environments = slots(args.gpus_per_run, cpu_runs(missing, args), args.at_once or 1)
     free = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)
@@ -88,7 +144,7 @@ def run_missing(table: Table, cells: Iterable[Cell], args: argparse.Namespace, e
     def run(cell: Cell) -> str | None:
         slot = free.get()
         try:
-            went_well = run_cell(table, cell, args, extra, slot, quiet=len(environments) > 1)
+            went_well = run_cell(cell, args, slot, quiet=len(environments) > 1)
         finally:
             free.put(slot)
         return None if went_well else str(cell)
@@ -107,40 +163,31 @@ def _fault_of_data(data: Path) -> str:
     return ""
 
 
-def record(cell: Cell, args: argparse.Namespace) -> Path:
-    """The folder for the small files that are kept of a cell's run."""
-    return args.results / "runs" / cell.folder.parent.name / cell.folder.name
-
-
-def settings(args: argparse.Namespace) -> str:
-    """The name that evaluate.sh gives to the settings in `commands`."""
-    # A run has to be given, and "" would be the current folder, which may be an export.
-    return evaluate.settings_name(evaluate.parse(["--data", "", "--run", os.devnull, "--average", str(args.average)]))
-
-
-def _is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
-    """Whether a cell has an evaluation of this split, in its record or its run.
+def is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
+    """Whether a cell has an evaluation of this split, in the records or its run.
 
     An evaluation by other settings, or from before the end of its training, is made again where the run's checkpoints
     are still there; else it stays.
     """
-    evaluations = [one for folder in (record(cell, args), cell.folder) if (one := records.read(folder, subset))]
+    folder, last = args.runs / cell.run, args.runs / cell.run / "eval" / f"{subset}.json"
+    kept = records.Records(args.results).find(cell.run, subset, settings(args))
+    evaluations = [*([kept] if kept else []), *([read_json(last)] if last.exists() else [])]
     if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in evaluations):
         return True
-    if not evaluations or any(cell.folder.glob("checkpoint*.pt")):
+    if not evaluations or any(folder.glob("checkpoint*.pt")):
         return False
     first = evaluations[0]
     early = f", before the end of its training ({first['unfinished']})" if first.get("unfinished") else ""
     say(
         f"note: {cell}: the evaluation of {subset} is by {first['settings_name']}{early}, and there are no checkpoints "
-        f"to make one by {settings(args)}; to train it from nothing, remove {record(cell, args)}"
+        f"to make one by {settings(args)}; to train it from nothing, remove its row from {args.results}/scores.jsonl"
     )
     return True
 
 
-def cpu_runs(args: argparse.Namespace, extra: list[str]) -> int:
+def cpu_runs(cells: Sequence[Cell], args: argparse.Namespace) -> int:
     """The number of runs side by side on the CPU; 0 where they run on GPUs."""
-    if recipes.parse_flags(extra).get("gpus") != ["0"] and launch.gpus()[0]:
+    if recipes.parse_flags(cells[0].table.extra if cells else []).get("gpus") != ["0"] and launch.gpus()[0]:
         return 0
     return args.at_once or len(os.sched_getaffinity(0))
 
@@ -204,26 +251,25 @@ def free_gpus() -> list[str]:
     return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 
-def commands(table: Table, cell: Cell, args: argparse.Namespace, extra: list[str]) -> list[list[str]]:
+def commands(cell: Cell, args: argparse.Namespace) -> list[list[str]]:
     """The commands of one cell: train, then translate and score each split."""
-    scripts, data = REPO / "scripts", str(recipes.read(cell.recipe).data)
-    train = [str(scripts / "train.sh"), cell.recipe, cell.row.arch, "--run", str(cell.folder)]
-    evaluate = [str(scripts / "evaluate.sh"), "--data", data, "--run", str(cell.folder), "--average", str(args.average)]
+    scripts, data, run = REPO / "scripts", str(recipes.read(cell.recipe).data), str(args.runs / cell.run)
+    train = [str(scripts / "train.sh"), cell.recipe, cell.row.arch, "--run", run]
+    evaluate = [str(scripts / "evaluate.sh"), "--data", data, "--run", run, "--average", str(args.average)]
     return [
-        [*train, *cell.row.flags, *extra, "--seed", str(cell.seed)],
-        *([*evaluate, "--subset", subset] for subset in table.subsets(cell.recipe)),
+        [*train, *cell.row.flags, *cell.table.extra, "--seed", str(cell.seed)],
+        *([*evaluate, "--subset", subset] for subset in cell.subsets),
     ]
 
 
-def run_cell(
-    table: Table, cell: Cell, args: argparse.Namespace, extra: list[str], slot: dict[str, str], quiet: bool
-) -> bool:
+def run_cell(cell: Cell, args: argparse.Namespace, slot: dict[str, str], quiet: bool) -> bool:
     """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
     environment, lower = {**os.environ, **slot}, ["nice", "-n", str(args.nice)] if args.nice else []
-    cell.folder.mkdir(parents=True, exist_ok=True)
+    folder = args.runs / cell.run
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context((cell.folder / "reproduce.log").open("a")) if quiet else None
-        for command in commands(table, cell, args, extra):
+        output = stack.enter_context((folder / "reproduce.log").open("a")) if quiet else None
+        for command in commands(cell, args):
             if _ending.is_set():
                 return False
             say("+ " + shlex.join(command))

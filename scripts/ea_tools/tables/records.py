@@ -1,174 +1,201 @@
-"""Records: the small files of finished runs, kept in results/runs so that a fresh clone can write every table again.
+"""Records of finished runs, from which a fresh clone writes every table again.
 
-results/runs/RECIPE/NAME/run.json            the training: recipe, command; commit, device, flags of every start
-                         log.jsonl           losses and speeds
-                         eval/SPLIT.json     metrics, and the paired tests against other runs
-                         eval/SPLIT.hyp.txt.gz
+scores.jsonl                     a row for each run, split and settings of translation: its scores, and its training
+hypotheses/RECIPE.SPLIT.tsv.gz   translations: a line for each sentence, a column for each digest in the first line
+logs/NAME.jsonl                  run.json of a run as the first line, then its log.jsonl
+
+A row names its run ("run": RECIPE/NAME, as its folder below runs/reproduce), its column and its log.
 """
 
-import gzip
-import json
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
+from __future__ import annotations
 
-from ea_tools.common import REPO, UserError, read_json, replacing, say, write_json
-from ea_tools.metrics import DECIDED_BY_BLEU, compare
-from ea_tools.text import digest
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ea_tools.common import REPO, UserError, read_json, replacing, say
+from ea_tools.metrics import compare
+from ea_tools.text import digest, read_lines
 from ea_tools.training import logs, recipes
 
 UNKNOWN = "not recorded"
 
-
-def keep(run: Path, record: Path, subset: str, wanted: str) -> None:
-    """Copy the small files of a run that was scored on `subset` to the records, without the repository's path.
-
-    `wanted` are the table's settings of translation; an evaluation by others, made by hand, is not taken.
-    """
-    evaluation, last, target = (
-        folder / "eval" / f"{name}.json"
-        for folder, name in ((run, f"{subset}.{wanted}"), (run, subset), (record, subset))
-    )
-    if not evaluation.exists():
-        if last.exists():
-            say(f"note: {last} is by other settings than this table's, {wanted}: not taken; leave out --collect")
-        return
-    scored = json.loads(json.dumps(read_json(evaluation), ensure_ascii=False).replace(f"{REPO}/", ""))
-    kept = read_json(target) if target.exists() else {}
-    if kept and scored.get("unfinished") and not kept.get("unfinished"):
-        say(f"note: {evaluation} is of a training that has not ended: not taken; {target} is of a finished one")
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for name in ("run.json", "log.jsonl"):
-        if (run / name).exists():
-            with replacing(record / name) as temporary:
-                shutil.copyfile(run / name, temporary)
-    if {**kept, "paired": None} != {**scored, "paired": None}:
-        translations = evaluation.with_suffix(".hyp.txt").read_bytes()
-        with replacing(target.with_suffix(".hyp.txt.gz")) as temporary:
-            temporary.write_bytes(gzip.compress(translations, mtime=0))  # no date: the same text makes the same file
-        write_json(target, scored)
+Row = dict[str, Any]  # of scores.jsonl: what evaluate.sh writes, with "training", "hypotheses" and "log" besides
 
 
-def read(record: Path, subset: str) -> dict | None:
-    """The evaluation of a run on one split, with the tests of test_against(); None where there are none."""
-    path = record / "eval" / f"{subset}.json"
-    return read_json(path) if path.exists() else None
+def log_name(run: str) -> str:
+    """The name of a run's file in logs/."""
+    return f"{hashlib.sha256(run.encode()).hexdigest()[:12]}.jsonl"
 
 
-def translations(record: Path, subset: str) -> list[str] | None:
-    """The translations of a run by its record, or None where it has none."""
-    path = record / "eval" / f"{subset}.hyp.txt.gz"
-    return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1] if path.exists() else None
+class Records:
+    """The records of a folder such as results/. Open them with `opened` to change them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / "scores.jsonl"
+        rows = map(json.loads, read_lines(path)) if path.exists() else ()
+        self.rows: dict[tuple[str, str, str], Row] = {_key(row): row for row in rows}
+        self._hypotheses: dict[str, dict[str, list[str]]] = {}  # file -> run -> lines, of the files that were needed
+        self._changed: set[str] = set()
+
+    def find(self, run: str, subset: str, settings: str) -> Row | None:
+        """The row of a run's split: by these settings, else by others, where a run was only scored by those."""
+        found = [row for (*names, _), row in self.rows.items() if names == [run, subset]]
+        return self.rows.get((run, subset, settings), found[0] if found else None)
+
+    def keep(self, folder: Path, run: str, subset: str, settings: str) -> None:
+        """Take the scores of a run's folder by these settings, with its translations, run.json and log.
+
+        An evaluation by other settings, made by hand, is not taken.
+        """
+        evaluation, last = (folder / "eval" / f"{stem}.json" for stem in (f"{subset}.{settings}", subset))
+        if not evaluation.exists():
+            if last.exists():
+                say(f"note: {last} is by other settings than this table's, {settings}: not taken; leave out --collect")
+            return
+        scored, kept = read_json(evaluation), self.rows.get((run, subset, settings), {})
+        if kept and scored.get("unfinished") and not kept.get("unfinished"):
+            say(f"note: {evaluation} is of a training that has not ended: not taken; the record is of a finished one")
+            return
+        lines = read_lines(evaluation.with_suffix(".hyp.txt"))
+        self.add({**scored, "run": run, "paired": kept.get("paired", {})}, lines)
+        if (folder / "run.json").exists():
+            self.add_training(run, read_json(folder / "run.json"), (folder / "log.jsonl").read_text(encoding="utf-8"))
+
+    def add(self, row: Row, lines: list[str] | None) -> None:
+        """Put a row in its place, and its translations into a column."""
+        # The machine's paths say nothing elsewhere; the run's name stands before each checkpoint.
+        row = {"run": row["run"], **row, "averaged": [Path(path).name for path in row["averaged"]]}
+        if "checkpoint" in row:
+            row["checkpoint"] = Path(row["checkpoint"]).name
+        row = json.loads(json.dumps(row, ensure_ascii=False).replace(f"{REPO}/", ""))
+        if lines is not None:
+            row["hypotheses"] = digest(lines)
+            self._columns(row)[row["hypotheses"]] = lines
+            self._changed.add(_hypotheses_name(row))
+        self.rows[_key(row)] = row
+
+    def add_training(self, run: str, started: dict[str, Any], log: str) -> None:
+        """Put the record of a training (run.json) and its log into logs/, and the facts of it into the run's rows."""
+        name = log_name(run)
+        with replacing(self.folder / "logs" / name) as temporary:
+            temporary.write_text(json.dumps(started, ensure_ascii=False) + "\n" + log, encoding="utf-8")
+        facts = {"training": training(started, log), "log": name}
+        self.rows = {key: row | (facts if row["run"] == run else {}) for key, row in self.rows.items()}
+
+    def translations(self, row: Row) -> list[str] | None:
+        """The translations of a row, or None where none are kept.
+
+        Raises:
+            UserError: they are not those that were scored.
+        """
+        if "hypotheses" not in row:
+            return None
+        lines = self._columns(row).get(row["hypotheses"], [])
+        if digest(lines) != row["hypotheses"]:
+            raise UserError(
+                f"{self.folder}/hypotheses/{_hypotheses_name(row)}: {row['hypotheses']}: other translations were scored"
+            )
+        return lines
+
+    def test_against(self, row: Row, baseline: Row, references: list[str] | None, lowercase: bool) -> Row | None:
+        """The paired bootstrap test of two rows' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
+
+        It is computed once and kept in the row, so that it is there without `references`, too. A test of other
+        translations is made again.
+        """
+        name, both = Path(baseline["run"]).name, [row.get("hypotheses"), baseline.get("hypotheses")]
+        kept = row.get("paired", {}).get(name)
+        if kept and kept["translations"] == both:
+            return kept
+        system, other = self.translations(row), self.translations(baseline)
+        if not references or not system or not other or not len(system) == len(other) == len(references):
+            return None
+        texts = {"system": system, "baseline": other, "references": references}
+        test = compare(**texts, lowercase=lowercase, tokenizer=row["tokenizer"], kinds=["sacrebleu"])["sacrebleu"]
+        row.setdefault("paired", {})[name] = {"translations": both, **test}
+        return row["paired"][name]
+
+    def write(self) -> None:
+        """Write the changes. Columns that no row names any more go."""
+        wanted = {(_hypotheses_name(row), row.get("hypotheses")) for row in self.rows.values()}
+        for name in sorted(self._changed):
+            columns = {key: lines for key, lines in sorted(self._hypotheses[name].items()) if (name, key) in wanted}
+            text = "".join("\t".join(line) + "\n" for line in (columns, *zip(*columns.values(), strict=True)))
+            with replacing(self.folder / "hypotheses" / name) as temporary:
+                temporary.write_bytes(gzip.compress(text.encode(), mtime=0))  # no date: the same text, the same file
+        with replacing(self.folder / "scores.jsonl") as temporary:
+            rows = (json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(self.rows.items()))
+            temporary.write_text("".join(rows), encoding="utf-8")
+
+    def _columns(self, row: Row) -> dict[str, list[str]]:
+        """The translations in the file of a row's recipe and split, by their digests."""
+        name = _hypotheses_name(row)
+        path = self.folder / "hypotheses" / name
+        if name not in self._hypotheses:
+            text = gzip.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
+            table = zip(*(line.split("\t") for line in text.split("\n")[:-1]), strict=True)
+            self._hypotheses[name] = {head: list(lines) for head, *lines in table}
+        return self._hypotheses[name]
 
 
-def test_against(
-    record: Path, baseline: Path, subset: str, references: list[str] | None, lowercase: bool
-) -> dict | None:
-    """The paired bootstrap test of two runs' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Records]:
+    """Records that may be changed, and are written at the end. One process at a time has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        records = Records(folder)
+        yield records
+        records.write()
+    finally:
+        os.close(lock)
 
-    It is computed once and kept in the record's JSON, so that it is there without `references`, too. A test of
-    older translations is made again.
-    """
-    texts = [translations(folder, subset) for folder in (record, baseline)]
-    if None in texts:
-        return None
-    scored, digests, name = read(record, subset), [digest(text) for text in texts], baseline.name
-    kept = scored.get("paired", {}).get(name)
-    if kept and kept["translations"] == digests:
-        return kept
-    if references is None or len(references) != len(texts[0]) or len(references) != len(texts[1]):
-        return None
-    system, other = texts
-    tests = compare(
-        system=system,
-        baseline=other,
-        references=references,
-        lowercase=lowercase,
-        tokenizer=scored["tokenizer"],
-        kinds=["sacrebleu"],
-    )
-    kept = {"translations": digests, **tests["sacrebleu"]}
-    write_json(record / "eval" / f"{subset}.json", {**scored, "paired": {**scored.get("paired", {}), name: kept}})
-    return kept
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["run"], row["subset"], row["settings_name"]
+
+
+def _hypotheses_name(row: Row) -> str:
+    return f"{Path(row['run']).parent}.{row['subset']}.tsv.gz"
 
 
 # --- how a run was trained --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Training:
-    """A run's training by run.json and log.jsonl; the first runs' records lack commits and devices."""
+def training(started: dict[str, Any], log: str) -> Row:
+    """The facts of a training by run.json and log.jsonl, where several starts differ one for each change.
 
-    recipe: str = UNKNOWN
-    data: str = UNKNOWN  # the digest of the training data
-    commits: tuple[str, ...] = ()  # of the code, one for each change of it
-    devices: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()  # fp32, fp16, bf16 or bf16-products, one for each change of it
-    hours: float | None = None
-    command: str = UNKNOWN
-    flags: tuple[dict[str, str], ...] = ()  # of fairseq-train, one for each change of them
-
-
-def training(record: Path) -> Training:
-    """The facts of a run's training."""
-    path = record / "run.json"
-    if not path.exists():
-        return Training()
-    written = read_json(path)
-    starts = written["starts"]
-    return Training(
-        recipe=written["identity"]["recipe"],
-        data=written["identity"]["data"],
-        commits=_changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
-        devices=_changes([_device(start) for start in starts if "device" in start]),
-        precisions=_changes([recipes.precision_of(start["flags"]) for start in starts]),
-        hours=_hours(record),
-        command=written["command"],
-        flags=_changes([recipes.learning_flags(start["flags"]) for start in starts]),
-    )
+    The first runs' records lack commits and devices.
+    """
+    starts = started["starts"]
+    _, hours = logs.clock(logs.entries_of(log))
+    return {
+        "recipe": started["identity"]["recipe"],
+        "data": started["identity"]["data"],  # a digest
+        "commits": _changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
+        "devices": _changes([_device(start) for start in starts if "device" in start]),
+        "precisions": _changes([recipes.precision_of(start["flags"]) for start in starts]),
+        "hours": float(hours[-1]) if len(hours) else None,  # by the speeds in the log
+        "command": started["command"],
+        "flags": _changes([recipes.learning_flags(start["flags"]) for start in starts]),
+    }
 
 
-def _changes(values: list) -> tuple:
+def _changes(values: list) -> list:
     """The values without those that repeat the one before."""
-    return tuple(value for number, value in enumerate(values) if number == 0 or value != values[number - 1])
+    return [value for number, value in enumerate(values) if number == 0 or value != values[number - 1]]
 
 
-def _device(start: dict) -> str:
+def _device(start: dict[str, Any]) -> str:
     several = f"{start['processes']} x " if start["processes"] > 1 else ""
     precision = recipes.precision_of(start["flags"])
     return f"{several}{start['device']}" + ("" if precision == "fp32" else f", {precision}")
-
-
-def _hours(record: Path) -> float | None:
-    """Wall-clock time of training by the speeds in the log."""
-    try:
-        _, hours = logs.read(record).clock
-    except UserError:
-        return None
-    return float(hours[-1]) if len(hours) else None
-
-
-def recipe_flags(recipe: recipes.Recipe, arch: str, given: recipes.Flags) -> dict[str, str]:
-    """The learning flags of a run by a recipe, with the flags that were given besides."""
-    left_out = {"without", *(name.removeprefix("--") for name in given.get("without", []))}
-    chosen = {name: value for name, value in recipe.flags_for(arch).items() if name not in left_out}
-    chosen |= {name: value for name, value in given.items() if name != "without"}
-    if "eval-bleu" in given:
-        chosen |= DECIDED_BY_BLEU
-    words = recipes.parse_flags(recipes.spell_flags(chosen))
-    flags = {"max-tokens": str(recipe.batch.tokens)} | {name: " ".join(values) for name, values in words.items()}
-    # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
-    batch = {} if "update-freq" in given else {recipes.BATCH: str(recipe.batch.total)}
-    return recipes.learning_flags(flags) | batch
-
-
-def differences(training: Training, wanted: dict[str, str]) -> list[str]:
-    """The differences between a run's training and its recipe of today, in words."""
-    different = []
-    for flags in training.flags:
-        for name in sorted(wanted.keys() | flags.keys()):
-            if wanted.get(name) != flags.get(name):
-                has, says = (recipes.said(values.get(name)) for values in (flags, wanted))
-                different.append(f"{name} {has}, the recipe says {says}")
-    return list(dict.fromkeys(different))

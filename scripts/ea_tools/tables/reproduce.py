@@ -3,9 +3,9 @@
 Finished runs stay; interrupted ones go on. Cells without a run say "not run". Flags of fairseq-train go to every
 training run, whose table is then another page: --max-update 300 writes results/TABLE-max-update300.md.
 
-Without a GPU, each core trains one run, on one thread. The small files of a finished run are kept in results/runs, from
-which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting its
-run.json, log.jsonl and eval/ into its folder below --runs, before --collect.
+Without a GPU, each core trains one run, on one thread. The scores of finished runs are kept in results/scores.jsonl,
+from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting
+its run.json, log.jsonl and eval/ into its folder below --runs, before --collect.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from ea_tools.common import Parser, UserError, reporting
-from ea_tools.tables import cells, records
+from ea_tools.tables import cells
 from ea_tools.tables import table as tables
-from ea_tools.tables.report import gather, write
-from ea_tools.tables.table import Row, Table
 from ea_tools.training import recipes
 
 
@@ -32,38 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
         if unknown := set(args.recipes) - set(table.recipes):
             raise UserError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(table.recipes)}")
-        failed = fill(table.with_flags(extra), rows, args.seeds or table.seeds, args, extra, args.recipes)
-    end("reproduce", failed)
-
-
-def end(command: str, failed: Sequence[str]) -> None:
-    """End the program with a status that says whether cells failed, and their names."""
-    if failed:
-        sys.exit(f"{command}: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
-
-
-def fill(
-    table: Table,
-    rows: Sequence[Row],
-    seeds: Sequence[int],
-    args: argparse.Namespace,
-    extra: list[str],
-    only: Sequence[str] = (),
-) -> list[str]:
-    """Run the missing cells of these rows, and of `only` these recipes, and write the page; returns the failed cells.
-
-    The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
-    """
-    names = [name for name in table.recipes if not only or name in only]
-    chosen = [table.cell(row, name, seed, args.runs, extra) for seed in seeds for name in names for row in rows]
-    failed = [] if args.collect else cells.run_missing(table, chosen, args, extra)
-    if not args.dry_run:
-        for cell in chosen:
-            for subset in table.subsets(cell.recipe):
-                records.keep(cell.folder, cells.record(cell, args), subset, cells.settings(args))
-        shown = list(dict.fromkeys([*table.seeds, *seeds]))
-        write(table, gather(table, args.results / "runs", shown, extra), args.results, extra)
-    return failed
+        failed = cells.fill(table.with_flags(extra), rows, args.seeds or table.seeds, args, args.recipes)
+    cells.end("reproduce", failed)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -81,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
     cells.add_run_options(parser, "reproduce")
-    args, extra = parser.parse_known_args(arguments)
+    args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     try:
         tables.check_flags("--", recipes.parse_flags(extra))
         if args.seeds:

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from ea_tools.common import Parser, UserError, listed, reporting
-from ea_tools.tables import cells, reproduce
-from ea_tools.tables.report import gather
+from ea_tools.tables import cells
+from ea_tools.tables.page import gather
+from ea_tools.tables.records import Records
 from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, check_seeds, file_name
 from ea_tools.training import recipes
 
@@ -29,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = grid(args).with_flags(extra)
         check("--grid", table)
         first, *others = args.seeds
-        failed = reproduce.fill(table, table.rows, [first], args, extra)
+        failed = cells.fill(table, table.rows, [first], args)
         if others and args.dry_run:
             cells.say(f"and then the baseline and the best {CONFIRMED}, with --seeds {listed(others, ' ')}")
         elif others:
-            failed += reproduce.fill(table, best(table, args, extra), others, args, extra)
-    reproduce.end("sweep", failed)
+            failed += cells.fill(table, best(table, args), others, args)
+    cells.end("sweep", failed)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -85,12 +86,12 @@ def grid(args: argparse.Namespace) -> Table:
     return Table(f"sweep-{name}", title, [Column(args.recipe, recipe.name, args.metric, "valid")], rows, args.seeds)
 
 
-def best(table: Table, args: argparse.Namespace, extra: list[str]) -> list[Row]:
+def best(table: Table, args: argparse.Namespace) -> list[Row]:
     """The rows to confirm: the baseline, and those with the highest means of the metric by the first seed."""
     (column,) = table.columns
-    summaries = gather(table, args.results / "runs", args.seeds[:1], extra)
-    means = {row.label: summaries[row.label, column.label]["mean"] for row in table.rows}
-    ranked = sorted((row for row in table.rows if means[row.label] is not None), key=lambda row: -means[row.label])
+    entries = gather(table, Records(args.results), args.seeds[:1], cells.settings(args))
+    scores = {row.label: entries[row.label, column.label].values for row in table.rows}
+    ranked = sorted((row for row in table.rows if scores[row.label]), key=lambda row: scores[row.label], reverse=True)
     return [row for row in table.rows if row is table.rows[0] or row in ranked[:CONFIRMED]]
 
 

@@ -66,19 +66,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One model to train: a row on a recipe with a seed."""
-
-    row: Row
-    recipe: str
-    seed: int
-    folder: Path
-
-    def __str__(self) -> str:
-        return f"{self.row.label}, {self.recipe}, seed {self.seed}"
-
-
-@dataclass(frozen=True)
 class Table:
     """Rows and columns to fill."""
 
@@ -87,6 +74,7 @@ class Table:
     columns: list[Column]
     rows: list[Row]
     seeds: list[int] = field(default_factory=lambda: [1])
+    extra: list[str] = field(default_factory=list)  # flags of train.sh for every row
 
     @property
     def recipes(self) -> list[str]:
@@ -97,35 +85,38 @@ class Table:
         """The splits of a recipe that this table has columns for."""
         return list(dict.fromkeys(column.subset for column in self.columns if column.recipe == recipe))
 
-    def cell(self, row: Row, recipe: str, seed: int, runs: Path | str, extra: Sequence[str] = ()) -> Cell:
-        """The cell with its folder below `runs`. The folder's name describes the model, so that tables share runs."""
-        name = file_name([row.arch, *_slug(_learnt_by(row, extra))])
-        return Cell(row, recipe, seed, Path(runs) / recipes.read(recipe).name / f"{name}-seed{seed}")
+    def run(self, row: Row, recipe: str, seed: int) -> str:
+        """The name of a run, RECIPE/NAME. It describes the model, so that tables share runs."""
+        return f"{recipes.read(recipe).name}/{file_name([row.arch, *_slug(self.learnt_by(row))])}-seed{seed}"
 
-    def with_flags(self, extra: Sequence[str]) -> Table:
+    def learnt_by(self, row: Row) -> recipes.Flags:
+        """The settings of the model in a row's flags and in those of all rows.
+
+        A row that asks for a precision is there to compare it.
+        """
+        return learning([*row.flags, *recipes.spell_flags(learning(self.extra))], recipes.LAUNCH - {"precision"})
+
+    def with_flags(self, extra: list[str]) -> Table:
         """The table of runs that have these flags besides their own, which has its own page and a title that says so.
 
-        Flags by which no other model is learnt change nothing. Flags by which two rows become one model are refused.
+        Flags by which no other model is learnt change neither. Flags by which two rows become one model are refused.
         """
-        given = learning(extra)
+        table, given = replace(self, extra=extra), learning(extra)
         if not given:
-            return self
+            return table
         words = " ".join(recipes.spell_flags(given))
-        check_apart(f"{self.name} with {words}", self.rows, extra)
-        return replace(self, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
+        check_apart(f"{self.name} with {words}", table)
+        return replace(table, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
+
+    def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
+        """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
+        given = recipes.parse_flags([*row.flags, *self.extra, "--seed", str(seed)])
+        return recipes.flags_of(recipes.read(recipe), row.arch, given)
 
 
 def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> recipes.Flags:
     """The words about the model and its learning, without those of `launch`."""
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
-
-
-def _learnt_by(row: Row, extra: Iterable[str] = ()) -> recipes.Flags:
-    """The settings of the model in a row's flags and in those of all rows.
-
-    A row that asks for a precision is there to compare it.
-    """
-    return learning([*row.flags, *recipes.spell_flags(learning(extra))], recipes.LAUNCH - {"precision"})
 
 
 def _slug(flags: recipes.Flags) -> list[str]:
@@ -173,7 +164,7 @@ def check(where: str, table: Table) -> None:
             raise UserError(
                 f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; there are: {', '.join(labels)}"
             )
-    check_apart(where, table.rows)
+    check_apart(where, table)
     for its_labels in (labels, [column.label for column in table.columns]):
         if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
             raise UserError(f"{where}: the label {twice!r} is there twice; give each a different one")
@@ -188,11 +179,11 @@ def check(where: str, table: Table) -> None:
             )
 
 
-def check_apart(where: str, rows: Iterable[Row], extra: Sequence[str] = ()) -> None:
-    """Refuse rows that would share one run, where all have the flags `extra`."""
+def check_apart(where: str, table: Table) -> None:
+    """Refuse rows that would share one run."""
     learnt = {}
-    for row in rows:
-        flags = _learnt_by(row, extra).items()
+    for row in table.rows:
+        flags = table.learnt_by(row).items()
         model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags))
         other = learnt.setdefault(model, row)
         if other is not row:

@@ -68,7 +68,7 @@ def read(path: Path) -> Run:
     points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
     if not points:
         raise NoLossError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
-    settings, seed = identity(path / "run.json") if path.is_dir() else ({}, None)
+    settings, seed = identity(path / "run.json" if path.is_dir() else path)
     human = path / "train.log"
     if path.is_dir() and human.exists():
         text = human.read_text(encoding="utf-8", errors="replace")
@@ -176,10 +176,20 @@ def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
 
 
 def identity(record: Path) -> tuple[dict[str, str], str | None]:
-    """(settings, seed) of run.json: the run's settings, and the flags of its first start."""
+    """(settings, seed) of run.json: the run's settings, and the flags of its first start.
+
+    A log in results/logs has run.json as its first line; other logs tell neither.
+    """
     if not record.exists():
         return {}, None
-    content = read_json(record)
+    if record.name == "run.json":
+        content = read_json(record)
+    else:
+        with record.open(encoding="utf-8", errors="replace") as log:
+            first = log.readline()
+        if not first.startswith('{"identity": '):
+            return {}, None
+        content = json.loads(first)
     try:
         settings, starts = {**content["identity"]}, content["starts"]
         flags = starts[0]["flags"] if starts else {}

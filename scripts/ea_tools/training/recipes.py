@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ea_tools.common import REPO, UserError
+from ea_tools.metrics import DECIDED_BY_BLEU
 from ea_tools.preparation import Preparation
 from ea_tools.training import flag_faults
 
@@ -240,6 +241,28 @@ def learning_flags(flags: dict[str, str]) -> dict[str, str]:
         frequencies = flags.get("update-freq", "1").split(",")  # one for each of the first epochs
         learning[BATCH] = ",".join(str(tokens * int(frequency)) for frequency in frequencies)
     return learning
+
+
+def flags_of(recipe: Recipe, arch: str, given: Flags) -> dict[str, str]:
+    """The learning flags of a training by a recipe, and by the flags that train.sh was given besides."""
+    left_out = {"without", *(name.removeprefix("--") for name in given.get("without", []))}
+    chosen = {name: value for name, value in recipe.flags_for(arch).items() if name not in left_out}
+    chosen |= DECIDED_BY_BLEU if "eval-bleu" in given else {}
+    chosen |= {name: values or True for name, values in given.items() if name != "without"}
+    flags = {"max-tokens": str(recipe.batch.tokens)}
+    flags |= {name: " ".join(values) for name, values in flag_values(chosen).items()}
+    # Without an --update-freq of the user's own, train.sh accumulates until an update has the recipe's tokens.
+    batch = {} if "update-freq" in given else {BATCH: str(recipe.batch.total)}
+    return learning_flags(flags) | batch
+
+
+def differences(flags: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """The differences between the learning flags of a training and those of its recipe, in words."""
+    return [
+        f"{name} {said(flags.get(name))}, the recipe says {said(wanted.get(name))}"
+        for name in sorted(wanted.keys() | flags.keys())
+        if wanted.get(name) != flags.get(name)
+    ]
 
 
 def parse_flags(words: Iterable[str]) -> Flags:

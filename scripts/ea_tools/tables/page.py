@@ -1,0 +1,366 @@
+"""The page of a table, results/TABLE.md and .png: its numbers, and the source of each. Also tables between marks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ea_tools.bench.profile_model import profile
+from ea_tools.common import REPO, UserError, quiet, replacing
+from ea_tools.figures import style
+from ea_tools.metrics import LABELS
+from ea_tools.tables.records import UNKNOWN, Records
+from ea_tools.tables.records import Row as Score
+from ea_tools.tables.table import Column, Row, Table
+from ea_tools.text import digest, read_prep, references
+from ea_tools.training import recipes, train
+
+SIGNIFICANT = 0.05
+
+Entries = dict[tuple[str, str], "Entry"]  # by the labels of row and column
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row and column of a table: a score for each seed, and its difference from the baseline's."""
+
+    metric: str
+    paper: float | None
+    scores: dict[int, Score]
+    differences: dict[int, float] = field(default_factory=dict)  # of the seeds that the baseline has, too
+    p: dict[int, float] = field(default_factory=dict)  # of the differences that were tested
+
+    def value(self, seed: int, metric: str | None = None) -> float:
+        """The seed's score by the column's metric, or by another."""
+        return self.scores[seed]["scores"][metric or self.metric]["score"]
+
+    @property
+    def values(self) -> list[float]:
+        """The score of each seed."""
+        return [self.value(seed) for seed in self.scores]
+
+    def against(self, baseline: Entry, records: Records, column: Column) -> Entry:
+        """The same with its differences from the baseline's row, and the p of each by a paired bootstrap test."""
+        differences, p = {}, {}
+        for seed in sorted(self.scores.keys() & baseline.scores.keys()):
+            one, other = self.scores[seed], baseline.scores[seed]
+            differences[seed] = self.value(seed) - baseline.value(seed)
+            texts, lowercase = _references(column.recipe, column.subset)
+            same = one.get("references") == other.get("references") == digest(texts)
+            test = records.test_against(one, other, texts if same else [], lowercase)
+            # The test is of sacreBLEU, and holds for this metric only if the same model is the better one by both.
+            if test and differences[seed] * test["difference"] >= 0:
+                p[seed] = test["p"]
+        return Entry(self.metric, self.paper, self.scores, differences, p)
+
+    def __str__(self) -> str:
+        paper = f" [{self.paper:.2f}]" if self.paper is not None else ""
+        if not self.scores:
+            return "not run" + paper
+        difference = ""
+        if self.differences:
+            difference = f", Δ {_spread(self.differences.values(), '+.2f')} ({self._significance()})"
+        return _spread(self.values) + difference + paper
+
+    def _significance(self) -> str:
+        """In how many of the tested seeds the difference is significant: in the mean's direction, and in the other."""
+        if not self.p:
+            return "not tested"
+        mean = statistics.mean(self.differences.values())
+        significant = [self.differences[seed] * mean > 0 for seed, p in self.p.items() if p < SIGNIFICANT]
+        others = significant.count(False)
+        return f"{significant.count(True)} of {len(self.p)}" + (f", {others} the other way" if others else "")
+
+    def of_seed(self, seed: int) -> str:
+        """One seed's score, its sacreBLEU where that is another metric, and p."""
+        if seed not in self.scores:
+            return "not run"
+        notes = [] if self.metric == "sacrebleu" else [f"sacreBLEU {self.value(seed, 'sacrebleu'):.2f}"]
+        if seed in self.differences:
+            notes.append(f"p {self.p[seed]:.3f}" if seed in self.p else "not tested")
+        return f"{self.value(seed):.2f}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _spread(values: Iterable[float], form: str = ".2f") -> str:
+    """Mean and deviation: 39.20 ± 0.85, or the value of a single seed."""
+    values = list(values)
+    return f"{statistics.mean(values):{form}}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+@functools.cache
+def _references(recipe: str, subset: str) -> tuple[list[str], bool]:
+    """The references of a recipe's split, none where the data are not prepared, and whether case is ignored."""
+    with contextlib.suppress(UserError):
+        data = recipes.read(recipe).data
+        prep = read_prep(data)
+        return references(data / "raw" / f"{subset}.{prep['target_lang']}", prep)[0], prep["lowercase"]
+    return [], True
+
+
+def gather(table: Table, records: Records, seeds: Iterable[int], settings: str) -> Entries:
+    """The numbers of a table from the records. New paired tests go into the records."""
+    entries = {}
+    for row in table.rows:
+        for column in table.columns:
+            found = {seed: records.find(table.run(row, column.recipe, seed), column.subset, settings) for seed in seeds}
+            scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
+            entries[row.label, column.label] = Entry(column.metric, row.published(column), scores)
+    for row in filter(lambda row: row.baseline, table.rows):
+        for column in table.columns:
+            key = row.label, column.label
+            entries[key] = entries[key].against(entries[row.baseline, column.label], records, column)
+    return entries
+
+
+def write(table: Table, entries: Entries, folder: Path) -> None:
+    """FOLDER/TABLE.md and, if there is anything to show, TABLE.png; and the table in the pages that show it."""
+    picture = any(entry.scores for entry in entries.values())
+    text = markdown(table, entries, picture)
+    with replacing(folder / f"{table.name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if picture:
+        with replacing(folder / f"{table.name}.png") as temporary:
+            draw(table, entries, temporary)
+    shown = "\n".join([*_model_rows(table, entries), "", *_early(table, entries)]).rstrip()
+    changed = [page for page in pages(folder) if show_in(page, table.name, shown)]
+    print(text)  # last: it fails where the reader has gone
+    print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
+    for page in changed:
+        print(f"brought up to date: {page}")
+
+
+def pages(folder: Path) -> list[Path]:
+    """The pages that show tables of a folder of results: README.md and docs/ show the repository's own alone."""
+    own = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))] if folder.resolve() == REPO / "results" else []
+    return [page for page in (folder / "README.md", *own) if page.exists()]
+
+
+def show_in(page: Path, name: str, shown: str) -> bool:
+    """Put text between a page's comments <!-- NAME --> and <!-- end of NAME -->; says whether it has them."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        return False
+    with replacing(page) as temporary:
+        temporary.write_text(f"{before}{begin}\n{shown}\n\n{end}{after}", encoding="utf-8")
+    return True
+
+
+def markdown(table: Table, entries: Entries, picture: bool) -> str:
+    """The table, its legend, and the source of each number."""
+    metrics = ", ".join(dict.fromkeys(LABELS[column.metric] for column in table.columns))
+    lines = [f"# {table.title}", "", *_model_rows(table, entries, sizes=True), ""]
+    lines += [
+        f"Scores: {metrics}. Mean ± standard deviation over the seeds, where there are several. In square brackets: "
+        'the published number. "not run": no run yet. Parameters: without embeddings and output projection. FLOPs: '
+        "30 source and 30 target tokens.",
+        "",
+        "Δ: the difference over the seeds that both models have; behind it, in how many of the tested seeds it is "
+        f"significant, p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text. The test resamples "
+        "a test set's sentences, and says nothing of other seeds.",
+        "",
+        *_early(table, entries),
+    ]
+    if picture:
+        lines += [f"![{table.title}]({table.name}.png)", ""]
+    return "\n".join([*lines, *provenance(table, entries)]) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """The lines of a table whose first `left` columns are aligned to the left."""
+    line = ["---"] * left + ["---:"] * (len(head) - left)
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in (head, line, *rows)]
+
+
+def _model_rows(table: Table, entries: Entries, sizes: bool = False) -> list[str]:
+    """The table itself, a line for each row; where asked for with parameters and FLOPs."""
+    head = ["Model", "Δ from", *(["Parameters", "FLOPs"] * sizes), *(column.label for column in table.columns)]
+    rows = (
+        [
+            *(row.label, row.baseline or ""),
+            *(_size(row.arch, tuple(_of_model(table.flags(row, table.recipes[0])))) if sizes else ()),
+            *(str(entries[row.label, column.label]) for column in table.columns),
+        ]
+        for row in table.rows
+    )
+    return markdown_table(head, rows, left=2)
+
+
+def _of_model(flags: Mapping[str, str]) -> list[str]:
+    """The words of the flags that define the model."""
+    model = {name: value for name, value in flags.items() if name.startswith(train.IDENTITY)}
+    return recipes.spell_flags({name: value or True for name, value in model.items()})
+
+
+@functools.cache
+def _size(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
+    quiet()
+    size = profile(arch, flags)
+    return f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"
+
+
+def _early(table: Table, entries: Entries) -> list[str]:
+    """The evaluations of trainings that had not ended."""
+    scored = ((str(run), run.scores.values()) for run in _runs(table, entries))
+    early = [f"{name} ({one['unfinished']})" for name, ones in scored for one in [*ones][:1] if one.get("unfinished")]
+    return [f"**Scored before the end of their training**: {'; '.join(early)}.", ""] if early else []
+
+
+# --- where the numbers come from --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that the table shows, and its scores by split."""
+
+    row: Row
+    recipe: str
+    seed: int
+    scores: dict[str, Score] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.row.label}, {Path(self.recipe).stem}, seed {self.seed}"
+
+    def trained(self, fact: str) -> list:
+        """A fact of the training, an entry for each change of it; none where it was not recorded."""
+        value = next(iter(self.scores.values())).get("training", {}).get(fact)
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _runs(table: Table, entries: Entries) -> list[Run]:
+    runs = {}
+    for row in table.rows:
+        for column in table.columns:
+            for seed, score in entries[row.label, column.label].scores.items():
+                new = Run(row, column.recipe, seed)
+                runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = score
+    return list(runs.values())
+
+
+def provenance(table: Table, entries: Entries) -> list[str]:
+    """The lines of a report that say of every number how and where it was made."""
+    runs = _runs(table, entries)
+    if not runs:
+        return ["## Where the numbers come from", "", "Nothing has been run yet."]
+    lines = ["## Each seed", "", *_seed_rows(table, entries), "", "## Where the numbers come from", ""]
+    lines += [*unlike(table, runs), "", *_run_rows(runs), ""]
+    lines += [
+        "Hours: wall-clock time by the speeds in the log; a run may have waited for other work on the machine.",
+        "",
+    ]
+    signatures = {}
+    for one in (one for run in runs for one in run.scores.values()):
+        for name, metric in one["scores"].items():
+            signatures.setdefault(LABELS[name], {})[f"`{metric['signature']}`"] = None
+    lines += [*(f"- {name}: {', '.join(signatures[name])}" for name in signatures), ""]
+    for run in runs:
+        commands = [*run.trained("command"), *(one["command"] for one in run.scores.values())]
+        lines.append(f"- {run}: {', then '.join(f'`{command}`' for command in commands)}")
+    return lines
+
+
+def _seed_rows(table: Table, entries: Entries) -> list[str]:
+    """A line for each row and seed: the column's metric, sacreBLEU, and p against the baseline."""
+    rows = []
+    for row in table.rows:
+        of_row = [entries[row.label, column.label] for column in table.columns]
+        seeds = sorted({seed for entry in of_row for seed in entry.scores})
+        rows += [[row.label, str(seed), *(entry.of_seed(seed) for entry in of_row)] for seed in seeds]
+    return markdown_table(["Model", "Seed", *(column.label for column in table.columns)], rows)
+
+
+def unlike(table: Table, runs: Sequence[Run]) -> list[str]:
+    """The differences of the runs in recipe, flags, data, references, settings, precision and commit."""
+    lines, kinds = [], {}
+    for run in runs:
+        recipe = recipes.read(run.recipe)
+        wanted = table.flags(run.row, run.recipe, run.seed)
+        if others := list(itertools.chain(*(recipes.differences(flags, wanted) for flags in run.trained("flags")))):
+            lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(dict.fromkeys(others))}.")
+        elif (by := "".join(run.trained("recipe"))) not in ("", recipe.name):
+            what = f"Recipe that came to the same as {recipe.name} by flags on the command line"
+            kinds.setdefault(what, {"": ""})[str(run)] = by
+        facts = {"Commit of the code in training": list(map(short_commit, run.trained("commits")))}
+        facts[f"Training data of {run.recipe}"] = run.trained("data")
+        # Rows that ask for a precision compare it. A run without a record of its starts is named for its commit.
+        if not {"precision", *recipes.PRECISIONS} & recipes.parse_flags(run.row.flags).keys() and run.trained("flags"):
+            facts["Precision of training"] = run.trained("precisions")
+        for subset, one in run.scores.items():
+            facts[f"References of {run.recipe}, {subset}"] = [one["references"]] if "references" in one else []
+            facts[f"Beam and averaged checkpoints of the scores of {run.recipe}, {subset}"] = [one["settings_name"]]
+        for what, values in facts.items():
+            kinds.setdefault(what, {})[str(run)] = " and then ".join(values) or UNKNOWN
+    for what, values in kinds.items():
+        groups = {
+            value: [name for name, other in values.items() if other == value] for value in values.values() if value
+        }
+        if len(groups) > 1 or UNKNOWN in groups or "" in values:
+            said = ". ".join(f"{value}: {'; '.join(names)}" for value, names in groups.items())
+            lines.append(f"- {what}{'' if '' in values else ' differs or is not known'}. {said}.")
+    if lines:
+        return ["**The runs of this table are not alike in everything:**", "", *lines]
+    return ["All runs of a column have the same recipe, training data and references; all were trained at one commit."]
+
+
+def short_commit(commit: str | None) -> str:
+    """The first ten digits of a commit, and the words after it."""
+    first, _, rest = (commit or UNKNOWN).partition(" ")
+    return f"{first[:10]} {rest}".strip()
+
+
+def _run_rows(runs: Iterable[Run]) -> list[str]:
+    """A line for each run: its length, time and device, and the commits of its training and its evaluations."""
+    rows = []
+    for run in runs:
+        scores = list(run.scores.values())
+        hours = run.trained("hours")
+        rows.append(
+            [
+                str(run),
+                _all(f"{one['updates']:,}" if one.get("updates") else UNKNOWN for one in scores),
+                _all(str(len(one["averaged"]) or 1) for one in scores),
+                f"{hours[0]:.2f}" if hours else UNKNOWN,
+                _all(run.trained("devices")) or f"{UNKNOWN}; scored on {_all(one['device'] for one in scores)}",
+                _all(map(short_commit, run.trained("commits"))) or UNKNOWN,
+                _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores),
+            ]
+        )
+    head = ["Run", "Updates", "Averaged", "Hours", "Trained on", "Trained at", "Scored at"]
+    return markdown_table(head, rows)
+
+
+def _all(values: Iterable[str]) -> str:
+    """The different values, in their order."""
+    return ", then ".join(dict.fromkeys(values))
+
+
+def draw(table: Table, entries: Mapping[tuple[str, str], Entry], path: Path) -> None:
+    """A panel for each column: points with the deviation over seeds; a diamond is the paper's number."""
+    count, labels = len(table.columns), [row.label for row in table.rows]
+    figure, panels = style.panels(1, count, (2.2 + 2.4 * count, 1.2 + 0.35 * len(labels)), sharey=True)
+    for panel, column in zip(panels[0], table.columns, strict=True):
+        for height, label in enumerate(labels):
+            entry = entries[label, column.label]
+            if entry.scores:
+                spread = statistics.stdev(entry.values) if len(entry.values) > 1 else None
+                mean = statistics.mean(entry.values)
+                panel.errorbar(mean, height, xerr=spread, fmt="o", color=style.COLOURS[0], capsize=3)
+            if entry.paper is not None:
+                panel.plot(entry.paper, height, "D", color=style.COLOURS[1], fillstyle="none")
+        if not panel.has_data():
+            panel.text(0.5, 0.5, "not run", ha="center", va="center", color="grey", transform=panel.transAxes)
+            panel.set_xticks([])
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(len(labels) - 0.5, -0.5)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_title(column.label)
+        panel.set_xlabel(LABELS[column.metric])
+    published = any(entry.paper is not None for entry in entries.values())
+    figure.suptitle("dot: measured here" + (", diamond: the paper" if published else ""), fontsize="small")
+    style.save(figure, path, "png")
