@@ -22,8 +22,8 @@ from torch import Tensor
 from evolving_attention import kernels
 from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
+from evolving_attention.call import Call
 from evolving_attention.evolution import Geometry
-from evolving_attention.kernels import Call
 
 from .recording import is_recorded
 

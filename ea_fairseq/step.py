@@ -25,7 +25,7 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from evolving_attention.kernels import gpu
+from evolving_attention.kernels import refusals
 
 from .graphs import Graph, HostRead, NoReads
 from .optim import FairseqAdam
@@ -256,7 +256,7 @@ class GraphedStep:
         flat, graph = self.adam.flat, self.graph()
         static = Static(shape, self.words, flat.weights.device)
         devices = [flat.weights.device] if flat.weights.is_cuda else []
-        untried = len(gpu.untried)
+        untried = len(refusals.untried)
         try:
             with torch.random.fork_rng(devices), _recording():
                 with graph.aside(), NoReads():
@@ -266,14 +266,14 @@ class GraphedStep:
                     raise HostRead(f"the criterion logs {numbers}, which are not the batch's counts")
                 with graph.capture():
                     log, values = self._step(static)
-            if len(gpu.untried) > untried:
-                raise HostRead(f"a kernel had no trial before the capture: {gpu.untried[-1]}")
+            if len(refusals.untried) > untried:
+                raise HostRead(f"a kernel had no trial before the capture: {refusals.untried[-1]}")
             return Captured(static, graph, [name for name, x in log.items() if isinstance(x, Tensor)], values)
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory to capture a step of %d x %d x %d tokens: %s", *shape, gpu.summary(error))
+            logger.warning("no memory to capture a step of %d x %d x %d tokens: %s", *shape, refusals.summary(error))
             return None
         except RuntimeError as error:
-            self.refused = gpu.summary(error)
+            self.refused = refusals.summary(error)
             logger.warning("training steps are not captured: %s", self.refused)
             return None
         finally:  # the sum of gradients is as before: sentences without a target add zeros

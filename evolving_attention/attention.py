@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from . import masks
 from .cache import Cache
+from .call import Call, Result
 from .evolution import Evolution, Geometry
-from .functional import attend, check_previous, compose, logits_and_rows_above
-from .kernels import Call, Result, sees
+from .functional import attend, check_previous
+from .kernels import sees
+from .plain import compose, logits_and_rows_above
 from .scores import SCORES, RelativePositions, dot_products
 
 

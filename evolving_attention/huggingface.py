@@ -24,9 +24,10 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from . import __version__
+from .call import Call
 from .evolution import Evolution, Geometry, check
 from .functional import attend
-from .kernels import Call, sees
+from .kernels import sees
 from .masks import MASKED_FROM, hide_rows
 
 #: the name of the attention implementation

@@ -4,20 +4,19 @@ A kernel refuses unknown calls, and the plain composition of PyTorch's own opera
 kernels are tested against. So a new rule is right without a kernel; a kernel only makes it faster.
 """
 
-from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..call import PLAIN, Call
 from ..evolution import Evolution, Geometry, MapConvolution
 from ..private import has_hooks, is_transformed
 from . import cpu, gpu
-from .call import PLAIN, Call, Result
 from .steps import Steps, is_readable
 
-__all__ = ["Call", "Result", "Steps", "kernel_for", "replace", "sees", "stands_for", "steps_after"]
+__all__ = ["Steps", "kernel_for", "sees", "stands_for", "steps_after"]
 
 
 def kernel_for(call: Call) -> ModuleType | None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
+from ..call import Call, Result
 from ..evolution import is_always
 from ..private import is_batched, is_in_torch_dispatch_mode
-from .call import Call, Result
 
 
 class Inputs(NamedTuple):

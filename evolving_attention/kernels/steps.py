@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import Cache
-from .call import PLAIN, Call
+from ..call import PLAIN, Call
 from .operation import inputs_of
 
 #: a linear layer's weight and bias

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 
 from evolving_attention import Cache, EvolvingAttention, Geometry, evolving_attention
 from evolving_attention.attention import EvolvingHeads
+from evolving_attention.call import Result
 from evolving_attention.evolution import RULES, Evolution
-from evolving_attention.kernels import Result, cpu
+from evolving_attention.kernels import cpu
 from evolving_attention.masks import combine
 
 

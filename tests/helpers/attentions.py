@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from evolving_attention.call import Call
 from evolving_attention.evolution import Evolution, Geometry
-from evolving_attention.kernels import Call
 from helpers.shares import AnyShares
 
 #: five numbers that no rule has

@@ -10,7 +10,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from evolving_attention import evolution, kernels
+from evolving_attention import evolution
+from evolving_attention.call import Call
 
 ENCODER = (
     "--encoder-embed-dim 16 --encoder-ffn-embed-dim 24 --encoder-attention-heads 4 --encoder-layers 3 --dropout 0"
@@ -34,7 +35,7 @@ KINDS = {
 def small_call():
     """A call that the CPU's kernel knows: one sentence of one token, one head."""
     one, coefficients = torch.ones(1, 1, 1, 1), evolution.LOGITS_ONLY
-    return kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, coefficients)
+    return Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, coefficients)
 
 
 def dictionary(size=20):

@@ -488,8 +488,9 @@ def test_triton_is_imported_only_when_it_is_needed():
     program = """
 import sys, torch
 from evolving_attention import evolution, kernels
+from evolving_attention.call import Call
 one = torch.ones(1, 1, 1, 1)
-call = kernels.Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, evolution.LOGITS_ONLY)
+call = Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, evolution.LOGITS_ONLY)
 assert not kernels.gpu.knows(call)
 kernels.kernel_for(call)
 assert "evolving_attention.kernels.gpu" in sys.modules

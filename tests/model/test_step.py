@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ea_fairseq import graphs, optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench.tape import Tape
-from evolving_attention.kernels import gpu
+from evolving_attention.kernels import refusals
 from evolving_attention.kernels.cpu import dropout
 
 TABLE = [(5, 8, 6), (5, 6, 8), (4, 8, 8)]
@@ -308,7 +308,7 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, capl
 
     class Untried(Tape):
         def capture(self):
-            gpu.untried.append("a variant")
+            refusals.untried.append("a variant")
             return super().capture()
 
     if flags == "untried":
@@ -326,9 +326,9 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, capl
 def test_a_variant_that_a_capture_meets_before_its_trial_is_remembered(monkeypatch):
     trial = pytest.importorskip("evolving_attention.kernels.gpu.trial")
     monkeypatch.setattr(trial, "_capturing", lambda device: True)
-    monkeypatch.setattr(gpu, "untried", [])
+    monkeypatch.setattr(trial, "untried", [])
     assert not trial.passed((torch.device("cpu"), torch.float32, 4, 3, 16, 1))
-    assert len(gpu.untried) == 1
+    assert len(trial.untried) == 1
 
 
 def test_shapes_hold_all_batches_and_more_of_them_cost_less():

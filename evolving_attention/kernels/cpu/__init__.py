@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cache import Cache
-from ..call import Call, Result
+from ...call import Call, Result
 from ..operation import Inputs, Operation, Outputs, new_vectors, parted
 from . import library
 from .structures import Problem, address, mask, vectors

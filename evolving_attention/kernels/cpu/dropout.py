@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import PLAIN
+from ...call import PLAIN
 from . import library
 from .structures import Dropout, threshold_of
 

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from ...cache import Cache
-from ..call import Call, Result
+from ...call import Call, Result
 from ..operation import Inputs
+from ..refusals import summary
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_HEADS, MOST_WIDTH = 16, 128
-#: variants that a capture met before their trial: it has recorded the plain composition in their place
-untried: list[str] = []
 
 
 def knows(call: Call) -> bool:
@@ -75,12 +74,6 @@ def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
 def _interpreted() -> bool:
     """Whether Triton's interpreter is asked for, which runs the kernels on the CPU: slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def summary(error: Exception) -> str:
-    """The first and the last line of an error: Triton's compiler gives the place first and the reason last."""
-    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call import PLAIN
 from ...evolution import Geometry, reach
-from ..call import PLAIN
 from ..operation import Inputs, Operation, new_vectors, parted
 from . import kernels
 from .kernels import attention_kernel

@@ -22,12 +22,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ...call import Call, Result
 from ...evolution import Coefficients, Geometry, is_always
-from ...functional import compose
+from ...plain import compose
 from ...private import constant
-from .. import gpu
-from ..call import Call, Result
 from ..cpu.library import cache_folder
+from ..refusals import summary, untried
 from . import operation
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def passed(variant: tuple) -> bool:
     variant = Variant(*variant)
     if variant not in _verdicts:
         if _capturing(variant.device):
-            gpu.untried.append(str(variant))
+            untried.append(str(variant))
             return False
         _verdicts[variant] = _decide(variant)
     return _verdicts[variant]
@@ -100,7 +100,7 @@ def _decide(variant: Variant) -> bool:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(verdict)
         except Exception as error:  # a later process tries again: memory may have been short
-            verdict = gpu.summary(error)
+            verdict = summary(error)
     if verdict != RIGHT:
         logger.warning("evolving attention takes its slower way for %s: %s", variant, verdict)
     return verdict == RIGHT
@@ -143,7 +143,7 @@ def errors(variant: Variant) -> dict[str, float]:
 
 
 def _errors(variant: Variant, call: Call, gradients: bool = True) -> dict[str, float]:
-    ours = _results(_moved(call, variant.device, variant.dtype), gpu.attend, gradients)
+    ours = _results(_moved(call, variant.device, variant.dtype), operation.operation.attend, gradients)
     truth = _results(_moved(call, torch.device("cpu"), torch.float64), compose, gradients)
     return {name: _distance(ours[name], true) for name, true in truth.items()}
 
@@ -238,7 +238,7 @@ def _dropped(call: Call) -> tuple[Tensor, Tensor]:
 
     The context is linear in the values: its product with any numbers is that of the values with their gradient.
     """
-    context = gpu.attend(replace(call, dropout=0.5), torch.tensor(11, device=call.v.device)).context
+    context = operation.operation.attend(replace(call, dropout=0.5), torch.tensor(11, device=call.v.device)).context
     numbers = _multiples(1 / 32, *context.shape).to(context)
     (gradient,) = torch.autograd.grad(context, call.v, numbers)
     return (call.v.detach() * gradient.double()).sum(2), (context.detach() * numbers.double()).sum(2)

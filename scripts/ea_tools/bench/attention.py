@@ -21,7 +21,7 @@ from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
 from ea_tools.training.memory import keep_freed_memory
 from evolving_attention.evolution import Geometry
-from evolving_attention.kernels import gpu
+from evolving_attention.kernels import refusals
 from evolving_attention.masks import combine
 
 # Axes: B batch, K heads, T target (query) length, S source (key) length, D head dimension, C = K x D. Here T = S = N.
@@ -263,14 +263,14 @@ def recorded(run: Path, problem: Problem, graph: Graph) -> Callable[[int], int]:
     Raises:
         RuntimeError: the plain composition would have been recorded in a kernel's place.
     """
-    untried = len(gpu.untried)
+    untried = len(refusals.untried)
     with capturing():
         with graph.aside():
             forward_backward(run, problem)
         with graph.capture():
             kept = problem, forward_backward(run, problem)  # a replay reads and writes this memory
-    if len(gpu.untried) > untried:
-        raise RuntimeError(f"a kernel had no trial before the capture: {gpu.untried[-1]}")
+    if len(refusals.untried) > untried:
+        raise RuntimeError(f"a kernel had no trial before the capture: {refusals.untried[-1]}")
 
     def replays(count: int) -> int:
         for _ in range(count):

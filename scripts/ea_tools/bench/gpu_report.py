@@ -21,7 +21,7 @@ from ea_tools.bench import attention, common, decoding, equality, options, train
 from ea_tools.bench.equality import Row, Setting
 from ea_tools.bench.tape import Tape
 from ea_tools.common import UserError, reporting, write_json
-from evolving_attention.kernels import gpu
+from evolving_attention.kernels import refusals
 
 TINY = " ".join(
     f"--{side}-embed-dim 32 --{side}-ffn-embed-dim 32 --{side}-attention-heads 4 --{side}-layers 2"
@@ -87,7 +87,7 @@ class Report(Setting):
                         break
             except Exception as caught:
                 error = result["error"] = "".join(traceback.format_exception(caught))
-                print(f"  failed: {type(caught).__name__}: {gpu.summary(caught)}", flush=True)
+                print(f"  failed: {type(caught).__name__}: {refusals.summary(caught)}", flush=True)
             result["seconds"] = time.monotonic() - start
             gc.collect()
             if self.device == "cuda" and error is None:  # after some errors the GPU answers nothing

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..evolution import Coefficients, Geometry
+from .evolution import Coefficients, Geometry
 
 #: The types of tensors whose memory may be read directly; a subclass may hold its numbers elsewhere.
 PLAIN = (Tensor, nn.Parameter)
