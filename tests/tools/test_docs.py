@@ -172,12 +172,3 @@ def test_most_pages_have_commands():
 def test_mistakes_are_seen(text, wrong):
     (command,) = commands_of(text)
     assert any(wrong in fault for fault in faults(command))
-
-
-def test_the_readmes_scores_are_those_of_the_results():
-    """docs/results.md is written from the records."""
-    section = (REPO / "README.md").read_text().split("## Does it help?")[1].split("\n## ")[0]
-    scores = re.findall(r"\d+\.\d\d ± \d+\.\d\d", section)
-    assert len(scores) > 8
-    results = (REPO / "docs" / "results.md").read_text()
-    assert [score for score in scores if score not in results] == []

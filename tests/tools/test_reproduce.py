@@ -12,11 +12,12 @@ import sys
 import time
 
 import pytest
+from helpers.pages import PAGES
 from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_tools import text
 from ea_tools.common import REPO, UserError
-from ea_tools.tables import cells, page, reproduce, sweep
+from ea_tools.tables import cells, page, reproduce, shown, sweep
 from ea_tools.tables import table as tables
 from ea_tools.tables.records import Records, opened
 from ea_tools.training import launch, recipes, train
@@ -477,6 +478,36 @@ def test_the_published_results_are_what_the_records_say(name, tmp_path):
     reproduce.main([name, "--collect", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
     for path in (f"{name}.md", "README.md", "scores.jsonl"):
         assert (tmp_path / "results" / path).read_text() == (REPO / "results" / path).read_text()
+
+
+def test_the_pages_show_what_the_records_say(tmp_path, monkeypatch):
+    """Each table of speed and of scores stands in one page; and a page names the commits of its records."""
+    marked = {name: [path for path in PAGES if f"<!-- {name} -->" in path.read_text()] for name in shown.TABLES}
+    assert [name for name, paths in marked.items() if len(paths) != 1] == []
+    for path in PAGES:
+        (tmp_path / path.name).write_text(re.sub(r"(?s)(<!-- (\S.*) -->\n).*?(<!-- end)", r"\1\3", path.read_text()))
+    monkeypatch.setattr(shown, "pages", lambda folder: [tmp_path / path.name for path in PAGES])
+    shown.write(REPO / "results")
+    for (path,) in marked.values():
+        tables_of_results = r"(?s)<!-- multi30k.*?<!-- end"
+        written, committed = (re.sub(tables_of_results, "", one.read_text()) for one in (tmp_path / path.name, path))
+        assert written == committed
+
+
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [
+        ("performance", ["training-[bl]*", "decoding", "growth", "training-systems"]),
+        ("kernels", ["attention"]),
+        ("production", ["exported*"]),
+        ("results", ["training-conv"]),
+    ],
+)
+def test_a_page_names_the_commits_of_its_records(name, records):
+    files = [path for pattern in records for path in (REPO / "results/speed").glob(f"{pattern}.json")]
+    commits = {json.loads(path.read_text())["commit"] for path in files}
+    text = (REPO / f"docs/{name}.md").read_text()
+    assert [commit for commit in commits if commit[:7] not in text] == []
 
 
 def test_every_text_of_translations_was_scored():

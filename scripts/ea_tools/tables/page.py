@@ -64,8 +64,8 @@ class Entry:
             return "not run" + paper
         difference = ""
         if self.differences:
-            difference = f", Δ {_spread(self.differences.values(), '+.2f')} ({self._significance()})"
-        return _spread(self.values) + difference + paper
+            difference = f", Δ {spread(self.differences.values(), '+.2f')} ({self._significance()})"
+        return spread(self.values) + difference + paper
 
     def _significance(self) -> str:
         """In how many of the tested seeds the difference is significant: in the mean's direction, and in the other."""
@@ -86,7 +86,7 @@ class Entry:
         return f"{self.value(seed):.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _spread(values: Iterable[float], form: str = ".2f") -> str:
+def spread(values: Iterable[float], form: str = ".2f") -> str:
     """Mean and deviation: 39.20 ± 0.85, or the value of a single seed."""
     values = list(values)
     return f"{statistics.mean(values):{form}}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
@@ -148,7 +148,7 @@ def show_in(page: Path, name: str, shown: str) -> bool:
     if not (has_begin and has_end):
         return False
     with replacing(page) as temporary:
-        temporary.write_text(f"{before}{begin}\n{shown}\n\n{end}{after}", encoding="utf-8")
+        temporary.write_text(f"{before}{begin}{shown}\n{end}{after}", encoding="utf-8")
     return True
 
 

@@ -5,7 +5,8 @@ training run, whose table is then another page: --max-update 300 writes results/
 
 Without a GPU, each core trains one run, on one thread. The scores of finished runs are kept in results/scores.jsonl,
 from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting
-its run.json, log.jsonl and eval/ into its folder below --runs, before --collect.
+its run.json, log.jsonl and eval/ into its folder below --runs, before --collect. The TABLE "pages" stands for the
+tables of speed and of scores that README.md and docs/ show besides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from ea_tools.common import Parser, UserError, reporting
-from ea_tools.tables import cells
+from ea_tools.tables import cells, shown
 from ea_tools.tables import table as tables
 from ea_tools.training import recipes
 
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     with reporting("reproduce"):
         args, extra = parse(arguments)
+        if args.table == "pages":
+            shown.write(args.results)
+            return
         table = tables.read(args.table)
         rows = [row for row in table.rows if not args.rows or any(word in row.label for word in args.rows)]
         if not rows:
@@ -42,7 +46,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         description=__doc__,
         allow_abbrev=False,
     )
-    parser.add_argument("table", metavar="TABLE", help=f"{', '.join(tables.names())}, or a .toml file of your own")
+    parser.add_argument(
+        "table", metavar="TABLE", help=f"{', '.join(tables.names())}, pages, or a .toml file of your own"
+    )
     parser.add_argument(
         "--seeds", type=int, nargs="+", metavar="N", help="to run (default: the table's, which are always shown)"
     )

@@ -1,0 +1,190 @@
+"""The tables of README.md and docs/ that no file in recipes/tables gives: speeds, and README's scores.
+
+scripts/reproduce.sh pages --collect writes them between their marks, from results/ alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ea_tools.common import read_json
+from ea_tools.tables import table as tables
+from ea_tools.tables.page import gather, markdown_table, pages, show_in, spread
+from ea_tools.tables.records import Records
+
+Result = Mapping[str, Any]  # of a benchmark
+
+BOTH_PASSES = "forward + backward"
+IN_BFLOAT16 = "beam5.average10.bf16"
+BATCHES = [(beam, batch) for beam in (1, 5) for batch in ("1", "8", "32")]
+
+
+def write(folder: Path) -> None:
+    """Write every table into the pages that have its marks."""
+    for page in pages(folder):
+        changed = [name for name, lines in TABLES.items() if show_in(page, name, "\n".join(lines(folder)))]
+        if changed:
+            print(f"brought up to date: {page}: {', '.join(changed)}")
+
+
+def readme(folder: Path) -> list[str]:
+    """The scores of the four systems on Multi30k 2016."""
+    systems = ["Transformer", "EA-Transformer", "Conv-Transformer", "EA-Conv-Transformer"]
+    relative = ["Relative positions alone", "EA, relative positions", "Conv, relative positions"]
+    rows = {
+        "De-En, small, 1,500 updates": ("multi30k-laptop-systems", [f"{system}-Lite" for system in systems]),
+        "the same, relative positions": ("multi30k-laptop-systems", [*relative, "EA-Conv, relative positions"]),
+        "En-De, a published recipe": ("multi30k-published", systems),
+        "the same, R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in systems]),
+    }
+    shown = []
+    for label, (name, models) in rows.items():
+        table = tables.read(name)
+        entries = gather(table, Records(folder), table.seeds, "beam5.average10")
+        shown.append([label, *(spread(entries[model, table.columns[0].label].values) for model in models)])
+    return markdown_table(["BLEU, Multi30k 2016", "Transformer", "EA", "Conv", "EA-Conv"], shown)
+
+
+# --- speeds -----------------------------------------------------------------------------------------------------------
+
+
+def results(folder: Path, name: str) -> list[Result]:
+    """The results of a benchmark, results/speed/NAME.json."""
+    return read_json(folder / "speed" / f"{name}.json")["results"]
+
+
+def pick(found: Iterable[Result], **wanted: Any) -> Result:
+    """The result with these settings."""
+    return next(one for one in found if all(one[name] == value for name, value in wanted.items()))
+
+
+def ratio(result: Result) -> str:
+    """0.97 (0.95 .. 0.98)"""
+    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**result["ratio"])
+
+
+def mebibytes(result: Result) -> str:
+    """Peak memory of ours and of stock."""
+    return " / ".join(f"{round(result['memory'][model]['peak'] / 2**20):,}" for model in ("ours", "stock"))
+
+
+def measured(folder: Path) -> Iterator[tuple[str, list[list[Result]]]]:
+    """A label, and the results in float32 and in bfloat16, each of lite and of base."""
+    for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
+        found = [results(folder, f"training-{size}-{threads}") for size in ("lite", "base")]
+        yield f"training, {label}", [[pick(one, precision=name) for one in found] for name in ("fp32", "bf16")]
+    found = results(folder, "decoding")
+    for beam, batch in BATCHES:
+        sentences = "one sentence at a time" if batch == "1" else f"{batch} sentences"
+        settings = [
+            [pick(found, beam=beam, batch=batch, size=size, precision=name) for size in ("lite", "base")]
+            for name in ("fp32", "bf16")
+        ]
+        yield f"decoding, {'greedy' if beam == 1 else f'beam {beam}'}, {sentences}", settings
+
+
+def speed(folder: Path) -> list[str]:
+    """Ours against stock's in float32; of products in bfloat16 the ratio of medians of the same batches."""
+    rows = []
+    for label, (plain, rounded) in measured(folder):
+        medians = zip(rounded, plain, strict=True)
+        speeds = [(a["tokens_per_second"]["ours"], b["tokens_per_second"]["stock"]) for a, b in medians]
+        rows.append([label, *map(ratio, plain), *(f"{a['median'] / b['median']:.2f}" for a, b in speeds)])
+    head = ["ours", "`lite`", "`base`", "`lite`, `--precision bf16`", "`base`, `--precision bf16`"]
+    return markdown_table(head, rows)
+
+
+def memory(folder: Path) -> list[str]:
+    """Peak memory of training."""
+    training = [(label.partition(", ")[2], plain) for label, (plain, _) in measured(folder) if "training" in label]
+    rows = [[label, *map(mebibytes, plain)] for label, plain in training]
+    return markdown_table(["training's peak memory, MiB, ours / stock", "`lite`", "`base`"], rows)
+
+
+def growth(folder: Path) -> list[str]:
+    """Speed and memory by the length of sentences."""
+    found = results(folder, "growth")
+    rows = [["speed, ours / stock", *(f"{one['ratio']['median']:.2f}" for one in found)]]
+    rows.append(["peak memory, ours / stock, MiB", *map(mebibytes, found)])
+    return markdown_table(["tokens in a sentence", *(f"{one['length']:,}" for one in found)], rows)
+
+
+def bfloat16(folder: Path) -> list[str]:
+    """Scores of translations by products in bfloat16 against those by float32."""
+    rows = []
+    for (run, subset, settings), row in Records(folder).rows.items():
+        if settings == IN_BFLOAT16:
+            test = row["against"]["sacrebleu"]
+            trained = " trained with `--precision bf16`" if "precisionbf16" in run else ""
+            label = f"{row['direction'].title()}, `{row['arch']}`{trained}, seed {row['training_seed']}"
+            if subset == "test":
+                rows.append([label])
+            rows[-1].append(
+                f"{test['baseline']:.2f} -> {test['baseline'] + test['difference']:.2f} (p {test['p']:.2f})"
+            )
+    head = ["sacreBLEU, translated in float32 -> by products in bfloat16", "Multi30k 2016", "2017"]
+    return markdown_table(head, rows)
+
+
+def on_a_gpu(folder: Path) -> list[str]:
+    """Speed and memory on an H200."""
+    in_bf16, in_fp16 = results(folder, "h200-training")
+    alone, full, lite = results(folder, "h200-decoding")
+    (large,), (peak,) = results(folder, "h200-training-16384"), results(folder, "h200-memory")
+    rows = [
+        ["training, 4,096 tokens a batch", "not run", ratio(in_bf16)],
+        ["training, 4,096 tokens, float16", "not run", ratio(in_fp16)],
+        ["training, 16,384 tokens", "not run", ratio(large)],
+        ["decoding, beam 5, one sentence at a time", ratio(lite), ratio(alone)],
+        ["decoding, beam 5, 12,000 tokens at once", "not run", ratio(full)],
+        ["training's peak memory, 4,096 tokens, MiB, ours / stock", "not run", mebibytes(peak)],
+    ]
+    return markdown_table(["ours, bfloat16", "`lite`", "`base`"], rows)
+
+
+def attention(folder: Path) -> list[str]:
+    """One attention alone, by the length of sentences."""
+    found, rows = results(folder, "attention"), []
+    for heads in (4, 8):
+        for kind, name in (("encoder", "encoder"), ("decoder", "decoder"), ("cross", "encoder-decoder")):
+            paths = [one["paths"] for one in found if (one["kind"], one["heads"]) == (kind, heads)]
+            times = [{path: one[path][BOTH_PASSES]["milliseconds"]["median"] for path in one} for one in paths]
+            label = f"{name}, K = {heads}"
+            for path, other in (("plain", "plain composition"), ("sdpa", "stock attention")):
+                rows.append([f"{label}: {other} / ours", *(f"{one[path] / one['ours']:.2f}" for one in times)])
+            floors = [one["ours"][BOTH_PASSES]["floor"]["milliseconds"] for one in paths]
+            shares = (floor / one["ours"] for floor, one in zip(floors, times, strict=True))
+            rows.append([f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares)])
+    lengths = [f"{length:,}" for length in sorted({one["length"] for one in found})]
+    head = ["forward + backward, sentences of N tokens", f"N = {lengths[0]}", *lengths[1:]]
+    return markdown_table(head, rows)
+
+
+def exported(folder: Path, size: str, *names: str) -> list[str]:
+    """Exported models against stock's in fairseq."""
+    found = [result for name in names for result in results(folder, name)]
+    paths = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8")
+    rows = []
+    for beam, batch in BATCHES:
+        ratios = pick(found, beam=beam, batch=batch)["ratios"]
+        rows.append([f"{beam}, {batch}", *(f"{ratios[path]['median']:.2f}" for path in paths)])
+    head = [f"`{size}`: beam, sentences", "EA in fairseq", "exported", "exported, int8"]
+    return markdown_table([*head, "CTranslate2, plain", "CTranslate2, plain, int8"], rows)
+
+
+#: the name of its marks -> a table's lines, by the folder of results
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "scores": readme,
+    "speed": speed,
+    "memory": memory,
+    "growth": growth,
+    "bfloat16": bfloat16,
+    "gpu": on_a_gpu,
+    "attention": attention,
+    "exported lite": lambda folder: exported(folder, "lite", "exported"),
+    "exported base": lambda folder: exported(
+        folder, "base", "exported-base", "exported-base-beam-1", "exported-base-32"
+    ),
+}
