@@ -112,14 +112,19 @@ class EvolvingHeads(nn.Module):
             added = None
         weight, bias = (None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias)
         return Call(
-            *(q, k, v, q.size(3) ** -0.5, evolution.geometry, evolution.coefficients(previous is not None)),
+            q=q,
+            k=k,
+            v=v,
+            given=self._logits(q, k, added),
+            previous=previous,
             weight=weight,
             bias=bias,
-            given=self._logits(q, k, added),
             hidden=masks.hide_rows(masked, query_padding),
             masked=masked,
-            previous=previous,
             above=rows,
+            coefficients=evolution.coefficients(previous is not None),
+            scale=q.size(3) ** -0.5,
+            geometry=evolution.geometry,
             dropout=dropout,
             **wanted,
         )
@@ -134,7 +139,7 @@ class EvolvingHeads(nn.Module):
     def _maps(self, call: Call) -> Maps:
         """The maps, computed once more by the plain composition, so that being observed changes nothing."""
         logits, above = logits_and_rows_above(call)
-        whole = compose(replace(call, dropout=0.0, keep_map=True, need_weights=True), self.evolution)
+        whole = compose(call._replace(dropout=0.0, keep_map=True, need_weights=True), self.evolution)
         return Maps(logits, call.hidden, call.previous, above, whole.a_logit, whole.weights)
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -288,7 +293,14 @@ class EvolvingAttention(EvolvingHeads):
         if stepping and rows is None:
             rows = self.first_rows(q, length)
         call = self.call(
-            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask, previous, rows),
+            q,
+            cache.keys,
+            cache.values,
+            padding=cache.padding,
+            query_padding=query_padding,
+            attn_mask=attn_mask,
+            previous=previous,
+            rows=rows,
             dropout=self.dropout if self.training else 0.0,
             keep_map=keep_map,
             need_weights=need_weights,

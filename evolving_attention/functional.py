@@ -4,8 +4,6 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 Masks: True = masked.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -81,10 +79,18 @@ def evolving_attention(
     if weight is None:
         coefficients = coefficients._replace(c=0.0)
     call = Call(
-        *(q, k, v, scale, geometry, coefficients, weight, bias, logits),
+        q=q,
+        k=k,
+        v=v,
+        given=logits,
+        previous=previous,
+        weight=weight,
+        bias=bias,
         hidden=mask if hidden is None else hidden,
         masked=mask,
-        previous=previous,
+        coefficients=coefficients,
+        scale=scale,
+        geometry=geometry,
         dropout=dropout,
         keep_map=keep_map,
     )
@@ -115,10 +121,10 @@ def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) 
     weight, dtype = call.weight, call.v.dtype
     if weight is not None and weight.dtype != dtype and torch.is_autocast_enabled(call.v.device.type):
         # as autocast does for a convolution
-        call = replace(call, weight=weight.to(dtype), bias=call.bias.to(dtype))
+        call = call._replace(weight=weight.to(dtype), bias=call.bias.to(dtype))
     kernel = None if plain or not kernels.stands_for(evolution) else kernels.kernel_for(call)
     if kernel is None:
         return compose(call, evolution)
     if evolution is not None and evolution.stacked:
-        call = replace(call, previous=evolution.for_one_convolution(call.hidden, call.previous))
+        call = call._replace(previous=evolution.for_one_convolution(call.hidden, call.previous))
     return kernel.attend(call)

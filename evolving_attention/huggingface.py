@@ -288,13 +288,19 @@ def _attention(
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
         above = first if layer.above is None else layer.above
     call = Call(
-        *(query, key, value, scaling, evolution.geometry, evolution.coefficients(previous is not None)),
-        *(None, None) if evolution.conv is None else (evolution.conv.weight, evolution.conv.bias),
-        given,
+        q=query,
+        k=key,
+        v=value,
+        given=given,
+        previous=previous,
+        weight=None if evolution.conv is None else evolution.conv.weight,
+        bias=None if evolution.conv is None else evolution.conv.bias,
         hidden=hidden,
         masked=masked,
-        previous=previous,
         above=above,
+        coefficients=evolution.coefficients(previous is not None),
+        scale=scaling,
+        geometry=evolution.geometry,
         dropout=dropout,
         keep_map=module.hands_on_map,
         need_weights=evolving_maps.need_weights,

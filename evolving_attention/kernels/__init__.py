@@ -4,13 +4,13 @@ A kernel refuses unknown calls, and the plain composition of PyTorch's own opera
 kernels are tested against. So a new rule is right without a kernel; a kernel only makes it faster.
 """
 
-from types import ModuleType
+import logging
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..call import PLAIN, Call
+from ..call import PLAIN, Call, Kernel
 from ..evolution import Evolution, Geometry, MapConvolution
 from ..private import has_hooks, is_transformed
 from . import cpu, gpu
@@ -18,19 +18,37 @@ from .steps import Steps, is_readable
 
 __all__ = ["Steps", "kernel_for", "sees", "stands_for", "steps_after"]
 
+logger = logging.getLogger(__name__)
 
-def kernel_for(call: Call) -> ModuleType | None:
-    """The first kernel that knows all of a call; None where there is none.
+#: in the order in which they are asked
+KERNELS: tuple[Kernel, ...] = (cpu, gpu)
+
+
+def kernel_for(call: Call) -> Kernel | None:
+    """The first kernel that does a call; None where there is none, and the debug log says why.
 
     Step by step, and where hypotheses share keys, no kernel has a backward pass.
     """
     tensors = call.tensors
-    if not sees(*tensors) or not _fits(call, tensors):
-        return None
+    if not sees(*tensors):
+        return _refused("numbers in memory are not all that there is to a tensor")
+    if reason := _misfit(call, tensors):
+        return _refused(reason)
     searches = call.above is not None or call.v.size(0) != call.q.size(0)
     if searches and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None
-    return next((kernel for kernel in (cpu, gpu) if kernel.knows(call)), None)
+        return _refused("a search has no backward pass")
+    reasons = []
+    for kernel in KERNELS:
+        if (reason := kernel.refuses(call)) is None:
+            return kernel
+        reasons.append(reason)
+    return _refused("; ".join(reasons))
+
+
+def _refused(reason: str) -> None:
+    """Log why the plain composition takes a call."""
+    if not torch.compiler.is_compiling():  # Dynamo takes no loggers
+        logger.debug("no kernel does this call: %s", reason)
 
 
 def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer: nn.Module) -> Steps | None:
@@ -64,7 +82,10 @@ def stands_for(evolution: nn.Module | None) -> bool:
     if evolution is None:
         return True
     convolutions = [conv for conv in (evolution.conv, *evolution.stacked) if conv is not None]
-    return _unchanged(evolution, Evolution) and all(_unchanged(conv, MapConvolution) for conv in convolutions)
+    if _unchanged(evolution, Evolution) and all(_unchanged(conv, MapConvolution) for conv in convolutions):
+        return True
+    _refused("hooks or another class change its Evolution")
+    return False
 
 
 def sees(*tensors: Tensor) -> bool:
@@ -87,8 +108,8 @@ def _unchanged(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
 
 
-def _fits(call: Call, tensors: list[Tensor]) -> bool:
-    """Whether a call's tensors are plain dense ones on one device, of one type, with shapes that agree.
+def _misfit(call: Call, tensors: list[Tensor]) -> str | None:
+    """The first reason why no kernel reads a call's tensors; None: plain dense ones of one device and type, that fit.
 
     The plain composition takes other calls, such as float32 weights under automatic mixed precision, or raises.
     """
@@ -97,39 +118,42 @@ def _fits(call: Call, tensors: list[Tensor]) -> bool:
     compiling = torch.compiler.is_compiling()  # then tensors are of other types, and stand for plain ones
     for x in tensors:
         if not (type(x) in PLAIN or compiling) or x.layout is not torch.strided or x.device != device:
-            return False
+            return "a tensor is on another device, or no plain dense one"
         # masks have a type of their own; learnt shares stay float32 under automatic mixed precision
         if x.dtype is not dtype and not (x is call.hidden or x is call.masked or x.dim() == 0):
-            return False
+            return "types differ"
     if not all(x.dim() == 0 and x.dtype in gpu.DTYPES for x in call.coefficients if isinstance(x, Tensor)):
-        return False
+        return "a learnt share is no single number in half precision or float32"
     if not q.dim() == v.dim() == 4:
-        return False
+        return "shapes"
     maps = batch, heads, _, columns = call.maps
     sentences = v.size(0)
     shapes = (
         *((k, (sentences, heads, columns, q.size(3))), (call.given, maps), (call.previous, maps)),
         *((weight, (heads, heads, call.kernel_size, call.kernel_size)), (bias, (heads,))),
     )
-    return (
+    fits = (
         min(maps) > 0
-        and 0 <= call.dropout <= 1
         and sentences > 0
         and batch % sentences == 0
         and v.shape[:3] == (sentences, heads, columns)
         and (call.given is not None or q.size(3) == v.size(3))
         and all(x is None or x.shape == shape for x, shape in shapes)
         and (weight is None) == (bias is None)
-        and not isinstance(call.scale, Tensor)  # whose gradient no kernel gives
-        and (call.above is None or _fits_above(call, maps))
-        and (call.hidden is None or _is_mask(call.hidden, maps))
-        and (call.masked is None or call.masked is call.hidden or _is_mask(call.masked, maps))
+        and (call.above is None or _fits_above(call.above, call, maps))
     )
+    if not fits:
+        return "shapes"
+    if not all(x is None or _is_mask(x, maps) for x in (call.hidden, call.masked)):
+        return "a mask is not bool, or not the same for all heads"
+    if isinstance(call.scale, Tensor) or not 0 <= call.dropout <= 1:  # no kernel gives a scale's gradient
+        return "scale is a tensor, or dropout no probability"
+    return None
 
 
-def _fits_above(call: Call, maps: tuple[int, int, int, int]) -> bool:
+def _fits_above(above: Tensor, call: Call, maps: tuple[int, int, int, int]) -> bool:
     """Whether rows above belong to this map of a decoder."""
-    batch, heads, rows, columns = call.above.shape
+    batch, heads, rows, columns = above.shape
     fits = (batch, heads, rows) == (*maps[:2], call.kernel_size - 1) and columns <= maps[3]
     return fits and call.geometry != Geometry.ENCODER_SELF
 

@@ -16,39 +16,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from ..call import Call, Result
-from ..evolution import is_always
+from ..call import DIFFERENTIABLE, TENSORS, Call, Result
+from ..evolution import Coefficients, Geometry
 from ..private import is_batched, is_in_torch_dispatch_mode
-
-
-class Inputs(NamedTuple):
-    """The inputs of an operation: those of a :class:`Call`; None in the place of inputs that have no effect."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    given: Tensor | None
-    previous: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    learnt: Tensor | None  # a to e in float32, where any of them is learnt; else they are ``shares``
-    hidden: Tensor | None
-    masked: Tensor | None
-    above: Tensor | None
-    seed: Tensor | None  # of dropout, one number, int64; on the device, so that CUDA graphs can be captured
-    shares: list[float]
-    same: bool  # carried is mixed, before hidden places become zero; d and e are 0 then
-    scale: float
-    geometry: str
-    dropout: float
-    keep_map: bool
-    need_weights: bool
-
-    maps, kernel_size = Call.maps, Call.kernel_size
-
-
-#: the first inputs, which are tensors; of these, the first, which may have gradients
-TENSORS, DIFFERENTIABLE = 12, 8
 
 
 class Outputs(NamedTuple):
@@ -62,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The inputs of a backward pass, before ``Inputs``: gradients, and outputs of the forward pass."""
+    """The inputs of a backward pass, beside the call: gradients, and outputs of the forward pass."""
 
     of_context: Tensor | None
     of_a_logit: Tensor | None
@@ -73,46 +43,8 @@ class Gradients(NamedTuple):
     wanted: list[bool]  # which of the first inputs' gradients
 
 
-def parted(arguments: tuple[Any, ...]) -> tuple[Gradients, Inputs]:
-    """The arguments of a backward pass, by name."""
-    count = len(Gradients._fields)
-    return Gradients(*arguments[:count]), Inputs(*arguments[count:])
-
-
-def inputs_of(call: Call, seed: Tensor | None = None) -> Inputs:
-    """The inputs that stand for a call. Tensors without an effect are left out, and so get no gradient.
-
-    Args:
-        call: see :class:`Call`.
-        seed: of dropout. By default PyTorch's generator for the device draws it, so that a CUDA graph drops other
-            weights in each replay, and checkpointed layers the same ones.
-    """
-    a, b, c, d, e = (share if isinstance(share, Tensor) else float(share) for share in call.coefficients)
-    previous = call.previous
-    if previous is None:
-        a = d = 0.0
-    convolved = call.weight is not None and not is_always(c, 0)
-    same = convolved and call.coefficients.carries_what_it_reads
-    if same:
-        d = e = 0.0
-    if not convolved:
-        a = b = c = 0.0
-    if is_always(a, 0) and is_always(d, 0):
-        previous = None
-    shares, learnt = [a, b, c, d, e], None
-    if any(isinstance(share, Tensor) for share in shares):
-        numbers = [s.float() if isinstance(s, Tensor) else torch.full((), s, device=call.v.device) for s in shares]
-        shares, learnt = [0.0] * 5, torch.stack(numbers)
-    if call.dropout == 0:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(2**63 - 1, (), device=call.v.device)
-    weight, bias, hidden, above = (x if convolved else None for x in (call.weight, call.bias, call.hidden, call.above))
-    return Inputs(
-        *(call.q, call.k, call.v, call.given, previous, weight, bias, learnt, hidden, call.masked, above, seed),
-        *(shares, same, call.scale, call.geometry.value),
-        *(call.dropout, call.keep_map, call.need_weights),
-    )
+Forward = Callable[[Call], Outputs]
+Backward = Callable[[Gradients, Call], list[Tensor]]
 
 
 class Operation:
@@ -120,9 +52,8 @@ class Operation:
 
     Args:
         name: of the operation; its backward pass is NAME_backward.
-        forward: the fields of :class:`Inputs` -> those of :class:`Outputs`.
-        backward: the fields of :class:`Gradients` and :class:`Inputs` -> the gradients of the first inputs; empty ones
-            are not needed.
+        forward: a reduced call -> its outputs.
+        backward: gradients and the call -> the gradients of its first fields; empty ones are not needed.
         fakes: both, for tensors without numbers.
         reads_context: whether the backward pass reads the context; else it gets ``stats`` in its place, and the context
             may be changed in place.
@@ -131,17 +62,17 @@ class Operation:
     def __init__(
         self,
         name: str,
-        forward: Callable[..., tuple[Tensor, ...]],
-        backward: Callable[..., list[Tensor]],
-        fakes: tuple[Callable[..., Any], Callable[..., Any]],
+        forward: Forward,
+        backward: Backward,
+        fakes: tuple[Forward, Backward],
         reads_context: bool = True,
     ):
         self.forward, self.backward, self._reads_context = forward, backward, reads_context
         outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-        there = _declared(name, lambda *x: self.forward(*x), (Inputs,), outputs)
-        back = _declared(f"{name}_backward", lambda *x: self.backward(*x), (Gradients, Inputs), list[Tensor])
-        for operation, fake in zip((there, back), fakes, strict=True):
-            operation.register_fake(fake)
+        there = _declared(name, lambda *x: self.forward(Call(*x)), (Call,), outputs)
+        back = _declared(f"{name}_backward", lambda *x: self.backward(*_parted(x)), (Gradients, Call), list[Tensor])
+        there.register_fake(lambda *x: fakes[0](Call(*x)))
+        back.register_fake(lambda *x: fakes[1](*_parted(x)))
         there.register_autograd(self._go_back, setup_context=self._keep)
         back.register_autograd(_refuse)
         register_flop_formula(getattr(torch.ops.evolving_attention, name))(_flops)
@@ -149,14 +80,15 @@ class Operation:
         self._there, self._back = there, back
         self._eager = type("Attend", (torch.autograd.Function,), {"forward": self._go, "backward": self._go_back})
 
-    def run(self, inputs: Inputs) -> Outputs:
-        """The outputs of the way forward."""
-        run = self._there if _is_looked_at() else self._eager.apply if torch.is_grad_enabled() else self.forward
-        return Outputs(*run(*inputs))
+    def run(self, call: Call) -> Outputs:
+        """The outputs of a reduced call."""
+        if _is_looked_at():
+            return Outputs(*self._there(*_spelt(call)))
+        return Outputs(*self._eager.apply(*call)) if torch.is_grad_enabled() else self.forward(call)
 
     def attend(self, call: Call, seed: Tensor | None = None) -> Result:
-        """The result of a call that the kernel knows. seed: see ``inputs_of``."""
-        context, a_logit, weights, kept, _ = self.run(inputs_of(call, seed))
+        """The result of a call that the kernel does not refuse. seed: see ``Call.reduced``."""
+        context, a_logit, weights, kept, _ = self.run(call.reduced(seed))
         return Result(
             context,
             a_logit if call.keep_map else None,
@@ -165,12 +97,12 @@ class Operation:
         )
 
     def _go(self, ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, ...]:
-        output = self.forward(*inputs)
+        output = self.forward(Call(*inputs))
         self._keep(ctx, inputs, output)  # as a ``setup_context``, autograd would call it more slowly
         return output
 
     def _keep(self, ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        x, found = Inputs(*inputs), Outputs(*output)
+        x, found = Call(*inputs), Outputs(*output)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found.kept, found.stats)
         context = found.context if self._reads_context else found.stats
@@ -188,9 +120,9 @@ class Operation:
         wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         wanted[:2] = (want and tensors[3] is None for want in wanted[:2])
         wanted[2] &= gradients[0] is not None
-        run = self._back if _is_looked_at() else self.backward
-        found = run(*gradients, context, stats, weights, wanted, *tensors, *ctx.settings)
-        others = len(Inputs._fields) - DIFFERENTIABLE
+        of, call = Gradients(*gradients, context, stats, weights, wanted), Call(*tensors, *ctx.settings)
+        found = self._back(*of, *_spelt(call)) if _is_looked_at() else self.backward(of, call)
+        others = len(Call._fields) - DIFFERENTIABLE
         return *(x if want else None for x, want in zip(found, wanted, strict=True)), *(None,) * others
 
 
@@ -207,10 +139,25 @@ def _is_looked_at() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
+def _parted(arguments: tuple[Any, ...]) -> tuple[Gradients, Call]:
+    """The arguments of a backward pass, by name."""
+    count = len(Gradients._fields)
+    return Gradients(*arguments[:count]), Call(*arguments[count:])
+
+
+#: types of a call's fields that a schema does not know, and what stands for them there
+_SPELT = {Coefficients: list[float], Geometry: str}
+
+
+def _spelt(call: Call) -> Call:
+    """A call's fields as the schema has them."""
+    return call._replace(coefficients=list(call.coefficients), geometry=Geometry(call.geometry).value)
+
+
 def _declared(name: str, function: Any, inputs: tuple[type, ...], outputs: Any) -> Any:
     """An operation of a function whose arguments are the fields of named tuples."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    fields = [item for each in inputs for item in each.__annotations__.items()]
+    fields = [(field, _SPELT.get(of, of)) for each in inputs for field, of in each.__annotations__.items()]
     named = [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields]
     function.__signature__ = inspect.Signature(named, return_annotation=outputs)
     return torch.library.custom_op(f"evolving_attention::{name}", function, mutates_args=())
@@ -233,7 +180,7 @@ def _not_by_kernels(what: str) -> RuntimeError:
 
 def _flops(*shapes: Any, **_: Any) -> int:
     """The plain composition's, 2 x multiply-adds: both products, and the convolution."""
-    x = Inputs(*shapes)
+    x = Call(*shapes)
     pixels = x.q[0] * x.q[1] * x.q[2] * x.v[2]
     taps = 0 if x.weight is None else x.weight[1] * x.weight[2] * x.weight[3]
     return 2 * pixels * ((0 if x.given is not None else x.q[3]) + taps + x.v[3])
@@ -241,4 +188,4 @@ def _flops(*shapes: Any, **_: Any) -> int:
 
 def _backward_flops(*shapes: Any, **_: Any) -> int:
     """Each product of the forward pass has two in the backward pass."""
-    return 2 * _flops(*parted(shapes)[1])
+    return 2 * _flops(*_parted(shapes)[1])

@@ -6,15 +6,13 @@ Axes: B hypotheses, C channels, K heads, D = C / K, S key length. Masks: True = 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import Cache
-from ..call import PLAIN, Call
-from .operation import inputs_of
+from ..call import PLAIN, Call, Kernel
 
 #: a linear layer's weight and bias
 Projection = tuple[Tensor, Tensor | None]
@@ -26,15 +24,14 @@ class Steps:
     The rest is checked once, so a model must not change while a state of a search lives, which keeps this.
 
     Args:
-        kernel: the one that knows the first step. Its ``prepare`` gives a function of queries, B x K x D, a cache that
-            holds this step's keys, and need_weights; the result's context is 1 x B x C.
+        kernel: the one that does the first step.
         call: the first step.
         inner: the projections of each step's input: queries', and keys' and values' where these grow.
         outer: the context's projection.
     """
 
-    def __init__(self, kernel: ModuleType, call: Call, inner: list[Projection], outer: Projection):
-        self._step, self._outer = kernel.prepare(inputs_of(call)), outer
+    def __init__(self, kernel: Kernel, call: Call, inner: list[Projection], outer: Projection):
+        self._step, self._outer = kernel.prepare(call.reduced()), outer
         _, self._heads, _, self._size = call.q.shape
         self._type, self._device = call.v.dtype, call.v.device
         weights, biases = zip(*inner, strict=True)

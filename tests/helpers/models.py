@@ -35,7 +35,7 @@ KINDS = {
 def small_call():
     """A call that the CPU's kernel knows: one sentence of one token, one head."""
     one, coefficients = torch.ones(1, 1, 1, 1), evolution.LOGITS_ONLY
-    return Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, coefficients)
+    return Call(one, one, one, coefficients=coefficients)
 
 
 def dictionary(size=20):

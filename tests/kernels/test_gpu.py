@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,11 @@ from helpers.models import amplify_, batch, build
 from helpers.shares import AnyShares
 from torch.utils.flop_counter import FlopCounterMode
 
-from evolving_attention.evolution import Geometry
+from evolving_attention.call import Call
+from evolving_attention.evolution import Coefficients, Geometry
 from evolving_attention.functional import attend
 from evolving_attention.kernels import Steps, cpu, gpu, kernel_for
-from evolving_attention.kernels.operation import Gradients, inputs_of, parted
+from evolving_attention.kernels.operation import Gradients
 
 ENCODER, DECODER, CROSS = Geometry
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -294,7 +294,7 @@ def test_steps_are_the_rows_of_the_whole(case, at_once, beams):
 def test_steps_of_a_model(monkeypatch):
     """While beams move; each step of an attention is three launches."""
     monkeypatch.setattr(trial, "passed", lambda variant: True)
-    monkeypatch.setattr(cpu, "knows", lambda call: False)
+    monkeypatch.setattr(cpu, "refuses", lambda call: "not wanted here")
     launches, launch = [], operation._run
     monkeypatch.setattr(operation, "_run", lambda *arguments: launches.append(arguments) or launch(*arguments))
     prepared, run_step = [], Steps.run
@@ -340,7 +340,7 @@ def test_saved_tensors_may_come_back_in_another_layout():
 def test_in_a_model(monkeypatch):
     """All three kinds of attention take the kernels, the last one too, which is asked for its weights."""
     monkeypatch.setattr(trial, "passed", lambda variant: True)  # see "the trial" below
-    monkeypatch.setattr(cpu, "knows", lambda call: False)
+    monkeypatch.setattr(cpu, "refuses", lambda call: "not wanted here")
     calls, attend = [], gpu.attend
     monkeypatch.setattr(gpu, "attend", lambda call: calls.append(call) or attend(call))
     gradients = []
@@ -391,7 +391,7 @@ def test_later_launches_give_addresses(monkeypatch):
 @pytest.mark.slow
 def test_compile_and_export_keep_the_kernels(monkeypatch):
     monkeypatch.setattr(trial, "find_difference", lambda variant: "")
-    monkeypatch.setattr(cpu, "knows", lambda call: False)
+    monkeypatch.setattr(cpu, "refuses", lambda call: "not wanted here")
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows", learn=True, width=8)
     evolution, tensors, masks = problem(case)
 
@@ -428,7 +428,8 @@ def test_operations_are_counted():
 
 def test_the_operation_is_declared_rightly():
     case = Case(ENCODER, 2, 3, 3, 4, "padding rows")
-    arguments = inputs_of(problem(case).call())
+    call = problem(case).call().reduced()
+    arguments = call._replace(coefficients=list(call.coefficients), geometry=call.geometry.value)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.evolving_attention.gpu.default, arguments, test_utils=checks)
 
@@ -447,27 +448,27 @@ def test_refuses_what_it_does_not_know(monkeypatch):
     tried = []
     monkeypatch.setattr(trial, "passed", lambda variant: tried.append(variant) or True)
     call = small_call()
-    assert gpu.knows(call)
+    assert gpu.refuses(call) is None
     assert len(tried) == 1
     many, wide = torch.zeros(1, 17, 2, 1, device=DEVICE), torch.zeros(1, 1, 2, 129, device=DEVICE)
     refused = [
         small_call(dtype=DOUBLE),
-        replace(call, q=many, k=many, v=many),
-        replace(call, q=wide, k=wide, v=wide),
+        call._replace(q=many, k=many, v=many),
+        call._replace(q=wide, k=wide, v=wide),
     ]
-    assert not any(map(gpu.knows, refused))
-    assert kernel_for(replace(call, v=wide[..., :2])) is None
+    assert all(map(gpu.refuses, refused))
+    assert kernel_for(call._replace(v=wide[..., :2])) is None
     assert len(tried) == 1
     if DEVICE == "cpu":
         monkeypatch.delenv("TRITON_INTERPRET")
-        assert not gpu.knows(call)
+        assert gpu.refuses(call)
 
 
 def test_says_once_why_more_heads_are_refused(caplog):
     many = torch.zeros(1, 17, 2, 1, device=DEVICE)
-    call = replace(small_call(), q=many, k=many, v=many)
-    assert not gpu.knows(call)
-    assert not gpu.knows(call)
+    call = small_call()._replace(q=many, k=many, v=many)
+    assert gpu.refuses(call)
+    assert gpu.refuses(call)
     (line,) = caplog.messages
     assert "16 heads" in line
     assert "has 17" in line
@@ -477,8 +478,8 @@ def test_says_why_it_cannot_run(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "evolving_attention.kernels.gpu.operation", None)
     monkeypatch.delattr(gpu, "operation", raising=False)
     with caplog.at_level(logging.WARNING):
-        assert not gpu.knows(small_call())
-        assert not gpu.knows(small_call())
+        assert gpu.refuses(small_call())
+        assert gpu.refuses(small_call())
     (line,) = caplog.messages
     assert "slower way on the GPU" in line
     assert "kernels.gpu.operation" in line
@@ -487,11 +488,11 @@ def test_says_why_it_cannot_run(monkeypatch, caplog):
 def test_triton_is_imported_only_when_it_is_needed():
     program = """
 import sys, torch
-from evolving_attention import evolution, kernels
+from evolving_attention import kernels
 from evolving_attention.call import Call
 one = torch.ones(1, 1, 1, 1)
-call = Call(one, one, one, 1.0, evolution.Geometry.ENCODER_SELF, evolution.LOGITS_ONLY)
-assert not kernels.gpu.knows(call)
+call = Call(one, one, one)
+assert kernels.gpu.refuses(call)
 kernels.kernel_for(call)
 assert "evolving_attention.kernels.gpu" in sys.modules
 assert "evolving_attention.kernels.gpu.operation" not in sys.modules
@@ -555,9 +556,8 @@ def test_trial_finds_a_kernel_that_is_wrong(monkeypatch, small_trial, caplog, fu
 def test_trial_finds_other_dropout_on_the_way_back(monkeypatch, small_trial):
     right = operation.operation.backward
 
-    def wrong(*arguments):
-        of, x = parted(arguments)
-        return right(*of, *x._replace(seed=None if x.seed is None else x.seed + 1))
+    def wrong(of, x):
+        return right(of, x._replace(seed=None if x.seed is None else x.seed + 1))
 
     monkeypatch.setattr(operation.operation, "backward", wrong)
     assert trial.find_difference(variant(heads=1, kernel_size=1)).startswith("dropout in the backward pass")
@@ -569,19 +569,19 @@ def test_sizes_that_get_other_machine_code_are_tried_by_themselves(monkeypatch):
     call, mask = small_call(), torch.zeros(1, 1, 2, 2, device=DEVICE, dtype=torch.bool)
     same = [
         call,
-        replace(call, geometry=DECODER, need_weights=True, keep_map=True, hidden=mask, masked=mask),
-        replace(call, given=torch.zeros(1, 1, 2, 2, device=DEVICE), dropout=0.1),
-        replace(call, previous=torch.zeros(1, 1, 2, 2, device=DEVICE), coefficients=call.coefficients._replace(d=1.0)),
+        call._replace(geometry=DECODER, need_weights=True, keep_map=True, hidden=mask, masked=mask),
+        call._replace(given=torch.zeros(1, 1, 2, 2, device=DEVICE), dropout=0.1),
+        call._replace(previous=torch.zeros(1, 1, 2, 2, device=DEVICE), coefficients=call.coefficients._replace(d=1.0)),
     ]
     others = [
         small_call(dtype=HALF),
-        replace(call, weight=None, bias=None),
+        call._replace(weight=None, bias=None),
     ]
     for _ in range(2):
-        assert all(gpu.knows(call) for call in [*same, *others])
+        assert not any(gpu.refuses(call) for call in [*same, *others])
     assert len(tried) == 1 + len(others)
     with torch.no_grad():
-        assert gpu.knows(call)
+        assert gpu.refuses(call) is None
     assert len(tried) == 1 + len(others)
 
 
@@ -673,19 +673,14 @@ def without_gpu(capability):
 
 
 def arguments(heads, k, dtype, rows, columns, width):
-    """The arguments of the operation's ``forward``, on numbers that mean nothing."""
+    """A reduced call, on numbers that mean nothing."""
     vectors = torch.zeros(max(rows, columns), 2, heads, width, dtype=dtype).permute(1, 2, 0, 3)
     q, keys = vectors[:, :, :rows], vectors[:, :, :columns]
     weight, bias = (
         (torch.zeros(heads, heads, k, k, dtype=dtype), torch.zeros(heads, dtype=dtype)) if k else (None, None)
     )
-    return (
-        q,
-        keys,
-        keys,
-        *(None, None, weight, bias, None, None, None, None, None),
-        *([0.0, 1.0, 0.1, 0.0, 0.0], k > 0, 0.1, ENCODER.value, 0.0, True, False),
-    )
+    shares = Coefficients(0.0, 1.0, 0.1, 0.0, 0.0)
+    return Call(q, keys, keys, weight=weight, bias=bias, coefficients=shares, same=k > 0, scale=0.1, keep_map=True)
 
 
 def compiled(capability, *case):
@@ -705,8 +700,8 @@ def compiled(capability, *case):
     without_gpu(capability)
     operation._run, run = compile_only, operation._run
     inputs = arguments(*case)
-    context, a_logit, _, _, stats = operation.forward(*inputs)
-    operation.backward(*Gradients(context, a_logit, None, context, stats, None, [True] * 8), *inputs)
+    context, a_logit, _, _, stats = operation.forward(inputs)
+    operation.backward(Gradients(context, a_logit, None, context, stats, None, [True] * 8), inputs)
     operation._run = run
     return used
 

@@ -6,27 +6,27 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...cache import Cache
-from ...call import Call, Result
-from ..operation import Inputs, Operation, Outputs, new_vectors, parted
+from ...call import DIFFERENTIABLE, Call, Result
+from ..operation import Gradients, Operation, Outputs, new_vectors
 from . import library
 from .structures import Problem, address, mask, vectors
 
 
-def knows(call: Call) -> bool:
-    """Whether this kernel gives the numbers of this call, whose types and shapes agree: see ``kernel_for``."""
+def refuses(call: Call) -> str | None:
+    """Why this kernel does not do a call whose types and shapes agree: see ``Kernel``."""
     v = call.v
-    return v.device.type == "cpu" and v.dtype == torch.float32 and v.size(3) > 0 and library.is_there()
+    if v.device.type != "cpu" or v.dtype != torch.float32 or v.size(3) == 0:
+        return "CPU kernel: computes float32 on the CPU, and no empty heads"
+    return None if library.is_there() else "CPU kernel: kernel.c could not be compiled"
 
 
-def new_outputs(*arguments: Any) -> Outputs:
-    """``Inputs`` -> ``Outputs`` without numbers."""
-    x = Inputs(*arguments)
+def new_outputs(x: Call) -> Outputs:
+    """The outputs of a call, without numbers."""
     batch, heads, _, columns = maps = x.maps
     return Outputs(
         context=new_vectors(x.v, x.q),
@@ -37,20 +37,18 @@ def new_outputs(*arguments: Any) -> Outputs:
     )
 
 
-def forward(*arguments: Any) -> Outputs:
-    """``Inputs`` -> ``Outputs``."""
-    x, outputs = Inputs(*arguments), new_outputs(*arguments)
-    problem = Problem.of(x)
+def forward(x: Call) -> Outputs:
+    """The outputs of a reduced call."""
+    outputs, problem = new_outputs(x), Problem.of(x)
     problem.enter(context=outputs.context, a_logit=outputs.a_logit, weights=outputs.weights, kept=outputs.kept)
     library.call("evolving_attention_forward", problem, x.maps)
     return outputs
 
 
-def backward(*arguments: Any) -> list[Tensor]:
-    """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
-    of, x = parted(arguments)
+def backward(of: Gradients, x: Call) -> list[Tensor]:
+    """The gradients of the call's first fields."""
     problem, wanted, batch = Problem.of(x), of.wanted, x.q.size(0)
-    found = dict.fromkeys(Inputs._fields[:8])
+    found = dict.fromkeys(Call._fields[:DIFFERENTIABLE])
     found["v"] = new_vectors(x.v, x.v)
     if wanted[0] or wanted[1]:
         found["q"], found["k"] = new_vectors(x.q, x.q), new_vectors(x.k, x.k)
@@ -71,14 +69,13 @@ def backward(*arguments: Any) -> list[Tensor]:
     return [x if want else of.context.new_empty(0) for x, want in zip(found.values(), wanted, strict=True)]
 
 
-def _fake_backward(*arguments: Any) -> list[Tensor]:
-    of, x = parted(arguments)
+def _fake_backward(of: Gradients, x: Call) -> list[Tensor]:
     vectors = [new_vectors(y, y) for y in x[:3]]
-    others = [x.v.new_empty(0 if y is None else y.shape) for y in x[3:8]]
+    others = [x.v.new_empty(0 if y is None else y.shape) for y in x[3:DIFFERENTIABLE]]
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]
 
 
-def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
+def prepare(first: Call) -> Callable[[Tensor, Cache, bool], Result]:
     """The steps of a search after its first: see ``Steps``."""
     prepared, rows_above = Problem.of(first), max(0, first.kernel_size - 1)
     prepared.tensors = first.weight, first.bias  # whose addresses are in there

@@ -8,8 +8,8 @@ from ctypes import Structure, c_float, c_int64, c_uint32, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
+from ...call import Call
 from ...evolution import Geometry, reach
-from ..operation import Inputs
 
 
 def threshold_of(probability: float) -> int:
@@ -57,12 +57,12 @@ class Problem(Structure):
     ]
 
     @classmethod
-    def of(cls, x: Inputs) -> "Problem":
+    def of(cls, x: Call) -> "Problem":
         """Enter all inputs, which must live as long as this."""
         copies: list[Tensor] = []
         before = 0 if x.above is None else x.above.size(3)
         reaches = reach(Geometry(x.geometry), x.kernel_size)
-        shares = x.shares if x.learnt is None else x.learnt.tolist()
+        shares = x.coefficients if x.learnt is None else x.learnt.tolist()
         seed = 0 if x.seed is None else int(x.seed)
         sizes = (*x.maps, x.v.size(3), x.kernel_size, before, *reaches, x.same)
         q, k = (None, None) if x.given is not None else (x.q, x.k)

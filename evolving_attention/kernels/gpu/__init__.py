@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...cache import Cache
 from ...call import Call, Result
-from ..operation import Inputs
 from ..refusals import summary
 
 logger = logging.getLogger(__name__)
@@ -26,36 +25,36 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_HEADS, MOST_WIDTH = 16, 128
 
 
-def knows(call: Call) -> bool:
-    """Whether the kernels can do this call, and their variant has passed its trial on this device."""
+def refuses(call: Call) -> str | None:
+    """Why the kernels do not do a call whose types and shapes agree; for one, their variant failed its trial."""
     v = call.v
     _, heads, rows, columns = call.maps
-    if not (
-        (v.is_cuda or _interpreted())
-        and v.dtype in DTYPES
-        and v.size(3) <= MOST_WIDTH
-        and heads * (rows + call.kernel_size) * (columns + call.kernel_size) < 2**31  # a place within a sentence
-    ):
-        return False
+    if not (v.is_cuda or _interpreted()) or v.dtype not in DTYPES or v.size(3) > MOST_WIDTH:
+        return f"GPU kernel: computes float16, bfloat16 and float32 on GPUs, and heads of at most {MOST_WIDTH} numbers"
+    if heads * (rows + call.kernel_size) * (columns + call.kernel_size) >= 2**31:  # a place within a sentence
+        return "GPU kernel: the maps have too many numbers"
     if heads > MOST_HEADS:
-        _say_once(f"the kernels know up to {MOST_HEADS} heads, and this attention has {heads}")
-        return False
+        reason = f"the kernels know up to {MOST_HEADS} heads, and this attention has {heads}"
+        _say_once(reason)
+        return reason
     if _kernels() is None:
-        return False
+        return "GPU kernel: Triton does not work here"
     from . import trial
 
     variant = trial.Variant.of(call)
-    if torch.compiler.is_dynamo_compiling() and not trial.passed(tuple(variant._replace(unit=1))):
-        return False  # it cannot tell yet whether vectors begin at multiples of 8
-    return trial.passed(tuple(variant))
+    # Dynamo cannot tell yet whether vectors begin at multiples of 8.
+    units = {variant.unit, 1} if torch.compiler.is_dynamo_compiling() else {variant.unit}
+    if not all(trial.passed(tuple(variant._replace(unit=unit))) for unit in units):
+        return f"GPU kernel: {variant} has not passed its trial"
+    return None
 
 
 def attend(call: Call, seed: Tensor | None = None) -> Result:
-    """The result of a call that ``knows`` knows. seed: see ``operation.inputs_of``."""
+    """The result of a call that is not refused. seed: see ``Call.reduced``."""
     return _kernels().operation.attend(call, seed)
 
 
-def prepare(first: Inputs) -> Callable[[Tensor, Cache, bool], Result]:
+def prepare(first: Call) -> Callable[[Tensor, Cache, bool], Result]:
     """The steps of a search after its first: see ``Steps``."""
     run, convolved = _kernels().operation.run, first.weight is not None
     first = first._replace(q=None, k=None, v=None, hidden=None, masked=None, above=None)  # not to keep them in memory

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import PLAIN
+from ...call import PLAIN, Call
 from ...evolution import Geometry, reach
-from ..operation import Inputs, Operation, new_vectors, parted
+from ..operation import Gradients, Operation, Outputs, new_vectors
 from . import kernels
 from .kernels import attention_kernel
 
@@ -36,9 +36,8 @@ TYPES = {"hidden": torch.bool, "masked": torch.bool, "seed": torch.int64} | dict
 _compiled: dict[tuple, Any] = {}
 
 
-def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    """``Inputs`` -> ``Outputs``; stats, B x K x T x 2: each row's largest score and sum of exp(score - largest)."""
-    x = Inputs(*arguments)
+def forward(x: Call) -> Outputs:
+    """The outputs of a reduced call; stats, B x K x T x 2: each row's largest score and sum of exp(score - largest)."""
     batch, heads, rows, columns = x.maps
     context, a_logit, empty = new_vectors(x.v, x.q), x.v.new_empty(x.maps), x.v.new_empty(0)
     stats = x.v.new_empty(batch, heads, rows, 2, dtype=torch.float32)
@@ -47,12 +46,11 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     mixed = x.v.new_empty(x.maps) if x.kernel_size else None
     tensors = {"stats": stats, "mixed": mixed, "evolved": a_logit, "context": context, "weights": weights, "kept": kept}
     _launch(x, (MIX, EVOLVE, ATTEND) if x.kernel_size else (MIX, ATTEND), tensors, WEIGHTED * x.need_weights)
-    return context, a_logit, weights, kept, stats
+    return Outputs(context, a_logit, weights, kept, stats)
 
 
-def backward(*arguments: Any) -> list[Tensor]:
-    """``Gradients`` and ``Inputs`` -> the gradients of the first inputs."""
-    of, x = parted(arguments)
+def backward(of: Gradients, x: Call) -> list[Tensor]:
+    """The gradients of the call's first fields."""
     stats, weighted = of.stats, of.of_weights is not None
     # a hook on saved tensors may give it in another layout than the one that the kernel reads
     context = of.context.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
@@ -93,7 +91,7 @@ def backward(*arguments: Any) -> list[Tensor]:
 # ---- launches
 
 
-def _launch(x: Inputs, steps: tuple[int, ...], others: dict[str, Tensor | None], flags: int) -> None:
+def _launch(x: Call, steps: tuple[int, ...], others: dict[str, Tensor | None], flags: int) -> None:
     """Launch phases, which read the inputs and, by their names in kernels.py, other tensors."""
     if type(x.v) not in PLAIN:  # torch.compile asks for the shapes only
         return
@@ -118,7 +116,7 @@ def _launch(x: Inputs, steps: tuple[int, ...], others: dict[str, Tensor | None],
         *(*_mask_strides(x.hidden), *_mask_strides(x.masked), top, left, flags, threshold),
         *[stride // unit for y in (q, k, v, of_context) for stride in y.stride()[:3]],
         # float16's sums are kept within half of its range, as in evolution.py
-        *(x.scale, *x.shares, torch.finfo(dtype).min),
+        *(x.scale, *x.coefficients, torch.finfo(dtype).min),
         torch.finfo(dtype).max / 2 if dtype == torch.float16 else float("inf"),
         65536 / (65536 - threshold) if threshold < 65536 else 0.0,
     )
@@ -154,7 +152,7 @@ def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], o
             compiled[grid](*[x.data_ptr() for x in tensors], *others)
 
 
-def _strips(x: Inputs) -> tuple[int, int]:
+def _strips(x: Call) -> tuple[int, int]:
     """Programs of a sentence for a phase of all heads, and tiles of pixels of each."""
     batch, _, rows, columns = x.maps
     tiles = -(-rows * (-(-columns // 4) * 4) // PIXELS)

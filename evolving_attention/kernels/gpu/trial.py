@@ -14,7 +14,6 @@ import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,8 +196,7 @@ def _steps(variant: Variant) -> Call:
     """Some steps of a search: rows below those of earlier steps, of two hypotheses that share a sentence's keys."""
     call, size = _problem(variant, learnt=False), variant.kernel_size
     columns = call.k.size(2)
-    return replace(
-        call,
+    return call._replace(
         **{"k": call.k[:1], "v": call.v[:1], "hidden": call.masked, "previous": None},
         geometry=Geometry.ENCODER_DECODER,
         coefficients=Coefficients(0.0, 1.0, 0.375, 0.0, 1.0),
@@ -214,8 +212,7 @@ def _moved(call: Call, device: torch.device, dtype: torch.dtype) -> Call:
             return x
         return x.to(device) if x.dtype == torch.bool else x.to(device, dtype).detach().requires_grad_()
 
-    values = {field.name: there(getattr(call, field.name)) for field in fields(call)}
-    return Call(**{**values, "coefficients": Coefficients(*map(there, call.coefficients))})
+    return Call(*map(there, call))._replace(coefficients=Coefficients(*map(there, call.coefficients)))
 
 
 def _results(call: Call, run: Callable[[Call], Result], gradients: bool) -> dict[str, Tensor]:
@@ -238,7 +235,7 @@ def _dropped(call: Call) -> tuple[Tensor, Tensor]:
 
     The context is linear in the values: its product with any numbers is that of the values with their gradient.
     """
-    context = operation.operation.attend(replace(call, dropout=0.5), torch.tensor(11, device=call.v.device)).context
+    context = operation.operation.attend(call._replace(dropout=0.5), torch.tensor(11, device=call.v.device)).context
     numbers = _multiples(1 / 32, *context.shape).to(context)
     (gradient,) = torch.autograd.grad(context, call.v, numbers)
     return (call.v.detach() * gradient.double()).sum(2), (context.detach() * numbers.double()).sum(2)
