@@ -130,7 +130,9 @@ class DecoderAttention(EvolvingMultiheadAttention):
         attn_mask: Tensor | None = None,
         before_softmax: bool = False,
         need_head_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        previous: Tensor | None = None,
+        keep_map: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:
         """As fairseq's.
 
         Args:
@@ -143,9 +145,12 @@ class DecoderAttention(EvolvingMultiheadAttention):
             static_kv: unused; the encoder's keys and values never change.
             attn_mask: see ``masks.combine``.
             before_softmax: must be False.
+            previous: B x K x T x S, A_logit of the layer before.
+            keep_map: whether to return A_logit.
 
         Returns:
-            output T x B x C; weights, if asked for, B x T x S, or K x B x T x S with need_head_weights.
+            output T x B x C; weights, if asked for, B x T x S, or K x B x T x S with need_head_weights; with keep_map
+            A_logit, B x K x T x S.
         """
         if before_softmax:
             raise ValueError("before_softmax: evolving attention has no logits without its mask; leave it out")
@@ -176,9 +181,9 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if kept is not None and rows is None:
             rows = self.first_rows(q, cache.keys.size(2))
         call = self.call(
-            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask),
-            rows=rows,
+            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask, previous, rows),
             dropout=self.dropped,
+            keep_map=keep_map,
             need_weights=need_weights or need_head_weights,
         )
         result = self.attend_heads(call)
@@ -187,12 +192,15 @@ class DecoderAttention(EvolvingMultiheadAttention):
             steps = kept["steps"] if "steps" in kept else self._steps_after(call)
             kept = {**state_of(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
-        return output, averaged(result.weights, need_weights, need_head_weights)
+        weights = averaged(result.weights, need_weights, need_head_weights)
+        return (output, weights, result.a_logit) if keep_map else (output, weights)
 
     def _steps_after(self, call: Call) -> kernels.Steps | None:
-        """The kernel's prepared steps, which follow a search's first step."""
+        """The kernel's prepared steps, which follow a search's first step; they know no maps of other layers."""
+        if self.plain or call.keep_map or call.previous is not None:
+            return None
         grow = [self.k_proj, self.v_proj] if self.self_attention else []
-        return None if self.plain else kernels.steps_after(call, self.evolution, [self.q_proj, *grow], self.out_proj)
+        return kernels.steps_after(call, self.evolution, [self.q_proj, *grow], self.out_proj)
 
     def _next_step(
         self, query: Tensor, cache: Cache, kept: dict[str, Any], need_weights: bool

@@ -85,7 +85,7 @@ def embed(decoder: nn.Module, tokens: Tensor, table: Tensor | None, step: Tensor
 
 
 def features(decoder: nn.Module, x: Tensor) -> Tensor:
-    """The last layer's output, 1 x R x C, as the output layer reads it, R x 1 x C."""
+    """The last layer's output, T x B x C, as the output layer reads it, B x T x C."""
     if decoder.layer_norm is not None:
         x = decoder.layer_norm(x)
     x = x.transpose(0, 1)
@@ -124,6 +124,7 @@ class DecoderStep:
     def _run(self) -> None:
         decoder, x = self.decoder, embed(self.decoder, self.tokens, self.table, self.position)
         padded = self.tokens[:, None].eq(decoder.padding_idx)  # R x 1
+        maps: list[Tensor | None] = [None, None]
         for number, (layer, own, source) in enumerate(zip(decoder.layers, self.own, self.source, strict=True), 1):
             state: IncrementalState = {}
             rows = None if source.rows is None else source.rows.index_select(0, self.order)
@@ -131,11 +132,14 @@ class DecoderStep:
             layer.encoder_attn._set_input_buffer(state, before)
             layer.self_attn._set_input_buffer(state, {**state_of(own.reorder(self.order)), "steps": None})
             is_last = number == len(decoder.layers)
-            x, weights, _ = layer(
+            x, weights, *maps = layer(
                 *(x, x, source.padding, state),
                 self_attn_padding_mask=padded,
                 need_attn=is_last,
                 need_head_weights=is_last,
+                previous_self_map=maps[0],
+                previous_cross_map=maps[1],
+                keep_maps=not is_last,
             )
             after = layer.self_attn._get_input_buffer(state)
             own.keys.copy_(after["prev_key"][:, :, 1:])  # the oldest column has made room

@@ -175,6 +175,8 @@ def reason_against(model: nn.Module) -> str | None:
         return "it has an adaptive softmax"
     if any(isinstance(module, tuple(MAPPING.values())) for module in model.modules()):
         return "it rounds its numbers (--quant-noise-scalar)"
+    if any(getattr(layer, "hands_on_maps", False) for layer in model.decoder.layers):
+        return "its decoder's layers hand on maps (--ea-decoder-alpha, --ea-cross-alpha)"
     if not isinstance(model.decoder.embed_tokens, nn.Embedding):
         return f"its embedding is {type(model.decoder.embed_tokens).__name__}"
     if model.decoder.output_projection.weight.size(0) != model.decoder.embed_tokens.num_embeddings:

@@ -1,6 +1,6 @@
 """fairseq's encoder and decoder layers with evolving attention in them.
 
-A kind of attention that evolves nothing is fairseq's own. The encoder's layer also carries the map from layer to layer.
+A kind of attention that evolves nothing is fairseq's own. Layers also carry maps from layer to layer.
 """
 
 from typing import Any
@@ -26,7 +26,20 @@ def _common(layer: nn.Module, cfg: Any) -> dict[str, Any]:
     }
 
 
-class EAEncoderLayer(TransformerEncoderLayerBase):
+class Residual:
+    """The way into a part of fairseq's layers and out of it, normalised before or after."""
+
+    def enter(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """The part's input."""
+        return norm(x) if self.normalize_before else x
+
+    def leave(self, norm: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        """x is what the part gave."""
+        x = self.residual_connection(self.dropout_module(x), residual)
+        return x if self.normalize_before else norm(x)
+
+
+class EAEncoderLayer(Residual, TransformerEncoderLayerBase):
     """Takes x: S x B x C and the map of the layer before; gives x and its own map, B x K x S x S.
 
     Args:
@@ -76,32 +89,37 @@ class EAEncoderLayer(TransformerEncoderLayerBase):
         """
         if not self.evolves:
             return super().forward(x, encoder_padding_mask, attn_mask), None
-        residual = x
-        if self.normalize_before:
-            x = self.self_attn_layer_norm(x)
         masked = None if attn_mask is None else attn_mask.bool()
-        x, a_logit, _ = self.self_attn(x, encoder_padding_mask, masked, previous=previous_map, keep_map=keep_map)
-        x = self.residual_connection(self.dropout_module(x), residual)
-        if not self.normalize_before:
-            x = self.self_attn_layer_norm(x)
-
-        residual = x
-        if self.normalize_before:
-            x = self.final_layer_norm(x)
-        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
-        x = self.residual_connection(self.dropout_module(self.fc2(x)), residual)
-        if not self.normalize_before:
-            x = self.final_layer_norm(x)
-        return x, a_logit
+        y = self.enter(self.self_attn_layer_norm, x)
+        y, a_logit, _ = self.self_attn(y, encoder_padding_mask, masked, previous=previous_map, keep_map=keep_map)
+        x = self.leave(self.self_attn_layer_norm, y, x)
+        y = self.activation_dropout_module(self.activation_fn(self.fc1(self.enter(self.final_layer_norm, x))))
+        return self.leave(self.final_layer_norm, self.fc2(y), x), a_logit
 
 
-class EADecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer; each of its two attentions is ours where ``Settings.evolves``, else fairseq's."""
+class EADecoderLayer(Residual, TransformerDecoderLayerBase):
+    """fairseq's decoder layer; each of its two attentions is ours where ``Settings.evolves``, else fairseq's.
 
-    def __init__(self, cfg: Any, no_encoder_attn: bool = False, add_bias_kv: bool = False, add_zero_attn: bool = False):
+    Args:
+        cfg, no_encoder_attn, add_bias_kv, add_zero_attn: fairseq's.
+        first: whether this is the first layer, which gets no maps.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        no_encoder_attn: bool = False,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        first: bool = False,
+    ):
+        self._first = first  # for the attentions, which the next line builds
         super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)
         settings = Settings.of(cfg)
         self.cross_evolves = not no_encoder_attn and settings.evolves(Geometry.ENCODER_DECODER)
+        self.hands_on_self = settings.hands_on_maps(Geometry.DECODER_SELF)
+        self.hands_on_cross = not no_encoder_attn and settings.hands_on_maps(Geometry.ENCODER_DECODER)
+        self.hands_on_maps = self.hands_on_self or self.hands_on_cross
         adopt_dropout(self, settings)
 
     def build_self_attention(
@@ -114,7 +132,7 @@ class EADecoderLayer(TransformerDecoderLayerBase):
             Geometry.DECODER_SELF,
             embed_dim,
             cfg.decoder.attention_heads,
-            **settings.attention(Geometry.DECODER_SELF),
+            **settings.attention(Geometry.DECODER_SELF, self._first),
             **_common(self, cfg),
             self_attention=True,
             add_bias_kv=add_bias_kv,
@@ -130,7 +148,7 @@ class EADecoderLayer(TransformerDecoderLayerBase):
             Geometry.ENCODER_DECODER,
             embed_dim,
             cfg.decoder.attention_heads,
-            **settings.attention(Geometry.ENCODER_DECODER),
+            **settings.attention(Geometry.ENCODER_DECODER, self._first),
             **_common(self, cfg),
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
@@ -150,11 +168,52 @@ class EADecoderLayer(TransformerDecoderLayerBase):
         self_attn_padding_mask: Tensor | None = None,
         need_attn: bool = False,
         need_head_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """As fairseq's. self_attn_padding_mask, B x T, also tells both attentions which rows are padding."""
+        previous_self_map: Tensor | None = None,
+        previous_cross_map: Tensor | None = None,
+        keep_maps: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As fairseq's, with maps.
+
+        Args:
+            self_attn_padding_mask: B x T; it also tells both attentions which rows are padding.
+            previous_self_map: B x K x T x T, A_logit of the layer before; None in the first layer.
+            previous_cross_map: B x K x T x S, likewise.
+            keep_maps: whether a layer after this one reads its maps.
+
+        Returns:
+            x; the weights of encoder-decoder attention; A_logit of both attentions, None where it is not wanted.
+        """
         if self.cross_evolves:
             encoder_padding_mask = Padding(encoder_padding_mask, self_attn_padding_mask)
-        return super().forward(
-            *(x, encoder_out, encoder_padding_mask, incremental_state, prev_self_attn_state, prev_attn_state),
-            *(self_attn_mask, self_attn_padding_mask, need_attn, need_head_weights),
+        if not self.hands_on_maps:
+            x, weights, _ = super().forward(
+                *(x, encoder_out, encoder_padding_mask, incremental_state, prev_self_attn_state, prev_attn_state),
+                *(self_attn_mask, self_attn_padding_mask, need_attn, need_head_weights),
+            )
+            return x, weights, None, None
+        if prev_self_attn_state is not None or prev_attn_state is not None:
+            raise ValueError("prev_self_attn_state, prev_attn_state: let the steps before fill incremental_state")
+        maps = {"previous": previous_self_map, "keep_map": keep_maps} if self.hands_on_self else {}
+        y = self.enter(self.self_attn_layer_norm, x)
+        y, _, *self_map = self.self_attn(
+            *(y, y, y, self_attn_padding_mask, incremental_state), need_weights=False, attn_mask=self_attn_mask, **maps
         )
+        if self.c_attn is not None:
+            y = (y.unflatten(2, (self.nh, -1)) * self.c_attn[:, None]).flatten(2)
+        x = self.leave(self.self_attn_layer_norm, y if self.attn_ln is None else self.attn_ln(y), x)
+        weights, cross_map = None, []
+        if self.encoder_attn is not None and encoder_out is not None:
+            maps = {"previous": previous_cross_map, "keep_map": keep_maps} if self.hands_on_cross else {}
+            y, weights, *cross_map = self.encoder_attn(
+                *(self.enter(self.encoder_attn_layer_norm, x), encoder_out, encoder_out),
+                *(encoder_padding_mask, incremental_state),
+                need_weights=need_attn or need_head_weights or (not self.training and self.need_attn),
+                static_kv=True,
+                need_head_weights=need_head_weights,
+                **maps,
+            )
+            x = self.leave(self.encoder_attn_layer_norm, y, x)
+        y = self.activation_dropout_module(self.activation_fn(self.fc1(self.enter(self.final_layer_norm, x))))
+        y = self.fc2(y if self.ffn_layernorm is None else self.ffn_layernorm(y))
+        x = self.leave(self.final_layer_norm, y, x if self.w_resid is None else self.w_resid * x)
+        return x, weights, *(of[0] if of else None for of in (self_map, cross_map))

@@ -83,6 +83,12 @@ class Settings:
         "share of the previous layer's attention map in each encoder layer from the second on; with --ea-rule "
         "predictive the convolution's share (the authors' code for images calls this one beta)",
     )
+    decoder_alpha: float = _option(
+        0.0,
+        _fraction,
+        "share of the previous layer's map in decoder self-attention from the second layer on; the papers have none",
+    )
+    cross_alpha: float = _option(0.0, _fraction, "likewise in encoder-decoder attention")
     beta: float = _option(
         0.1,
         _fraction,
@@ -124,6 +130,10 @@ class Settings:
         own = getattr(self, f"{KINDS[geometry]}_beta")
         return self.beta if own is None else own
 
+    def alpha_of(self, geometry: Geometry) -> float:
+        """The alpha of this kind of attention."""
+        return self.alpha if geometry == Geometry.ENCODER_SELF else getattr(self, f"{KINDS[geometry]}_alpha")
+
     def evolves(self, geometry: Geometry) -> bool:
         """Whether this kind of attention has to be ours; if not, fairseq's own module is built.
 
@@ -135,18 +145,21 @@ class Settings:
         if self.conv_branch and geometry == Geometry.ENCODER_SELF:
             return True
         rule = RULES[self.rule]
-        may_learn = self.learn_mix and (geometry == Geometry.ENCODER_SELF or rule.decoder is not None)
-        return may_learn or rule.changes(self.alpha, self.beta_of(geometry), geometry)
+        may_learn = self.learn_mix and rule.evolves_in(geometry)
+        return may_learn or rule.changes(self.alpha_of(geometry), self.beta_of(geometry), geometry)
 
     def _relative_positions_in(self, geometry: Geometry) -> int:
         """Distances between source and target positions mean nothing: encoder-decoder attention has none."""
         return 0 if geometry == Geometry.ENCODER_DECODER else self.relative_positions or 0
 
-    @property
-    def hands_on_maps(self) -> bool:
-        """Whether an encoder layer has any use for the map of the layer before."""
-        alpha, beta = (1.0, 1.0) if self.learn_mix else (self.alpha, self.beta_of(Geometry.ENCODER_SELF))
-        return RULES[self.rule].uses_previous(alpha, beta)
+    def hands_on_maps(self, geometry: Geometry) -> bool:
+        """Whether an attention of this kind may have any use for the map of the layer before."""
+        shares = (1.0, 1.0) if self.learn_mix else (self.alpha_of(geometry), self.beta_of(geometry))
+        return self._takes_map(geometry) and RULES[self.rule].uses_previous(*shares, geometry)
+
+    def _takes_map(self, geometry: Geometry, first: bool = False) -> bool:
+        """Whether a layer before hands on a map. In decoders no alpha is learnt that would start at 0."""
+        return not first and (geometry == Geometry.ENCODER_SELF or self.alpha_of(geometry) > 0)
 
     def function(self, geometry: Geometry, first: bool = False, weights: bool = False) -> Hashable:
         """The function that an attention of this kind computes, to be compared; settings without effect leave it as is.
@@ -156,8 +169,8 @@ class Settings:
             first: no layer before hands on a map.
             weights: whether learnt shares come with the weights, so that the values at their start do not matter.
         """
-        rule, takes_map = RULES[self.rule], geometry == Geometry.ENCODER_SELF and not first
-        shares, learnt = (self.alpha, self.beta_of(geometry)), (False, False)
+        rule, takes_map = RULES[self.rule], self._takes_map(geometry, first)
+        shares, learnt = (self.alpha_of(geometry), self.beta_of(geometry)), (False, False)
         if self.learn_mix:
             learnt = rule.depends_on(takes_map, geometry)
             shares = tuple(1.0 if weights and of_weights else x for x, of_weights in zip(shares, learnt, strict=True))
@@ -171,11 +184,12 @@ class Settings:
 
     def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
         """The keyword arguments of an attention of this kind. first: no layer before hands on a map."""
-        same = ("alpha", "kernel_size", "rule", "conv_layers", "learn_mix", "score", "plain")
+        same = ("kernel_size", "rule", "conv_layers", "learn_mix", "score", "plain")
         return {
             **{name: getattr(self, name) for name in same},
+            "alpha": self.alpha_of(geometry),
             "beta": self.beta_of(geometry),
-            "first": first,
+            "first": not self._takes_map(geometry, first),
             "relative_positions": self._relative_positions_in(geometry),
         }
 
@@ -273,7 +287,7 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
     if settings.conv_branch:
         _check_branch(args, sides)
     _check_effects(args, sides)
-    _note_lost_gradients(settings, sides)
+    _note_lost_gradients(settings, kinds(args, sides))
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
             f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep other heads, and hand their "
@@ -292,20 +306,26 @@ def functions(settings: Settings, args: Any, sides: tuple[str, ...], weights: bo
 
     Args:
         settings: of evolving attention.
-        args: the other options: how many layers the encoder has, and whether there is encoder-decoder attention.
+        args: the other options: how many layers each side has, and whether there is encoder-decoder attention.
         sides: the sides that the model has.
         weights: see ``Settings.function``.
     """
-    found = []
-    if "encoder" in sides:
-        first = settings.function(Geometry.ENCODER_SELF, first=True, weights=weights)
-        later = settings.function(Geometry.ENCODER_SELF, weights=weights)
-        found += [first, later] if getattr(args, "encoder_layers", 2) > 1 else [first]
-    if "decoder" in sides:
-        found.append(settings.function(Geometry.DECODER_SELF, weights=weights))
-    if len(sides) == 2 and not getattr(args, "no_cross_attention", False):
-        found.append(settings.function(Geometry.ENCODER_DECODER, weights=weights))
-    return found
+    return [
+        settings.function(geometry, first, weights)
+        for geometry in kinds(args, sides)
+        for first in (True, False)
+        if first or getattr(args, f"{_side(geometry)}_layers", 2) > 1
+    ]
+
+
+def kinds(args: Any, sides: tuple[str, ...]) -> list[Geometry]:
+    """The kinds of attention that a model has. Arguments as ``functions``'."""
+    crosses = len(sides) == 2 and not getattr(args, "no_cross_attention", False)
+    return [x for x in KINDS if _side(x) in sides and (crosses or x != Geometry.ENCODER_DECODER)]
+
+
+def _side(geometry: Geometry) -> str:
+    return "encoder" if geometry == Geometry.ENCODER_SELF else "decoder"
 
 
 def without_effect(args: Any, sides: tuple[str, ...]) -> list[str]:
@@ -341,14 +361,17 @@ def no_effect(name: str, args: Any) -> str:
     return f"{shown}: changes nothing of this model, by its --ea-rule, betas and kinds of attention; leave it out"
 
 
-def _note_lost_gradients(settings: Settings, sides: tuple[str, ...]) -> None:
+def _note_lost_gradients(settings: Settings, geometries: list[Geometry]) -> None:
     """Log an alpha that stops gradients."""
-    _, b, c, _, e = RULES[settings.rule].later(settings.alpha, settings.beta_of(Geometry.ENCODER_SELF))
-    if "encoder" in sides and not settings.learn_mix and e == 0 and (b == 0 or c == 0):
-        logger.warning(
-            "--ea-alpha %s: layers from the second on use the previous map alone; their queries get no gradient",
-            settings.alpha,
-        )
+    for geometry in geometries:
+        alpha = settings.alpha_of(geometry)
+        _, b, c, _, e = RULES[settings.rule].coefficients(alpha, settings.beta_of(geometry), True, geometry)
+        if not settings.learn_mix and e == 0 and (b == 0 or c == 0):
+            logger.warning(
+                "--ea-%s %s: layers from the second on use the previous map alone; their queries get no gradient",
+                "alpha" if geometry == Geometry.ENCODER_SELF else f"{KINDS[geometry]}-alpha",
+                alpha,
+            )
 
 
 def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:

@@ -40,7 +40,7 @@ class EATransformerEncoder(TransformerEncoderBase):
         self._layers_built = 0
         super().__init__(cfg, *args, **kwargs)
         settings = Settings.of(cfg)
-        self.hands_on_maps = settings.hands_on_maps
+        self.hands_on_maps = settings.hands_on_maps(Geometry.ENCODER_SELF)
         adopt_dropout(self, settings)
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
@@ -99,9 +99,10 @@ class EATransformerEncoder(TransformerEncoderBase):
 
 
 class EATransformerDecoder(TransformerDecoderBase):
-    """fairseq's Transformer decoder with evolving attention in its layers."""
+    """fairseq's Transformer decoder, which threads the attention maps from layer to layer."""
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
+        self._layers_built = 0
         super().__init__(cfg, *args, **kwargs)
         settings = Settings.of(cfg)
         self.self_attention_evolves = settings.evolves(Geometry.DECODER_SELF)
@@ -111,7 +112,8 @@ class EATransformerDecoder(TransformerDecoderBase):
         self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
-        return _wrapped(EADecoderLayer(cfg, no_encoder_attn), cfg)
+        self._layers_built += 1
+        return _wrapped(EADecoderLayer(cfg, no_encoder_attn, first=self._layers_built == 1), cfg)
 
     def forward(
         self,
@@ -128,6 +130,71 @@ class EATransformerDecoder(TransformerDecoderBase):
             return stepped
         return super().forward(prev_output_tokens, encoder_out, incremental_state, *more, **options)
 
+    def extract_features_scriptable(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]] | None,
+        incremental_state: IncrementalState | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """As fairseq's, whose loop over the layers has no place for maps.
+
+        Args:
+            prev_output_tokens: B x T.
+            encoder_out: of our encoder or fairseq's; None in a language model.
+            incremental_state: of a search; only the last position is new.
+            full_context_alignment: each position sees all others.
+            alignment_layer: the layer whose weights are returned; the last by default.
+            alignment_heads: only these first heads count in the weights.
+
+        Returns:
+            features, B x T x C; attn, whose one entry is B x T x S or None, and inner_states, T x B x C each.
+        """
+        source, source_padding = (
+            next(iter((encoder_out or {}).get(name, [])), None) for name in ("encoder_out", "encoder_padding_mask")
+        )
+        x, padding = self._embedded(prev_output_tokens, incremental_state)
+        any_padding = is_recorded() or bool(padding.any())
+        sees_all = incremental_state is not None or full_context_alignment
+        attended = self.num_layers - 1 if alignment_layer is None else alignment_layer
+        attn, states, maps = None, [x], [None, None]
+        # With LayerDrop, maps come from the last layer that ran.
+        layers = list(self.layers)
+        for number, layer in enumerate(layers):
+            x, weights, *handed = layer(
+                *(x, source, source_padding, incremental_state),
+                self_attn_mask=None if sees_all else self.buffered_future_mask(x),
+                self_attn_padding_mask=padding if any_padding else None,
+                need_attn=number == attended,
+                need_head_weights=number == attended,
+                previous_self_map=maps[0],
+                previous_cross_map=maps[1],
+                keep_maps=number + 1 < len(layers),
+            )
+            maps = handed if len(handed) == 2 else maps  # experts (--base-layers) have none
+            states.append(x)
+            if weights is not None and number == attended:
+                attn = weights.float().to(x)[:alignment_heads].mean(dim=0)  # K x B x T x S -> B x T x S
+        return decoding.features(self, x), {"attn": [attn], "inner_states": states}
+
+    def _embedded(self, tokens: Tensor, state: IncrementalState | None) -> tuple[Tensor, Tensor]:
+        """The first layer's input, T x B x C, and padding, B x T; of the last position only where there is a state."""
+        positions = None if self.embed_positions is None else self.embed_positions(tokens, incremental_state=state)
+        if state is not None:
+            tokens, positions = tokens[:, -1:], None if positions is None else positions[:, -1:]
+        x = self.embed_scale * self.embed_tokens(tokens.contiguous())
+        if self.quant_noise is not None:
+            x = self.quant_noise(x)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        if positions is not None:
+            x = x + positions
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        return self.dropout_module(x).transpose(0, 1), tokens.eq(self.padding_idx)
+
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         """The future, T x T: bool where attention evolves, since a mask of floats would have to be searched.
 
@@ -140,19 +207,6 @@ class EATransformerDecoder(TransformerDecoderBase):
         if not self.self_attention_evolves:
             return tensor.new_full((length, length), -math.inf).triu(1)
         return torch.ones(length, length, dtype=torch.bool, device=tensor.device).triu(1)
-
-    @property
-    def cross_self_attention(self) -> bool:
-        """Whether fairseq's decoder makes a padding mask without looking first whether anything is padded.
-
-        The option of this name is refused (see ``check_options``). While a model is recorded the answer is yes: a
-        branch that depends on the data cannot be recorded.
-        """
-        return is_recorded()
-
-    @cross_self_attention.setter
-    def cross_self_attention(self, value: bool) -> None:
-        pass
 
     def reorder_incremental_state_scripting(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """As fairseq's, which looks at every module of the model in every step for those that keep a state."""
@@ -187,21 +241,21 @@ def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if recomputes else cfg.min_params_to_wrap)
 
 
-def without_first_layers_convolution(state: dict[str, Tensor], model: nn.Module, model_cfg: Any) -> dict[str, Tensor]:
-    """A state dict without parameters that the encoder's first layer cannot use.
+def without_first_layers_evolution(state: dict[str, Tensor], model: nn.Module, model_cfg: Any) -> dict[str, Tensor]:
+    """A state dict without parameters that a side's first layer cannot use.
 
-    --encoder-layers-to-keep made it the first.
+    --encoder-layers-to-keep or --decoder-layers-to-keep made it the first.
 
     No map is handed to the first layer, so under some rules it has neither convolution nor learnt shares; a later layer
     that becomes the first leaves them behind, as it does where LayerDrop leaves out all layers before it.
     """
-    kept = getattr(model_cfg, "encoder_layers_to_keep", None)
-    if not kept:
-        return state
-    first = min(int(number) for number in kept.split(","))
     own = model.state_dict().keys()
-    left = re.compile(rf"(encoder\..*?layers\.){first}(\.self_attn\.evolution\..*)")
-    return {key: value for key, value in state.items() if not (m := left.fullmatch(key)) or f"{m[1]}0{m[2]}" in own}
+    for side in ("encoder", "decoder"):
+        if kept := getattr(model_cfg, f"{side}_layers_to_keep", None):
+            first = min(int(number) for number in kept.split(","))
+            left = re.compile(rf"({side}\..*?layers\.){first}(\.\w+_attn\.evolution\..*)")
+            state = {k: x for k, x in state.items() if not (m := left.fullmatch(k)) or f"{m[1]}0{m[2]}" in own}
+    return state
 
 
 def keeping_the_other_side(state: dict[str, Tensor], model_cfg: Any) -> Any:
@@ -255,7 +309,7 @@ class EvolvingModel:
             RuntimeError, ValueError: parameters that are missing, too many, of another shape, or of another meaning.
         """
         given = dict(state_dict)  # as it is now: fairseq gives old names of parameters new ones in place
-        state_dict = without_first_layers_convolution(state_dict, self, model_cfg)
+        state_dict = without_first_layers_evolution(state_dict, self, model_cfg)
         accept = self.register_load_state_dict_post_hook(
             lambda model, keys: accept_first_model(model, given, model_cfg, keys)
         )

@@ -29,7 +29,7 @@ class Maps(NamedTuple):
 
     logits: Tensor  # the layer's own scores: scaled dot products, or others
     hidden: Tensor | None  # broadcasts; True where the convolution sees zero
-    previous: Tensor | None  # A_logit of the layer before; None in the first layer and in decoders
+    previous: Tensor | None  # A_logit of the layer before; None in the first layer
     above: Tensor | None  # B x K x rows_above x S, the convolution's input in the rows before these, step by step
     a_logit: Tensor  # evolved logits, before the mask
     weights: Tensor  # after mask and softmax, before dropout
@@ -211,7 +211,7 @@ class EvolvingAttention(EvolvingHeads):
         alpha: float = 0.1,
         beta: float = 0.1,
         rule: str = "evolving",
-        first: bool = False,
+        first: bool | None = None,
         conv_layers: int = 1,
         learn_mix: bool = False,
         score: str = "dot",
@@ -259,14 +259,14 @@ class EvolvingAttention(EvolvingHeads):
             padding: of the keys; B x S, and in self-attention of the query's positions, B x T.
             query_padding: B x T, in encoder-decoder attention. In self-attention it is ``padding``.
             attn_mask: more that is masked or added to the logits: see ``masks.combine``.
-            previous: B x K x T x S, A_logit of the layer before, in encoders.
+            previous: B x K x T x S, A_logit of the layer before.
             cache: of the earlier steps.
             keep_map: whether to return A_logit.
             need_weights: whether to return the weights.
 
         Raises:
             ValueError: an encoder's attention with a cache, encoder-decoder attention without a source, another
-                attention with one, a previous map of another shape, or one in a decoder or a first layer.
+                attention with one, a previous map of another shape, or one in a first layer.
         """
         geometry, stepping = self.evolution.geometry, cache is not None
         if stepping and geometry == Geometry.ENCODER_SELF:

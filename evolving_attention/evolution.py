@@ -80,7 +80,7 @@ class Rule:
     first: Callable[[Share, Share], Coefficients]
     #: (alpha, beta) -> the coefficients where there is one
     later: Callable[[Share, Share], Coefficients]
-    #: (alpha, beta) -> the coefficients in decoders; None: their attention is the plain Transformer's
+    #: (alpha, beta) -> those in a decoder without one; None: a decoder's attention is the plain Transformer's
     decoder: Callable[[Share, Share], Coefficients] | None = None
     #: whether several convolutions may stand where one does: only where they read the previous map alone
     stackable: bool = False
@@ -88,20 +88,25 @@ class Rule:
     def coefficients(
         self, alpha: Share, beta: Share, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF
     ) -> Coefficients:
-        """The five numbers for an attention with or without a previous map, which decoders never have."""
-        if geometry != Geometry.ENCODER_SELF:
-            return _logits_only(alpha, beta) if self.decoder is None else self.decoder(alpha, beta)
-        return (self.later if has_previous else self.first)(alpha, beta)
+        """The five numbers for an attention with or without a previous map."""
+        without = self.first if geometry == Geometry.ENCODER_SELF else self.decoder
+        if without is None:
+            return LOGITS_ONLY
+        return (self.later if has_previous else without)(alpha, beta)
+
+    def evolves_in(self, geometry: Geometry) -> bool:
+        """Whether the rule is for this kind of attention."""
+        return geometry == Geometry.ENCODER_SELF or self.decoder is not None
 
     def changes(self, alpha: float, beta: float, geometry: Geometry) -> bool:
         """Whether A_logit of some layer is anything but its own logits."""
         both = (self.coefficients(alpha, beta, has_previous, geometry) for has_previous in (False, True))
         return any((c, d, e) != (0, 0, 1) for _, _, c, d, e in both)
 
-    def uses_previous(self, alpha: float, beta: float) -> bool:
+    def uses_previous(self, alpha: float, beta: float, geometry: Geometry = Geometry.ENCODER_SELF) -> bool:
         """Whether a previous map, or that there is one, has any effect: else none need be handed on."""
-        a, _, c, d, _ = self.later(alpha, beta)
-        return d != 0 or (c != 0 and a != 0) or c != self.first(alpha, beta).c
+        a, _, c, d, _ = self.coefficients(alpha, beta, True, geometry)
+        return d != 0 or (c != 0 and a != 0) or c != self.coefficients(alpha, beta, False, geometry).c
 
     def depends_on(self, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF) -> tuple[bool, bool]:
         """Whether an attention's coefficients change with alpha, and whether they change with beta."""
@@ -266,7 +271,8 @@ class Evolution(nn.Module):
         beta: as the rule uses it; in equation 4 the convolution's share. Where the rule and these two leave the
             convolution no share there is no convolution, and no parameter.
         rule: a name in ``RULES``.
-        first: whether this is the first layer, to which no layer hands a map. A decoder's layers never get one.
+        first: whether this is the first layer, to which no layer hands a map. By default it is in decoders: the papers'
+            hand on no maps.
         conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
         learn_mix: whether alpha and beta are parameters of shape (1,), started at the values given, where the rule uses
             them.
@@ -283,7 +289,7 @@ class Evolution(nn.Module):
         beta: float = 0.1,
         *,
         rule: str = "evolving",
-        first: bool = False,
+        first: bool | None = None,
         conv_layers: int = 1,
         learn_mix: bool = False,
     ):
@@ -292,8 +298,9 @@ class Evolution(nn.Module):
         self.geometry = geometry = Geometry(geometry)
         self.kernel_size = kernel_size
         self.rule = rule
+        first = geometry != Geometry.ENCODER_SELF if first is None else first
         #: whether a layer before may hand it a map
-        self.takes_map = takes_map = geometry == Geometry.ENCODER_SELF and not first
+        self.takes_map = takes_map = not first and RULES[rule].evolves_in(geometry)
         learns_alpha, learns_beta = RULES[rule].depends_on(takes_map, geometry) if learn_mix else (False, False)
         # With an axis, since FSDP shards no scalars.
         self.alpha = nn.Parameter(torch.tensor([float(alpha)])) if learns_alpha else alpha
@@ -301,7 +308,7 @@ class Evolution(nn.Module):
         if learn_mix:
             alpha = beta = 1.0  # learnt shares may take any value
         #: whether a map of the layer before has any effect
-        self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta)
+        self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta, geometry)
         convolves = RULES[rule].coefficients(alpha, beta, takes_map, geometry).c != 0
         self.conv = MapConvolution(geometry, heads, kernel_size) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
@@ -335,7 +342,7 @@ class Evolution(nn.Module):
             logits: B x K x T x S, scaled dot products, or other scores.
             hidden: broadcasts to B x K x T x S; True where the convolution must see zero, as it does outside the map
                 (padded rows and columns, the future).
-            previous: B x K x T x S, A_logit of the layer before; None in the first layer and in decoders.
+            previous: B x K x T x S, A_logit of the layer before; None in the first layer.
             above: B x K x rows_above x S, the mixed rows that come before these, in step-by-step decoding.
 
         Returns:

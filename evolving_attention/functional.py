@@ -43,7 +43,7 @@ def evolving_attention(
     Args:
         q: B x K x T x D.
         k, v: B x K x S x D.
-        previous: B x K x T x S, A_logit of the layer before; in encoders only.
+        previous: B x K x T x S, A_logit of the layer before; in decoders by rules that evolve there.
         weight, bias: of the convolution, K x K x k x k and K; None: no convolution.
         rule: a name in ``RULES``.
         alpha, beta: numbers from 0 to 1, or tensors without axes.
@@ -63,11 +63,11 @@ def evolving_attention(
 
     Raises:
         ValueError: an unknown rule or geometry, a share out of range, a weight without a bias, a previous map in a
-            decoder, or one of another shape.
+            decoder where the rule is for encoders, or one of another shape.
     """
     geometry = Geometry(geometry)
     check(rule, 1 if weight is None else weight.size(-1), alpha, beta)
-    check_previous(previous, q, k, geometry == Geometry.ENCODER_SELF)
+    check_previous(previous, q, k, RULES[rule].evolves_in(geometry))
     if geometry == Geometry.DECODER_SELF:
         unseen = future(q.size(2), k.size(2), q.device)[None, None]
         mask = unseen if mask is None else mask | unseen
@@ -104,7 +104,7 @@ def check_previous(previous: Tensor | None, q: Tensor, k: Tensor, takes_map: boo
     Also where an attention takes none.
     """
     if previous is not None and not takes_map:
-        raise ValueError("previous: only encoder self-attention takes a map, from its second layer on; leave it out")
+        raise ValueError("previous: a first layer takes no map, nor does a decoder's by this rule; leave it out")
     if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
         raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
 

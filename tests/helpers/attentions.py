@@ -211,6 +211,8 @@ def check_steps(case, attend, at_once=1, beams=1):
         rows, seen = slice(i, i + at_once), slice(i + at_once if case.geometry == Geometry.DECODER_SELF else None)
         part = {name: None if x is None else x.expand(shape)[:, :, rows, seen] for name, x in masks.items()}
         vectors = {"q": q[:, :, rows], "k": k[::beams, :, seen], "v": v[::beams, :, seen]}
+        if case.previous:
+            vectors["previous"] = tensors["previous"][:, :, rows, seen]
         call = call_of(evolution, vectors, part, above=above, keep_map=False, need_weights=False)
         context, _, _, above = attend(call)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if case.dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}

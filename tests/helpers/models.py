@@ -78,7 +78,7 @@ def build(arch="ea_transformer_base", *flags, size=None, train=False, dtype=torc
 def amplify_(model, factor=4.0):
     """Make maps matter: with fresh weights attention is nearly uniform, and its errors nearly invisible."""
     for name, parameter in model.named_parameters():
-        share = parameter.dim() == 0  # learnt alpha and beta: beyond 1 they amplify rounding, not maps
+        share = name.endswith((".alpha", ".beta"))  # learnt alpha and beta: beyond 1 they amplify rounding, not maps
         if not share and ("q_proj.weight" in name or "k_proj.weight" in name or "evolution" in name):
             parameter.data *= factor
     return model

@@ -17,6 +17,8 @@ MODELS = {
     "no decoder convolution": f"{BASE} --ea-decoder-beta 0",
     "no cross convolution": f"{BASE} --ea-cross-beta 0",
     "learnt": f"{BASE} --ea-learn-mix",
+    "skips in decoders": f"{BASE} --ea-decoder-alpha 0.4 --ea-cross-alpha 0.3 --decoder-layers 3",
+    "a skip in decoder self-attention, learnt": f"{BASE} --ea-decoder-alpha 0.4 --ea-learn-mix",
     "from the second, no skip": "ea_transformer_base --ea-rule evolving-from-second --ea-alpha 0 --ea-beta 0.5",
     "predictive": PREDICTIVE,
     "predictive, 3 convolutions": f"{PREDICTIVE} --ea-conv-layers 3",
@@ -31,7 +33,7 @@ MODELS = {
     "two branches": "ea_transformer_base --ea-conv-branch --ea-alpha 0 --ea-beta 0",
     "two branches, predictive": f"{PREDICTIVE} --ea-conv-branch",
     "two branches, evolving, relative": f"{BASE} --ea-conv-branch --ea-relative-positions 2",
-    "language model": "ea_transformer_lm --ea-beta 0.5 --ea-kernel-size 5",
+    "language model": "ea_transformer_lm --ea-beta 0.5 --ea-kernel-size 5 --ea-decoder-alpha 0.3",
     "RoBERTa": "ea_roberta --ea-alpha 0.4 --ea-beta 0.5",
     "BART": "ea_bart --ea-alpha 0.4 --ea-beta 0.5",
 }

@@ -119,12 +119,13 @@ def attention(module, x, y, kind, query_padding, key_padding, previous=None):
         return bool(key_padding[j]) or (kind == "decoder" and j > i)
 
     evolution = module.evolution
+    rule = evolution.rule if kind == "encoder" else "evolving"  # those for decoders are equation 4 there
     convolutions = [] if evolution.conv is None else [*evolution.stacked, evolution.conv]
     a_logit = evolve(
         logits,
         kind,
         [(conv.weight, conv.bias) for conv in convolutions],
-        COEFFICIENTS[evolution.rule, previous is not None](
+        COEFFICIENTS[rule, previous is not None](
             *(
                 share.squeeze() if isinstance(share, torch.Tensor) else share
                 for share in (evolution.alpha, evolution.beta)
@@ -194,27 +195,44 @@ def compare_layers(layers, padding, attention=attention):
     compare(layers, in_both_modes(layers, run), slow[~padding], [x])
 
 
-def compare_decoder(module, padding):
-    """A decoder's self-attention, against loops. padding: T numbers, 1 = padded."""
-    module, padding = randomised(module), torch.tensor(padding, dtype=torch.bool)
+def compare_decoder(layers, padding):
+    """A decoder's self-attentions, which may hand on maps, against loops. padding: T numbers, 1 = padded."""
+    layers, padding = randomised(torch.nn.ModuleList(layers)), torch.tensor(padding, dtype=torch.bool)
     rows = len(padding)
-    x = torch.randn(rows, module.embed_dim, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(rows, layers[0].embed_dim, dtype=torch.float64, requires_grad=True)
     future = torch.full((rows, rows), -torch.inf).triu(1)
     options = {"key_padding_mask": padding[None], "attn_mask": future}
-    fast = in_both_modes(module, lambda: module(x[:, None], x[:, None], x[:, None], **options)[0])
-    slow, _ = attention(module, x, x, "decoder", padding, padding)
-    compare(module, fast[~padding, 0], slow[~padding], [x])
+    fast = in_both_modes(layers, lambda: _through(layers, x, None, **options))
+    slow, previous = x, None
+    for layer in layers:
+        slow, previous = attention(layer, slow, slow, "decoder", padding, padding, previous)
+    compare(layers, fast[~padding], slow[~padding], [x])
 
 
-def compare_cross(module, source_padding, target_padding):
-    """Encoder-decoder attention, against loops. source_padding: S numbers, target_padding: T numbers, 1 = padded."""
+def compare_cross(layers, source_padding, target_padding):
+    """Encoder-decoder attentions, which may hand on maps, against loops.
+
+    source_padding: S numbers, target_padding: T numbers, 1 = padded.
+    """
     from ea_fairseq.attention import Padding  # here: tests of the core do without fairseq
 
-    module = randomised(module)
+    layers = randomised(torch.nn.ModuleList(layers))
     source, target = (torch.tensor(padding, dtype=torch.bool) for padding in (source_padding, target_padding))
-    x = torch.randn(len(target), module.embed_dim, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(len(source), module.kdim, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(len(target), layers[0].embed_dim, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(len(source), layers[0].kdim, dtype=torch.float64, requires_grad=True)
     masks = Padding(source[None], target[None])
-    fast = in_both_modes(module, lambda: module(x[:, None], y[:, None], y[:, None], key_padding_mask=masks)[0])
-    slow, _ = attention(module, x, y, "cross", target, source)
-    compare(module, fast[~target, 0], slow[~target], [x, y])
+    fast = in_both_modes(layers, lambda: _through(layers, x, y, key_padding_mask=masks))
+    slow, previous = x, None
+    for layer in layers:
+        slow, previous = attention(layer, slow, y, "cross", target, source, previous)
+    compare(layers, fast[~target], slow[~target], [x, y])
+
+
+def _through(layers, x, y, **options):
+    """One sentence, T x C, through attentions of a decoder; y, S x C, is the source, or None in self-attention."""
+    x, previous = x[:, None], None
+    for layer in layers:
+        source = x if y is None else y[:, None]
+        takes = layer.evolution.takes_map
+        x, _, previous = layer(x, source, source, previous=previous if takes else None, keep_map=True, **options)
+    return x[:, 0]

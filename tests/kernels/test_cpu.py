@@ -354,11 +354,12 @@ def test_memory_of_a_large_call_is_given_back():
 @pytest.mark.parametrize("width", [1, 13, 16, 40, 344])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_steps_are_the_rows_of_the_whole(width, at_once):
-    check_steps(Case(CROSS, 4, 3, 6, 19, "padding", previous=False, width=width), cpu.attend, at_once)
+    check_steps(Case(CROSS, 4, 3, 6, 19, "padding", previous=width == 40, width=width), cpu.attend, at_once)
 
 
-def test_steps_of_self_attention_see_one_key_more_each_time():
-    check_steps(Case(DECODER, 4, 3, 6, 6, "future", previous=False), cpu.attend)
+@pytest.mark.parametrize("previous", [False, True])
+def test_steps_of_self_attention_see_one_key_more_each_time(previous):
+    check_steps(Case(DECODER, 4, 3, 6, 6, "future", previous=previous), cpu.attend)
 
 
 def step_of(whole, **options):

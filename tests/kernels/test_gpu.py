@@ -276,9 +276,9 @@ def test_dropout_drops_the_same_forward_and_backward(beta):
 
 #: a case, its rows in one step, and the hypotheses of a sentence
 STEPS = [
-    (Case(DECODER, 3, 3, 4, 4, "future padding", previous=False), 1, 1),
+    (Case(DECODER, 3, 3, 4, 4, "future padding"), 1, 1),
     (Case(DECODER, 2, 5, 4, 4, "future", HALF, previous=False, rule=(0.0, 1.0, 0.3, 0.0, 0.9)), 2, 1),
-    (Case(CROSS, 4, 3, 3, 7, "padding", previous=False, batch=4), 1, 2),
+    (Case(CROSS, 4, 3, 3, 7, "padding", batch=4), 1, 2),
     (Case(CROSS, 1, 3, 4, 70, "padding", BFLOAT, previous=False), 2, 2),
     (Case(CROSS, 2, 3, 1, 130, previous=False), 1, 1),
 ]

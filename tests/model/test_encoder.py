@@ -1,4 +1,4 @@
-"""The encoder threads the maps: each layer mixes in the evolved map of the layer before."""
+"""Encoder and decoder thread the maps: each layer mixes in the evolved map of the layer before."""
 
 import pytest
 import torch
@@ -25,6 +25,31 @@ def test_each_layer_gets_the_map_of_the_layer_before(arch, lengths):
     assert len(given) == 3 and given[0] is None
     for previous, expected in zip(given[1:], evolved, strict=False):
         assert_close(previous, expected)
+
+
+@pytest.mark.parametrize("names", [["self_attn"], ["encoder_attn"], ["self_attn", "encoder_attn"]], ids=" ".join)
+@torch.no_grad()
+def test_each_decoder_layer_gets_the_map_of_the_layer_before(names):
+    """Of a whole sentence and step by step; a kind of attention without an alpha gets none."""
+    flags = {"self_attn": ["--ea-decoder-alpha", 0.3], "encoder_attn": ["--ea-cross-alpha", 0.3]}
+    model = build("ea_transformer_base", "--decoder-layers", 3, *(word for name in names for word in flags[name]))
+    seen = {name: [] for name in flags}
+    for layer in model.decoder.layers:
+        for name, maps in seen.items():
+            getattr(layer, name).observer = maps.append
+    encoded, tokens = model.encoder(batch([6, 3])), batch([4, 2], eos_first=True)
+    model.decoder(tokens, encoder_out=encoded)
+    state = {}
+    for length in (1, 2):
+        model.decoder(tokens[:, :length], encoder_out=encoded, incremental_state=state)
+    for name, maps in seen.items():
+        for first, *others in (maps[:3], maps[3:6], maps[6:]):
+            assert first.previous is None
+            for before, layer in zip([first, *others], others, strict=False):
+                if name in names:
+                    assert_close(layer.previous, before.a_logit)
+                else:
+                    assert layer.previous is None
 
 
 def test_with_layerdrop_the_map_comes_from_the_last_layer_that_ran():

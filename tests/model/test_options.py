@@ -183,6 +183,9 @@ USELESS = [
     (BASE, "--ea-beta 0.1 --ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", "--ea-beta"),
     (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta"),
     (BASE, "--encoder-layers 1 --ea-alpha 0.2", "--ea-alpha"),
+    (BASE, "--ea-rule residual --ea-decoder-alpha 0.2", "--ea-decoder-alpha"),
+    (BASE, "--decoder-layers 1 --ea-cross-alpha 0.2", "--ea-cross-alpha"),
+    ("ea_transformer_lm", "--ea-cross-alpha 0.2", "--ea-cross-alpha"),
     ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta"),
     ("ea_transformer_lm", "--ea-alpha 0.9", "--ea-alpha"),
     ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta"),
@@ -190,7 +193,7 @@ USELESS = [
     (BASE, "--ea-beta 0 --ea-learn-mix --ea-kernel-size 5", None),
     (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
     (BASE, "--ea-rule residual --ea-plain", None),
-    ("ea_transformer_lm", "--ea-decoder-beta 0.2 --ea-score additive", None),
+    ("ea_transformer_lm", "--ea-decoder-beta 0.2 --ea-score additive --ea-decoder-alpha 0.3", None),
 ]
 
 
@@ -332,9 +335,10 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(flags, actual, caplog)
 
 @pytest.mark.parametrize(("side", "kept"), [("encoder", "0,2"), ("encoder", "0"), ("decoder", "1")])
 def test_layers_of_one_side_may_be_left_out(side, kept):
-    """fairseq would leave out all layers of the other side."""
-    flag = (f"--{side}-layers-to-keep", kept)
-    whole, fewer = build(), build("ea_transformer_base", *flag)
+    """fairseq would leave out all layers of the other side. A layer that becomes the first has no share to learn."""
+    learnt = ("--ea-learn-mix", "--ea-decoder-alpha", 0.3, "--ea-cross-alpha", 0.3)
+    flag = (f"--{side}-layers-to-keep", kept, *learnt)
+    whole, fewer = build(BASE, *learnt), build(BASE, *flag)
     fewer.load_state_dict(whole.state_dict(), model_cfg=model_args("ea_transformer_base", *flag))
     layers = [fewer.get_submodule(side).layers, whole.get_submodule(side).layers]
     for layer, number in zip(layers[0], kept.split(","), strict=True):

@@ -50,12 +50,18 @@ def test_encoder_layers(options, padding):
         (SHORT_REACH, [0, 0, 0, 0, 1]),
         *(({"score": score}, [0, 0, 0, 0, 1]) for score in SCORED),
         *(({"score": score, **SHORT_REACH}, [1, 1, 0, 0, 0]) for score in SCORED),
+        *(({"rule": rule, "alpha": 0.4}, [1, 1, 0, 0, 0]) for rule in ("evolving", "evolving-from-second")),
+        ({"alpha": 0.4, "learn_mix": True}, [0, 0, 0, 0, 1]),
+        ({"alpha": 0.4, "beta": 0}, [0, 0, 0, 0, 1]),
     ],
     ids=str,
 )
 def test_decoder_self_attention(options, padding):
+    """With an alpha, three layers of which the later ones read the map of the layer before."""
     options = {"beta": 0.3, "self_attention": True, **options}
-    reference.compare_decoder(DecoderAttention(Geometry.DECODER_SELF, C, K, **options), padding)
+    firsts = [True, False, False] if "alpha" in options else [True]
+    layers = [DecoderAttention(Geometry.DECODER_SELF, C, K, first=first, **options) for first in firsts]
+    reference.compare_decoder(layers, padding)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +74,16 @@ def test_decoder_self_attention(options, padding):
         ({"score": "multiplicative"}, LEFT, [0, 0, 0, 0, 0]),
         ({"score": "additive"}, RIGHT, [0, 0, 0, 0, 0]),
         ({"score": "concatenative", "beta": 0}, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ({"alpha": 0.4}, RIGHT, [1, 1, 0, 0, 0]),
+        ({"alpha": 0.4, "learn_mix": True, "kernel_size": 5}, LEFT, [0, 0, 0, 0, 1]),
     ],
     ids=str,
 )
 def test_encoder_decoder_attention(options, source_padding, target_padding):
     options = {"beta": 0.3, "kdim": 7, "vdim": 7, "encoder_decoder_attention": True, **options}
-    module = DecoderAttention(Geometry.ENCODER_DECODER, C, K, **options)
-    reference.compare_cross(module, source_padding, target_padding)
+    firsts = [True, False, False] if "alpha" in options else [True]
+    layers = [DecoderAttention(Geometry.ENCODER_DECODER, C, K, first=first, **options) for first in firsts]
+    reference.compare_cross(layers, source_padding, target_padding)
 
 
 def two_branches(module, x, _, kind, padding, __, previous):

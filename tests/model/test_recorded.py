@@ -59,7 +59,7 @@ FIRST = pair([6, 3], [5, 4], seed=1)
 OTHERS = pair([6, 5], [5, 2], seed=2), pair([6, 6], [5, 5], seed=3), pair([6, 4], [5, 3], seed=4, left_pad=True)
 
 
-@each_model(["kernel 5", "learnt", "relative, additive", "two branches, predictive", *OTHER_MODELS])
+@each_model(["kernel 5", "skips in decoders", "relative, additive", "two branches, predictive", *OTHER_MODELS])
 @torch.no_grad()
 def test_a_recorded_model_gives_the_numbers_for_other_sentences_too(name):
     model = Part(lively(name), outputs)

@@ -26,6 +26,7 @@ from torch.testing import assert_close
 def model_and_batches(dropout=0.0):
     torch.manual_seed(1)
     flags = ["--ea-alpha", 0.5, "--ea-beta", 0.5, "--attention-dropout", dropout]
+    flags += ["--ea-decoder-alpha", 0.2, "--ea-cross-alpha", 0.1]
     model = amplify_(build("ea_transformer_base", *flags, train=True), 2)
     return model, [(batch([5, 3], seed=n), None, batch([4, 2], eos_first=True, seed=n)) for n in range(2)]
 
@@ -53,11 +54,12 @@ def test_checkpointing_changes_no_gradient(part, wrap, each_way):
     model, batches = model_and_batches(dropout=0.3)
     expected = gradients(model, batches)
     model, _ = model_and_batches(dropout=0.3)
-    for number, layer in enumerate(model.encoder.layers):
-        if part == "layer":
-            model.encoder.layers[number] = wrap(layer)
-        else:
-            layer.self_attn = wrap(layer.self_attn)
+    for layers in (model.encoder.layers, model.decoder.layers):
+        for number, layer in enumerate(layers):
+            if part == "layer":
+                layers[number] = wrap(layer)
+            else:
+                layer.self_attn = wrap(layer.self_attn)
     for name, gradient in gradients(model, batches).items():
         original = name.replace("_checkpoint_wrapped_module.", "")
         assert_close(gradient, expected[original], rtol=1e-5, atol=1e-7, msg=name)
@@ -113,7 +115,7 @@ def worker(rank, port):
             ours = whole_gradients(model)
             assert ours.keys() == expected.keys()
             errors = [(ours[name] - exact.float()).norm() / size for name, exact in expected.items()]
-            assert max(errors) <= (0.01 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
+            assert max(errors) <= (0.015 if low_precision else 1e-6), (wrap.__name__, level, low_precision, errors)
             print("equal", wrap.__name__, level, low_precision)
     distributed.destroy_process_group()
 

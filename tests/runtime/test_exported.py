@@ -218,6 +218,7 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
             "its embedding is AdaptiveInput",
         ),
         ("ea_transformer_base", ["--no-cross-attention"], "its decoder has no encoder-decoder attention of its own"),
+        ("ea_transformer_base", ["--ea-cross-alpha", "0.1"], "its decoder's layers hand on maps"),
         ("transformer", ["--cross-self-attention"], "its decoder has no encoder-decoder attention of its own"),
     ],
 )

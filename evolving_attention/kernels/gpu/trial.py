@@ -197,9 +197,8 @@ def _steps(variant: Variant) -> Call:
     call, size = _problem(variant, learnt=False), variant.kernel_size
     columns = call.k.size(2)
     return call._replace(
-        **{"k": call.k[:1], "v": call.v[:1], "hidden": call.masked, "previous": None},
+        **{"k": call.k[:1], "v": call.v[:1], "hidden": call.masked},
         geometry=Geometry.ENCODER_DECODER,
-        coefficients=Coefficients(0.0, 1.0, 0.375, 0.0, 1.0),
         above=_multiples(1 / 8, 2, variant.heads, size - 1, columns - 1) if size > 1 else None,
     )
 
