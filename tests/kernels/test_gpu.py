@@ -296,7 +296,7 @@ def test_steps_of_a_model(monkeypatch):
     monkeypatch.setattr(trial, "passed", lambda variant: True)
     monkeypatch.setattr(cpu, "refuses", lambda call: "not wanted here")
     launches, launch = [], operation._run
-    monkeypatch.setattr(operation, "_run", lambda *arguments: launches.append(arguments) or launch(*arguments))
+    monkeypatch.setattr(operation, "_run", lambda *arguments: launches.extend(arguments[2]) or launch(*arguments))
     prepared, run_step = [], Steps.run
     monkeypatch.setattr(Steps, "run", lambda *given: prepared.append(run_step(*given)) or prepared[-1])
     model = amplify_(build("ea_transformer_base", "--encoder-layers", 1, "--decoder-layers", 1).to(DEVICE))
@@ -380,7 +380,7 @@ def test_later_launches_give_addresses(monkeypatch):
     monkeypatch.setattr(operation, "INTERPRETED", False)
     kernel, tensors = Kernel(), (torch.ones(2), torch.ones(1, dtype=torch.bool), torch.ones(3))
     for _ in range(2):
-        operation._run(kernel, (7, 1, 1), tensors, (0.5, 3), (SINGLE,))
+        operation._run(kernel, tensors, [((7, 1, 1), (0.5,), (3,))], (SINGLE,))
     assert compiled == [(*tensors, 0.5, 3)]
     assert launched == [(*(x.data_ptr() for x in tensors), 0.5, 3)] * 2
 
@@ -689,12 +689,13 @@ def compiled(capability, *case):
 
     from evolving_attention.kernels.gpu import operation
 
-    def compile_only(kernel, grid, tensors, others, key):
-        made = kernel.warmup(*tensors, *others, grid=grid, **operation.OPTIONS)
-        used[f"{kernel.__name__} {others[-1]}"] = {
-            **resources(triton, made.asm["cubin"]),
-            "SHARED": made.metadata.shared,
-        }
+    def compile_only(kernel, tensors, launches, types):
+        for grid, numbers, constants in launches:
+            made = kernel.warmup(*tensors, *numbers, *constants, grid=grid, **operation.OPTIONS)
+            used[f"{kernel.__name__} {constants[-1]}"] = {
+                **resources(triton, made.asm["cubin"]),
+                "SHARED": made.metadata.shared,
+            }
 
     used = {}
     without_gpu(capability)

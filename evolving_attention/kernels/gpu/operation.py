@@ -33,6 +33,10 @@ TYPES = {"hidden": torch.bool, "masked": torch.bool, "seed": torch.int64} | dict
     ("learnt", "stats", "weights", "inner", "of_weights", "partial"), torch.float32
 )
 
+#: inputs that the kernel reads as if they were contiguous
+CONTIGUOUS = ("given", "previous", "above", "weight", "bias")
+
+Grid = tuple[int, int, int]
 _compiled: dict[tuple, Any] = {}
 
 
@@ -43,8 +47,9 @@ def forward(x: Call) -> Outputs:
     stats = x.v.new_empty(batch, heads, rows, 2, dtype=torch.float32)
     weights = stats.new_empty(x.maps if x.need_weights else 0)
     kept = empty if x.above is None else x.v.new_empty(batch, heads, x.kernel_size - 1, columns)
-    mixed = x.v.new_empty(x.maps) if x.kernel_size else None
-    tensors = {"stats": stats, "mixed": mixed, "evolved": a_logit, "context": context, "weights": weights, "kept": kept}
+    tensors = {"stats": stats, "evolved": a_logit, "context": context, "weights": weights, "kept": kept}
+    if x.kernel_size:
+        tensors["mixed"] = torch.empty_like(a_logit)
     _launch(x, (MIX, EVOLVE, ATTEND) if x.kernel_size else (MIX, ATTEND), tensors, WEIGHTED * x.need_weights)
     return Outputs(context, a_logit, weights, kept, stats)
 
@@ -70,13 +75,15 @@ def backward(of: Gradients, x: Call) -> list[Tensor]:
         "context": context,
         "of_context": of_context,
         "inner": (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3]),
-        "of_map": None if of.of_a_logit is None else of.of_a_logit.contiguous(),
-        "of_weights": of.of_weights.contiguous() if weighted else None,
         "grad": grad,
         **dict(zip(("of_q", "of_k", "of_v"), of_vectors, strict=True)),
         "of_previous": of_previous,
         "partial": partial,
     }
+    if of.of_a_logit is not None:
+        tensors["of_map"] = of.of_a_logit.contiguous()
+    if of.of_weights is not None:
+        tensors["of_weights"] = of.of_weights.contiguous()
     flags = WEIGHTED * weighted | GRAD_MAP * (of.of_a_logit is not None)
     _launch(x, (UNATTEND, SOFTEN, UNMIX, VECTORS), tensors, flags)
     of_convolution = [empty, empty]
@@ -91,20 +98,17 @@ def backward(of: Gradients, x: Call) -> list[Tensor]:
 # ---- launches
 
 
-def _launch(x: Call, steps: tuple[int, ...], others: dict[str, Tensor | None], flags: int) -> None:
+def _launch(x: Call, steps: tuple[int, ...], others: dict[str, Tensor], flags: int) -> None:
     """Launch phases, which read the inputs and, by their names in kernels.py, other tensors."""
     if type(x.v) not in PLAIN:  # torch.compile asks for the shapes only
         return
     batch, heads, rows, columns = x.maps
-    dtype, unit = x.v.dtype, unit_of(x.q, x.k, x.v, x.given)
+    dtype, device, unit = x.v.dtype, x.v.device, unit_of(x.q, x.k, x.v, x.given)
     q, k, v = (_by_rows(y) for y in ((x.q, x.k, x.v) if x.given is None else (x.v, x.v, x.v)))
-    of_context = q if others.get("of_context") is None else others["of_context"]
-    tensors = {**x._asdict(), **others, "q": q, "k": k, "v": v}
-    for name in ("given", "previous", "above", "weight", "bias"):
-        tensors[name] = None if tensors[name] is None else tensors[name].contiguous()
-    addressed = tuple(
-        _nothing(TYPES.get(name, dtype), x.v.device) if tensors.get(name) is None else tensors[name] for name in TENSORS
-    )
+    of_context = others.get("of_context", q)
+    inputs = {name: y for name in ("learnt", "hidden", "masked", "seed") if (y := getattr(x, name)) is not None}
+    maps = {name: y.contiguous() for name in CONTIGUOUS if (y := getattr(x, name)) is not None}
+    tensors = {**_nothing(dtype, device), **inputs, **maps, **others, "q": q, "k": k, "v": v}
     flags |= GIVEN * (x.given is not None) | PREVIOUS * (x.previous is not None) | LEARNT * (x.learnt is not None)
     flags |= HIDDEN * (x.hidden is not None) | MASKED * (x.masked is not None)
     left, top, triangular = reach(Geometry(x.geometry), x.kernel_size)
@@ -124,6 +128,7 @@ def _launch(x: Call, steps: tuple[int, ...], others: dict[str, Tensor | None], f
     most, kernel_size, width = constants_of(heads, x.kernel_size, x.v.size(3))
     block = _block(x.v)
     bands, blocks = -(-rows // BAND), -(-columns // block)
+    launches = []
     for step in steps:
         if step >= EVOLVE:
             parts, tiles = _strips(x)
@@ -132,24 +137,28 @@ def _launch(x: Call, steps: tuple[int, ...], others: dict[str, Tensor | None], f
             tiles, parts = 0, bands if step != VECTORS else blocks + bands * (x.given is None)
             programs = batch * heads * parts
         constants = (most, kernel_size, unit, width, block, step)
-        arguments = (*sizes, parts, tiles, *numbers, *constants)
-        _run(attention_kernel, (programs, 1, 1), addressed, arguments, (dtype, x.v.device, constants))
+        launches.append(((programs, 1, 1), (*sizes, parts, tiles, *numbers), constants))
+    _run(attention_kernel, tuple(tensors.values()), launches, (dtype, device))
 
 
-def _run(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple, key: tuple) -> None:
-    """Launch a kernel on the device of its tensors.
+def _run(kernel: Any, tensors: tuple[Tensor, ...], launches: list[tuple[Grid, tuple, tuple]], types: tuple) -> None:
+    """Launch a kernel on the device of its tensors, once for each grid, numbers and constants.
 
-    Triton inspects every argument of every launch. Here ``key`` decides the outcome, so later launches skip that. They
-    pass addresses, since Triton asks the driver about every tensor. So callers must have checked the tensors' devices.
+    Triton inspects every argument of every launch. Here types and constants decide the outcome, so later launches skip
+    that. They pass addresses, since Triton asks the driver about every tensor. So callers must have checked the
+    tensors' devices.
     """
     if INTERPRETED:
-        kernel[grid](*tensors, *others, **OPTIONS)
-    else:
-        with torch.cuda.device_of(tensors[2]):
-            compiled = _compiled.get((kernel, *key))
-            if compiled is None:
-                compiled = _compiled[kernel, *key] = kernel.warmup(*tensors, *others, grid=grid, **OPTIONS)
-            compiled[grid](*[x.data_ptr() for x in tensors], *others)
+        for grid, numbers, constants in launches:
+            kernel[grid](*tensors, *numbers, *constants, **OPTIONS)
+        return
+    with torch.cuda.device_of(tensors[2]):
+        addresses = [x.data_ptr() for x in tensors]
+        for grid, numbers, constants in launches:
+            key = (kernel, types, constants)
+            if key not in _compiled:
+                _compiled[key] = kernel.warmup(*tensors, *numbers, *constants, grid=grid, **OPTIONS)
+            _compiled[key][grid](*addresses, *numbers, *constants)
 
 
 def _strips(x: Call) -> tuple[int, int]:
@@ -166,9 +175,9 @@ def _block(v: Tensor) -> int:
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In the place of a tensor that phases do not read."""
-    return torch.empty(16, dtype=dtype, device=device)
+def _nothing(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """In the place of tensors that phases do not read: the kernel's, by name, in order."""
+    return {name: torch.empty(16, dtype=TYPES.get(name, dtype), device=device) for name in TENSORS}
 
 
 def constants_of(heads: int, kernel_size: int, width: int) -> tuple[int, int, int]:
