@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 __all__ = ["constant", "has_hooks", "is_batched", "is_in_torch_dispatch_mode", "is_transformed"]
@@ -19,8 +20,8 @@ def constant(function: Function) -> Function:
 
 
 def is_transformed() -> bool:
-    """Whether a transformation of torch.func is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transformation of torch.func, or forward-mode differentiation, is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def is_batched(x: Tensor) -> bool:

@@ -8,7 +8,6 @@ import logging
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..call import PLAIN, Call, Kernel
 from ..evolution import Evolution, Geometry, MapConvolution
@@ -96,11 +95,7 @@ def sees(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return not (
-        torch.jit.is_tracing()
-        or is_transformed()
-        or any(x.is_neg() or (x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None) for x in tensors)
-    )
+    return not (torch.jit.is_tracing() or is_transformed() or any(x.is_neg() for x in tensors))
 
 
 def _unchanged(module: nn.Module, kind: type) -> bool:
