@@ -13,6 +13,8 @@ from helpers import browser
 from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
 from matplotlib import font_manager
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from ea_tools.common import UserError
 from ea_tools.figures.labels import families
@@ -73,27 +75,33 @@ def test_characters_that_no_font_has_are_named(monkeypatch):
 def test_labels_fit(length, rows, capsys):
     """No label covers another of its axis, or a title, or leaves the picture, which is not too large to be drawn."""
     there = look(length, max(2, length - 3))
-    sizes = picture._sizes(there)
-    figure = picture._figure([picture._Line(there, row, PARTS4, sizes) for row in rows], 4, sizes)
+    sizes = picture.sizes_of(there)
+    figure = picture.figure(there, rows, PARTS4, sizes)
     figure.draw_without_rendering()
-    canvas = figure.bbox
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 4 * len(rows)
-    titles = [text.get_window_extent() for text in figure.texts]
     for axes in panels:
         across, down = (_boxes(label for label in side if label.get_text()) for side in _labels(axes))
         height, width = axes.images[0].get_array().shape
         assert len(across) == -(-width // sizes.every) and _apart(across)
         assert not down or (len(down) == -(-height // sizes.every) and _apart(down))
-        names = _boxes(text for text in (axes.xaxis.label, axes.yaxis.label) if text.get_text())
-        assert _apart([*names, axes.get_window_extent()])
-        assert not any(one.overlaps(label) for one in names for label in across + down)
-        assert not any(title.overlaps(box) for title in titles for box in across + down + names)
-        for box in across + down + names:
-            assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1
-            assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
-    assert _apart(titles)
-    assert _apart([axes.get_window_extent() for axes in figure.axes])
+        box = axes.get_window_extent()
+        numpy.testing.assert_allclose(
+            (box.width, box.height), numpy.array((width, height)) * sizes.cell * figure.dpi, rtol=0.01
+        )
+    labels = {label for axes in panels for side in _labels(axes) for label in side}
+    bars = {label for axes in panels for bar in axes.child_axes for label in bar.get_yticklabels()}
+    texts = {text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()}
+    others = [box for box in _boxes(texts - labels - bars) if box.width > 1]  # an invisible axis has texts, too
+    assert len(others) >= len(rows) * (1 + 2 * 4 + 1)  # of a row and its panels, which have names below them
+    assert _apart(others)
+    labels = _boxes(label for label in labels if label.get_text())
+    assert not any(one.overlaps(label) for one in others for label in labels)
+    assert _apart([axes.get_window_extent() for axes in panels])
+    page = figure.bbox
+    for box in others + labels + _boxes(text for text in bars if text.get_visible()):
+        assert page.x0 <= box.x0 and box.x1 <= page.x1
+        assert page.y0 <= box.y0 and box.y1 <= page.y1
     assert sizes.font >= 6
     assert sizes.every == {400: 5}.get(length, 1)
     assert ("an .html page has all of them" in capsys.readouterr().err) == (length > 60)
@@ -105,7 +113,9 @@ def _labels(axes):
 
 
 def _boxes(texts):
-    return [text.get_window_extent() for text in texts]
+    """Their places, without the empty line below the heading of a row."""
+    boxes = [(text.get_window_extent(), text.get_text().endswith("\n")) for text in texts]
+    return [Bbox([[box.x0, (box.y0 + box.y1) / 2 + 1 if half else box.y0], [box.x1, box.y1]]) for box, half in boxes]
 
 
 def _apart(boxes):
@@ -114,8 +124,7 @@ def _apart(boxes):
 
 def test_one_colour_scale_per_row_and_the_right_maps():
     there = look()
-    sizes = picture._sizes(there)
-    figure = picture._figure([picture._Line(there, row, PARTS4, sizes) for row in ROWS], 4, sizes)
+    figure = picture.figure(there, ROWS, PARTS4, picture.sizes_of(there))
     images = [axes.images[0] for axes in figure.axes if axes.images]
     for row, shown in zip(ROWS, (images[:4], images[4:8], images[8:]), strict=True):
         maps, baseline = there.maps[row.kind, row.layer], there.baseline[row.kind, row.layer]

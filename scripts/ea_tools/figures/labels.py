@@ -1,9 +1,8 @@
-"""Token labels for matplotlib: fonts that have their characters, and their widths."""
+"""Token labels for matplotlib: fonts that have their characters."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,13 +57,3 @@ def _missing(path: str, characters: Iterable[str]) -> set[str]:
 
     font = get_font(path)
     return {character for character in characters if not font.get_char_index(ord(character))}
-
-
-@functools.cache
-def width(text: str, names: tuple[str, ...], size: float) -> float:
-    """The width of a text in these font families, in inches."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    properties = FontProperties(family=list(names), size=size)
-    return text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0] / 72
