@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +24,17 @@ import numpy as np
 from tqdm import tqdm
 
 from ea_tools.checkpoints import told_apart
-from ea_tools.common import Parser, UserError, at_least, ignore_warnings, portable, replacing, reporting
+from ea_tools.common import Parser, UserError, at_least, ignore_warnings, json_text, portable, replacing, reporting
 from ea_tools.figures import style
+from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
-from ea_tools.maps.measures import Place, Sums, estimate, statistics_of
+from ea_tools.maps.measures import PARTS, Estimate, Place, Sums, estimate, statistics_of
 from ea_tools.maps.sides import BOTH, NAMES
-from ea_tools.maps.statistics_report import Report, render
 from ea_tools.training.provenance import provenance
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
     from fairseq.data import FairseqDataset
+    from matplotlib.axes import Axes
 
     from ea_tools.maps.collect import LayerMaps
     from ea_tools.maps.models import Loaded
@@ -39,6 +42,18 @@ if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
 SUFFIXES = (".md", ".png", ".svg", ".json")
 #: Tokens of the longer side in a batch, padding included; the maps of all layers are in memory.
 BATCH_TOKENS = 1000
+STATISTICS = {
+    "entropy": "entropy (nats)",
+    "normalised": "normalised entropy",
+    "same_head": "similarity to the layer before: same head",
+    "head_mean": "similarity to the layer before: mean over heads",
+    "own": "share of the logits: own query-key logits",
+    "skip": "share of the logits: skip connection",
+    "convolution": "share of the logits: convolution",
+    "aer": "alignment error rate",
+}
+LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
+STYLES = {"run": ("-", None), "compare": ("--", "white")}  # of the models: line, inside of the markers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,10 +266,20 @@ def examine(args: argparse.Namespace) -> Report:
         )
     tallies = [tally(loaded, sample) for loaded in models]
     counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]
-    differences = {}
+    estimates = {
+        who: {place: estimate(sums) for place, sums in of_model.items()}
+        for who, of_model in zip(STYLES, counted, strict=False)
+    }
     if args.compare:
         model, baseline = counted
-        differences = {place: estimate(sums, baseline[place]) for place, sums in model.items() if place in baseline}
+        both = {place: (sums, baseline[place]) for place, sums in model.items() if place in baseline}
+        estimates["difference"] = {place: estimate(*pair) for place, pair in both.items()}
+    rows: dict[tuple[str, str, str], dict[int, Estimate]] = {}
+    for kind in KINDS:
+        for who, of_model in estimates.items():
+            for (statistic, its, layer), one in sorted(of_model.items()):
+                if its == kind:
+                    rows.setdefault((statistic, kind, who), {})[layer] = one
     facts = {
         "data": models[0].prep.get("name", models[0].data.name),
         "subset": args.subset,
@@ -265,13 +290,133 @@ def examine(args: argparse.Namespace) -> Report:
         "command": portable(args.command),
         **provenance(on_cpu=True),
     }
-    return Report(
-        facts=facts,
-        names=told_apart([loaded.checkpoint for loaded in models]),
-        estimates=[{place: estimate(sums) for place, sums in of_model.items()} for of_model in counted],
-        differences=differences,
-        mixes=[learnt_mixes(loaded.model) for loaded in models],
+    names = dict(zip(STYLES, told_apart([loaded.checkpoint for loaded in models]), strict=False))
+    mixes = {who: learnt_mixes(loaded.model) for who, loaded in zip(names, models, strict=True)}
+    return Report(facts, names, rows, mixes)
+
+
+# ---- what is written
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is written down."""
+
+    facts: dict[str, Any]  # the source of the numbers
+    names: dict[str, str]  # of the models: "run" and, where there is a baseline, "compare"
+    rows: dict[tuple[str, str, str], dict[int, Estimate]]  # statistic, kind, and a model or "difference"; by layer
+    mixes: dict[str, dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
+
+
+def render(report: Report, suffix: str) -> bytes:
+    """The contents of a file of this kind."""
+    if suffix == ".json":
+        return json_text(as_json(report)).encode()
+    return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """{..., "statistics": {statistic: {kind: {layer: {"run": ..., "compare": ..., "difference": ...}}}}}"""
+    statistics: dict[str, dict[str, dict[str, dict]]] = {}
+    for (statistic, kind, who), by_layer in report.rows.items():
+        layers = statistics.setdefault(statistic, {}).setdefault(kind, {})
+        for layer, one in by_layer.items():
+            layers.setdefault(str(layer), {})[who] = vars(one)
+    mixes = list(report.mixes.values())
+    return {**report.facts, "names": list(report.names.values()), "statistics": statistics, "learnt_mixes": mixes}
+
+
+def table(report: Report) -> str:
+    """Markdown: a table for each statistic, a column for each layer."""
+    facts, names = report.facts, report.names
+    aligned = f", {facts['aligned_sentences']:,} of them with gold alignments" if facts["gold"] else ""
+    in_means = ", alignments in the mean of a layer's heads" if facts["gold"] else ""
+    head = (
+        f"{facts['data']}, {facts['subset']}: {facts['sentences']:,} sentences{aligned}. Means over heads and "
+        f"rows{in_means}, ± half of the 95% interval by bootstrap over sentences."
     )
+    if "compare" in names:
+        head += " Differences: {run} - {compare}, paired by sentence; bold: zero is not in the interval.".format(
+            **names
+        )
+    lines = [head]
+    for statistic, title in STATISTICS.items():
+        rows = {
+            f"{kind}: {names[who]}" if who in names else f"{kind}: {who}": {
+                layer: _cell(one, "" if who in names else "+") for layer, one in by_layer.items()
+            }
+            for (its, kind, who), by_layer in report.rows.items()
+            if its == statistic
+        }
+        lines += _markdown(title, rows)
+    for who, mixes in report.mixes.items():
+        rows = {}
+        for place, value in mixes.items():
+            share, kind, layer = place.split("_")
+            rows.setdefault(f"{kind}: {share}", {})[int(layer)] = f"{value:.4f}"
+        lines += _markdown(f"learnt by {names[who]}", rows)
+    lines += ["", *(f"- {name}: `{path}`" for name, path in zip(names.values(), facts["checkpoints"], strict=True))]
+    lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(title: str, rows: Mapping[str, Mapping[int, str]]) -> list[str]:
+    """Lines of Markdown: a row for each name, a column for each layer; none without any row."""
+    layers = sorted({layer for cells in rows.values() for layer in cells})
+    if not layers:
+        return []
+    body = [[name, *(cells.get(layer, "-") for layer in layers)] for name, cells in rows.items()]
+    head = ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
+    return head + [f"| {' | '.join(row)} |" for row in body]
+
+
+def _cell(one: Estimate, sign: str) -> str:
+    mean = f"{one.mean:{sign}.3f}"
+    return f"{f'**{mean}**' if sign and one.clear else mean} ± {one.half:.3f}"
+
+
+def picture(report: Report, form: str) -> bytes:
+    """PNG or SVG: a panel for each statistic, layers across."""
+    from matplotlib.lines import Line2D
+
+    measured = {statistic for statistic, _, _ in report.rows}
+    shown = [name for name in STATISTICS if name != "own" and name in measured]
+    columns = 3 if len(shown) < 7 else 4
+    rows = -(-len(shown) // columns)
+    figure, panels = style.panels(rows, columns, (3.6 * columns, 0.9 + 2.9 * rows), sharex=True)
+    for panel, statistic in zip(panels.flat, [*shown, *[None] * (rows * columns - len(shown))], strict=True):
+        _panel(panel, report, statistic) if statistic else panel.remove()
+    kinds = [Line2D([], [], color=colour, marker=marker, label=KINDS[kind]) for kind, (colour, marker) in LOOKS.items()]
+    models = [
+        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=textwrap.fill(name, 40))
+        for name, (dashes, fill) in zip(report.names.values(), STYLES.values(), strict=False)
+    ]
+    models += [Line2D([], [], linestyle="", label=" ") for _ in range(len(kinds) - len(models))]
+    handles = [handle for column in zip(kinds, models, strict=True) for handle in column]  # matplotlib fills columns
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(LOOKS), fontsize=9, frameon=False)
+    file = io.BytesIO()
+    style.save(figure, file, form)
+    return file.getvalue()
+
+
+def _panel(panel: Axes, report: Report, statistic: str) -> None:
+    """Lines over layers: a colour for each kind of attention, a style for each model; the interval is shaded."""
+    from matplotlib.ticker import MaxNLocator
+
+    for (its, kind, who), by_layer in report.rows.items():
+        if its == statistic and who in STYLES:
+            (dashes, fill), (colour, marker) = STYLES[who], LOOKS[kind]
+            means, low, high = ([getattr(one, name) for one in by_layer.values()] for name in ("mean", "low", "high"))
+            face = {"markerfacecolor": fill or colour, "markersize": 5}
+            panel.plot(list(by_layer), means, dashes, color=colour, marker=marker, **face)
+            panel.fill_between(list(by_layer), low, high, color=colour, alpha=0.2, linewidth=0)
+    panel.set_title(STATISTICS[statistic].replace(": ", ":\n"), fontsize=10)
+    panel.set_xlabel("layer", fontsize=9)
+    panel.tick_params(labelsize=9, labelbottom=True)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if statistic in PARTS.values():
+        panel.set_ylim(0, 1.08 * panel.dataLim.y1 or 1)
+    panel.grid(alpha=0.3)
 
 
 if __name__ == "__main__":
