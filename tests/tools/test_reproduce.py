@@ -595,7 +595,7 @@ def test_a_run_does_not_outlive_its_command(toy):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table7"], "no such table; expected codexglue, iwslt14-subset, "),
+        (["table7"], "no such table; expected alpha, "),
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
         (["table5", "--recipes", "sample"], "--recipes sample: the table has iwslt14-de-en"),
         (["table5", "--seed", "1"], "use --seeds"),
