@@ -16,7 +16,7 @@ from typing import Any
 from fairseq import options as fairseq_options
 from omegaconf import OmegaConf
 
-from evolving_attention.evolution import RULES, Geometry
+from evolving_attention.evolution import CONVOLUTIONS, RULES, Geometry
 from evolving_attention.scores import SCORES
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ _odd = _parser(int, lambda x: x > 0 and x % 2 == 1, "a positive odd number", 1, 
 _few = _parser(int, lambda x: x in (1, 2, 3), "1, 2 or 3", 1, 2)
 _positive = _parser(int, lambda x: x >= 1, "a whole number from 1 on", 1, 2)
 _rule = _parser(str, RULES.__contains__, f"one of {', '.join(RULES)}", *RULES)
+_convolution = _parser(str, CONVOLUTIONS.__contains__, f"one of {', '.join(CONVOLUTIONS)}", *CONVOLUTIONS)
 _score = _parser(str, SCORES.__contains__, f"one of {', '.join(SCORES)}", *SCORES)
 
 
@@ -101,6 +102,7 @@ class Settings:
     kernel_size: int = _option(3, _odd, "the convolutions' kernel is as wide and as high as this odd number")
     rule: str = _option("evolving", _rule, f"how maps evolve: {', '.join(RULES)}")
     conv_layers: int = _option(1, _few, "with --ea-rule predictive: 1 to 3 convolutions, one after the other")
+    conv: str = _option("dense", _convolution, f"the kind of the convolutions: {', '.join(CONVOLUTIONS)}")
     learn_mix: bool = _option(
         False, _switch, "make alpha and beta parameters of each layer, which start at the values given"
     )
@@ -180,11 +182,11 @@ class Settings:
         others = (learnt, self.score, self._relative_positions_in(geometry), branch)
         if widest.c == 0:  # no convolution reads a and b
             return coefficients[3:], others
-        return coefficients, others, self.kernel_size, self.conv_layers
+        return coefficients, others, self.kernel_size, self.conv_layers, self.conv
 
     def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
         """The keyword arguments of an attention of this kind. first: no layer before hands on a map."""
-        same = ("kernel_size", "rule", "conv_layers", "learn_mix", "score", "plain")
+        same = ("kernel_size", "rule", "conv_layers", "conv", "learn_mix", "score", "plain")
         return {
             **{name: getattr(self, name) for name in same},
             "alpha": self.alpha_of(geometry),
@@ -207,7 +209,7 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         parse = field.metadata["parse"]
         value = {"action": "store_true"}
         if parse is not _switch:
-            value = {"type": parse, "metavar": "NAME" if parse in (_rule, _score) else "N"}
+            value = {"type": parse, "metavar": "NAME" if parse in (_rule, _convolution, _score) else "N"}
         parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=field.metadata["help"], **value)
 
 

@@ -195,7 +195,7 @@ class EvolvingAttention(EvolvingHeads):
         num_heads: K.
         dropout: of attention weights, in training.
         bias: whether the four projections have one.
-        kernel_size, alpha, beta, rule, first, conv_layers, learn_mix: see :class:`Evolution`.
+        kernel_size, alpha, beta, rule, first, conv_layers, learn_mix, conv: see :class:`Evolution`.
         score, relative_positions, plain: see ``EvolvingHeads.build_heads``.
     """
 
@@ -214,6 +214,7 @@ class EvolvingAttention(EvolvingHeads):
         first: bool | None = None,
         conv_layers: int = 1,
         learn_mix: bool = False,
+        conv: str = "dense",
         score: str = "dot",
         relative_positions: int = 0,
         plain: bool = False,
@@ -237,6 +238,7 @@ class EvolvingAttention(EvolvingHeads):
             first=first,
             conv_layers=conv_layers,
             learn_mix=learn_mix,
+            conv=conv,
         )
 
     def forward(

@@ -162,15 +162,24 @@ RULES = {
 }
 
 
-def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: int = 1) -> None:
+#: kind of convolution -> its channels out and in, of K heads
+CONVOLUTIONS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "dense": lambda heads: (heads, heads),  # the papers'
+    "depthwise": lambda heads: (heads, 1),  # of each head's map alone
+    "gated": lambda heads: (2 * heads, heads),  # Conv(x) * sigmoid(Gate(x)); the gate's channels are the second half
+}
+
+
+def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: int = 1, conv: str = "dense") -> None:
     """Refuse settings that no attention can have.
 
     Raises:
-        ValueError: a rule that is not there, a kernel without a middle, a share that is none, or several convolutions
-            where the rule has one.
+        ValueError: a rule or a kind of convolution that is not there, a kernel without a middle, a share that is none,
+            or several convolutions where the rule has one.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
+    for name, value, known in (("rule", rule, RULES), ("conv", conv, CONVOLUTIONS)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r}: must be one of {', '.join(known)}")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size {kernel_size}: must be a positive odd number")
     for name, share in (("alpha", alpha), ("beta", beta)):
@@ -185,10 +194,17 @@ class MapConvolution(nn.Conv2d):
     """PyTorch's convolution of K channels by a k x k kernel, which lies over a map as its geometry says.
 
     It is always called as a module, so that hooks, weight normalisation and pruning work.
+
+    Args:
+        geometry: the kind of attention.
+        heads: K.
+        kernel_size: k.
+        kind: a name in ``CONVOLUTIONS``.
     """
 
-    def __init__(self, geometry: Geometry, heads: int, kernel_size: int):
-        super().__init__(heads, heads, kernel_size)
+    def __init__(self, geometry: Geometry, heads: int, kernel_size: int, kind: str = "dense"):
+        outputs, inputs = CONVOLUTIONS[kind](heads)
+        super().__init__(heads, outputs, kernel_size, groups=heads // inputs)
         self.geometry = geometry
 
     def forward(self, maps: Tensor, above: Tensor | None = None) -> Tensor:
@@ -197,20 +213,33 @@ class MapConvolution(nn.Conv2d):
 
 
 def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    """A MapConvolution with this weight, K x K x k x k, and bias; other arguments as its forward's."""
-    size = weight.size(-1)
+    """A MapConvolution with this weight and bias, whose channels say its kind; other arguments as its forward's.
+
+    Raises:
+        ValueError: no kind of convolution has such channels.
+    """
+    heads, channels = maps.size(1), (weight.size(0), weight.size(1))
+    if all(channels != of(heads) for of in CONVOLUTIONS.values()):
+        raise ValueError(f"weight: no convolution of {heads} heads has {channels[0]} x {channels[1]} channels")
     if not torch.compiler.is_compiling() and 0 in maps.shape:
         return maps  # conv2d refuses it
+    convolved = _convolve(geometry, maps, above, weight, bias)
+    return F.glu(convolved, dim=1) if channels[0] > heads else convolved
+
+
+def _convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """B x K x T x S -> B x channels x T x S"""
+    size, groups = weight.size(-1), maps.size(1) // weight.size(1)
     if geometry == Geometry.ENCODER_SELF:
-        return F.conv2d(maps, weight, bias, padding=size // 2)
+        return F.conv2d(maps, weight, bias, padding=size // 2, groups=groups)
 
     top = size - 1
     if above is not None:
         maps, top = torch.cat([above, maps], dim=2), 0
     if geometry == Geometry.DECODER_SELF:
         # tril, not a product with zeros: a removed tap has no effect whatever its weight holds
-        return F.conv2d(F.pad(maps, (size - 1, 0, top, 0)), weight.tril(), bias)
-    return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2))
+        return F.conv2d(F.pad(maps, (size - 1, 0, top, 0)), weight.tril(), bias, groups=groups)
+    return F.conv2d(F.pad(maps, (0, 0, top, 0)), weight, bias, padding=(0, size // 2), groups=groups)
 
 
 #: (mixed B x K x T x S, above or None, hidden or None) -> Conv(mixed), B x K x T x S
@@ -274,6 +303,7 @@ class Evolution(nn.Module):
         first: whether this is the first layer, to which no layer hands a map. By default it is in decoders: the papers'
             hand on no maps.
         conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
+        conv: their kind, a name in ``CONVOLUTIONS``.
         learn_mix: whether alpha and beta are parameters of shape (1,), started at the values given, where the rule uses
             them.
     """
@@ -292,9 +322,10 @@ class Evolution(nn.Module):
         first: bool | None = None,
         conv_layers: int = 1,
         learn_mix: bool = False,
+        conv: str = "dense",
     ):
         super().__init__()
-        check(rule, kernel_size, alpha, beta, conv_layers)
+        check(rule, kernel_size, alpha, beta, conv_layers, conv)
         self.geometry = geometry = Geometry(geometry)
         self.kernel_size = kernel_size
         self.rule = rule
@@ -310,10 +341,10 @@ class Evolution(nn.Module):
         #: whether a map of the layer before has any effect
         self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta, geometry)
         convolves = RULES[rule].coefficients(alpha, beta, takes_map, geometry).c != 0
-        self.conv = MapConvolution(geometry, heads, kernel_size) if convolves else None
+        self.conv = MapConvolution(geometry, heads, kernel_size, conv) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
         self.stacked = nn.ModuleList(
-            MapConvolution(geometry, heads, kernel_size) for _ in range(conv_layers - 1 if convolves else 0)
+            MapConvolution(geometry, heads, kernel_size, conv) for _ in range(conv_layers - 1 if convolves else 0)
         )
 
     @property

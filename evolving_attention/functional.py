@@ -44,7 +44,8 @@ def evolving_attention(
         q: B x K x T x D.
         k, v: B x K x S x D.
         previous: B x K x T x S, A_logit of the layer before; in decoders by rules that evolve there.
-        weight, bias: of the convolution, K x K x k x k and K; None: no convolution.
+        weight, bias: of the convolution, K x K x k x k and K, or as another of ``CONVOLUTIONS`` has them; None: no
+            convolution.
         rule: a name in ``RULES``.
         alpha, beta: numbers from 0 to 1, or tensors without axes.
         geometry: which neighbours the convolution reads.

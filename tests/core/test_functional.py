@@ -55,6 +55,11 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=Non
         (lambda: attend("decoder"), r"geometry 'decoder': must be one of Geometry.ENCODER_SELF, "),
         (lambda: evolving_attention(*torch.randn(3, 1, 2, 5, 4), geometry="x"), r"geometry 'x': must be one of"),
         (lambda: attend(kernel_size=-1), "kernel_size -1: must be"),
+        (lambda: attend(conv="sparse"), "conv 'sparse': must be one of dense, "),
+        (
+            lambda: evolving_attention(*torch.randn(3, 1, 4, 5, 4), None, torch.randn(4, 2, 3, 3), torch.randn(4)),
+            "weight: .* 4 heads has 4 x 2 channels",
+        ),
         (lambda: EvolvingAttention(Geometry.ENCODER_SELF, 8, 0), "num_heads 0 does not divide embed_dim 8"),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),

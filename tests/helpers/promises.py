@@ -14,6 +14,8 @@ MODELS = {
     "kernel 1": f"{BASE} --ea-kernel-size 1",
     "kernel 3, pre-norm": f"{BASE} --encoder-normalize-before --decoder-normalize-before",
     "kernel 5": f"{BASE} --ea-kernel-size 5",
+    "depthwise": f"{BASE} --ea-conv depthwise --ea-kernel-size 5",
+    "gated": f"{BASE} --ea-conv gated",
     "no decoder convolution": f"{BASE} --ea-decoder-beta 0",
     "no cross convolution": f"{BASE} --ea-cross-beta 0",
     "learnt": f"{BASE} --ea-learn-mix",

@@ -54,14 +54,21 @@ def evolve(logits, kind, convolutions, coefficients, hidden, previous=None):
         return lambda h, i, j: of_previous * previous[h][i][j] + of_logits * logits[h][i][j]
 
     def convolved(maps, weight, bias):
-        def pixel(h, i, j):
-            total = bias[h]
+        def total(output, i, j):
+            result = bias[output]
             for di, dj, row, column in visible_taps(kind, weight.size(-1)):
                 y, x = i + di, j + dj
                 if 0 <= y < rows and 0 <= x < columns and not hidden(y, x):
-                    for channel in range(heads):
-                        total = total + weight[h, channel, row, column] * maps[channel][y][x]
-            return total.clamp(min=0)
+                    if weight.size(1) == 1:  # depthwise, or one head
+                        result = result + weight[output, 0, row, column] * maps[output % heads][y][x]
+                    else:
+                        for channel in range(heads):
+                            result = result + weight[output, channel, row, column] * maps[channel][y][x]
+            return result
+
+        def pixel(h, i, j):
+            gate = torch.sigmoid(total(heads + h, i, j)) if len(weight) == 2 * heads else 1
+            return (total(h, i, j) * gate).clamp(min=0)
 
         return picture(pixel)
 

@@ -145,7 +145,9 @@ def test_every_parameter_gets_a_gradient(name):
     assert [key for key in useless if not key.endswith("k_proj.bias")] == []
 
 
-@each_model([name for name in MODELS if not {"--ea-score", "--ea-relative-positions"} & set(MODELS[name].split())])
+@each_model(
+    [name for name in MODELS if not {"--ea-score", "--ea-relative-positions", "--ea-conv"} & {*MODELS[name].split()}]
+)
 @torch.no_grad()
 def test_the_cpus_kernel_knows_every_call_of_every_rule(name, monkeypatch):
     """Rules are data: none of their calls is left to the plain composition."""
@@ -184,12 +186,13 @@ USELESS = [
     (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta"),
     (BASE, "--encoder-layers 1 --ea-alpha 0.2", "--ea-alpha"),
     (BASE, "--ea-rule residual --ea-decoder-alpha 0.2", "--ea-decoder-alpha"),
+    (BASE, "--ea-beta 0 --ea-conv gated", "--ea-conv"),
     (BASE, "--decoder-layers 1 --ea-cross-alpha 0.2", "--ea-cross-alpha"),
     ("ea_transformer_lm", "--ea-cross-alpha 0.2", "--ea-cross-alpha"),
     ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta"),
     ("ea_transformer_lm", "--ea-alpha 0.9", "--ea-alpha"),
     ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta"),
-    (BASE, "--ea-alpha 1 --ea-rule predictive", None),
+    (BASE, "--ea-alpha 1 --ea-rule predictive --ea-conv gated", None),
     (BASE, "--ea-beta 0 --ea-learn-mix --ea-kernel-size 5", None),
     (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
     (BASE, "--ea-rule residual --ea-plain", None),
@@ -233,6 +236,7 @@ def test_bf16_asks_for_no_tpu(arch):
         ("--ea-kernel-size", "2.5"),
         ("--ea-conv-layers", "4"),
         ("--ea-rule", "evolved"),
+        ("--ea-conv", "sparse"),
         ("--ea-score", "cosine"),
         ("--ea-relative-positions", "0"),
     ],
