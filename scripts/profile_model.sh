@@ -3,4 +3,4 @@
 # For example: scripts/profile_model.sh --arch ea_transformer_lite --ea-kernel-size 5
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-tool bench.profile_model "$@"
+tool profile_model "$@"

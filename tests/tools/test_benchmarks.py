@@ -16,9 +16,8 @@ from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
-from ea_tools.bench import options, same_translations
+from ea_tools.bench import options
 from ea_tools.bench import training as benchmark_training
-from ea_tools.bench.same_translations import hypotheses, kind
 from ea_tools.common import UserError
 from ea_tools.training import products
 
@@ -242,17 +241,17 @@ def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
 
 def test_attention(tmp_path, monkeypatch):
     def broken(problem):
-        raise RuntimeError("no compiler here\nand more")
+        raise RuntimeError("no such operation\nand more")
 
-    monkeypatch.setitem(benchmark_attention.PATHS, "compiled", broken)
+    monkeypatch.setitem(benchmark_attention.PATHS, "sdpa", broken)
     flags = ["--repetitions", 2, "--device", "cpu", "--tokens", 48, "--longest", 16, "--heads", 4]
     monkeypatch.setattr(benchmark_attention, "SHORTEST_TIMING", 0)
     record = result_of(benchmark_attention, tmp_path / "a.json", *flags)
     assert [result["kind"] for result in record["results"]] == ["encoder", "decoder", "cross"]
     for result in record["results"]:
-        assert result["cannot_run"] == {"compiled": "RuntimeError: no compiler here"}
+        assert result["cannot_run"] == {"sdpa": "RuntimeError: no such operation"}
         assert result["difference_from_plain"]["ours"] < 1e-5  # outputs and gradients
-        assert result["paths"].keys() == {"ours", "plain", "sdpa"}
+        assert result["paths"].keys() == {"ours", "plain"}
         for passes in result["paths"].values():
             for cost in passes.values():
                 assert min(cost["memory"], cost["milliseconds"]["median"], cost["floor"]["milliseconds"]) > 0
@@ -298,14 +297,3 @@ def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, cap
     assert caught.value.code not in (0, None)
     assert said in f"{caught.value.code} {capsys.readouterr().err}"
     assert not list(tmp_path.iterdir())
-
-
-def test_translations_may_hold_the_separator_and_no_score_may_be_nan(tmp_path, monkeypatch, capsys):
-    for name, score in (("one", "-3.0"), ("other", "nan")):
-        (tmp_path / name).write_text(f"0 ||| a ||| b\x85c\rd ||| -2.0\n0 ||| e ||| {score}\n", newline="")
-    one, other = (hypotheses(tmp_path / name)[0] for name in ("one", "other"))
-    assert one == [("a ||| b\x85c\rd", -2.0), ("e", -3.0)]
-    assert (kind(one, one), kind(one, other)) == ("same", "different")
-    monkeypatch.setattr(sys, "argv", ["same_translations", str(tmp_path / "one"), str(tmp_path / "other")])
-    same_translations.main()
-    assert "1 different, scores within nan" in capsys.readouterr().out

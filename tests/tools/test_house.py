@@ -16,7 +16,7 @@ DOORS = {
     if re.search(r"^tool ", text := path.read_text(), re.M)
 }
 #: what commands themselves start; what docs/production.md starts by `python -m`
-WITHOUT_DOOR = {"training.fairseq_train", "translating.fairseq_bf16", "bench.server_load", "bench.same_translations"}
+WITHOUT_DOOR = {"training.fairseq_train", "translating.fairseq_bf16", "bench.server_load"}
 # Runs a command as its door does, and says at the end which of the heavy libraries it has imported.
 IMPORTED = """
 import runpy, sys

@@ -16,7 +16,7 @@ from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close
 
-from ea_tools.bench import profile_model
+from ea_tools import profile_model
 from ea_tools.checkpoints import told_apart
 from ea_tools.common import UserError
 from ea_tools.maps import draw, statistics

@@ -3,7 +3,7 @@
 import pytest
 from helpers.toy import script
 
-from ea_tools.bench import profile_model
+from ea_tools import profile_model
 
 TABLE_5 = [
     ("transformer_lite", 2_482_560, 158.31e6),
@@ -48,10 +48,10 @@ def test_convolutions_are_counted():
 
 
 def test_command_line():
-    result = script("bench.profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20)
+    result = script("profile_model", "--arch", "ea_transformer_lite", "--src-len", 10, "--tgt-len", 20)
     assert result.returncode == 0, result.stderr
     assert all(words in result.stdout for words in ("2,485,224", "10 source and 20 target tokens"))
-    result = script("bench.profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
+    result = script("profile_model", "--arch", "ea_roberta", "--encoder-layers", 1, "--src-len", 10)
     assert result.stderr == "", "no deprecations, and nothing that fairseq reports while it starts"
     assert "10 source tokens" in result.stdout and "target" not in result.stdout
 

@@ -98,7 +98,7 @@ def measure(
         try:
             run = PATHS[name](problem)
             outcome = results_of(run, problem)
-        except Exception as error:  # a compiler that is missing, memory that is too small: the other paths go on
+        except Exception as error:  # memory that is too small: the other paths go on
             alive(device, error)
             failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             continue
@@ -212,12 +212,6 @@ def composition(problem: Problem) -> Results:
     return (context,) if problem.previous is None else (context, a_logit)
 
 
-def compiled(problem: Problem) -> Path:
-    """torch.compile of `plain`, anew for each shape."""
-    torch._dynamo.reset()
-    return torch.compile(plain(problem), dynamic=False)
-
-
 def sdpa(problem: Problem) -> Path:
     """Stock attention: nothing evolves, no maps go in or out."""
 
@@ -229,7 +223,7 @@ def sdpa(problem: Problem) -> Path:
     return run
 
 
-PATHS = {"ours": ours, "plain": plain, "compiled": compiled, "sdpa": sdpa}
+PATHS = {"ours": ours, "plain": plain, "sdpa": sdpa}
 
 
 def split_heads(problem: Problem) -> Iterator[Tensor]:

@@ -37,7 +37,7 @@ from fairseq.tasks import TASK_REGISTRY, FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
 from ea_tools.common import UserError
-from ea_tools.maps.sides import BOTH, TASKS, Sides, sides_of
+from ea_tools.sides import BOTH, TASKS, Sides, sides_of
 from ea_tools.training.products import use_bf16_products
 from ea_tools.training.provenance import provenance
 

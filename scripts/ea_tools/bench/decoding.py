@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from ea_fairseq import graphs
 from ea_tools.bench import common, exported, options
 from ea_tools.common import UserError, reporting, write_json
-from ea_tools.maps.sides import BOTH, DECODER, NAMES, sides_of
+from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
 from ea_tools.training.products import require_bf16_units
 
 #: a further candidate on a GPU: our model, each step launched by the host

@@ -38,7 +38,7 @@ PAIRS = {
 PRECISIONS = ("fp32", "bf16", "fp16")
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_DIM = {4: 40, 8: 64, 12: 64, 16: 64}  # by number of heads: lite, base, RoBERTa and BART: base, large
-PATHS = ("ours", "plain", "compiled", "sdpa")
+PATHS = ("ours", "plain", "sdpa")
 #: scripts/gpu_report.sh's steps in their order, and about how many seconds of an H100 each needs: guesses, not measured
 GPU_STEPS = {
     "equality": 120,
@@ -56,10 +56,9 @@ GPU_STEPS = {
 def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The operation alone, from projected queries, keys and values to the context: time, memory, share of the floor.
 
-      ours      the model's attention between its projections, by the path that it takes here.
-      plain     the same as a composition of PyTorch's operations: products, evolution, mask, softmax.
-      compiled  torch.compile of it.
-      sdpa      torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing.
+      ours   the model's attention between its projections, by the path that it takes here.
+      plain  the same as a composition of PyTorch's operations: products, evolution, mask, softmax.
+      sdpa   torch's scaled_dot_product_attention with the same mask: stock attention, which evolves nothing.
 
     The floor is a lower bound for every implementation. It reads every input, writes every output and computes every
     product once, as fast as a copy and a matrix product are on this machine. A batch holds --tokens / N sentences of N

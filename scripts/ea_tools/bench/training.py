@@ -22,7 +22,7 @@ from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
 from ea_tools.common import UserError, reporting, write_json
-from ea_tools.maps.sides import BOTH, DECODER, ENCODER
+from ea_tools.sides import BOTH, DECODER, ENCODER
 from ea_tools.training.memory import keep_freed_memory
 from ea_tools.training.products import require_bf16_units
 from ea_tools.training.recipes import read, spell_flags

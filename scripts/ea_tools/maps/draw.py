@@ -26,8 +26,8 @@ from ea_tools.maps import KINDS
 from ea_tools.maps.exports import numbers, page
 from ea_tools.maps.look import PARTS, Look, Maps, Row, columns_of
 from ea_tools.maps.picture import picture
-from ea_tools.maps.sides import NAMES
 from ea_tools.maps.words import Words
+from ea_tools.sides import NAMES
 
 if TYPE_CHECKING:  # imported where a model is loaded
     from ea_tools.maps.models import Loaded, Sentence

@@ -30,10 +30,10 @@ from ea_runtime.text import Text
 from ea_tools.checkpoints import choose, load, task_of, trained_on
 from ea_tools.common import UserError
 from ea_tools.maps.collect import LayerMaps, collect
-from ea_tools.maps.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
 from ea_tools.preparation import fitting, of_model, of_one_language
+from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 
 TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
 MASK = "<mask>"

@@ -29,7 +29,7 @@ from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, Place, Sums, estimate, statistics_of
-from ea_tools.maps.sides import BOTH, NAMES
+from ea_tools.sides import BOTH, NAMES
 from ea_tools.training.provenance import provenance
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made

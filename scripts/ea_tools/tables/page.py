@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ea_tools.bench.profile_model import profile
 from ea_tools.common import REPO, UserError, quiet, replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
+from ea_tools.profile_model import profile
 from ea_tools.tables.records import UNKNOWN, Records
 from ea_tools.tables.records import Row as Score
 from ea_tools.tables.table import Column, Row, Table
