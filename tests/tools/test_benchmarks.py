@@ -9,7 +9,6 @@ import numpy
 import pytest
 from fairseq.optim import adam
 from helpers import warm
-from helpers.other_models import LM, ROBERTA
 
 from ea_fairseq.optim import FairseqAdam
 from ea_tools.bench import __main__ as bench
@@ -119,7 +118,7 @@ def test_training(tmp_path, small):
 
 
 def test_the_papers_other_systems_have_their_flags(size="pa3", expected=("predictive", 3, False)):
-    config = benchmark.configuration(options.PAIRS[size]["ours"], *benchmark.task_flags(options.PAIRS[size]["ours"]))
+    config = benchmark.configuration(options.PAIRS[size]["ours"], *benchmark.task_flags())
     made = vars(config.model)
     assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == expected
 
@@ -143,46 +142,10 @@ def test_training_trains_as_the_recipe_does():
     assert trainer.get_num_updates() == 2
 
 
-#: what makes a small model of each pair
-SMALL_MODELS = {
-    "lm": [*LM, "--decoder-layers", "1"],
-    "roberta_base": [*ROBERTA[: ROBERTA.index("--max-positions")], "--encoder-layers", "1"],
-}
-
-
-@pytest.fixture
-def small_models(monkeypatch):
-    """The configuration of each architecture with a small model's flags."""
-    real = benchmark.configuration
-
-    def smaller(arch, *flags, **options):
-        size = next((of_pair for pair, of_pair in SMALL_MODELS.items() if arch in options_of(pair)), [])
-        return real(arch, *flags, *size, **options)
-
-    def options_of(pair):
-        return options.PAIRS[pair].values()
-
-    monkeypatch.setattr(benchmark, "configuration", smaller)
-
-
-@pytest.mark.parametrize("size", ["lm", "roberta_base"])
-def test_training_of_models_with_one_side(tmp_path, small, small_models, size):
-    flags = ["--size", size, "--max-tokens", 60, "--memory-batches", 0]
-    (result,) = result_of(benchmark_training, tmp_path / "t.json", *small, *flags)["results"]
-    assert result["architectures"] == options.PAIRS[size]
-    assert result["times"]["tokens"]["ours"] == [[batch["tokens"] for batch in result["batches"]]]
-    assert result["times"]["tokens"]["stock"] == result["times"]["tokens"]["ours"]
-    (result,) = result_of(benchmark_training, tmp_path / "g.json", *GROWTH, "--longest", 16, *flags)["results"]
-    (batch,) = result["batches"]
-    # RoBERTa's task puts a token before each sentence.
-    assert (batch["sentences"], batch["source"]) == (3, 17 if size == "roberta_base" else 16)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["lite", "lm"])
-def test_decoding(tmp_path, small, small_models, size):
-    """Each sentence of a batch gets as many steps; a language model starts without a source."""
-    flags = ["--size", size, "--max-tokens", 40, "--beam", 2, "--batch", 3, "full"]
+def test_decoding(tmp_path, small):
+    """Each sentence of a batch gets as many steps."""
+    flags = ["--max-tokens", 40, "--beam", 2, "--batch", 3, "full"]
     three, full = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
     assert (three["batch"], full["batch"], three["beam"]) == ("3", "full", 2)
     assert all(batch["sentences"] == 3 for batch in three["batches"])
@@ -190,11 +153,6 @@ def test_decoding(tmp_path, small, small_models, size):
     for result in (three, full):
         steps = [batch["sentences"] * round(batch["tokens"] / batch["sentences"]) for batch in result["batches"]]
         assert result["times"]["tokens"] == {"ours": [steps], "stock": [steps]}
-
-
-def test_an_encoder_decodes_nothing(tmp_path, small):
-    with pytest.raises(SystemExit, match="--size roberta_base: such models have an encoder only, and decode nothing"):
-        benchmark_decoding.main([*small, "--size", "roberta_base", "--output", str(tmp_path / "r.json")])
 
 
 GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
@@ -233,36 +191,22 @@ def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
     assert {"ours", "stock", "exported", "exported int8"} <= tokens.keys()
     assert all(counts == tokens["stock"] for counts in tokens.values())
     assert result["ratios"].keys() == tokens.keys() - {"stock"}
-    assert all(start["seconds"] > 0 and 20 < start["MiB"] < 250 for start in result["starts"].values())
     monkeypatch.setattr(products, "has_bf16_units", lambda: True)
     with pytest.raises(SystemExit, match="--exported"):
         benchmark_decoding.main(list(map(str, [*small, *flags, "--precision", "fp32", "bf16"])))
 
 
 def test_attention(tmp_path, monkeypatch):
-    def broken(problem):
-        raise RuntimeError("no such operation\nand more")
-
-    monkeypatch.setitem(benchmark_attention.PATHS, "sdpa", broken)
     flags = ["--repetitions", 2, "--device", "cpu", "--tokens", 48, "--longest", 16, "--heads", 4]
     monkeypatch.setattr(benchmark_attention, "SHORTEST_TIMING", 0)
-    record = result_of(benchmark_attention, tmp_path / "a.json", *flags)
+    record = result_of(benchmark_attention, tmp_path / "a.json", *flags, "--paths", "ours", "sdpa")
     assert [result["kind"] for result in record["results"]] == ["encoder", "decoder", "cross"]
     for result in record["results"]:
-        assert result["cannot_run"] == {"sdpa": "RuntimeError: no such operation"}
         assert result["difference_from_plain"]["ours"] < 1e-5  # outputs and gradients
-        assert result["paths"].keys() == {"ours", "plain"}
+        assert result["paths"].keys() == {"ours", "sdpa"}
         for passes in result["paths"].values():
             for cost in passes.values():
-                assert min(cost["memory"], cost["milliseconds"]["median"], cost["floor"]["milliseconds"]) > 0
-    assert record["results"][0]["paths"]["plain"]["forward"]["memory"] >= 4 * 3 * 4 * 16 * 16  # one map at least
-
-    monkeypatch.setitem(benchmark_attention.PATHS, "plain", broken)  # as where a GPU has too little memory for it
-    (result,) = result_of(benchmark_attention, tmp_path / "b.json", *flags, "--paths", "ours", "--kind", "cross")[
-        "results"
-    ]
-    assert result["paths"].keys() == {"ours"} and result["cannot_run"].keys() == {"plain"}
-    assert result["difference_from_plain"] == {}
+                assert min(cost["milliseconds"]["median"], cost["floor"]["milliseconds"]) > 0
 
 
 @pytest.mark.parametrize("kind", benchmark_attention.KINDS)

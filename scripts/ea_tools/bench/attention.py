@@ -1,9 +1,10 @@
-"""Measure the operation alone: time, memory, share of the floor; options.attention names the candidates."""
+"""Measure the operation alone: time, share of the floor; options.attention names the candidates."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, EvolvingMultiheadAttention, Padding
 from ea_fairseq.graphs import Graph
 from ea_fairseq.recording import capturing
 from ea_tools.bench import common, options
-from ea_tools.common import UserError, reporting, write_json
-from ea_tools.training.memory import keep_freed_memory
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import refusals
 from evolving_attention.masks import combine
@@ -55,69 +53,33 @@ class Problem:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, print, and keep everything in --output."""
     args = options.attention(arguments)
-    results = []
-    with reporting("benchmark_attention"):
-        device = common.prepare(args)
-        if device == "cpu":
-            keep_freed_memory()  # as scripts/train.sh does
+    lengths = options.LENGTHS[: options.LENGTHS.index(args.longest) + 1]
+
+    def cases(device: str) -> Iterator[tuple[str, str, int, int]]:
         for precision in args.precision:
             peaks = machine(device, common.DTYPES[precision])
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
-            for kind in args.kind:
-                for heads in args.heads:
-                    for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1]:
-                        result = measure(args, device, precision, kind, heads, length, peaks)
-                        results.append(result)
-                        report(result)
-                        write_json(args.output, common.record("attention", args, device, results))
-    print(f"written: {args.output}")
+            yield from itertools.product([precision], args.kind, args.heads, lengths)
 
-
-def alive(device: str, error: Exception) -> None:
-    """Raise where nothing runs any more on the device, as after an illegal address: no other path would."""
-    try:
-        common.synchronize(device)
-    except RuntimeError as lost:
-        raise RuntimeError(f"{lost}; after {type(error).__name__}: {error}") from error
+    common.run("attention", args, cases, measure, report)
 
 
 def measure(
-    args: argparse.Namespace,
-    device: str,
-    precision: str,
-    kind: str,
-    heads: int,
-    length: int,
-    peaks: Mapping[str, float],
+    args: argparse.Namespace, device: str, precision: str, kind: str, heads: int, length: int
 ) -> dict[str, Any]:
     """Times, memory and floor of all paths on one problem."""
+    peaks = machine(device, common.DTYPES[precision])
     batch = max(1, args.tokens // length)
     problem = make_problem(args.seed, device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
-    runs, failed, differences, expected = {}, {}, {}, None
-    for name in dict.fromkeys(["plain", *args.paths]):  # the others are compared with plain, timed or not
-        try:
-            run = PATHS[name](problem)
-            outcome = results_of(run, problem)
-        except Exception as error:  # memory that is too small: the other paths go on
-            alive(device, error)
-            failed[name] = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-            continue
-        runs[name] = run
-        expected = outcome if name == "plain" else expected
-        if name != "sdpa" and expected is not None:
-            # Not Python's max, which may pass over a NaN.
-            differences[name] = torch.tensor([*map(relative_difference, outcome, expected)]).max().item()
-    timed = {name: runs[name] for name in args.paths if name in runs}
-    if not timed:
-        raise UserError(f"no path could be measured: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
-    first, loops = next(iter(runs.values())), {}
-    for which, call in PASSES.items():  # how many calls make up one timing
-        loops[which] = max(1, round(SHORTEST_TIMING / fastest(partial(call, first, problem), 3, device)))
-    memory = {
-        name: {which: peak_memory(partial(PASSES[which], run, problem), device) for which in PASSES}
-        for name, run in timed.items()
+    runs = {name: PATHS[name](problem) for name in dict.fromkeys(["plain", *args.paths])}
+    found = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
+    # Not Python's max, which may pass over a NaN.
+    worst = {name: torch.tensor([*map(relative_difference, one, found["plain"])]).max() for name, one in found.items()}
+    loops = {  # how many calls make up one timing
+        which: max(1, round(SHORTEST_TIMING / fastest(partial(call, runs["plain"], problem), 3, device)))
+        for which, call in PASSES.items()
     }
-    paths = {name: partial(repeat, run, problem, loops) for name, run in timed.items()}
+    paths = {name: partial(repeat, runs[name], problem, loops) for name in args.paths}
     label = f"{kind} K={heads} N={length} {precision}"
     times = common.interleave(paths, list(PASSES), args.repetitions, device, label)
     return {
@@ -127,15 +89,13 @@ def measure(
             name: {
                 which: {
                     "milliseconds": common.spread([1e3 * row[number] / loops[which] for row in table]),
-                    "memory": memory[name][which],
                     "floor": least(problem, name, peaks)[which],
                 }
                 for number, which in enumerate(PASSES)
             }
             for name, table in times["seconds"].items()
         },
-        "difference_from_plain": differences,
-        "cannot_run": failed,
+        "difference_from_plain": {name: float(difference) for name, difference in worst.items()},
         "calls_per_timing": loops,
         "times": times,
     }
@@ -299,24 +259,6 @@ def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) ->
     return loops[which] * problem.q.size(0) * problem.q.size(1)
 
 
-def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """Bytes at most during a call, beyond those in use before; on the CPU by PyTorch's allocator."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        call()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def least(problem: Problem, path: str, peaks: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """`floor` of a path, with the milliseconds that this machine needs for it at its best."""
     length, batch, _ = problem.q.shape
@@ -377,13 +319,11 @@ def machine(device: str, dtype: torch.dtype) -> dict[str, float]:
 def report(result: Mapping[str, Any]) -> None:
     """Print one problem's results, a line for each path."""
     print("\n{kind} attention, K = {heads}, N = {length}, B = {batch}, {precision}".format(**result))
-    print(f"  {'':<9}" + "".join(f"{which + ' ms':>22} {'MiB':>8} {'floor':>6}" for which in PASSES))
+    print(f"  {'':<9}" + "".join(f"{which + ' ms':>22} {'floor':>6}" for which in PASSES))
     for name, passes in result["paths"].items():
         line = f"  {name:<9}"
         for cost in passes.values():
             milliseconds = cost["milliseconds"]["median"]
             share = cost["floor"]["milliseconds"] / milliseconds
-            line += f"{milliseconds:22.2f} {cost['memory'] / 2**20:8.1f} {share:6.0%}"
+            line += f"{milliseconds:22.2f} {share:6.0%}"
         print(line)
-    for name, reason in result["cannot_run"].items():
-        print(f"  {name:<9} cannot run: {reason}")

@@ -13,9 +13,8 @@ import itertools
 import os
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,13 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary, FairseqDataset, LanguagePairDataset, ListDataset
 from fairseq.data.data_utils import numpy_seed
-from fairseq.data.indexed_dataset import make_builder
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.tasks import TASK_REGISTRY, FairseqTask
+from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
-from ea_tools.common import UserError
-from ea_tools.sides import BOTH, TASKS, Sides, sides_of
-from ea_tools.training.products import use_bf16_products
+from ea_tools.common import UserError, reporting, write_json
+from ea_tools.training.memory import keep_freed_memory
+from ea_tools.training.products import require_bf16_units, use_bf16_products
 from ea_tools.training.provenance import provenance
 
 Batch = dict[str, Any]  # as fairseq collates it
@@ -61,17 +58,22 @@ POSITIONS = 1024  # fairseq's own number for a model
 
 def prepare(args: argparse.Namespace) -> str:
     """Set device and threads as asked; gives the device's name, "cpu" or "cuda"."""
-    if args.device == "cuda" and not torch.cuda.is_available():
+    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" != device:
         raise UserError("--device cuda: PyTorch sees no GPU here")
     if getattr(args, "data", None) and not (args.data / "PREP.json").is_file():
         raise UserError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
-    if "fp16" in args.precision and (args.device == "cpu" or not torch.cuda.is_available()):
+    if "fp16" in args.precision and device == "cpu":
         raise UserError("--precision fp16 needs a GPU")
+    if device == "cpu":
+        keep_freed_memory()  # as scripts/train.sh does
+        if "size" in args and "bf16" in args.precision:  # of products; of an attention alone, of all numbers
+            require_bf16_units()
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.allow_tf32 = False  # float32 is float32, in the plain composition's convolutions as elsewhere
-    return "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return device
 
 
 def type_of_numbers(precision: str, device: str) -> str:
@@ -113,34 +115,19 @@ def _configuration(*words: str) -> DictConfig:
     return convert_namespace_to_omegaconf(args)
 
 
-def sides_of_model(model: str) -> Sides:
-    """The sides of a model, by words after --arch."""
-    return sides_of(ARCH_MODEL_REGISTRY[model.split()[0]])
+def task_flags(longest: int = POSITIONS) -> list[str]:
+    """The flags of translation, for sentences of at most so many tokens."""
+    return ["--task", "translation", "--max-source-positions", str(longest), "--max-target-positions", str(longest)]
 
 
-def task_flags(model: str, longest: int = POSITIONS) -> list[str]:
-    """The flags of the task that trains such a model: translation, or that of a model with one side.
-
-    Args:
-        longest: sentence that the model has positions for, in tokens.
-    """
-    sides = sides_of_model(model)
-    if sides == BOTH:
-        positions = ["--max-source-positions", str(longest), "--max-target-positions", str(longest)]
-    else:  # one sentence is one sample; masked_lm puts a token before it
-        positions = ["--sample-break-mode", "eos", "--tokens-per-sample", str(longest + 1)]
-    return ["--task", TASKS[sides], *positions]
-
-
-def make_task(args: argparse.Namespace, config: DictConfig) -> FairseqTask:
+def make_task(args: argparse.Namespace, config: DictConfig) -> TranslationTask:
     """The task of --data; without it, one whose dictionary has WORDS words and no file."""
-    kind = TASK_REGISTRY[config.task._name]
     if args.data:
-        return kind.setup_task(config.task)
+        return TranslationTask.setup_task(config.task)
     words = Dictionary()
     for number in range(WORDS - len(words)):
         words.add_symbol(str(number))
-    return kind(config.task, words, words) if kind is TranslationTask else kind(config.task, words)
+    return TranslationTask(config.task, words, words)
 
 
 def corpus(args: argparse.Namespace, task: FairseqTask, split: str) -> FairseqDataset:
@@ -152,7 +139,7 @@ def corpus(args: argparse.Namespace, task: FairseqTask, split: str) -> FairseqDa
 
 
 def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> FairseqDataset:
-    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them. One side reads the first."""
+    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them."""
     words, chance = task.source_dictionary, torch.Generator().manual_seed(seed)
     sides = []
     for side in (lengths[:, 0], lengths[:, 1]):
@@ -160,21 +147,7 @@ def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> Fa
         tokens = torch.randint(words.nspecial, len(words), (int(sizes.sum()),), generator=chance)
         tokens[torch.from_numpy(sizes.cumsum() - 1)] = words.eos()
         sides += [ListDataset(tokens.split(sizes.tolist()), sizes), sizes, words]
-    return LanguagePairDataset(*sides) if isinstance(task, TranslationTask) else _as_read_by(task, sides[0])
-
-
-def _as_read_by(task: FairseqTask, sentences: ListDataset) -> FairseqDataset:
-    """The data set that a task of one side makes of these sentences, which it reads from a file."""
-    configured = task.cfg or task.args
-    with tempfile.TemporaryDirectory() as folder:
-        builder = make_builder(f"{folder}/train.bin", impl="mmap", vocab_size=len(task.source_dictionary))
-        for sentence in sentences:
-            builder.add_item(sentence)
-        builder.finalize(f"{folder}/train.idx")
-        configured.data, before = folder, configured.data
-        task.load_dataset("train")  # maps the file, which may go when its folder does
-        configured.data = before
-    return task.dataset("train")
+    return LanguagePairDataset(*sides)
 
 
 def batches_of(dataset: FairseqDataset, seed: int, **limits: int) -> list[Sequence[int]]:
@@ -253,46 +226,66 @@ def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
     }
 
 
+def run(
+    name: str,
+    args: argparse.Namespace,
+    cases: Callable[[str], Iterable[Sequence[Any]]],
+    measure: Callable[..., dict[str, Any]],
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Measure case after case; each is printed, and kept in --output, as soon as it is there.
+
+    Args:
+        cases: of a device: the arguments of `measure` behind the command line's and the device.
+        report: prints a result (default: `report_speeds`).
+    """
+    results: list[dict[str, Any]] = []
+    with reporting(f"benchmark_{name}"):
+        device = prepare(args)
+        for case in cases(device):
+            results.append(measure(args, device, *case))
+            (report or report_speeds)(results[-1])
+            write_json(args.output, record(name, args, device, results))
+    print(f"written: {args.output}")
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = numpy.percentile(values, (25, 50, 75))
     return {"median": float(middle), "q1": float(low), "q3": float(high), "count": len(values)}
 
 
-def ratios(times: Times, clock: str = "seconds") -> dict[str, dict[str, float]]:
-    """Speed of each candidate as a share of stock's. A pass is one repetition over all batches.
-
-    Args:
-        times: the result of `interleave`.
-        clock: "seconds", or "cpu_seconds", which leave out other work on the machine, and count threads that wait.
-    """
-    speed = _speed_of_passes(times, clock)
-    return {name: spread(speed[name] / speed["stock"]) for name in speed if name != "stock"}
-
-
-def _speed_of_passes(times: Times, clock: str) -> dict[str, numpy.ndarray]:
-    """Tokens a second of each candidate, pass by pass."""
-    tokens, seconds = (
-        {name: numpy.array(table).sum(axis=1) for name, table in times[kind].items()} for kind in ("tokens", clock)
-    )
-    return {name: tokens[name] / seconds[name] for name in seconds}
-
-
 def speeds(times: Times) -> dict[str, Any]:
-    """Tokens per second of each candidate, and of ours as a share of stock's, from what `interleave` gives."""
-    return {
-        "tokens_per_second": {name: spread(values) for name, values in _speed_of_passes(times, "seconds").items()},
-        "ratio": ratios(times)["ours"],
-        "ratio_by_cpu_time": ratios(times, "cpu_seconds")["ours"],
+    """Tokens per second of each candidate, and its speed as a share of stock's, from what `interleave` gives.
+
+    A pass is one repetition over all batches. CPU time leaves out other work on the machine, and counts threads that
+    wait.
+    """
+    passes = {
+        clock: {
+            name: numpy.array(times["tokens"][name]).sum(axis=1) / numpy.array(table).sum(axis=1)
+            for name, table in times[clock].items()
+        }
+        for clock in ("seconds", "cpu_seconds")
     }
+    by_wall, by_cpu = (
+        {name: spread(speed / of_all["stock"]) for name, speed in of_all.items() if name != "stock"}
+        for of_all in passes.values()
+    )
+    per_second = {name: spread(speed) for name, speed in passes["seconds"].items()}
+    return {"tokens_per_second": per_second, "ratio": by_wall["ours"], "ratios": by_wall, "cpu_ratios": by_cpu}
 
 
-def report_speeds(label: str, result: Mapping[str, Any], device: str) -> None:
+def report_speeds(result: Mapping[str, Any]) -> None:
     """Print what `speeds` found, as people read it."""
-    by_cpu = f", by CPU time {show(result['ratio_by_cpu_time'])}" if device == "cpu" else ""
-    print(f"{label}: ours / stock {show(result['ratio'])}{by_cpu}")
+    print(result["label"])
     for name, speed in result["tokens_per_second"].items():
-        print(f"  {result['architectures'].get(name, name):<20} {show(speed, 0):>30} target tokens/s")
+        label = result["architectures"].get(name, name)
+        line = f"  {label:<30} {show(speed, 0):>30} target tokens/s"
+        if name != "stock":
+            by_cpu = show(result["cpu_ratios"][name])
+            line += f", {show(result['ratios'][name])} of stock's, by CPU time {by_cpu}"
+        print(line)
 
 
 def show(quartiles: Mapping[str, float], digits: int = 2) -> str:

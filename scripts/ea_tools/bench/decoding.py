@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,6 @@ from omegaconf import DictConfig
 
 from ea_fairseq import graphs
 from ea_tools.bench import common, exported, options
-from ea_tools.common import UserError, reporting, write_json
-from ea_tools.sides import BOTH, DECODER, NAMES, sides_of
-from ea_tools.training.products import require_bf16_units
 
 #: a further candidate on a GPU: our model, each step launched by the host
 NO_GRAPHS = "ours, no graphs"
@@ -29,23 +27,13 @@ NO_GRAPHS = "ours, no graphs"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, print, and keep everything in --output."""
     args = options.decoding(arguments)
-    results = []
-    with reporting("benchmark_decoding"):
-        device = common.prepare(args)
-        if device == "cpu" and "bf16" in args.precision:
-            require_bf16_units()
+
+    def cases(device: str) -> Iterator[tuple[str, str, int, str]]:
         if args.exported:
             exported.require(args, device)
-        for size in args.size:
-            for precision in args.precision:
-                for beam in args.beam:
-                    for batch in args.batch:
-                        results.append(measure(args, device, size, precision, beam, batch))
-                        common.report_speeds(results[-1]["label"], results[-1], device)
-                        if args.exported:
-                            exported.report(results[-1])
-                        write_json(args.output, common.record("decoding", args, device, results))
-    print(f"written: {args.output}")
+        return itertools.product(args.size, args.precision, args.beam, args.batch)
+
+    common.run("decoding", args, cases, measure)
 
 
 def measure(args: argparse.Namespace, device: str, size: str, precision: str, beam: int, batch: str) -> dict[str, Any]:
@@ -57,7 +45,7 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
     decoders = {
         name: decoder(task, ready(model, config, precision, device), config, device) for name, model in models.items()
     }
-    if has_graphs(models["ours"], device):
+    if graphs.for_device(torch.device(device)) is not None:
         eager = ready(random_model(args, task, architectures["ours"]), config, precision, device)
         eager.decoder.graphs = False
         decoders[NO_GRAPHS] = decoder(task, eager, config, device)
@@ -67,7 +55,7 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
         architectures = {**architectures, **{name: exported.NAMES[name] for name in folders}}
         decoders |= exported.candidates(folders, torch.get_num_threads(), beam, task)
     times = common.interleave(decoders, batches, args.repetitions, device, label)
-    result = {
+    return {
         "label": label,
         "size": size,
         "architectures": architectures,
@@ -76,21 +64,14 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
         "batch": batch,
         "batches": [common.describe(picked) for picked in batches],
         **common.speeds(times),
-        "ratios": common.ratios(times),
         "times": times,
     }
-    if args.exported:
-        by_cpu = common.ratios(times, "cpu_seconds")
-        result |= {"cpu_ratios": by_cpu, "starts": exported.starts(folders)}
-    return result
 
 
 def configured(args: argparse.Namespace, size: str, beam: int, device: str) -> tuple[DictConfig, FairseqTask]:
     """fairseq's configuration and task, which do for both models of a pair."""
     stock = options.PAIRS[size]["stock"]
-    if "decoder" not in (sides := common.sides_of_model(stock)):
-        raise UserError(f"--size {size}: such models have {NAMES[sides]}, and decode nothing")
-    config = common.configuration(stock, *common.task_flags(stock), data=args.data or "data", device=device)
+    config = common.configuration(stock, *common.task_flags(), data=args.data or "data", device=device)
     config.generation.beam = beam
     return config, common.make_task(args, config)
 
@@ -100,11 +81,6 @@ def choose(args: argparse.Namespace, task: FairseqTask, batch: str) -> list[comm
     limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
     data = common.corpus(args, task, args.subset)
     return common.pick(data, common.batches_of(data, args.seed, **limits), args.batches, args.seed)
-
-
-def has_graphs(model: FairseqModel, device: str) -> bool:
-    """Whether steps of such a model of ours can be graphs there."""
-    return sides_of(type(model)) == BOTH and graphs.for_device(torch.device(device)) is not None
 
 
 #: the folders of exported models, which a process writes once for each pair of models
@@ -121,8 +97,7 @@ def _exports(size: str, models: Mapping[str, FairseqModel], task: FairseqTask) -
 
 def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
-    shared = ["--share-all-embeddings"] if common.sides_of_model(words) == BOTH else []
-    config = common.configuration(words, *common.task_flags(words), *shared, data=args.data or "data")
+    config = common.configuration(words, *common.task_flags(), "--share-all-embeddings", data=args.data or "data")
     torch.manual_seed(args.seed)
     model = task.build_model(config.model)
     model.load_state_dict(model.state_dict())
@@ -152,8 +127,6 @@ def searcher(
         steps = round(batch["ntokens"] / batch["nsentences"]) - 1  # end of sentence follows
         generator.min_len, generator.max_len_a, generator.max_len_b = steps, 0, steps
         sample = utils.move_to_cuda(batch) if device == "cuda" else batch
-        if sides_of(type(model)) == DECODER:  # needs no source
-            sample = {"net_input": {"src_tokens": sample["net_input"]["src_tokens"][:, :1]}}
         return task.inference_step(generator, [model], sample)
 
     return search

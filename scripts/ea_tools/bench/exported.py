@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq.models import BaseFairseqModel as FairseqModel
@@ -19,8 +16,8 @@ from fairseq.tasks import FairseqTask
 from ea_fairseq.export import export
 from ea_runtime import Translator
 from ea_runtime.search import Settings
-from ea_tools.bench.common import Batch, Candidate, show
-from ea_tools.common import REPO, UserError
+from ea_tools.bench.common import Batch, Candidate
+from ea_tools.common import UserError
 from ea_tools.translating.export import describe_folder, quantise
 
 #: candidate -> description
@@ -30,16 +27,6 @@ NAMES = {
     "ctranslate2": "CTranslate2, plain Transformer",
     "ctranslate2 int8": "CTranslate2, plain, int8",
 }
-
-#: A program that translates a sentence, and prints its seconds and MiB.
-_START = """
-import pathlib, re, sys, time
-begin = time.perf_counter()
-from ea_runtime import Translator
-Translator(sys.argv[1], threads=1).translate(["0 1 2 3"], max_len_b=25)
-seconds = time.perf_counter() - begin
-print(seconds, int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024)
-"""
 
 
 def write(models: Mapping[str, FairseqModel], task: FairseqTask, folder: Path) -> dict[str, Path]:
@@ -128,30 +115,7 @@ def candidates(folders: Mapping[str, Path], threads: int, beam: int, task: Fairs
     return {name: makers[name](folder) for name, folder in folders.items()}
 
 
-def starts(folders: Mapping[str, Path]) -> dict[str, dict[str, float]]:
-    """Seconds until a fresh process has translated its first sentence, and the most memory that it had."""
-    measured = {}
-    for name in (name for name in folders if name.startswith("exported")):
-        command = [sys.executable, "-c", _START, str(folders[name])]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
-        if done.returncode:
-            raise UserError(f"{name}: the process ended with status {done.returncode}: {done.stderr[-200:]}")
-        seconds, memory = map(float, done.stdout.split())
-        measured[name] = {"seconds": seconds, "MiB": memory}
-    return measured
-
-
-def report(result: Mapping[str, Any]) -> None:
-    """Print the ratios, and how the exported models start."""
-    for name, ratio in result["ratios"].items():
-        print(f"  {name} / stock {show(ratio)}, by CPU time {show(result['cpu_ratios'][name])}")
-    for name, start in result["starts"].items():
-        print(f"  {name}: first translation after {start['seconds']:.2f} s, {start['MiB']:.0f} MiB")
-
-
 def require(args: Namespace, device: str) -> None:
     """Refuse what cannot be timed: exported models run on the CPU, in their own precision."""
     if device != "cpu" or args.precision != ["fp32"]:
         raise UserError("--exported: exported models run on the CPU; add --device cpu, and leave --precision at fp32")
-    if others := [size for size in args.size if size in ("lm", "roberta_base")]:
-        raise UserError(f"--exported: {others[0]} does not translate; leave it out of --size")

@@ -145,7 +145,7 @@ def speed(size: str, precision: str, tokens: int) -> Callable[[Setting], Iterato
 
     def rows(report: Setting) -> Iterator[Row]:
         args = report.settings(size, precision, tokens)
-        result = training.measure(args, [], report.device, size, report.precision(precision))
+        result = training.measure([], args, report.device, size, report.precision(precision))
         updates = len(result["batches"])
         for name, table in result["times"]["seconds"].items():
             yield {

@@ -15,8 +15,6 @@ from ea_tools.maps import KINDS
 PAIRS = {
     "lite": {"ours": "ea_transformer_lite", "stock": "transformer_lite"},
     "base": {"ours": "ea_transformer_base", "stock": "transformer"},
-    "lm": {"ours": "ea_transformer_lm", "stock": "transformer_lm"},
-    "roberta_base": {"ours": "ea_roberta_base", "stock": "roberta_base"},
     "bart_base": {"ours": "ea_bart_base", "stock": "bart_base"},
     **{
         name: {"ours": system, "stock": "transformer_lite"}
@@ -54,7 +52,7 @@ GPU_STEPS = {
 
 
 def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The operation alone, from projected queries, keys and values to the context: time, memory, share of the floor.
+    """The operation alone, from projected queries, keys and values to the context: time, share of the floor.
 
       ours   the model's attention between its projections, by the path that it takes here.
       plain  the same as a composition of PyTorch's operations: products, evolution, mask, softmax.
@@ -92,9 +90,8 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     Both models stand in one process and take turns on the same batches. Tokens are those of the best hypotheses, as
     fairseq-generate counts them. Models with random weights end no sentence: each gets as many steps as the targets of
-    its batch have tokens on average. A language model (lm) writes such sentences without a source. On a GPU ours takes
-    turns with and without CUDA graphs. --exported adds our model exported, in float32 and in 8 bits. It adds
-    CTranslate2 with the plain one, where that is installed.
+    its batch have tokens on average. On a GPU ours takes turns with and without CUDA graphs. --exported adds our
+    model exported, in float32 and in 8 bits. It adds CTranslate2 with the plain one, where that is installed.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
         scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
@@ -118,8 +115,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     --optimizer flat_adam, too, as in scripts/train.sh. On a GPU so do stock with flat_adam, and ours with captured
     steps; a turn is then all batches in a row. A process for each model measures its peak memory, over many
     batches of many shapes, as in a real epoch. With --growth, batches of one length each, from 16 to 2048 tokens,
-    replace the corpus. A language model (lm) and a RoBERTa read the source alone, by their own task and criterion.
-    Their --data is a folder of data-prep/one-side.sh.
+    replace the corpus.
 
         scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16

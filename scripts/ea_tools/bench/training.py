@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +23,32 @@ from tqdm import tqdm
 from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
-from ea_tools.common import UserError, reporting, write_json
-from ea_tools.sides import BOTH, DECODER, ENCODER
-from ea_tools.training.memory import keep_freed_memory
-from ea_tools.training.products import require_bf16_units
+from ea_tools.common import UserError, reporting
 from ea_tools.training.recipes import read, spell_flags
 
-#: flags of recipes that only translation has, and what trains a model with one side
-OF_TRANSLATION = {"criterion", "label-smoothing", "share-all-embeddings", "share-decoder-input-output-embed"}
 #: further candidates: one optimizer call for all parameters, and with it captured steps
 FLAT, STOCK_FLAT, CAPTURED = f"ours, {optim.NAME}", f"stock, {optim.NAME}", "ours, captured"
-CRITERIA = {ENCODER: "masked_lm", DECODER: "cross_entropy"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, measure memory, print, and keep everything in --output."""
     arguments = sys.argv[1:] if arguments is None else [str(word) for word in arguments]
     args = options.training(arguments)
-    with reporting("benchmark_training"):
-        device = common.prepare(args)
-        if device == "cpu":
-            keep_freed_memory()  # as scripts/train.sh does
-            if "bf16" in args.precision:
-                require_bf16_units()
-        if args.memory_of:
-            print(json.dumps(memory(args, device, **json.loads(args.memory_of))))
-            return
-        results = []
-        for size in args.size:
-            for precision in args.precision:
-                for length in options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]:
-                    results.append(measure(args, arguments, device, size, precision, length))
-                    report(results[-1], device)
-                    write_json(
-                        args.output, common.record("growth" if args.growth else "training", args, device, results)
-                    )
-    print(f"written: {args.output}")
+    if args.memory_of:
+        with reporting("benchmark_training"):
+            print(json.dumps(memory(args, common.prepare(args), **json.loads(args.memory_of))))
+        return
+    lengths = options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]
+
+    def cases(device: str) -> Iterator[tuple[str, str, int | None]]:
+        return itertools.product(args.size, args.precision, lengths)
+
+    common.run("growth" if args.growth else "training", args, cases, partial(measure, arguments), report)
 
 
 def measure(
-    args: argparse.Namespace,
     arguments: Sequence[str],
+    args: argparse.Namespace,
     device: str,
     size: str,
     precision: str,
@@ -91,7 +78,6 @@ def measure(
         "architectures": pair,
         "batches": [common.describe(batch) for batch in batches],
         **common.speeds(times),
-        "ratios": common.ratios(times),
         "times": times,
     }
     if args.memory_batches:
@@ -104,15 +90,12 @@ def measure(
     return result
 
 
-def report(result: Mapping[str, Any], device: str) -> None:
+def report(result: Mapping[str, Any]) -> None:
     """Print what `measure` found."""
-    pair = result["architectures"]
-    common.report_speeds(result["label"], result, device)
-    for name, ratio in result["ratios"].items():
-        if name not in pair:
-            print(f"  {name} / stock {common.show(ratio)}")
+    common.report_speeds(result)
     for name, used in result.get("memory", {}).items():
-        print(f"  {pair[name]:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, {used['before'] / 2**20:,.0f} before")
+        label = result["architectures"][name]
+        print(f"  {label:<20} {used['peak'] / 2**20:>8,.0f} MiB at most, {used['before'] / 2**20:,.0f} before")
 
 
 def has_graphs(device: str) -> bool:
@@ -138,16 +121,12 @@ def trainer(
     recipe = read(args.recipe)
     precision = common.type_of_numbers(precision, device)
     flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
-    sides = common.sides_of_model(model)
-    if sides != BOTH:
-        flags = {name: value for name, value in flags.items() if name not in OF_TRANSLATION}
-        flags["criterion"] = CRITERIA[sides]
-    elif not args.data:  # the benchmark's words are one dictionary
+    if not args.data:  # the benchmark's words are one dictionary
         flags = {**flags, "share-all-embeddings": True, "share-decoder-input-output-embed": False}
     flags["optimizer"] = optimizer
     longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
     flags = [
-        *common.task_flags(model, longest),
+        *common.task_flags(longest),
         *spell_flags(flags),
         "--max-tokens",
         args.max_tokens or recipe.batch.tokens,
