@@ -17,6 +17,7 @@ logging.root.addHandler(_set_up)
 
 from .transformer import EATransformerModel  # noqa: E402, I001  (registers a model, first)
 from .bart import EABARTModel  # noqa: E402
+from .cmlm import EACMLMModel  # noqa: E402
 from .language_model import EATransformerLanguageModel  # noqa: E402
 from .roberta import EARobertaModel  # noqa: E402
 from . import architectures, optim  # noqa: E402, F401  (registers the presets, and the optimizer)
@@ -39,6 +40,7 @@ if "fairseq_cli.train" in sys.modules and any(optim.NAME in word for word in sys
 
 __all__ = [
     "EABARTModel",
+    "EACMLMModel",
     "EARobertaModel",
     "EATransformerLanguageModel",
     "EATransformerModel",

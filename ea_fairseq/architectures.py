@@ -121,7 +121,7 @@ def _language_model(fairseqs: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 # Each of fairseq's presets of these models has a twin of evolving attention, of the same name with ea_ before it.
-for _model in ("roberta", "bart", "transformer_lm"):
+for _model in ("roberta", "bart", "transformer_lm", "cmlm_transformer"):
     for _name in ARCH_MODEL_INV_REGISTRY[_model]:
         _preset = ARCH_CONFIG_REGISTRY[_name]
         if _model == "transformer_lm":

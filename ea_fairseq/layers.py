@@ -122,17 +122,22 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         self.hands_on_maps = self.hands_on_self or self.hands_on_cross
         adopt_dropout(self, settings)
 
+    def evolution_of(self, settings: Settings, kind: Geometry) -> tuple[Geometry, dict[str, Any]]:
+        """The window of this kind of attention's convolution, and the keyword arguments of the attention."""
+        return kind, settings.attention(kind, self._first)
+
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> MultiheadAttention:
         settings = Settings.of(cfg)
         if not settings.evolves(Geometry.DECODER_SELF):
             return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
+        geometry, evolution = self.evolution_of(settings, Geometry.DECODER_SELF)
         return DecoderAttention(
-            Geometry.DECODER_SELF,
+            geometry,
             embed_dim,
             cfg.decoder.attention_heads,
-            **settings.attention(Geometry.DECODER_SELF, self._first),
+            **evolution,
             **_common(self, cfg),
             self_attention=True,
             add_bias_kv=add_bias_kv,
@@ -144,11 +149,12 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         settings = Settings.of(cfg)
         if not settings.evolves(Geometry.ENCODER_DECODER):
             return super().build_encoder_attention(embed_dim, cfg)
+        geometry, evolution = self.evolution_of(settings, Geometry.ENCODER_DECODER)
         return DecoderAttention(
-            Geometry.ENCODER_DECODER,
+            geometry,
             embed_dim,
             cfg.decoder.attention_heads,
-            **settings.attention(Geometry.ENCODER_DECODER, self._first),
+            **evolution,
             **_common(self, cfg),
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,

@@ -8,15 +8,14 @@ from torch import Tensor, nn
 
 from evolving_attention.evolution import Evolution
 
-from .options import KINDS
-
 
 def learnt_mixes(model: nn.Module) -> dict[str, float]:
     """{"alpha_encoder_2": 0.1, ...}: alpha and beta where they are parameters, by kind of attention and layer."""
     layers, mixes = Counter(), {}
-    for module in model.modules():
+    for place, module in model.named_modules():
         if isinstance(module, Evolution):
-            kind = KINDS[module.geometry]
+            # by its place: a bidirectional decoder's geometry is the encoder's
+            kind = "cross" if "encoder_attn" in place else "decoder" if "decoder." in place else "encoder"
             layers[kind] += 1
             for name in ("alpha", "beta"):
                 value = getattr(module, name)

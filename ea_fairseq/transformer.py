@@ -101,6 +101,8 @@ class EATransformerEncoder(TransformerEncoderBase):
 class EATransformerDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder, which threads the attention maps from layer to layer."""
 
+    layer_class = EADecoderLayer
+
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any):
         self._layers_built = 0
         super().__init__(cfg, *args, **kwargs)
@@ -113,7 +115,7 @@ class EATransformerDecoder(TransformerDecoderBase):
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         self._layers_built += 1
-        return _wrapped(EADecoderLayer(cfg, no_encoder_attn, first=self._layers_built == 1), cfg)
+        return _wrapped(self.layer_class(cfg, no_encoder_attn, first=self._layers_built == 1), cfg)
 
     def forward(
         self,

@@ -28,6 +28,7 @@ KINDS = {
     "transformer_lm": ("language_modeling", LM),
     "roberta": ("masked_lm", ROBERTA),
     "bart": ("denoising", BART),
+    "cmlm": ("translation_lev", [*TINY, "--share-all-embeddings"]),
     "": ("translation", TINY),
 }
 

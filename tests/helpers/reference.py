@@ -202,22 +202,25 @@ def compare_layers(layers, padding, attention=attention):
     compare(layers, in_both_modes(layers, run), slow[~padding], [x])
 
 
-def compare_decoder(layers, padding):
-    """A decoder's self-attentions, which may hand on maps, against loops. padding: T numbers, 1 = padded."""
+def compare_decoder(layers, padding, kind="decoder"):
+    """A decoder's self-attentions, which may hand on maps, against loops.
+
+    padding: T numbers, 1 = padded. ``kind``: "encoder" in a bidirectional decoder.
+    """
     layers, padding = randomised(torch.nn.ModuleList(layers)), torch.tensor(padding, dtype=torch.bool)
     rows = len(padding)
     x = torch.randn(rows, layers[0].embed_dim, dtype=torch.float64, requires_grad=True)
-    future = torch.full((rows, rows), -torch.inf).triu(1)
+    future = torch.full((rows, rows), -torch.inf).triu(1) if kind == "decoder" else None
     options = {"key_padding_mask": padding[None], "attn_mask": future}
     fast = in_both_modes(layers, lambda: _through(layers, x, None, **options))
     slow, previous = x, None
     for layer in layers:
-        slow, previous = attention(layer, slow, slow, "decoder", padding, padding, previous)
+        slow, previous = attention(layer, slow, slow, kind, padding, padding, previous)
     compare(layers, fast[~padding], slow[~padding], [x])
 
 
-def compare_cross(layers, source_padding, target_padding):
-    """Encoder-decoder attentions, which may hand on maps, against loops.
+def compare_cross(layers, source_padding, target_padding, kind="cross"):
+    """Encoder-decoder attentions, which may hand on maps, against loops. ``kind``: "encoder" as above.
 
     source_padding: S numbers, target_padding: T numbers, 1 = padded.
     """
@@ -231,7 +234,7 @@ def compare_cross(layers, source_padding, target_padding):
     fast = in_both_modes(layers, lambda: _through(layers, x, y, key_padding_mask=masks))
     slow, previous = x, None
     for layer in layers:
-        slow, previous = attention(layer, slow, y, "cross", target, source, previous)
+        slow, previous = attention(layer, slow, y, kind, target, source, previous)
     compare(layers, fast[~target], slow[~target], [x, y])
 
 
