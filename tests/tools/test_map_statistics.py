@@ -8,6 +8,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from helpers.mistakes import refusal
 from helpers.toy import save_model
 
 from ea_tools.common import UserError
@@ -258,13 +259,7 @@ def test_a_run_that_keeps_its_preparation_finds_its_text(there, data, tmp_path):
 
 def refused(capsys, tmp_path, *flags):
     out = tmp_path / "refused"
-    out.mkdir()
-    with pytest.raises(SystemExit) as end:
-        main([*map(str, flags), "--out", str(out / "a.md"), str(out / "a.json")])
-    assert end.value.code not in (0, None)
-    assert not list(out.iterdir())
-    out.rmdir()
-    return str(end.value.code) + capsys.readouterr().err
+    return refusal(capsys, main, *flags, "--out", out / "a.md", out / "a.json", writes_to=tmp_path)
 
 
 def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp_path, capsys):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.mistakes import refusal
 from matplotlib.figure import Figure
 
 from ea_tools.figures import curves as plot_curves
@@ -269,11 +270,8 @@ def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys):
         ([run, "--out", folder], "folder.png: is a folder; give the name of a file"),
         ([run, "--x", "days"], "invalid choice: 'days'"),
     ]:
-        with pytest.raises(SystemExit) as refusal:
-            plot_curves.main([*map(str, arguments), *([] if "--out" in arguments else ["--out", str(out)])])
-        assert refusal.value.code not in (0, None)
-        assert message in f"{refusal.value}{capsys.readouterr().err}"
-    assert not out.parent.exists()
+        words = [*arguments, *([] if "--out" in arguments else ["--out", out])]
+        assert message in refusal(capsys, plot_curves.main, *words, writes_to=tmp_path)
 
 
 def drawn(monkeypatch, tmp_path, *runs):

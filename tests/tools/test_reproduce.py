@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from helpers.mistakes import refusal
 from helpers.pages import PAGES
 from helpers.toy import ENVIRONMENT, TINY, script
 
@@ -606,9 +607,7 @@ def test_a_run_does_not_outlive_its_command(toy):
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as refusal:
-        reproduce.main([*arguments, "--dry-run"])
-    assert message in f"{refusal.value}{capsys.readouterr().err}"
+    assert message in refusal(capsys, reproduce.main, *arguments, "--dry-run")
 
 
 def test_a_bar_in_a_label_stays_in_its_cell():

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from helpers.toy import TINY, script
+from helpers.mistakes import refusal
 
 from ea_tools.tables import cells, sweep
 
@@ -122,21 +122,5 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
     ],
 )
 def test_a_mistake_names_the_flag_and_trains_nothing(toy, trainings, capsys, arguments, message):
-    with pytest.raises(SystemExit) as refusal:
-        call(toy, grid=arguments)
-    assert re.search(message, f"{refusal.value}{capsys.readouterr().err}")
+    assert re.search(message, refusal(capsys, lambda words: call(toy, grid=words), *arguments, writes_to=toy.parent))
     assert not trainings.calls
-    assert not (toy.parent / "results").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_trains_and_scores_by_the_scripts(toy):
-    flags = ["--average", 2, "--no-tensorboard", "--gpus", 0, "--num-workers", 0, *TINY]
-    folders = ["--runs", toy.parent / "runs", "--results", toy.parent / "results"]
-    grid = ["--grid", "ea-beta", "0", "0.1"]
-    words = [toy, "ea_transformer_lite", *grid, *folders, "--name", "real", "--seeds", 1, *flags]
-    result = script("sweep.sh", *words)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (page,) = (toy.parent / "results").glob("sweep-real-*.md")
-    assert len(re.findall(r"^\| ea-beta 0(?:\.1)? \|.*\| \d+\.\d\d", page.read_text(), re.M)) >= 2
-    assert script("sweep.sh", *words).stderr.count("done already") == 2
