@@ -88,7 +88,8 @@ class EvolvingHeads(nn.Module):
         previous: Tensor | None = None,
         rows: Tensor | None = None,
         dropout: float = 0.0,
-        **wanted: bool,
+        keep_map: bool = False,
+        need_weights: bool = False,
     ) -> Call:
         """A call of this attention, for ``attend_heads``.
 
@@ -101,7 +102,7 @@ class EvolvingHeads(nn.Module):
             previous: B x K x T x S, A_logit of the layer before.
             rows: B x K x rows_above x (at most S), the mixed rows above these, step by step.
             dropout: probability that a weight is dropped.
-            wanted: keep_map, need_weights: see :class:`Call`.
+            keep_map, need_weights: see :class:`Call`.
         """
         evolution, heads = self.evolution, q.size(1)
         masked, added = masks.combine(padding, attn_mask, heads)
@@ -126,7 +127,8 @@ class EvolvingHeads(nn.Module):
             scale=q.size(3) ** -0.5,
             geometry=evolution.geometry,
             dropout=dropout,
-            **wanted,
+            keep_map=keep_map,
+            need_weights=need_weights,
         )
 
     def attend_heads(self, call: Call) -> Result:
@@ -140,6 +142,7 @@ class EvolvingHeads(nn.Module):
         """The maps, computed once more by the plain composition, so that being observed changes nothing."""
         logits, above = logits_and_rows_above(call)
         whole = compose(call._replace(dropout=0.0, keep_map=True, need_weights=True), self.evolution)
+        assert whole.a_logit is not None and whole.weights is not None, "they were asked for"
         return Maps(logits, call.hidden, call.previous, above, whole.a_logit, whole.weights)
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -283,8 +286,10 @@ class EvolvingAttention(EvolvingHeads):
             source, query_padding = query, padding
         if geometry != Geometry.ENCODER_DECODER or cache.keys is None:
             cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
-        check_previous(previous, q, cache.keys, self.evolution.takes_map)
-        length = cache.keys.size(2)
+        keys, values = cache.keys, cache.values
+        assert keys is not None and values is not None, "a cache has both or neither"
+        check_previous(previous, q, keys, self.evolution.takes_map)
+        length = keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)
             if attn_mask is not None:
@@ -296,8 +301,8 @@ class EvolvingAttention(EvolvingHeads):
             rows = self.first_rows(q, length)
         call = self.call(
             q,
-            cache.keys,
-            cache.values,
+            keys,
+            values,
             padding=cache.padding,
             query_padding=query_padding,
             attn_mask=attn_mask,

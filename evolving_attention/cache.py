@@ -28,7 +28,7 @@ class Cache:
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> Cache:
         """With the keys and values of new positions, B x K x T x D, and their padding, B x T or None."""
         padding = None if padding is None else padding.bool()
-        if self.keys is None:
+        if self.keys is None or self.values is None:
             return replace(self, keys=keys, values=values, padding=padding)
         if padding is not None or self.padding is not None:
             padding = torch.cat([_whole(self.padding, self.keys), _whole(padding, keys)], dim=1)

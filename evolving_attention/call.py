@@ -5,13 +5,11 @@ belong to N sentences of B / N neighbouring rows of queries each, as in beam sea
 Masks: True = masked.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .cache import Cache
 from .evolution import LOGITS_ONLY, Coefficients, Geometry, is_always
 
 #: The types of tensors whose memory may be read directly; a subclass may hold its numbers elsewhere.
@@ -111,6 +109,15 @@ class Result(NamedTuple):
     kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, where ``above``
 
 
+class Step(Protocol):
+    """A step of a search, of which nothing but these arguments changes; see :class:`Call`."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
+    ) -> Result:
+        """q: B x K x D. The result's context is 1 x B x C."""
+
+
 class Kernel(Protocol):
     """Computes the calls that it does not refuse, with the plain composition's numbers."""
 
@@ -120,10 +127,5 @@ class Kernel(Protocol):
     def attend(self, call: Call, seed: Tensor | None = None) -> Result:
         """The result of a call that it does not refuse. seed: see ``Call.reduced``."""
 
-    def prepare(self, first: Call) -> Callable[[Tensor, Cache, bool], Result]:
-        """The steps of a search after its first, whose call this is, reduced.
-
-        Returns:
-            A function of queries, B x K x D, a cache that holds this step's keys, and need_weights; its result's
-            context is 1 x B x C.
-        """
+    def prepare(self, first: Call) -> Step:
+        """The steps of a search after its first, whose call this is, reduced."""

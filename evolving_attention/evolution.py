@@ -106,7 +106,7 @@ class Rule:
     def uses_previous(self, alpha: float, beta: float, geometry: Geometry = Geometry.ENCODER_SELF) -> bool:
         """Whether a previous map, or that there is one, has any effect: else none need be handed on."""
         a, _, c, d, _ = self.coefficients(alpha, beta, True, geometry)
-        return d != 0 or (c != 0 and a != 0) or c != self.coefficients(alpha, beta, False, geometry).c
+        return bool(d != 0 or (c != 0 and a != 0) or c != self.coefficients(alpha, beta, False, geometry).c)
 
     def depends_on(self, has_previous: bool, geometry: Geometry = Geometry.ENCODER_SELF) -> tuple[bool, bool]:
         """Whether an attention's coefficients change with alpha, and whether they change with beta."""
@@ -212,7 +212,7 @@ class MapConvolution(nn.Conv2d):
         return convolve(self.geometry, maps, above, self.weight, self.bias)
 
 
-def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A MapConvolution with this weight and bias, whose channels say its kind; other arguments as its forward's.
 
     Raises:
@@ -227,7 +227,7 @@ def convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Ten
     return F.glu(convolved, dim=1) if channels[0] > heads else convolved
 
 
-def _convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+def _convolve(geometry: Geometry, maps: Tensor, above: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
     """B x K x T x S -> B x channels x T x S"""
     size, groups = weight.size(-1), maps.size(1) // weight.size(1)
     if geometry == Geometry.ENCODER_SELF:

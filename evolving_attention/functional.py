@@ -119,10 +119,9 @@ def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) 
             None: the call's weight and bias are all that there is.
         plain: use no kernel.
     """
-    weight, dtype = call.weight, call.v.dtype
-    if weight is not None and weight.dtype != dtype and torch.is_autocast_enabled(call.v.device.type):
-        # as autocast does for a convolution
-        call = call._replace(weight=weight.to(dtype), bias=call.bias.to(dtype))
+    weight, bias, v = call.weight, call.bias, call.v
+    if weight is not None and bias is not None and weight.dtype != v.dtype and torch.is_autocast_enabled(v.device.type):
+        call = call._replace(weight=weight.type_as(v), bias=bias.type_as(v))  # as autocast does for a convolution
     kernel = None if plain or not kernels.stands_for(evolution) else kernels.kernel_for(call)
     if kernel is None:
         return compose(call, evolution)

@@ -41,6 +41,8 @@ MODEL_TYPES = (
 )
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+#: an attention layer of ``transformers``, whose parts have other names in each model
+Layer = Any
 
 
 def evolve(
@@ -72,7 +74,7 @@ def evolve(
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(module.config, copied)
-    before: dict[str, nn.Module] = {}  # prefix of a stack -> its last encoder layer so far
+    before: dict[str, Layer] = {}  # prefix of a stack -> its last encoder layer so far
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
@@ -80,16 +82,16 @@ def evolve(
         # Its own one would be another, if the model was made of models that were there before.
         module.config = model.get_submodule(stack).config
         previous = before.get(stack) if geometry == Geometry.ENCODER_SELF else None
-        options = {"rule": rule, "first": previous is None, "learn_mix": learn_mix}
-        evolution = Evolution(geometry, _heads(module), kernel_size, alpha, beta, **options)
+        first, heads = previous is None, _heads(module)
+        evolution = Evolution(geometry, heads, kernel_size, alpha, beta, rule=rule, first=first, learn_mix=learn_mix)
         numbers = (*module.parameters(), *model.parameters())  # of a quantised layer, not all are floating
         module.evolution = evolution.to(next(x for x in numbers if x.is_floating_point()))
         module.hands_on_map = False
         # Names, since DataParallel's copies of a layer share them, but are other modules.
         module.map_name = name
-        module.map_before = previous.map_name if evolution.uses_previous else None
-        if evolution.uses_previous:
-            previous.hands_on_map = True
+        module.map_before = None
+        if evolution.uses_previous and previous is not None:
+            module.map_before, previous.hands_on_map = previous.map_name, True
         if geometry == Geometry.ENCODER_SELF:
             before[stack] = module
         module.register_forward_pre_hook(functools.partial(_hand_down_cache, _names(module)), with_kwargs=True)
@@ -130,7 +132,7 @@ def from_pretrained(model_class: type[Model], folder: str, **options: Any) -> Mo
         if not has_axes:
             _shape_shares(self, ())
 
-    evolved = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+    evolved: Any = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
     model, info = evolved.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(key for key in info["missing_keys"] if ".evolution." in key):
         raise ValueError(f"{folder}: has no {missing[0]}; was it saved by a model that did not evolve?")
@@ -158,15 +160,18 @@ class EvolvingLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.above = self.above.index_select(0, beam_idx.to(self.above.device))
+        if self.above is not None:
+            self.above = self.above.index_select(0, beam_idx.to(self.above.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.above = self.above.repeat_interleave(repeats, dim=0)
+        if self.above is not None:
+            self.above = self.above.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.above = self.above[indices]
+        if self.above is not None:
+            self.above = self.above[indices]
 
     def reset(self) -> None:
         super().reset()
@@ -211,11 +216,11 @@ class _Maps:
             self._parts.append((mask, geometry, found))
         return [x if x is None else x.to(query.device) for x in found]
 
-    def keep(self, module: nn.Module, a_logit: Tensor) -> None:
+    def keep(self, module: Layer, a_logit: Tensor) -> None:
         """A_logit of a layer, B x K x T x S, for the next one."""
         self._of[module.map_name] = a_logit, torch.is_grad_enabled()
 
-    def before(self, module: nn.Module, device: torch.device) -> Tensor | None:
+    def before(self, module: Layer, device: torch.device) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
         if module.map_before not in self._of:
             return None
@@ -233,7 +238,7 @@ class _Maps:
 
 
 def _attention(
-    module: nn.Module,
+    module: Layer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -278,7 +283,7 @@ def _attention(
         given = sum((more for more in (position_bias, summand) if more is not None), start=given).type_as(query)
     previous = evolving_maps.before(module, query.device)
     layer, above = _cached_layer(evolving_cache, module), None
-    if layer is not None and layer.above is None:
+    if evolving_cache is not None and layer is not None and layer.above is None:
         if evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
             raise ValueError("past_key_values: holds keys and values without the rows of maps that the convolution "
                              "reads; let the evolving model fill it from the start")  # fmt: skip
@@ -328,13 +333,13 @@ def _read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return masked, rest if unread or bool(rest.any()) else None
 
 
-def _eager(module: nn.Module) -> Any:
+def _eager(module: Layer) -> Any:
     """The eager attention of the file of ``transformers`` that a layer's class comes from, or the class it extends."""
     files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
     return next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
 
 
-def _cached_layer(cache: Cache | None, module: nn.Module) -> EvolvingLayer | None:
+def _cached_layer(cache: Cache | None, module: Layer) -> EvolvingLayer | None:
     """The cache of this layer, which gets a place for rows of maps; None without a cache, or without a convolution."""
     geometry = module.evolution.geometry
     if cache is None or geometry == Geometry.ENCODER_SELF or module.evolution.rows_above == 0:
@@ -375,7 +380,7 @@ def _begin_call(
 
 
 def _hand_down_cache(
-    names: tuple[str, ...], module: nn.Module, arguments: tuple, keywords: dict[str, Any]
+    names: tuple[str, ...], module: Layer, arguments: tuple, keywords: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Before an attention layer's forward: the cache reaches the attention function too."""
     if module.config._attn_implementation != NAME:
@@ -443,7 +448,7 @@ def _stack(model: PreTrainedModel, name: str) -> str:
     return max((prefix for prefix in prefixes if not prefix or name.startswith(f"{prefix}.")), key=len)
 
 
-def _heads(module: nn.Module) -> int:
+def _heads(module: Layer) -> int:
     """K of an attention layer."""
     return next(
         getattr(module, name) for name in ("num_attention_heads", "num_heads", "n_heads") if hasattr(module, name)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .call import Call, Result
-from .evolution import Evolution, convolve, evolve, finite, mix
+from .evolution import Convolve, Evolution, convolve, evolve, finite, mix
 from .masks import masked_softmax
 
 
@@ -21,14 +21,10 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
     """
     logits, above = logits_and_rows_above(call)
     maps = logits, call.hidden, call.previous
-    if evolution is not None:
-        a_logit = evolution(*maps, above)
+    if evolution is None:
+        a_logit = evolve(call.coefficients, *maps, above, _convolution(call))
     else:
-
-        def convolution(mixed: Tensor, above: Tensor | None, hidden: Tensor | None) -> Tensor:
-            return convolve(call.geometry, mixed, above, call.weight, call.bias)
-
-        a_logit = evolve(call.coefficients, *maps, above, None if call.weight is None else convolution)
+        a_logit = evolution(*maps, above)
     kept = None
     if above is not None:
         kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
@@ -36,6 +32,14 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
     dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
     context = _product(dropped, call.v)
     return Result(context, a_logit if call.keep_map else None, weights if call.need_weights else None, kept)
+
+
+def _convolution(call: Call) -> Convolve | None:
+    """A call's convolution, where it has one."""
+    weight, bias = call.weight, call.bias
+    if weight is None:
+        return None
+    return lambda mixed, above, hidden: convolve(call.geometry, mixed, above, weight, bias)
 
 
 def logits_and_rows_above(call: Call) -> tuple[Tensor, Tensor | None]:

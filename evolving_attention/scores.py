@@ -13,6 +13,8 @@ table of the e.
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -58,10 +60,15 @@ class AdditiveScore(nn.Module):
         self.query_weight = nn.Parameter(_xavier(heads, size, size))
         self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """U and V, K x D x D."""
+        return self.key_weight, self.query_weight
+
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """q: B x K x T x D, unscaled; k: B x K x S x D -> B x K x T x S."""
-        queries = torch.einsum("bktd,ked->bkte", q, self.query_weight)
-        keys = torch.einsum("bksd,ked->bkse", k, self.key_weight)
+        of_keys, of_queries = self.weights()
+        queries = torch.einsum("bktd,ked->bkte", q, of_queries)
+        keys = torch.einsum("bksd,ked->bkse", k, of_keys)
         return _in_pieces(queries, keys, self.vector)
 
 
@@ -78,15 +85,10 @@ class ConcatenativeScore(AdditiveScore):
         self.weight = nn.Parameter(_xavier(heads, size, 2 * size))
         self.vector = nn.Parameter(_xavier(heads, 1, size).squeeze(1))  # K x D
 
-    @property
-    def key_weight(self) -> Tensor:
-        """K x D x D"""
-        return self.weight[:, :, : self.weight.size(1)]
-
-    @property
-    def query_weight(self) -> Tensor:
-        """K x D x D"""
-        return self.weight[:, :, self.weight.size(1) :]
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """As the additive score's."""
+        size = self.weight.size(1)
+        return self.weight[:, :, :size], self.weight[:, :, size:]
 
 
 #: what --ea-score may be, and the modules that compute it; none: scaled dot products, which the kernels compute too
@@ -146,8 +148,8 @@ def _in_pieces(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:
     pieces = queries.split(rows, dim=2)
     if not torch.is_grad_enabled():
         return torch.cat([_tanh_scores(piece, keys, vector) for piece in pieces], dim=2)
-    again = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.cat([checkpoint(_tanh_scores, piece, keys, vector, **again) for piece in pieces], dim=2)
+    again = functools.partial(checkpoint, _tanh_scores, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(piece, keys, vector) for piece in pieces], dim=2)
 
 
 def _tanh_scores(queries: Tensor, keys: Tensor, vector: Tensor) -> Tensor:

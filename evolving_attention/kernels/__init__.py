@@ -24,24 +24,14 @@ KERNELS: tuple[Kernel, ...] = (cpu, gpu)
 
 
 def kernel_for(call: Call) -> Kernel | None:
-    """The first kernel that does a call; None where there is none, and the debug log says why.
-
-    Step by step, and where hypotheses share keys, no kernel has a backward pass.
-    """
-    tensors = call.tensors
-    if not sees(*tensors):
-        return _refused("numbers in memory are not all that there is to a tensor")
-    if reason := _misfit(call, tensors):
-        return _refused(reason)
-    searches = call.above is not None or call.v.size(0) != call.q.size(0)
-    if searches and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _refused("a search has no backward pass")
-    reasons = []
-    for kernel in KERNELS:
+    """The first kernel that does a call; None where there is none, and the debug log says why."""
+    reasons = [reason] if (reason := _misfit(call)) else []
+    for kernel in () if reasons else KERNELS:
         if (reason := kernel.refuses(call)) is None:
             return kernel
         reasons.append(reason)
-    return _refused("; ".join(reasons))
+    _refused("; ".join(reasons))
+    return None
 
 
 def _refused(reason: str) -> None:
@@ -50,7 +40,7 @@ def _refused(reason: str) -> None:
         logger.debug("no kernel does this call: %s", reason)
 
 
-def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer: nn.Module) -> Steps | None:
+def steps_after(call: Call, evolution: Evolution, inner: list[nn.Linear], outer: nn.Linear) -> Steps | None:
     """The steps that follow this one in a search, by a kernel that knows them; None where there is none.
 
     Args:
@@ -73,7 +63,7 @@ def steps_after(call: Call, evolution: Evolution, inner: list[nn.Module], outer:
     return Steps(kernel, call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias))
 
 
-def stands_for(evolution: nn.Module | None) -> bool:
+def stands_for(evolution: Evolution | None) -> bool:
     """Whether a kernel computes what this module does: it is an ``Evolution``, nothing more, without hooks.
 
     A subclass may compute anything.
@@ -103,11 +93,15 @@ def _unchanged(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
 
 
-def _misfit(call: Call, tensors: list[Tensor]) -> str | None:
+def _misfit(call: Call) -> str | None:
     """The first reason why no kernel reads a call's tensors; None: plain dense ones of one device and type, that fit.
 
     The plain composition takes other calls, such as float32 weights under automatic mixed precision, or raises.
+    Step by step, and where hypotheses share keys, no kernel has a backward pass.
     """
+    tensors = call.tensors
+    if not sees(*tensors):
+        return "numbers in memory are not all that there is to a tensor"
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     compiling = torch.compiler.is_compiling()  # then tensors are of other types, and stand for plain ones
@@ -143,6 +137,9 @@ def _misfit(call: Call, tensors: list[Tensor]) -> str | None:
         return "a mask is not bool, or not the same for all heads"
     if isinstance(call.scale, Tensor) or not 0 <= call.dropout <= 1:  # no kernel gives a scale's gradient
         return "scale is a tensor, or dropout no probability"
+    searches = call.above is not None or sentences != batch
+    if searches and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "a search has no backward pass"
     return None
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call import DIFFERENTIABLE, TENSORS, Call, Result
@@ -78,7 +77,8 @@ class Operation:
         register_flop_formula(getattr(torch.ops.evolving_attention, name))(_flops)
         register_flop_formula(getattr(torch.ops.evolving_attention, f"{name}_backward"))(_backward_flops)
         self._there, self._back = there, back
-        self._eager = type("Attend", (torch.autograd.Function,), {"forward": self._go, "backward": self._go_back})
+        passes = {"forward": self._go, "backward": self._go_back}
+        self._eager: type[torch.autograd.Function] = type("Attend", (torch.autograd.Function,), passes)
 
     def run(self, call: Call) -> Outputs:
         """The outputs of a reduced call."""
@@ -96,12 +96,12 @@ class Operation:
             kept if kept.numel() else None,
         )
 
-    def _go(self, ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, ...]:
+    def _go(self, ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = self.forward(Call(*inputs))
         self._keep(ctx, inputs, output)  # as a ``setup_context``, autograd would call it more slowly
         return output
 
-    def _keep(self, ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    def _keep(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         x, found = Call(*inputs), Outputs(*output)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found.kept, found.stats)
@@ -109,18 +109,19 @@ class Operation:
         ctx.save_for_backward(context, found.stats, found.weights if x.need_weights else None, *inputs[:TENSORS])
         ctx.settings = inputs[TENSORS:]
 
-    def _go_back(self, ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _go_back(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in a backward pass that is so with create_graph alone
             _refuse(ctx)
         if any(x is not None and is_batched(x) for x in gradients):
             raise _not_by_kernels("gradients of several outputs at once (is_grads_batched, vectorize)")
         # autograd may give a view whose memory holds its opposite
-        gradients = [None if x is None else x.resolve_neg() for x in gradients[:3]]
+        of_context, of_a_logit, of_weights = (None if x is None else x.resolve_neg() for x in gradients[:3])
         context, stats, weights, *tensors = ctx.saved_tensors  # to be asked for once: checkpointing computes them anew
         wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         wanted[:2] = (want and tensors[3] is None for want in wanted[:2])
-        wanted[2] &= gradients[0] is not None
-        of, call = Gradients(*gradients, context, stats, weights, wanted), Call(*tensors, *ctx.settings)
+        wanted[2] &= of_context is not None
+        of = Gradients(of_context, of_a_logit, of_weights, context, stats, weights, wanted)
+        call = Call(*tensors, *ctx.settings)
         found = self._back(*of, *_spelt(call)) if _is_looked_at() else self.backward(of, call)
         others = len(Call._fields) - DIFFERENTIABLE
         return *(x if want else None for x, want in zip(found, wanted, strict=True)), *(None,) * others
@@ -149,9 +150,10 @@ def _parted(arguments: tuple[Any, ...]) -> tuple[Gradients, Call]:
 _SPELT = {Coefficients: list[float], Geometry: str}
 
 
-def _spelt(call: Call) -> Call:
+def _spelt(call: Call) -> tuple[Any, ...]:
     """A call's fields as the schema has them."""
-    return call._replace(coefficients=list(call.coefficients), geometry=Geometry(call.geometry).value)
+    spelt = {"coefficients": list(call.coefficients), "geometry": Geometry(call.geometry).value}
+    return tuple((call._asdict() | spelt).values())
 
 
 def _declared(name: str, function: Any, inputs: tuple[type, ...], outputs: Any) -> Any:
@@ -180,7 +182,7 @@ def _not_by_kernels(what: str) -> RuntimeError:
 
 def _flops(*shapes: Any, **_: Any) -> int:
     """The plain composition's, 2 x multiply-adds: both products, and the convolution."""
-    x = Call(*shapes)
+    x: Any = Call(*shapes)
     pixels = x.q[0] * x.q[1] * x.q[2] * x.v[2]
     taps = 0 if x.weight is None else x.weight[1] * x.weight[2] * x.weight[3]
     return 2 * pixels * ((0 if x.given is not None else x.q[3]) + taps + x.v[3])

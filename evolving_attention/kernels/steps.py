@@ -5,8 +5,6 @@ Axes: B hypotheses, C channels, K heads, D = C / K, S key length. Masks: True = 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,14 +50,17 @@ class Steps:
         Returns:
             output 1 x B x C; weights B x K x 1 x S or None; the cache for the step after.
         """
-        batch, heads, size, above = query.size(1), self._heads, self._size, cache.rows
-        tensors = (query, cache.keys, cache.values, above)
+        batch, heads, size = query.size(1), self._heads, self._size
+        keys, values, padding, above = cache.keys, cache.values, cache.padding, cache.rows
+        tensors = (query, keys, values, above)
         if (
-            query.shape != (1, batch, heads * size)
+            keys is None
+            or values is None
+            or query.shape != (1, batch, heads * size)
             or not all(is_readable(x, self._type, self._device) for x in tensors if x is not None)
             or torch.is_autocast_enabled(self._device.type)
-            or any(x.size(0) != batch or x.device != self._device for x in (above, cache.padding) if x is not None)
-            or (above is not None and above.size(3) > cache.keys.size(2))
+            or any(x.size(0) != batch or x.device != self._device for x in (above, padding) if x is not None)
+            or (above is not None and above.size(3) > keys.size(2))
         ):
             return None
         x = F.linear(query, *self._inner).view(batch, -1, heads, size)
@@ -68,11 +69,11 @@ class Steps:
                 x = x.transpose(0, 1).contiguous().transpose(0, 1)
             keys, values = (
                 torch.cat([old.transpose(1, 2), x[:, number, None]], 1).transpose(1, 2)
-                for number, old in enumerate((cache.keys, cache.values), 1)
+                for number, old in enumerate((keys, values), 1)
             )
-            cache = replace(cache, keys=keys, values=values)
-        result = self._step(x[:, 0], cache, need_weights)
-        return F.linear(result.context, *self._outer), result.weights, replace(cache, rows=result.kept)
+        masked = None if padding is None else padding[:, None, None, :]
+        result = self._step(x[:, 0], keys, values, masked, above, need_weights)
+        return F.linear(result.context, *self._outer), result.weights, Cache(keys, values, padding, result.kept)
 
 
 def is_readable(x: Tensor, dtype: torch.dtype, device: torch.device) -> bool:

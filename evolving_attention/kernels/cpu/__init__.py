@@ -5,13 +5,10 @@ The plain composition does the work if the C file cannot be compiled (library.py
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ...cache import Cache
-from ...call import DIFFERENTIABLE, Call, Result
+from ...call import DIFFERENTIABLE, Call, Result, Step
 from ..operation import Gradients, Operation, Outputs, new_vectors
 from . import library
 from .structures import Problem, address, mask, vectors
@@ -23,6 +20,11 @@ def refuses(call: Call) -> str | None:
     if v.device.type != "cpu" or v.dtype != torch.float32 or v.size(3) == 0:
         return "CPU kernel: computes float32 on the CPU, and no empty heads"
     return None if library.is_there() else "CPU kernel: kernel.c could not be compiled"
+
+
+def _run(function: str, problem: Problem, maps: tuple[int, int, int, int]) -> None:
+    if library.call(function, problem):
+        raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
 
 
 def new_outputs(x: Call) -> Outputs:
@@ -41,19 +43,18 @@ def forward(x: Call) -> Outputs:
     """The outputs of a reduced call."""
     outputs, problem = new_outputs(x), Problem.of(x)
     problem.enter(context=outputs.context, a_logit=outputs.a_logit, weights=outputs.weights, kept=outputs.kept)
-    library.call("evolving_attention_forward", problem, x.maps)
+    _run("evolving_attention_forward", problem, x.maps)
     return outputs
 
 
 def backward(of: Gradients, x: Call) -> list[Tensor]:
     """The gradients of the call's first fields."""
     problem, wanted, batch = Problem.of(x), of.wanted, x.q.size(0)
-    found = dict.fromkeys(Call._fields[:DIFFERENTIABLE])
-    found["v"] = new_vectors(x.v, x.v)
+    found = {"v": new_vectors(x.v, x.v)}
     if wanted[0] or wanted[1]:
         found["q"], found["k"] = new_vectors(x.q, x.q), new_vectors(x.k, x.k)
     problem.enter(d_a_logit=of.of_a_logit, d_weights=of.of_weights, d_context=of.of_context)
-    problem.enter(d_q=found["q"], d_key=found["k"], d_v=found["v"])
+    problem.enter(d_q=found.get("q"), d_key=found.get("k"), d_v=found["v"])
     for name, want in (("given", wanted[3]), ("previous", wanted[4])):
         if want:
             found[name] = problem.result(f"d_{name}", x.maps)
@@ -61,41 +62,45 @@ def backward(of: Gradients, x: Call) -> list[Tensor]:
     parts = {}
     if x.weight is not None:
         parts["weight"] = problem.result("d_kernel", (batch, *x.weight.shape))
-        parts["bias"] = problem.result("d_bias", (batch, *x.bias.shape))
+        parts["bias"] = problem.result("d_bias", (batch, x.maps[1]))
     if wanted[7]:
         parts["learnt"] = problem.result("d_shares", (batch, 5), torch.float64)
-    library.call("evolving_attention_backward", problem, x.maps)
+    _run("evolving_attention_backward", problem, x.maps)
     found |= {name: part.sum(0).float() for name, part in parts.items()}
-    return [x if want else of.context.new_empty(0) for x, want in zip(found.values(), wanted, strict=True)]
+    names = Call._fields[:DIFFERENTIABLE]
+    return [found[name] if want else of.context.new_empty(0) for name, want in zip(names, wanted, strict=True)]
 
 
 def _fake_backward(of: Gradients, x: Call) -> list[Tensor]:
-    vectors = [new_vectors(y, y) for y in x[:3]]
-    others = [x.v.new_empty(0 if y is None else y.shape) for y in x[3:DIFFERENTIABLE]]
+    vectors = [new_vectors(y, y) for y in (x.q, x.k, x.v)]
+    optional = (x.given, x.previous, x.weight, x.bias, x.learnt)
+    others = [x.v.new_empty(0 if y is None else y.shape) for y in optional]
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]
 
 
-def prepare(first: Call) -> Callable[[Tensor, Cache, bool], Result]:
+def prepare(first: Call) -> Step:
     """The steps of a search after its first: see ``Steps``."""
     prepared, rows_above = Problem.of(first), max(0, first.kernel_size - 1)
     prepared.tensors = first.weight, first.bias  # whose addresses are in there
 
-    def step(q: Tensor, cache: Cache, need_weights: bool) -> Result:
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
+    ) -> Result:
         batch, heads, size = q.shape
-        maps = batch, heads, 1, cache.keys.size(2)
+        maps = batch, heads, 1, k.size(2)
         problem = Problem.from_buffer_copy(prepared)
-        problem.copies = copies = []
-        problem.B, problem.S, problem.beams = batch, maps[3], batch // cache.keys.size(0)
+        problem.copies = copies = list[Tensor]()
+        problem.B, problem.S, problem.beams = batch, maps[3], batch // k.size(0)
         problem.q = q.data_ptr(), q.stride(0), size, 0
-        problem.key, problem.v = vectors(cache.keys, copies), vectors(cache.values, copies)
-        problem.hidden = problem.masked = mask(None if cache.padding is None else cache.padding[:, None, None, :])
-        if cache.rows is not None:
-            problem.above, problem.before = address(cache.rows, copies), cache.rows.size(3)
+        problem.key, problem.v = vectors(k, copies), vectors(v, copies)
+        problem.hidden = problem.masked = mask(masked)
+        if above is not None:
+            problem.above, problem.before = address(above, copies), above.size(3)
         weights = problem.result("weights", maps) if need_weights else None
         rows = problem.result("kept", (batch, heads, rows_above, maps[3])) if rows_above else None
         context = q.new_empty(1, batch, heads * size)
         problem.context = context.data_ptr(), heads * size, size, 0
-        library.call("evolving_attention_forward", problem, maps)
+        _run("evolving_attention_forward", problem, maps)
         return Result(context, None, weights, rows)
 
     return step

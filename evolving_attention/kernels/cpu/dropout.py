@@ -3,7 +3,6 @@
 PyTorch's own draws its mask number by number on one thread, and keeps it for the backward pass.
 """
 
-from ctypes import byref
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def _operation(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
     problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, int(seed))
-    library.library().evolving_attention_dropout(byref(problem), torch.get_num_threads())
+    library.call("evolving_attention_dropout", problem)
     return result
 
 

@@ -27,10 +27,9 @@ _FLAGS = "-O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-mat
 _COMPILING_TAKES_AT_MOST = 300  # seconds
 
 
-def call(function: str, argument: ctypes.Structure, maps: tuple[int, int, int, int]) -> None:
-    """Call a function of the C file with a structure of structures.py, on as many threads as PyTorch uses."""
-    if getattr(library(), function)(byref(argument), torch.get_num_threads()):
-        raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
+def call(function: str, argument: ctypes.Structure) -> int:
+    """The result of a C function of a structure of structures.py, on as many threads as PyTorch uses."""
+    return getattr(library(), function)(byref(argument), torch.get_num_threads())
 
 
 @constant

@@ -97,7 +97,8 @@ def vectors(x: Tensor | None, copies: list[Tensor]) -> tuple[int | None, int, in
     if x.stride(3) != 1:
         x = x.contiguous()
         copies.append(x)
-    return x.data_ptr(), *x.stride()[:3]
+    b, h, t, _ = x.stride()
+    return x.data_ptr(), b, h, t
 
 
 def address(x: Tensor | None, copies: list[Tensor]) -> int | None:

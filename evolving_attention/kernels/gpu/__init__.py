@@ -9,14 +9,12 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 import functools
 import logging
 import os
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...cache import Cache
-from ...call import Call, Result
+from ...call import Call, Result, Step
 from ..refusals import summary
 
 logger = logging.getLogger(__name__)
@@ -51,19 +49,25 @@ def refuses(call: Call) -> str | None:
 
 def attend(call: Call, seed: Tensor | None = None) -> Result:
     """The result of a call that is not refused. seed: see ``Call.reduced``."""
-    return _kernels().operation.attend(call, seed)
+    from .operation import operation
+
+    return operation.attend(call, seed)
 
 
-def prepare(first: Call) -> Callable[[Tensor, Cache, bool], Result]:
+def prepare(first: Call) -> Step:
     """The steps of a search after its first: see ``Steps``."""
-    run, convolved = _kernels().operation.run, first.weight is not None
-    first = first._replace(q=None, k=None, v=None, hidden=None, masked=None, above=None)  # not to keep them in memory
+    from .operation import operation
 
-    def step(q: Tensor, cache: Cache, need_weights: bool) -> Result:
-        masked = None if cache.padding is None else cache.padding[:, None, None, :]
-        hidden, above = (masked, cache.rows) if convolved else (None, None)
-        changed = {"q": q[:, :, None], "k": cache.keys, "v": cache.values, "hidden": hidden, "masked": masked}
-        found = run(first._replace(**changed, above=above, need_weights=need_weights))
+    nothing, convolved = first.v.new_empty(0), first.weight is not None
+    # Large tensors would stay in memory.
+    first = first._replace(q=nothing, k=nothing, v=nothing, hidden=None, masked=None, above=None)
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
+    ) -> Result:
+        hidden, above = (masked, above) if convolved else (None, None)
+        call = first._replace(q=q[:, :, None], k=k, v=v, hidden=hidden, masked=masked, above=above)
+        found = operation.run(call._replace(need_weights=need_weights))
         context = found.context.permute(2, 0, 1, 3).flatten(2)
         return Result(context, None, found.weights if need_weights else None, None if above is None else found.kept)
 

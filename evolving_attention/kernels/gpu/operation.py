@@ -56,7 +56,7 @@ def forward(x: Call) -> Outputs:
 
 def backward(of: Gradients, x: Call) -> list[Tensor]:
     """The gradients of the call's first fields."""
-    stats, weighted = of.stats, of.of_weights is not None
+    stats, flags = of.stats, 0
     # a hook on saved tensors may give it in another layout than the one that the kernel reads
     context = of.context.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     of_context = torch.zeros_like(context) if of.of_context is None else of.of_context
@@ -74,17 +74,17 @@ def backward(of: Gradients, x: Call) -> list[Tensor]:
         "stats": stats,
         "context": context,
         "of_context": of_context,
-        "inner": (of.weights * of.of_weights).sum(3) if weighted else stats.new_empty(stats.shape[:3]),
+        "inner": stats.new_empty(stats.shape[:3]),
         "grad": grad,
         **dict(zip(("of_q", "of_k", "of_v"), of_vectors, strict=True)),
         "of_previous": of_previous,
         "partial": partial,
     }
     if of.of_a_logit is not None:
-        tensors["of_map"] = of.of_a_logit.contiguous()
-    if of.of_weights is not None:
-        tensors["of_weights"] = of.of_weights.contiguous()
-    flags = WEIGHTED * weighted | GRAD_MAP * (of.of_a_logit is not None)
+        tensors["of_map"], flags = of.of_a_logit.contiguous(), GRAD_MAP
+    if of.of_weights is not None and of.weights is not None:
+        tensors |= {"inner": (of.weights * of.of_weights).sum(3), "of_weights": of.of_weights.contiguous()}
+        flags |= WEIGHTED
     _launch(x, (UNATTEND, SOFTEN, UNMIX, VECTORS), tensors, flags)
     of_convolution = [empty, empty]
     if x.weight is not None:  # sums of their own: results may not share memory. The same order every time

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from ...call import Call, Result
-from ...evolution import Coefficients, Geometry, is_always
+from ...evolution import Coefficients, Geometry, Share, is_always
 from ...plain import compose
 from ...private import constant
 from ..cpu.library import cache_folder
@@ -107,7 +107,7 @@ def _decide(variant: Variant) -> bool:
 
 def _path(variant: Variant) -> Path:
     """The file of a variant's verdict; its name changes with device, libraries and source."""
-    device = "interpreter"
+    device: object = "interpreter"
     if variant.device.type == "cuda":
         device = torch.cuda.get_device_name(variant.device), torch.cuda.get_device_capability(variant.device)
     parts = device, torch.__version__, triton.__version__, _source(), *variant[1:]
@@ -172,7 +172,7 @@ def _problem(variant: Variant, learnt: bool) -> Call:
 
     if learnt:
         masked = hidden = torch.ones(rows, columns, dtype=torch.bool).triu(1)[None, None]
-        shares = [torch.tensor(share, dtype=torch.float64) for share in (0.25, 0.5, 0.375, 0.75, 0.5)]
+        shares: list[Share] = [torch.tensor(share, dtype=torch.float64) for share in (0.25, 0.5, 0.375, 0.75, 0.5)]
     else:
         masked = torch.zeros(2, 1, 1, columns, dtype=torch.bool)
         masked[0, ..., -2:] = True
@@ -180,7 +180,9 @@ def _problem(variant: Variant, learnt: bool) -> Call:
         hidden[1, :, -1] = True
         shares = [0.25, 0.5, 0.375, 0.25, 0.5]
     return Call(
-        **{"q": vectors(rows, 1), "k": vectors(columns, 1) / 2, "v": vectors(columns, 1 / 32)},
+        q=vectors(rows, 1),
+        k=vectors(columns, 1) / 2,
+        v=vectors(columns, 1 / 32),
         scale=2.0 ** -(variant.width.bit_length() // 2),
         geometry=Geometry.DECODER_SELF if learnt else Geometry.ENCODER_SELF,
         coefficients=Coefficients(*shares),
@@ -188,7 +190,10 @@ def _problem(variant: Variant, learnt: bool) -> Call:
         bias=_multiples(1 / 64, heads).abs() if size else None,  # ReLU must pass some pixels
         given=_multiples(1 / 8, *maps) if learnt else None,
         previous=_multiples(1 / 8, *maps).flip(1),
-        **{"hidden": hidden, "masked": masked, "keep_map": True, "need_weights": not learnt},
+        hidden=hidden,
+        masked=masked,
+        keep_map=True,
+        need_weights=not learnt,
     )
 
 
@@ -197,7 +202,9 @@ def _steps(variant: Variant) -> Call:
     call, size = _problem(variant, learnt=False), variant.kernel_size
     columns = call.k.size(2)
     return call._replace(
-        **{"k": call.k[:1], "v": call.v[:1], "hidden": call.masked},
+        k=call.k[:1],
+        v=call.v[:1],
+        hidden=call.masked,
         geometry=Geometry.ENCODER_DECODER,
         above=_multiples(1 / 8, 2, variant.heads, size - 1, columns - 1) if size > 1 else None,
     )
