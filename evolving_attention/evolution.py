@@ -269,8 +269,7 @@ def evolve(
         _hide(carried, hidden) if coefficients.carries_what_it_reads else mix(coefficients, logits, hidden, previous)
     )
     convolved = finite(F.relu(convolve(mixed, above, hidden)))
-    share = c.type_as(carried) if isinstance(c, Tensor) else c
-    return finite(torch.lerp(carried, convolved, share))
+    return finite(torch.lerp(carried, convolved, c))
 
 
 def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previous: Tensor | None) -> Tensor:

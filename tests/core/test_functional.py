@@ -341,6 +341,17 @@ def test_a_mask_of_four_axes_stays():
     assert torch.equal(added, mask.masked_fill(masked, 0))
 
 
+@torch.no_grad()
+def test_sums_between_two_convolutions_stay_finite_in_float16():
+    evolution, maps = (
+        Evolution(Geometry.ENCODER_SELF, 2, rule="predictive", conv_layers=2).half(),
+        torch.ones(1, 2, 4, 4),
+    )
+    evolution.stacked[0].weight.fill_(6e4)
+    evolution.conv.weight.copy_(torch.tensor([1.0, -1])[:, None, None])
+    assert evolution(maps.half(), previous=maps.half()).isfinite().all()
+
+
 def test_two_convolutions_by_kernel_are_the_plain_ones():
     attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, rule="predictive", alpha=0.5, conv_layers=2)
     x, previous, padding = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5), torch.zeros(2, 5, dtype=torch.bool)
