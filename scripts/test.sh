@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, then the test suite, on all cores; sets up .venv first if needed.
+# Lint, types, then the test suite, on all cores; sets up .venv first if needed.
 #
 #   scripts/test.sh                        everything
 #   scripts/test.sh --quick                a look at every file: no slow test, the others with their first parameters only
@@ -15,6 +15,7 @@ require_setup
 cd "$repo"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/mypy   # pyproject.toml names the packages
 # A process for each core, and a thread for each process: threads that wait for each other are slower. Each process has
 # its share of the tests in their order, because neighbours share expensive fixtures; an idle one takes tests from others.
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)   # it would count the threads of a process

@@ -70,7 +70,7 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == PACKAGES
-    kinds = ("*.py", "*.c", "*.h", "*.html", "*.yaml")
+    kinds = ("*.py", "*.c", "*.h", "*.html", "*.yaml", "py.typed")
     source = {path.relative_to(REPO) for name in PACKAGES for kind in kinds for path in (REPO / name).rglob(kind)}
     assert {path for path in source if not (site / path).is_file()} == set()
     code = (  # torch._dynamo: each command would wait a second for the compiler
