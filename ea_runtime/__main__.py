@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import math
 import os
@@ -50,7 +51,8 @@ def _run(args: argparse.Namespace) -> None:
         for name in ("stdout",) if args.serve is not None else ("stdin", "stdout"):
             if getattr(sys, name) is None:
                 raise ValueError(f"{name} is closed; give it a file, a pipe or a terminal")
-        sys.stdout.reconfigure(encoding="utf-8")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
         if args.serve is not None:
             return _serve(args)
         is_language = Export(Path(args.folder)).task == LanguageModel.TASK

@@ -194,8 +194,8 @@ class Batches:
         ids, settings, n_best = [line.ids for line in lines], lines[0].settings, max(line.n_best for line in lines)
         began = time.monotonic()
         try:
-            call = self._translator.scored_ids, ids, settings, n_best, self._batch
-            translations = await asyncio.get_running_loop().run_in_executor(self._thread, *call)
+            translate = partial(self._translator.scored_ids, ids, settings, n_best, self._batch)
+            translations = await asyncio.get_running_loop().run_in_executor(self._thread, translate)
         except Exception as error:
             # A line that fails must not cost the others their answers.
             for line in lines if len(lines) > 1 else []:
@@ -427,8 +427,8 @@ class Server(uvicorn.Server):
         limits = limits or Limits()
         bounded = protocol(limits.connections, limits.headers, limits.seconds + limits.headers)
         app = application(translator, limits, batch)
-        options = {"backlog": ACCEPTED, "log_level": "error", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, http=bounded, ws="none", **options))
+        quiet = partial(uvicorn.Config, log_level="error", access_log=False, server_header=False)
+        super().__init__(quiet(app, http=bounded, ws="none", backlog=ACCEPTED))
         self._listener, self._started = listener, started
         #: of `started`
         self.fault: BaseException | None = None
@@ -446,7 +446,8 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             super().handle_exit(sig, frame)
             return
-        for connection in list(self.server_state.connections):
+        connections: Any = list(self.server_state.connections)  # of connections.protocol
+        for connection in connections:
             asyncio.get_running_loop().call_soon_threadsafe(connection.end)
 
 

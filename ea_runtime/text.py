@@ -37,8 +37,8 @@ class Tokenizer(MosesTokenizer):
     def __init__(self, lang: str) -> None:
         super().__init__(lang)
         self._lower, self._alpha = frozenset(self.IsLower), frozenset(self.IsAlpha)
-        self.NONBREAKING_PREFIXES = frozenset(self.NONBREAKING_PREFIXES)
-        self.NUMERIC_ONLY_PREFIXES = frozenset(self.NUMERIC_ONLY_PREFIXES)
+        self.NONBREAKING_PREFIXES: frozenset[str] = frozenset(self.NONBREAKING_PREFIXES)
+        self.NUMERIC_ONLY_PREFIXES: frozenset[str] = frozenset(self.NUMERIC_ONLY_PREFIXES)
 
     def handles_nonbreaking_prefixes(self, text: str) -> str:
         text = super().handles_nonbreaking_prefixes(text)
