@@ -16,7 +16,7 @@ class Dropout(FairseqDropout):
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
         """As fairseq's. x: any shape."""
         drops = (self.training or self.apply_during_inference) and 0 < self.p <= 1
-        if inplace or not drops or not sees(x) or not dropout.knows(x):
+        if inplace or not drops or not dropout.knows(x) or not sees(x):
             return super().forward(x, inplace)
         return dropout.drop(x, self.p)
 

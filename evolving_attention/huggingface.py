@@ -188,7 +188,7 @@ class EvolvingLayer(DynamicLayer):
 
 
 class _Maps:
-    """The maps of one call: A_logit of each encoder layer so far, and whether gradients were recorded then.
+    """The maps of one call: A_logit of each encoder layer so far.
 
     Args:
         need_weights: whether the call returns the maps.
@@ -198,7 +198,7 @@ class _Maps:
     def __init__(self, need_weights: bool, mask: Tensor | None = None) -> None:
         self.need_weights = need_weights
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._of: dict[str, tuple[Tensor | None, bool]] = {}
+        self._of: dict[str, Tensor | None] = {}
         self._parts: list[tuple[Tensor | None, Geometry, tuple[Tensor | None, ...]]] = []  # of each mask of this call
 
     def read(self, mask: Tensor | None, geometry: Geometry, query: Tensor) -> list[Tensor | None]:
@@ -218,14 +218,14 @@ class _Maps:
 
     def keep(self, module: Layer, a_logit: Tensor) -> None:
         """A_logit of a layer, B x K x T x S, for the next one."""
-        self._of[module.map_name] = a_logit, torch.is_grad_enabled()
+        self._of[module.map_name] = a_logit
 
     def before(self, module: Layer, device: torch.device) -> Tensor | None:
         """A_logit of the layer before, B x K x T x S; None in the first layer, after a dropped one, and in decoders."""
         if module.map_before not in self._of:
             return None
-        a_logit, recorded = self._of[module.map_before]
-        if torch.is_grad_enabled() and not recorded:
+        a_logit = self._of[module.map_before]
+        if a_logit is None and torch.is_grad_enabled():
             raise RuntimeError(
                 "gradient checkpointing with use_reentrant=True cuts the gradients of attention maps: call "
                 'gradient_checkpointing_enable({"use_reentrant": False})'
@@ -233,7 +233,7 @@ class _Maps:
         if a_logit is None:
             raise RuntimeError(f"{module.map_name}: was called twice, and the map before it is kept for one call")
         if not torch.is_grad_enabled():
-            self._of[module.map_before] = None, False  # else the maps of all layers would stay in memory
+            self._of[module.map_before] = None  # else the maps of all layers would stay in memory
         return a_logit.to(device)
 
 

@@ -136,6 +136,8 @@ def test_attention_weights_are_returned_where_asked_for(name):
         assert len(actual[key]) == len(layers)
         for weights, others in zip(actual[key], layers, strict=True):
             assert_close(weights[real], others[real])
+    if name == "bert":
+        assert {x.dtype for x in model.bfloat16()(**words).attentions} == {torch.bfloat16}
 
 
 @pytest.fixture
@@ -383,12 +385,13 @@ def test_rows_of_a_cache_are_repeated_selected_and_forgotten():
 
 @pytest.mark.parametrize("steps", [[3, 1, 2], [1, 1, 4]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "kernel"])
-@torch.no_grad()
-def test_steps_with_a_cache_equal_one_pass(steps, dtype):
-    model = build("gpt2", alpha=0.4, beta=0.5).to(dtype).eval()
+@pytest.mark.parametrize("training, recorded", [(False, False), (True, False), (False, True)])
+def test_steps_with_a_cache_equal_one_pass(steps, dtype, training, recorded):
+    model = build("gpt2", alpha=0.4, beta=0.5).to(dtype).train(training)
     words, cache = inputs("gpt2")["input_ids"], DynamicCache()
-    whole = model(words).logits
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in words.split(steps, dim=1)]
+    with torch.set_grad_enabled(recorded):
+        whole = model(words).logits
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in words.split(steps, dim=1)]
     assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -613,7 +616,7 @@ def test_without_gradients_a_map_is_gone_when_the_next_layer_has_read_it(monkeyp
 
     def watch(maps, module, a_logit):
         keep(maps, module, a_logit)
-        kept.append(sum(x is not None for x, _ in maps._of.values()))
+        kept.append(sum(x is not None for x in maps._of.values()))
 
     monkeypatch.setattr(huggingface._Maps, "keep", watch)
     build("bert", alpha=0.4, beta=0.3)(**inputs("bert"))
