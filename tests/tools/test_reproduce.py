@@ -166,7 +166,7 @@ def test_numbers_in_the_table(toy):
     assert "| Evolving | Plain |" in written
     assert "| 12.33 ± 1.15, Δ +0.33 ± 1.15 (2 of 3, 1 the other way) |" in written
     assert "| Evolving | 2 | 11.00 (sacreBLEU 11.00, p 0.001) |" in written
-    assert "| Evolving, toy, seed 2 | 1,500 | 1 | 1.25 | CPU, two cores | cccccccccc | cccccccccc, now |" in written
+    assert "| Evolving, toy, seed 2 | CPU, two cores | cccccccccc | cccccccccc, now | 1,500 | 1 | 1.25 |" in written
     assert "All runs of a column have the same recipe, training data and references; all were trained at one" in written
     assert "not tested" not in written
     assert (toy / "results" / "tiny.png").stat().st_size > 5000

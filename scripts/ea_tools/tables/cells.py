@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ea_tools.common import REPO, UserError, positive, read_json
 from ea_tools.tables import page, records
-from ea_tools.tables.table import Row, Table
+from ea_tools.tables.table import Row, Table, check_flags, check_seeds
 from ea_tools.text import read_prep
 from ea_tools.training import launch, recipes, train
 
@@ -51,8 +51,15 @@ class Cell:
         return f"{self.row.label}, {self.recipe}, seed {self.seed}"
 
 
-def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
-    """The options of every command that trains the cells of a table, whose runs go to runs/`folder`."""
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, folder: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command that trains the cells of a table, and flags for every training run.
+
+    Args:
+        parser: has the command's own options, --seeds among them.
+        folder: in runs/, for the runs.
+    """
     add = parser.add_argument
     add("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
     add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
@@ -63,6 +70,14 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str) -> None:
     add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go (default: results)")
     add("--collect", action="store_true", help="run nothing, write the report from what there is")
     add("--dry-run", action="store_true", help="print what would be run")
+    args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        check_flags("--", recipes.parse_flags(extra))
+        if args.seeds:
+            check_seeds("--seeds", args.seeds)
+    except UserError as error:
+        parser.error(str(error))
+    return args, extra
 
 
 def fill(
@@ -122,10 +137,13 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
         if all(is_done(cell, subset, args) for subset in cell.subsets):
             say(f"done already: {cell}")
             done += 1
-        elif fault := "" if args.dry_run else _fault_of_data(recipes.read(cell.recipe).data):
-            without_data[fault] += 1
-        else:
+            continue
+        try:
+            if not args.dry_run:
+                read_prep(recipes.read(cell.recipe).data)
             missing.append(cell)
+        except UserError as fault:  # it names the command that makes the data
+            without_data[str(fault)] += 1
     if without_data and not missing and not done:
         raise UserError("\n".join(without_data))
     for fault, count in without_data.items():
@@ -152,15 +170,6 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
     with _ending_the_runs(), ThreadPoolExecutor(len(environments)) as pool:
         outcomes = list(tqdm(pool.map(run, missing), total=len(missing), unit=" cells", disable=not missing))
     return [*without_data, *filter(None, outcomes)]
-
-
-def _fault_of_data(data: Path) -> str:
-    """Why cells cannot be trained on this folder, "" where they can be; the reason names the command that makes it."""
-    try:
-        read_prep(data)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -277,32 +276,31 @@ def _seed_rows(table: Table, entries: Entries) -> list[str]:
 
 def unlike(table: Table, runs: Sequence[Run]) -> list[str]:
     """The differences of the runs in recipe, flags, data, references, settings, precision and commit."""
-    lines, kinds = [], {}
+    lines: list[str] = []
+    groups: dict[str, dict[str, list[str]]] = {}  # what should be alike -> its values -> runs
     for run in runs:
-        recipe = recipes.read(run.recipe)
         wanted = table.flags(run.row, run.recipe, run.seed)
-        if others := list(itertools.chain(*(recipes.differences(flags, wanted) for flags in run.trained("flags")))):
+        others = [one for flags in run.trained("flags") for one in recipes.differences(flags, wanted)]
+        if others:
             lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(dict.fromkeys(others))}.")
-        elif (by := "".join(run.trained("recipe"))) not in ("", recipe.name):
-            what = f"Recipe that came to the same as {recipe.name} by flags on the command line"
-            kinds.setdefault(what, {"": ""})[str(run)] = by
-        facts = {"Commit of the code in training": list(map(short_commit, run.trained("commits")))}
-        facts[f"Training data of {run.recipe}"] = run.trained("data")
+        facts = {
+            f"Recipe of {run.recipe}": run.trained("recipe"),
+            f"Training data of {run.recipe}": run.trained("data"),
+            "Commit of the code in training": map(short_commit, run.trained("commits")),
+        }
         # Rows that ask for a precision compare it. A run without a record of its starts is named for its commit.
         if not {"precision", *recipes.PRECISIONS} & recipes.parse_flags(run.row.flags).keys() and run.trained("flags"):
             facts["Precision of training"] = run.trained("precisions")
         for subset, one in run.scores.items():
-            facts[f"References of {run.recipe}, {subset}"] = [one["references"]] if "references" in one else []
+            facts[f"References of {run.recipe}, {subset}"] = filter(None, [one.get("references")])
             facts[f"Beam and averaged checkpoints of the scores of {run.recipe}, {subset}"] = [one["settings_name"]]
         for what, values in facts.items():
-            kinds.setdefault(what, {})[str(run)] = " and then ".join(values) or UNKNOWN
-    for what, values in kinds.items():
-        groups = {
-            value: [name for name, other in values.items() if other == value] for value in values.values() if value
-        }
-        if len(groups) > 1 or UNKNOWN in groups or "" in values:
-            said = ". ".join(f"{value}: {'; '.join(names)}" for value, names in groups.items())
-            lines.append(f"- {what}{'' if '' in values else ' differs or is not known'}. {said}.")
+            value = " and then ".join(values) or UNKNOWN
+            groups.setdefault(what, {}).setdefault(value, []).append(str(run))
+    for what, by_value in groups.items():
+        if len(by_value) > 1 or UNKNOWN in by_value:
+            said = ". ".join(f"{value}: {'; '.join(names)}" for value, names in by_value.items())
+            lines.append(f"- {what} differs or is not known. {said}.")
     if lines:
         return ["**The runs of this table are not alike in everything:**", "", *lines]
     return ["All runs of a column have the same recipe, training data and references; all were trained at one commit."]
@@ -319,20 +317,15 @@ def _run_rows(runs: Iterable[Run]) -> list[str]:
     rows = []
     for run in runs:
         scores = list(run.scores.values())
-        hours = run.trained("hours")
-        rows.append(
-            [
-                str(run),
-                _all(f"{one['updates']:,}" if one.get("updates") else UNKNOWN for one in scores),
-                _all(str(len(one["averaged"]) or 1) for one in scores),
-                f"{hours[0]:.2f}" if hours else UNKNOWN,
-                _all(run.trained("devices")) or f"{UNKNOWN}; scored on {_all(one['device'] for one in scores)}",
-                _all(map(short_commit, run.trained("commits"))) or UNKNOWN,
-                _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores),
-            ]
-        )
-    head = ["Run", "Updates", "Averaged", "Hours", "Trained on", "Trained at", "Scored at"]
-    return markdown_table(head, rows)
+        device = _all(run.trained("devices")) or f"{UNKNOWN}; scored on {_all(one['device'] for one in scores)}"
+        commits = _all(map(short_commit, run.trained("commits"))) or UNKNOWN
+        scored = _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores)
+        updates = _all(f"{one['updates']:,}" if one.get("updates") else UNKNOWN for one in scores)
+        averaged = _all(str(len(one["averaged"]) or 1) for one in scores)
+        hours = "".join(f"{hours:.2f}" for hours in run.trained("hours")) or UNKNOWN
+        rows.append([str(run), device, commits, scored, updates, averaged, hours])
+    head = ["Run", "Trained on", "Trained at", "Scored at", "Updates", "Averaged", "Hours"]
+    return markdown_table(head, rows, left=4)
 
 
 def _all(values: Iterable[str]) -> str:

@@ -12,13 +12,11 @@ tables of speed and of scores that README.md and docs/ show besides.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from ea_tools.common import Parser, UserError, reporting
 from ea_tools.tables import cells, shown
 from ea_tools.tables import table as tables
-from ea_tools.training import recipes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,15 +52,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     )
     parser.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
-    cells.add_run_options(parser, "reproduce")
-    args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        tables.check_flags("--", recipes.parse_flags(extra))
-        if args.seeds:
-            tables.check_seeds("--seeds", args.seeds)
-    except UserError as error:
-        parser.error(str(error))
-    return args, extra
+    return cells.parse(parser, arguments, "reproduce")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 
 from ea_tools.common import Parser, UserError, listed, reporting
 from ea_tools.tables import cells
 from ea_tools.tables.page import gather
 from ea_tools.tables.records import Records
-from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, check_seeds, file_name
+from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, file_name
 from ea_tools.training import recipes
 
 CONFIRMED = 2  # this many of the best combinations are run with the other seeds
@@ -40,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and flags for every training run."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
         prog="sweep.sh",
         usage="sweep.sh RECIPE ARCH --grid FLAG VALUE... [--grid FLAG VALUE...] [options] [fairseq-train flags]",
@@ -57,16 +55,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     parser.add_argument("--metric", choices=TABLED, default="sacrebleu", help="what decides (default: sacrebleu)")
     parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
-    cells.add_run_options(parser, "sweep")
-    args, extra = parser.parse_known_args(arguments)
+    args, extra = cells.parse(parser, arguments, "sweep")
     try:
         given = recipes.parse_flags(extra)
         for name, *values in args.grid:
             if not values or name in given or [other for other, *_ in args.grid].count(name) > 1:
                 raise UserError(f"--grid {name}: expected all the flag's values after it, and the flag nowhere else")
         check_flags("--grid ", [name for name, *_ in args.grid])
-        check_flags("--", given)
-        check_seeds("--seeds", args.seeds)
     except UserError as error:
         parser.error(str(error))
     return args, extra
