@@ -61,17 +61,20 @@ def write(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
+def class_distance(values: np.ndarray, classes: np.ndarray) -> float:
+    """AvgWCD: the mean distance of representations, n x size, to the centre of their class (journal, equation 13)."""
+    labels, numbers = np.unique(classes, return_inverse=True)
+    centres = np.stack([values[numbers == number].mean(0) for number in range(len(labels))])
+    return float(np.linalg.norm(values - centres[numbers], axis=1).mean())
+
+
 def draw_classes(representations: dict[str, np.ndarray], classes: np.ndarray, path: Path) -> None:
-    """t-SNE of each system's representations, n x size, with their mean distance to the centre of their class."""
+    """t-SNE of each system's representations, n x size, with their ``class_distance``."""
     figure = Figure(figsize=(4 * len(representations), 4), layout="constrained")
     plots = figure.subplots(1, len(representations), squeeze=False)[0]
     for axes, (system, values) in zip(plots, representations.items(), strict=True):
-        points = TSNE(random_state=0).fit_transform(values)
-        points = (points - points.mean(0)) / points.std(0)
-        labels, numbers = np.unique(classes, return_inverse=True)
-        centres = np.stack([points[numbers == number].mean(0) for number in range(len(labels))])
-        distance = np.linalg.norm(points - centres[numbers], axis=1).mean()
-        axes.scatter(*points.T, c=numbers, cmap="tab10", s=8)
-        axes.set_title(f"{system}: mean distance {distance:.2f}")
+        _, numbers = np.unique(classes, return_inverse=True)
+        axes.scatter(*TSNE(random_state=0).fit_transform(values).T, c=numbers, cmap="tab10", s=8)
+        axes.set_title(f"{system}: AvgWCD {class_distance(values, classes):.2f}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

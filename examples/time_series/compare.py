@@ -23,14 +23,19 @@ from examples.report import deviation, draw_classes, origin, positive, write
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 
 PLAIN = {"alpha": [0.0], "beta": [0.0]}
+SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]
 #: system -> values of its settings to choose from
 SYSTEMS = {
+    "LSTM": {"kind": ["LSTM"]},
+    "GRU": {"kind": ["GRU"]},
+    "ResNet": {"kind": ["ResNet"]},
     "Dilated convolution": {"p": [0.0], **PLAIN},
-    "GRU": {"layers": [0]},
     "Transformer": {"p": [1.0], **PLAIN},
     "DC-Transformer": PLAIN,
-    "EA-DC-Transformer": {"alpha": [0.1, 0.5, 0.9], "beta": [0.1, 0.5, 0.9]},
+    "EA-DC-Transformer": {"alpha": SHARES, "beta": SHARES},
 }
+#: what --search chooses first, one after the other: the paper's two to five blocks of two layers, d and p
+SIZES = [{"layers": [4, 6, 8, 10]}, {"d": [64, 128]}, {"p": [number / 8 for number in range(1, 8)]}]
 #: row of the paper's ablation -> its changes to the settings of EA-DC-Transformer
 ABLATIONS = {
     "EA-DC without convolution": {"beta": 0.0},
@@ -51,6 +56,17 @@ def build(name: str, settings: dict[str, Any], seed: int) -> Any:
     return kind(random_state=seed, **settings)
 
 
+def search(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[str, Any]:
+    """A system's settings: its sizes, those first that all have, and then its own."""
+    sizes = [size for size in SIZES if not options.keys() & size.keys()]
+    if "kind" in options:  # no layers of attention
+        sizes = [size for size in sizes if "d" in size]
+    chosen = {option: values[0] for option, values in options.items()}
+    for size in sizes:
+        chosen |= choose(name, size, {**common, **chosen})
+    return {**chosen, **choose(name, options, {**common, **chosen})}
+
+
 def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[str, Any]:
     """The settings with the best score on 30% of the training series; log loss decides between equal accuracies."""
     grid, regression = ParameterGrid(options), name in REGRESSION
@@ -58,8 +74,8 @@ def choose(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[
         return grid[0]
     split = (ShuffleSplit if regression else StratifiedShuffleSplit)(1, test_size=0.3, random_state=0)
     measures = ["neg_root_mean_squared_error"] if regression else ["accuracy", "neg_log_loss"]
-    search = GridSearchCV(build(name, common, seed=0), options, scoring=measures, cv=split, refit=False)
-    results = search.fit(*load(name, "train")).cv_results_
+    grid = GridSearchCV(build(name, common, seed=0), options, scoring=measures, cv=split, refit=False)
+    results = grid.fit(*load(name, "train")).cv_results_
     scores = [results[f"mean_test_{measure}"] for measure in reversed(measures)]
     order = np.lexsort(np.nan_to_num(scores, nan=-np.inf))  # a training that diverged
     return results["params"][order[-1]]
@@ -95,6 +111,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
     parser.add_argument("--epochs", type=positive, default=50, metavar="N", help="(default: 50)")
     parser.add_argument("--pretrain-epochs", type=int, default=0, metavar="N", help="of masked values (default: 0)")
+    parser.add_argument(
+        "--search", action="store_true", help="also choose layers, d and p: three to eight times as long"
+    )
     parser.add_argument("--ablations", action="store_true", help="also the paper's ablation")
     parser.add_argument("--tsne", type=Path, metavar="FILE", help="draw the representations of the first test set")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
@@ -105,20 +124,21 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--tsne: draws classes, and these data sets have none")
     results = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     common = {"epochs": args.epochs, "pretrain_epochs": args.pretrain_epochs}
+    find = search if args.search else choose
     systems = {**SYSTEMS, **(ABLATIONS if args.ablations else {})}
     for name, system in itertools.product(args.data, systems):
         known = results.setdefault(name, {})
         if system in known:
-            made = {option: known[system][option] for option in common}
+            made = {option: known[system].get(option, False) for option in (*common, "search")}
             made["seeds"] = [*map(int, known[system]["scores"])]
-            if made != {**common, "seeds": args.seeds}:
+            if made != {**common, "search": args.search, "seeds": args.seeds}:
                 parser.error(f"--out {args.out}: its scores of {name}, {system}, are of {made}; give another file")
             continue
         if system in SYSTEMS:
-            settings = choose(name, SYSTEMS[system], common)
+            settings = find(name, SYSTEMS[system], common)
         else:
             settings = {**known["EA-DC-Transformer"]["settings"], **ABLATIONS[system]}
-        known[system] = measure(name, settings, common, args.seeds)
+        known[system] = {"search": args.search, **measure(name, settings, common, args.seeds)}
         print(name, system, settings, *known[system]["scores"].values(), flush=True)
         if args.out:
             write(args.out, results)
@@ -126,7 +146,7 @@ def main(words: list[str] | None = None) -> None:
     if args.tsne:
         name, (x, y) = args.data[0], load(args.data[0], "test")
         drawn = {}
-        for system in list(SYSTEMS)[2:]:
+        for system in list(SYSTEMS)[-3:]:
             model = build(name, {**common, **results[name][system]["settings"]}, seed=1)
             drawn[system] = model.fit(*load(name, "train")).represent(x)
         draw_classes(drawn, y, args.tsne)

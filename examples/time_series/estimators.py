@@ -22,7 +22,8 @@ from examples.time_series.model import Network
 class _Trained:
     """The common part of both estimators: parameters, padding, scaling and training."""
 
-    layers: int = 4  # with dilations 1, 2, 4, ...; 0: a GRU
+    kind: str = "attention"  # or a baseline: "ResNet", "GRU", "LSTM"
+    layers: int = 4  # of attention, with dilations 1, 2, 4, ...
     d: int = 64  # model size
     p: float = 0.25  # attention's share of d
     alpha: float = 0.5  # share of the previous map
@@ -54,7 +55,8 @@ class _Trained:
         self.deviation_ = np.where(deviation < 1e-8, 1.0, deviation)  # a channel may be constant
         self.length_ = max(one.shape[1] for one in series)
         x, padded = self._tensors(series)
-        options = {key: getattr(self, key) for key in ("layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")}
+        names = ("kind", "layers", "d", "p", "alpha", "beta", "kernel_size", "dropout")
+        options = {name: getattr(self, name) for name in names}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
             network = self.network_ = Network(x.size(2), self.length_, outputs, **options)

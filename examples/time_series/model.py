@@ -46,7 +46,7 @@ class Layer(nn.Module):
             self.attention.out_proj = nn.Linear(d, attended)
         self.convolution = nn.Conv1d(d, d - attended, 3, dilation=dilation) if attended < d else None
         self.norms = nn.ModuleList([MaskedBatchNorm(d), MaskedBatchNorm(d)])
-        self.feed_forward = nn.Sequential(nn.Linear(d, FEED_FORWARD), nn.GELU(), nn.Linear(FEED_FORWARD, d))
+        self.feed_forward = nn.Sequential(nn.Linear(d, FEED_FORWARD), nn.ReLU(), nn.Linear(FEED_FORWARD, d))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -62,6 +62,23 @@ class Layer(nn.Module):
         return self.norms[1](x + self.dropout(self.feed_forward(x)), padded), a_logit
 
 
+class ResNetBlock(nn.Module):
+    """A block of the ResNet for series (Wang et al. 2017): windows of 7, 5 and 3 of width d, and a way around them."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv1d(d, d, window, padding="same") for window in (7, 5, 3))
+        self.norms = nn.ModuleList(MaskedBatchNorm(d) for _ in self.convolutions)
+
+    def forward(self, x: Tensor, padded: Tensor, previous: None) -> tuple[Tensor, None]:
+        """As ``Layer``'s, without maps."""
+        y = x
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            y = norm(convolution(y.transpose(1, 2)).transpose(1, 2), padded)
+            y = F.relu(y + x if norm is self.norms[-1] else y)
+        return y, None
+
+
 class Network(nn.Module):
     """Series to the outputs of a task.
 
@@ -69,28 +86,32 @@ class Network(nn.Module):
         channels: C.
         length: the longest series.
         outputs: classes, or 1 for regression.
-        layers: their dilations are 1, 2, 4, .... With 0 the model is a GRU of two layers.
+        kind: "attention", or a baseline: "ResNet" of three blocks, "GRU" or "LSTM" of two layers.
+        layers: of attention. Their dilations are 1, 2, 4, ....
         d, dropout, options: see ``Layer``.
     """
 
     def __init__(
-        self, channels: int, length: int, outputs: int, layers: int, d: int, dropout: float, **options: Any
+        self, channels: int, length: int, outputs: int, kind: str, layers: int, d: int, dropout: float, **options: Any
     ) -> None:
         super().__init__()
         self.enter = nn.Linear(channels, d)
         self.positions = nn.Parameter(torch.randn(length, d) * 0.02)
-        self.layers = nn.ModuleList(
-            Layer(d, dilation=2**number, dropout=dropout, first=number == 0, **options) for number in range(layers)
-        )
-        self.gru = None if layers else nn.GRU(d, d, 2, batch_first=True, dropout=dropout)
+        self.recurrent = None
+        if kind in ("GRU", "LSTM"):
+            self.recurrent = getattr(nn, kind)(d, d, 2, batch_first=True, dropout=dropout)
+        self.layers = nn.ModuleList([ResNetBlock(d) for _ in range(3)] if kind == "ResNet" else [])
+        if kind == "attention":
+            for number in range(layers):
+                self.layers.append(Layer(d, dilation=2**number, dropout=dropout, first=number == 0, **options))
         self.head = nn.Linear(length * d, outputs)
         self.restore = nn.Linear(d, channels)
 
     def represent(self, x: Tensor, padded: Tensor) -> Tensor:
         """x: B x T x C, padded: B x T -> Z, B x T x d, zero where padded."""
         z, a_logit = (self.enter(x) + self.positions).masked_fill(padded[..., None], 0), None
-        if self.gru is not None:
-            return self.gru(z)[0].masked_fill(padded[..., None], 0)
+        if self.recurrent is not None:
+            return self.recurrent(z)[0].masked_fill(padded[..., None], 0)
         for layer in self.layers:
             z, a_logit = layer(z, padded, a_logit)
         return z
@@ -100,7 +121,10 @@ class Network(nn.Module):
         return self.head(self.represent(x, padded).flatten(1))
 
     def restoration_loss(self, x: Tensor, padded: Tensor, share: float = 0.15) -> Tensor:
-        """The squared error on a share of the values, which the model does not see (equation 8)."""
+        """The squared error on a share of the values, which the model does not see (equation 8).
+
+        Each value is masked or not by itself. TST, whose share this is, masks stretches of geometric lengths.
+        """
         masked = (torch.rand_like(x) < share) & ~padded[..., None]
         restored = self.restore(self.represent(x.masked_fill(masked, 0), padded))
         return ((restored - x)[masked] ** 2).mean() if masked.any() else restored.sum() * 0

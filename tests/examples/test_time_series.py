@@ -11,6 +11,7 @@ from helpers import reference
 pytest.importorskip("aeon")
 from aeon.testing.estimator_checking import parametrize_with_checks
 
+from examples.report import class_distance
 from examples.time_series import compare, model
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 from examples.time_series.model import Layer, Network
@@ -70,7 +71,7 @@ def test_two_layers_equal_loops(shares, monkeypatch):
 
 def test_the_network_hands_maps_on():
     """With alpha = 1 and beta = 0 all layers have the first one's map."""
-    network = Network(3, 9, 2, layers=3, d=16, p=0.5, dropout=0.0, alpha=1.0, beta=0.0)
+    network = Network(3, 9, 2, "attention", layers=3, d=16, p=0.5, dropout=0.0, alpha=1.0, beta=0.0)
     network(torch.randn(2, 9, 3), torch.zeros(2, 9, dtype=torch.bool)).sum().backward()
     slopes = [layer.attention.q_proj.weight.grad.abs().max() for layer in network.layers]
     assert slopes[0] > 0 and slopes[1] == slopes[2] == 0
@@ -84,11 +85,11 @@ def test_the_convolution_is_causal_and_dilated():
 
 
 @pytest.mark.parametrize(
-    "kind", [{"p": 1.0}, {"p": 0.25}, {"p": 0.0}, {"p": 1.0, "layers": 0}], ids=["tst", "dc", "conv", "gru"]
+    "kind", [{"p": 1.0}, {"p": 0.25}, {"p": 0.0}, {"kind": "GRU"}, {"kind": "LSTM"}, {"kind": "ResNet"}], ids=str
 )
 def test_padding_changes_nothing(kind):
     torch.manual_seed(1)
-    network = Network(3, 9, 2, d=16, dropout=0.0, **{"layers": 2, **kind}).double().eval()
+    network = Network(3, 9, 2, d=16, dropout=0.0, **{"kind": "attention", "layers": 2, **kind}).double().eval()
     x, padded = torch.randn(2, 9, 3, dtype=torch.float64), torch.zeros(2, 9, dtype=torch.bool)
     padded[0, 6:] = True
     changed = x.masked_fill(padded[..., None], 7.0)
@@ -147,7 +148,7 @@ def test_pre_training_comes_before_the_task_and_changes_it():
 
 
 def test_only_masked_values_count_in_pre_training(monkeypatch):
-    network, x = Network(2, 4, 2, layers=1, d=8, p=0.5, dropout=0.0), torch.randn(3, 4, 2)
+    network, x = Network(2, 4, 2, "attention", layers=1, d=8, p=0.5, dropout=0.0), torch.randn(3, 4, 2)
     padded = torch.zeros(3, 4, dtype=torch.bool)
     torch.nn.init.zeros_(network.restore.weight)
     torch.nn.init.zeros_(network.restore.bias)
@@ -188,6 +189,34 @@ def test_the_better_settings_are_chosen_without_the_test_series(epochs, loaded, 
     assert loaded == ["train"]
 
 
+@pytest.mark.parametrize(
+    ("system", "sizes"),
+    [("GRU", ["d"]), ("Transformer", ["layers", "d"]), ("EA-DC-Transformer", ["layers", "d", "p"])],
+)
+def test_sizes_are_searched_before_alpha_and_beta(system, sizes, monkeypatch):
+    """Each by the settings that are chosen so far; the last of the values is the best here."""
+    asked = []
+
+    def choose(name, options, common):
+        asked.append((list(options), dict(common)))
+        return {option: values[-1] for option, values in options.items()}
+
+    monkeypatch.setattr(compare, "choose", choose)
+    settings = compare.search("GunPoint", compare.SYSTEMS[system], {"epochs": 1})
+    best = {"layers": 10, "d": 128, "p": 0.875}
+    assert settings == {
+        **{size: best[size] for size in sizes},
+        **{k: v[-1] for k, v in compare.SYSTEMS[system].items()},
+    }
+    assert [names for names, _ in asked] == [*([size] for size in sizes), list(compare.SYSTEMS[system])]
+    assert asked[1][1][sizes[0]] == best[sizes[0]]
+
+
+def test_equation_13_is_of_representations():
+    values = np.array([[0.0, 0.0], [6.0, 8.0], [5.0, 5.0]])
+    assert class_distance(values, np.array(["a", "a", "b"])) == pytest.approx(10 / 3)
+
+
 def test_a_training_that_diverged_is_not_chosen(loaded):
     rates = {"rate": [1e-3, 1e30]}
     assert compare.choose("CardanoSentiment", rates, {"layers": 1, "d": 8, "epochs": 3}) == {"rate": 1e-3}
@@ -220,6 +249,9 @@ def test_the_command_keeps_scores_and_makes_none_again(capsys, monkeypatch, tmp_
     assert capsys.readouterr().out.splitlines() == first[len(kept) :]
     with pytest.raises(SystemExit):
         compare.main([*words, "--pretrain-epochs", "3"])
-    assert "are of {'epochs': 1, 'pretrain_epochs': 0, 'seeds': [1, 2]}; give another" in capsys.readouterr().err
+    assert (
+        "are of {'epochs': 1, 'pretrain_epochs': 0, 'search': False, 'seeds': [1, 2]}; give another"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         compare.main(["ItalyPowerDemand", "Covid3Month"])
