@@ -48,12 +48,14 @@ class Classifier:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     @torch.no_grad()
-    def probabilities(self, sentences: list[str]) -> np.ndarray:
-        """N sentences -> N x classes."""
-        parts = []
+    def probabilities(self, sentences: list[str], layer: int = -1) -> np.ndarray:
+        """N sentences -> N x classes; layer: whose output the classifier reads, the last by default."""
+        parts, pooler = [], getattr(self.model.base_model, "pooler", None)
         for start in range(0, len(sentences), 64):
             part = self.tokenizer(sentences[start : start + 64], padding=True, truncation=True, return_tensors="pt")
-            parts.append(self.model(**part).logits.softmax(1))
+            hidden = self.model.base_model(**part, output_hidden_states=True).hidden_states[layer]
+            scores = self.model.classifier(hidden if pooler is None else pooler(hidden))
+            parts.append(scores.softmax(1))
         return torch.cat(parts).numpy()
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Classify the attention maps of trained models: ICML 2021, section 5.1, table 7 and appendix B.1, on digits.
 
     python -m examples.images.maps --out scores.json
+    python -m examples.images.maps --draw maps.png      # figures 4 and 7 to 10
 
 AA-ResNet and EA-AA-ResNet are trained as in digits.py, on larger pictures: their maps have 8 x 8 pixels. A DenseNet is
 then trained on one layer's maps alone: the attention of the centre pixel, in all heads. The better it tells the digits
@@ -8,9 +9,11 @@ apart, the more of their shape the maps hold. Training and test pictures are tho
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,6 +23,7 @@ from examples.report import positive, report
 
 SYSTEMS = {"AA-ResNet": (0.0, 0.0), "EA-AA-ResNet": (0.5, 1.0)}
 SIDE, MAP_SIDE, CLASSES = 128, 8, 10
+CHAIN = range(1, 9)
 LAYERS = (6, 7, 8)  # of ten, the last with maps of 8 x 8 pixels; the paper's are 16, 17 and 18 of 26
 #: A tenth of the paper's 256, and doubled at each pooling, as there.
 WIDTH = 24
@@ -54,12 +58,30 @@ class Dense(nn.Module):
 
 
 @torch.no_grad()
-def centre_maps(model: EvolvingResNet, x: Tensor) -> list[Tensor]:
-    """The attention of the centre pixel in ``LAYERS``, B x K x 8 x 8 each, a uniform one being 1."""
+def centre_maps(model: EvolvingResNet, x: Tensor, layers: Sequence[int] = LAYERS) -> list[Tensor]:
+    """The attention of the centre pixel in these layers, B x K x 8 x 8 each, a uniform one being 1."""
     model(x, maps := [])
     centre = MAP_SIDE // 2 * (MAP_SIDE + 1)
-    rows = (maps[layer - 1][:, :, centre].softmax(-1) for layer in LAYERS)  # B x K x N
+    rows = (maps[layer - 1][:, :, centre].softmax(-1) for layer in layers)  # B x K x N
     return [row.unflatten(2, (MAP_SIDE, MAP_SIDE)) * MAP_SIDE**2 for row in rows]
+
+
+def draw(models: dict[str, EvolvingResNet], x: Tensor) -> Figure:
+    """The centre pixel's attention, a mean over heads, through a chain's layers; a row for each picture and model."""
+    maps = {system: [layer.mean(1) for layer in centre_maps(model, x, CHAIN)] for system, model in models.items()}
+    figure = Figure(figsize=(1.4 * (1 + len(CHAIN)), 1.6 * len(x) * len(maps)), layout="constrained")
+    rows = iter(figure.subplots(len(x) * len(maps), 1 + len(CHAIN), squeeze=False))
+    for number, picture in enumerate(x):
+        for system, layers in maps.items():
+            first, *panels = next(rows)
+            first.imshow(picture[0], cmap="gray")
+            first.set_title(system, fontsize=9)
+            for layer, axes, of_layer in zip(CHAIN, panels, layers, strict=True):
+                axes.imshow(of_layer[number], cmap="viridis", vmin=0)
+                axes.set_title(f"layer {layer}", fontsize=9)
+            for axes in (first, *panels):
+                axes.set_axis_off()
+    return figure
 
 
 def classify(maps: Tensor, classes: Tensor, epochs: int, seed: int) -> nn.Module:
@@ -75,9 +97,16 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folds", type=positive, default=3, metavar="N", help="how many of five (default: 3)")
     parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="of the DenseNet (default: 30)")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw three test digits of the first fold, and end")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     x, classes = digits.pictures(SIDE)
+    if args.draw:
+        (some, others), *_ = digits.folds(classes, 1)
+        recipes = {system: digits.resnet(SIDE, alpha=alpha, beta=beta) for system, (alpha, beta) in SYSTEMS.items()}
+        models = {system: digits.train(recipe, x[some], classes[some], 0) for system, recipe in recipes.items()}
+        draw(models, x[others[:3]]).savefig(args.draw, dpi=100)
+        return
     scores: dict[str, list[float]] = {}
     for system, (alpha, beta) in SYSTEMS.items():
         recipe = digits.resnet(SIDE, alpha=alpha, beta=beta)

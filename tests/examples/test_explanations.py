@@ -122,6 +122,18 @@ def test_a_folder_without_models_is_named(folder, tmp_path, capsys):
 
 def test_a_picture_has_a_panel_for_each_model_and_layer(folder, tmp_path):
     models = [str(folder / f"SST-2-{kind}-1") for kind in ("stock", "evolving")]
-    assert len(draw.draw([folder / models[0], folder / models[1]], "so good").axes) == 2 * 3
+    panels = draw.draw([folder / models[0], folder / models[1]], "so good").axes
+    assert [axes.get_title() for axes in panels[3::3]] == [
+        f"SST-2-evolving-1{part}, layer 1" for part in ("", ", convolution", ", self-attention")
+    ]
+    assert np.allclose([axes.images[0].get_array().sum(1) for axes in panels], 1, atol=1e-5)
     draw.main([*models, "--out", str(tmp_path / "maps.png")])
     assert (tmp_path / "maps.png").stat().st_size > 0
+
+
+def test_rationales_by_layers_are_of_the_classifier_on_that_layer(folder):
+    classifier = explain.Classifier(folder / "SST-2-evolving-1")
+    each = [classifier.probabilities(["so good"], layer) for layer in (1, 3)]
+    assert not np.allclose(*each) and np.allclose(each[1], classifier.probabilities(["so good"]))
+    figure = draw.rationales([folder / "SST-2-stock-1", folder / "SST-2-evolving-1"], "so good film", [1, 3], 20)
+    assert figure.axes[0].images[0].get_array().shape == (4, 3)

@@ -153,3 +153,11 @@ def test_the_command_of_maps_reports_each_layer(capsys, few, monkeypatch):
     maps.main(["--folds", "1", "--epochs", "1"])
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| EA-AA-ResNet, layer {layer}" for layer in (6, 7, 8)]
+
+
+def test_a_picture_shows_the_centre_pixels_attention_through_a_chain():
+    models = {name: digits.resnet(maps.SIDE, alpha=a, beta=b).build().eval() for name, (a, b) in maps.SYSTEMS.items()}
+    panels = maps.draw(models, torch.rand(1, 1, maps.SIDE, maps.SIDE)).axes
+    assert [axes.get_title() for axes in panels[:: 1 + len(maps.CHAIN)]] == list(maps.SYSTEMS)
+    shown = [axes.images[0].get_array() for axes in panels[1 : 1 + len(maps.CHAIN)]]
+    assert all(abs(one.mean() - 1) < 1e-4 and one.shape == (8, 8) for one in shown)
