@@ -395,12 +395,28 @@ def test_steps_with_a_cache_equal_one_pass(steps, dtype, training, recorded):
     assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_decoder_trains_by_the_kernel_though_transformers_makes_a_cache(monkeypatch):
-    model, calls, attend = build("gpt2", beta=0.5).float().train(), [], huggingface.attend
+@pytest.fixture
+def attended(monkeypatch):
+    """The core's calls."""
+    calls, attend = [], huggingface.attend
     monkeypatch.setattr(huggingface, "attend", lambda call, *more: attend(calls.append(call) or call, *more))
-    output = model(inputs("gpt2")["input_ids"])
+    return calls
+
+
+def test_a_decoder_trains_by_the_kernel_though_transformers_makes_a_cache(attended):
+    output = build("gpt2", beta=0.5).float().train()(inputs("gpt2")["input_ids"])
     assert output.past_key_values is not None
-    assert len(calls) == 2 and all(kernels.kernel_for(call) is kernels.cpu for call in calls)
+    assert len(attended) == 2 and all(kernels.kernel_for(call) is kernels.cpu for call in attended)
+
+
+def test_zeros_that_are_added_leave_logits_to_the_kernel(attended):
+    """In masks, and the position biases of T5 between its sides."""
+    build("bert", alpha=0.4, beta=0.3)(**inputs("bert"))
+    assert attended and all(call.given is None for call in attended)
+    attended.clear()
+    build("t5", alpha=0.4, beta=0.3)(**inputs("t5"))
+    by_kernel = {call.geometry for call in attended if call.given is None}
+    assert by_kernel == {Geometry.ENCODER_DECODER} < {call.geometry for call in attended}
 
 
 def test_what_cannot_work_is_refused_by_name():
