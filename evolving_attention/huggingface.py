@@ -374,8 +374,7 @@ def _begin_call(
 ) -> tuple[tuple, dict[str, Any]]:
     """Before a model's forward: new maps."""
     bound = _bound(names, model, arguments, keywords)
-    wanted = bound.get("output_attentions")
-    need_weights = bool(model.config.output_attentions if wanted is None else wanted)
+    need_weights = bool(bound.get("output_attentions"))  # transformers lets no configuration ask for them
     return arguments, {**keywords, "evolving_maps": _Maps(need_weights, bound.get("attention_mask"))}
 
 

@@ -298,7 +298,9 @@ def test_other_models_of_the_same_configuration_stay():
     evolve(BertModel(config))
     assert not hasattr(config, huggingface.SETTINGS)
     stock(**batch)
-    evolve(BertModel(config))(**batch)
+    model = evolve(BertModel(config))
+    model(**batch)
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
 
 
 @pytest.mark.parametrize(
@@ -529,6 +531,11 @@ def test_a_mask_of_any_low_number_hides(number):
     expected = model(words, attention_mask=shown).logits
     floats = torch.where(shown, 0.0, torch.tensor(number).double())
     assert_close(model(words, attention_mask=floats).logits, expected)
+
+
+def test_a_trace_adds_what_another_mask_adds():
+    read = torch.jit.trace(lambda mask: huggingface._read_mask(mask)[1], torch.zeros(2, 2))
+    assert_close(read(torch.ones(2, 2)), torch.ones(2, 2))
 
 
 @torch.no_grad()
