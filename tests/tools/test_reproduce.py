@@ -198,6 +198,15 @@ def test_translations_that_were_not_scored_are_refused(toy):
         collect(toy)
 
 
+def test_a_row_that_is_torn_is_named(toy):
+    pretend(toy, "Plain", 1, 10.0)
+    collect(toy)
+    with (toy / "results/scores.jsonl").open("a") as scores:
+        scores.write("<<<<<<< ours\n")
+    with pytest.raises(SystemExit, match=r"scores\.jsonl:2: "):
+        collect(toy)
+
+
 def test_settings_have_rows_of_their_own(toy):
     """With the same split and run; the columns of translations that no row names any more go."""
     folder = pretend(toy, "Plain", 1, 10.0)

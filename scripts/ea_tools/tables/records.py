@@ -39,16 +39,14 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / "scores.jsonl"
-        rows = map(json.loads, read_lines(path)) if path.exists() else ()
-        self.rows: dict[tuple[str, str, str], Row] = {_key(row): row for row in rows}
-        self._hypotheses: dict[str, dict[str, list[str]]] = {}  # file -> run -> lines, of the files that were needed
+        self.rows: dict[tuple[str, str, str], Row] = {_key(row): row for row in _read(folder / "scores.jsonl")}
+        self._hypotheses: dict[str, dict[str, list[str]]] = {}  # file -> digest -> lines, of the files that were needed
         self._changed: set[str] = set()
 
     def find(self, run: str, subset: str, settings: str) -> Row | None:
         """The row of a run's split: by these settings, else by others, where a run was only scored by those."""
-        found = [row for (*names, _), row in self.rows.items() if names == [run, subset]]
-        return self.rows.get((run, subset, settings), found[0] if found else None)
+        rows = [row for (*names, _), row in self.rows.items() if names == [run, subset]]
+        return self.rows.get((run, subset, settings), rows[0] if rows else None)
 
     def keep(self, folder: Path, run: str, subset: str, settings: str) -> None:
         """Take the scores of a run's folder by these settings, with its translations, run.json and log.
@@ -67,7 +65,8 @@ class Records:
         lines = read_lines(evaluation.with_suffix(".hyp.txt"))
         self.add({**scored, "run": run, "paired": kept.get("paired", {})}, lines)
         if (folder / "run.json").exists():
-            self.add_training(run, read_json(folder / "run.json"), (folder / "log.jsonl").read_text(encoding="utf-8"))
+            log = folder / "log.jsonl"
+            self.add_training(run, read_json(folder / "run.json"), log.read_text("utf-8") if log.exists() else "")
 
     def add(self, row: Row, lines: list[str] | None) -> None:
         """Put a row in its place, and its translations into a column."""
@@ -111,16 +110,16 @@ class Records:
         It is computed once and kept in the row, so that it is there without `references`, too. A test of other
         translations is made again.
         """
-        name, both = Path(baseline["run"]).name, [row.get("hypotheses"), baseline.get("hypotheses")]
-        kept = row.get("paired", {}).get(name)
-        if kept and kept["translations"] == both:
-            return kept
+        name, digests = Path(baseline["run"]).name, [row.get("hypotheses"), baseline.get("hypotheses")]
+        test = row.get("paired", {}).get(name)
+        if test and test["translations"] == digests:
+            return test
         system, other = self.translations(row), self.translations(baseline)
         if not references or not system or not other or not len(system) == len(other) == len(references):
             return None
         texts = {"system": system, "baseline": other, "references": references}
         test = compare(**texts, lowercase=lowercase, tokenizer=row["tokenizer"], kinds=["sacrebleu"])["sacrebleu"]
-        row.setdefault("paired", {})[name] = {"translations": both, **test}
+        row.setdefault("paired", {})[name] = {"translations": digests, **test}
         return row["paired"][name]
 
     def write(self) -> None:
@@ -158,6 +157,14 @@ def opened(folder: Path) -> Iterator[Records]:
         records.write()
     finally:
         os.close(lock)
+
+
+def _read(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(read_lines(path) if path.exists() else (), 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:  # after a merge, perhaps
+            raise UserError(f"{path}:{number}: not JSON: {error}") from None
 
 
 def _key(row: Row) -> tuple[str, str, str]:
