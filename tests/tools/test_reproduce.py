@@ -165,9 +165,10 @@ def test_numbers_in_the_table(toy):
     assert "| 12.00 ± 2.00 [12.30] |" in written
     assert "| Evolving | Plain |" in written
     assert "| 12.33 ± 1.15, Δ +0.33 ± 1.15 (2 of 3, 1 the other way) |" in written
-    assert "| Evolving | 2 | 11.00 (sacreBLEU 11.00, p 0.001) |" in written
-    assert "| Evolving, toy, seed 2 | CPU, two cores | cccccccccc | cccccccccc, now | 1,500 | 1 | 1.25 |" in written
-    assert "All runs of a column have the same recipe, training data and references; all were trained at one" in written
+    line = next(line for line in written.splitlines() if line.startswith("| Evolving | Toy | 2 |"))
+    assert "| 11.00 (sacreBLEU 11.00, p 0.001) | 1,500 | 1 | 1.25 | toy | abc |" in line
+    assert line.endswith("| beam5.average2 | fp32 | CPU, two cores | cccccccccc | cccccccccc, now |")
+    assert "Alike in all runs of a column: Recipe, " in written
     assert "not tested" not in written
     assert (toy / "results" / "tiny.png").stat().st_size > 5000
 
@@ -234,26 +235,20 @@ def test_runs_that_are_not_alike_are_told(toy):
     record["starts"].append({**record["starts"][0], "commit": "e" * 40})
     (folder / "run.json").write_text(json.dumps(record))
     written = collect(toy)
-    assert "not alike in everything" in written
-    assert "- **Plain, toy, seed 1** was not trained by this table's recipe: lr 0.5, the recipe says 0.001." in written
-    assert "Training data of" in written
-    assert "xyz: Evolving, toy, seed 1" in written
-    assert "dddddddddd with local changes and then eeeeeeeeee: Evolving, toy, seed 1" in written
+    unlike = re.search("not alike in everything.*: (.*)", written)[1]
+    assert unlike == "Recipe (Toy); Training data (Toy); Trained at (Toy)."
+    assert "| toy; lr 0.5, the recipe says 0.001 | abc |" in written
+    assert "| toy | xyz |" in written
     assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
 
 
 def test_runs_of_another_precision_are_told(toy):
-    """Unless a row is there to compare precisions."""
     pretend(toy, "Plain", 1, 10.0)
     pretend(toy, "Evolving", 1, 11.0, **{"bf16-products": True})
-    line = "- Precision of training differs or is not known. fp32: Plain, toy, seed 1. bf16-products: Evolving, toy, "
-    assert line in collect(toy)
-    asks = ('"ea_transformer_base"\nflags = [', '"ea_transformer_base"\nflags = ["--precision", "bf16", ')
-    (toy / "tiny.toml").write_text((toy / "tiny.toml").read_text().replace(*asks))
-    pretend(toy, "Evolving", 1, 12.0, **{"bf16-products": True})
     written = collect(toy)
-    assert "12.00" in written
-    assert "Precision" not in written
+    assert "not alike in everything**: Precision (Toy)." in written
+    assert "| fp32 | CPU, two cores |" in written
+    assert "| bf16-products | CPU, two cores, bf16-products |" in written
 
 
 def score_again(run, name, score, translations="other\n" * 10):
@@ -279,13 +274,16 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     score_again(plain, "beam1.average1", 8.0)
     score_again(evolving, "beam1.average1", 8.0)
     written = collect(toy)
-    assert "| Plain | 1 | 10.00 (" in written
-    assert "| Evolving | 1 |" not in written
+    assert "| Plain | Toy | 1 | 10.00 (" in written
+    assert "| Evolving | Toy | 1 |" not in written
     assert "is by other settings than this table's, beam5.average2: not taken" in capsys.readouterr().err
     score_again(evolving, "beam5.average3", 12.0)
     written = collect(toy, "--average", "3")
-    assert "- Beam and averaged checkpoints of the scores of" in written
-    assert "beam5.average2: Plain, toy, seed 1. beam5.average3: Evolving, toy, seed 1." in written
+    assert re.search(r"not alike in everything\*\*: .*Settings \(Toy\)", written)
+    assert re.findall(r"^\| (\w+) \| Toy \|.*\| beam5.average(\d) \|", written, re.M) == [
+        ("Plain", "2"),
+        ("Evolving", "3"),
+    ]
     (plain / "checkpoint1.pt").touch()
     said = dry_run(toy, capsys, "--average", "3")
     assert said.err.count("done already: Evolving") == 1
@@ -308,7 +306,7 @@ def test_a_training_that_had_not_ended_goes_on(toy, capsys):
 
 def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys):
     folder = pretend(toy, "Plain", 1, 10.0)
-    assert "| Plain | 1 | 10.00 (" in collect(toy)
+    assert "| Plain | Toy | 1 | 10.00 (" in collect(toy)
     path = folder / "eval/test.beam5.average2.json"
     one = json.loads(path.read_text())
     one["scores"]["tokenised_bleu"]["score"] = 5.0
@@ -316,7 +314,7 @@ def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys
     (folder / "run.json").write_text((folder / "run.json").read_text().replace("toy", "another"))
     (record,) = (toy / "results/logs").iterdir()
     before = record.read_text()
-    assert "| Plain | 1 | 10.00 (" in collect(toy)
+    assert "| Plain | Toy | 1 | 10.00 (" in collect(toy)
     assert record.read_text() == before
     assert "is of a training that has not ended: not taken" in capsys.readouterr().err
 
@@ -324,10 +322,10 @@ def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys
 def test_seeds_choose_what_is_run_and_hide_nothing(toy):
     for seed in (1, 4):
         pretend(toy, "Plain", seed, 10.0 + seed)
-    assert "| Plain | 4 |" not in collect(toy)
+    assert "| Plain | Toy | 4 |" not in collect(toy)
     written = collect(toy, "--seeds", "4")
-    assert "| Plain | 1 | 11.00 (" in written
-    assert "| Plain | 4 | 14.00 (" in written
+    assert "| Plain | Toy | 1 | 11.00 (" in written
+    assert "| Plain | Toy | 4 | 14.00 (" in written
 
 
 def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
@@ -380,7 +378,7 @@ def test_a_row_without_flags_of_the_recipe(toy, capsys):
     pretend(toy, "Plain", 1, 10.0, patience=False, **{"keep-last-epochs": False, "without": False})
     written = collect(toy)
     assert "was not trained by this table's recipe" not in written
-    assert "| Plain | 1 | 10.00 (" in written
+    assert "| Plain | Toy | 1 | 10.00 (" in written
     reproduce.main([*map(str, options(toy)), "--rows", "Plain", "--seeds", "2", "--dry-run"])
     assert f"{' '.join(without)} --seed 2\n" in capsys.readouterr().out
 

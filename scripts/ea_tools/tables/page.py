@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -206,131 +207,93 @@ def _size(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
 
 def _early(table: Table, entries: Entries) -> list[str]:
     """The evaluations of trainings that had not ended."""
-    scored = ((str(run), run.scores.values()) for run in _runs(table, entries))
-    early = [f"{name} ({one['unfinished']})" for name, ones in scored for one in [*ones][:1] if one.get("unfinished")]
+    early = {
+        f"{row.label}, {Path(column.recipe).stem}, seed {seed} ({score['unfinished']})": None
+        for row, column, seed, score in _scores(table, entries)
+        if score.get("unfinished")
+    }
     return [f"**Scored before the end of their training**: {'; '.join(early)}.", ""] if early else []
 
 
 # --- where the numbers come from --------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Run:
-    """A run that the table shows, and its scores by split."""
-
-    row: Row
-    recipe: str
-    seed: int
-    scores: dict[str, Score] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.row.label}, {Path(self.recipe).stem}, seed {self.seed}"
-
-    def trained(self, fact: str) -> list:
-        """A fact of the training, an entry for each change of it; none where it was not recorded."""
-        value = next(iter(self.scores.values())).get("training", {}).get(fact)
-        return value if isinstance(value, list) else [] if value is None else [value]
+#: what should be alike in all runs of a column
+ALIKE = ("Recipe", "Training data", "References", "Settings", "Precision", "Trained at")
 
 
-def _runs(table: Table, entries: Entries) -> list[Run]:
-    runs = {}
-    for row in table.rows:
-        for column in table.columns:
-            for seed, score in entries[row.label, column.label].scores.items():
-                new = Run(row, column.recipe, seed)
-                runs.setdefault((row.label, column.recipe, seed), new).scores[column.subset] = score
-    return list(runs.values())
+def _scores(table: Table, entries: Entries) -> Iterator[tuple[Row, Column, int, Score]]:
+    """Each row, column and seed that has a score."""
+    for row, column in itertools.product(table.rows, table.columns):
+        for seed, score in sorted(entries[row.label, column.label].scores.items()):
+            yield row, column, seed, score
 
 
 def provenance(table: Table, entries: Entries) -> list[str]:
     """The lines of a report that say of every number how and where it was made."""
-    runs = _runs(table, entries)
-    if not runs:
-        return ["## Where the numbers come from", "", "Nothing has been run yet."]
-    lines = ["## Each seed", "", *_seed_rows(table, entries), "", "## Where the numbers come from", ""]
-    lines += [*unlike(table, runs), "", *_run_rows(runs), ""]
+    lines = ["## Where the numbers come from", ""]
+    facts = [(one, _facts(table, *one)) for one in _scores(table, entries)]
+    if not facts:
+        return [*lines, "Nothing has been run yet."]
+    unlike: dict[str, dict[str, None]] = {}  # fact -> the columns in which it differs, or is not recorded
+    for column, fact in itertools.product(table.columns, ALIKE):
+        values = {of_one[fact] for (_, its, *_), of_one in facts if its is column}
+        if len(values) > 1 or UNKNOWN in values:
+            unlike.setdefault(fact, {})[column.label] = None
+    said = "; ".join(f"{fact} ({', '.join(columns)})" for fact, columns in unlike.items())
+    lines += [
+        f"**The runs of a column are not alike in everything**: {said}."
+        if said
+        else f"Alike in all runs of a column: {', '.join(ALIKE)}.",
+        "",
+    ]
+    rows = [
+        [row.label, column.label, str(seed), entries[row.label, column.label].of_seed(seed), *of_one.values()]
+        for (row, column, seed, _), of_one in facts
+    ]
+    head = ["Model", "Column", "Seed", "Score", *facts[0][1]]
+    lines += [*markdown_table(head, rows, left=len(head)), ""]
     lines += [
         "Hours: wall-clock time by the speeds in the log; a run may have waited for other work on the machine.",
         "",
     ]
-    signatures = {}
-    for one in (one for run in runs for one in run.scores.values()):
-        for name, metric in one["scores"].items():
+    signatures: dict[str, dict[str, None]] = {}
+    commands: dict[str, None] = {}
+    for (*_, score), _ in facts:
+        for name, metric in score["scores"].items():
             signatures.setdefault(LABELS[name], {})[f"`{metric['signature']}`"] = None
-    lines += [*(f"- {name}: {', '.join(signatures[name])}" for name in signatures), ""]
-    for run in runs:
-        commands = [*run.trained("command"), *(one["command"] for one in run.scores.values())]
-        lines.append(f"- {run}: {', then '.join(f'`{command}`' for command in commands)}")
-    return lines
+        commands |= dict.fromkeys([score.get("training", {}).get("command", UNKNOWN), score["command"]])
+    lines += [*(f"- {name}: {', '.join(its)}" for name, its in signatures.items()), ""]
+    return [*lines, *(f"- `{command}`" for command in commands)]
 
 
-def _seed_rows(table: Table, entries: Entries) -> list[str]:
-    """A line for each row and seed: the column's metric, sacreBLEU, and p against the baseline."""
-    rows = []
-    for row in table.rows:
-        of_row = [entries[row.label, column.label] for column in table.columns]
-        seeds = sorted({seed for entry in of_row for seed in entry.scores})
-        rows += [[row.label, str(seed), *(entry.of_seed(seed) for entry in of_row)] for seed in seeds]
-    return markdown_table(["Model", "Seed", *(column.label for column in table.columns)], rows)
+def _facts(table: Table, row: Row, column: Column, seed: int, score: Score) -> dict[str, str]:
+    """How and where a score was made; several starts of a training one after the other."""
+    trained, wanted = score.get("training", {}), table.flags(row, column.recipe, seed)
+    others = [one for flags in trained.get("flags", []) for one in recipes.differences(flags, wanted)]
+    devices = _then(trained.get("devices", []))
+    return {
+        "Updates": f"{score['updates']:,}" if score.get("updates") else UNKNOWN,
+        "Averaged": str(len(score["averaged"]) or 1),
+        "Hours": f"{trained['hours']:.2f}" if trained.get("hours") else UNKNOWN,
+        "Recipe": "; ".join(dict.fromkeys([trained.get("recipe", UNKNOWN), *others])),
+        "Training data": trained.get("data", UNKNOWN),
+        "References": score.get("references", UNKNOWN),
+        "Settings": score["settings_name"],
+        "Precision": _then(trained.get("precisions", [])),
+        "Trained on": f"{UNKNOWN}; scored on {score['device']}" if devices == UNKNOWN else devices,
+        "Trained at": _then(map(short_commit, trained.get("commits", []))),
+        "Scored at": f"{short_commit(score['commit'])}, {score['date'][:10]}",
+    }
 
 
-def unlike(table: Table, runs: Sequence[Run]) -> list[str]:
-    """The differences of the runs in recipe, flags, data, references, settings, precision and commit."""
-    lines: list[str] = []
-    groups: dict[str, dict[str, list[str]]] = {}  # what should be alike -> its values -> runs
-    for run in runs:
-        wanted = table.flags(run.row, run.recipe, run.seed)
-        others = [one for flags in run.trained("flags") for one in recipes.differences(flags, wanted)]
-        if others:
-            lines.append(f"- **{run}** was not trained by this table's recipe: {'; '.join(dict.fromkeys(others))}.")
-        facts = {
-            f"Recipe of {run.recipe}": run.trained("recipe"),
-            f"Training data of {run.recipe}": run.trained("data"),
-            "Commit of the code in training": map(short_commit, run.trained("commits")),
-        }
-        # Rows that ask for a precision compare it. A run without a record of its starts is named for its commit.
-        if not {"precision", *recipes.PRECISIONS} & recipes.parse_flags(run.row.flags).keys() and run.trained("flags"):
-            facts["Precision of training"] = run.trained("precisions")
-        for subset, one in run.scores.items():
-            facts[f"References of {run.recipe}, {subset}"] = filter(None, [one.get("references")])
-            facts[f"Beam and averaged checkpoints of the scores of {run.recipe}, {subset}"] = [one["settings_name"]]
-        for what, values in facts.items():
-            value = " and then ".join(values) or UNKNOWN
-            groups.setdefault(what, {}).setdefault(value, []).append(str(run))
-    for what, by_value in groups.items():
-        if len(by_value) > 1 or UNKNOWN in by_value:
-            said = ". ".join(f"{value}: {'; '.join(names)}" for value, names in by_value.items())
-            lines.append(f"- {what} differs or is not known. {said}.")
-    if lines:
-        return ["**The runs of this table are not alike in everything:**", "", *lines]
-    return ["All runs of a column have the same recipe, training data and references; all were trained at one commit."]
+def _then(values: Iterable[str]) -> str:
+    return ", then ".join(values) or UNKNOWN
 
 
 def short_commit(commit: str | None) -> str:
     """The first ten digits of a commit, and the words after it."""
     first, _, rest = (commit or UNKNOWN).partition(" ")
     return f"{first[:10]} {rest}".strip()
-
-
-def _run_rows(runs: Iterable[Run]) -> list[str]:
-    """A line for each run: its length, time and device, and the commits of its training and its evaluations."""
-    rows = []
-    for run in runs:
-        scores = list(run.scores.values())
-        device = _all(run.trained("devices")) or f"{UNKNOWN}; scored on {_all(one['device'] for one in scores)}"
-        commits = _all(map(short_commit, run.trained("commits"))) or UNKNOWN
-        scored = _all(f"{short_commit(one['commit'])}, {one['date'][:10]}" for one in scores)
-        updates = _all(f"{one['updates']:,}" if one.get("updates") else UNKNOWN for one in scores)
-        averaged = _all(str(len(one["averaged"]) or 1) for one in scores)
-        hours = "".join(f"{hours:.2f}" for hours in run.trained("hours")) or UNKNOWN
-        rows.append([str(run), device, commits, scored, updates, averaged, hours])
-    head = ["Run", "Trained on", "Trained at", "Scored at", "Updates", "Averaged", "Hours"]
-    return markdown_table(head, rows, left=4)
-
-
-def _all(values: Iterable[str]) -> str:
-    """The different values, in their order."""
-    return ", then ".join(dict.fromkeys(values))
 
 
 def draw(table: Table, entries: Mapping[tuple[str, str], Entry], path: Path) -> None:
