@@ -3,6 +3,7 @@
 import logging
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from evolving_attention import __version__
 
@@ -22,8 +23,7 @@ from .language_model import EATransformerLanguageModel  # noqa: E402
 from .roberta import EARobertaModel  # noqa: E402
 from . import architectures, optim  # noqa: E402, F401  (registers the presets, and the optimizer)
 from .compatibility import mend_fairseq  # noqa: E402
-from .hub import Translator, load  # noqa: E402
-from .loading import allow_in_checkpoints  # noqa: E402
+from ea_artifacts.checkpoints import allow_in_checkpoints  # noqa: E402
 from .options import show_options_in_help  # noqa: E402
 from .quantisation import quantise_map_convolutions  # noqa: E402
 
@@ -48,3 +48,15 @@ __all__ = [
     "__version__",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``Translator`` and ``load``: training needs none of the packages that split text."""
+    if name not in ("Translator", "load"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from . import translator
+    except ModuleNotFoundError as error:
+        needed = "pip install regex sacremoses subword-nmt sentencepiece"
+        raise ModuleNotFoundError(f"{error.name}: is needed to split text; {needed}", name=error.name) from None
+    return translator.load if name == "load" else translator.FairseqTranslator

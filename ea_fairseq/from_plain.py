@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ea_artifacts.checkpoints import peek
 from evolving_attention.attention import EvolvingHeads
 
-from .loading import peek
 from .options import Settings, functions
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,16 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.2.0"
-_MODULES = {"ExportError": "folder", "LanguageModel": "language_model", "Translator": "translator"}
+_PLACES = {
+    "ExportError": ("folder", "ExportError"),
+    "LanguageModel": ("language_model", "LanguageModel"),
+    "Translator": ("onnx", "OnnxTranslator"),
+}
 __all__ = ["ExportError", "LanguageModel", "Translator"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module, there = _PLACES[name]
+    return getattr(import_module(f"{__name__}.{module}"), there)

@@ -82,7 +82,7 @@ def _translate(args: argparse.Namespace) -> Iterator[str]:
     for first, lines in _parts(args.buffer):
         translations = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
         for hypotheses in translations:
-            for text, score in hypotheses or [("", 0.0)] * args.n_best:
+            for text, score in hypotheses:
                 yield text if args.n_best == 1 else f"{score:.4f}\t{text}"
 
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_runtime.kept import sha256
+from ea_artifacts.files import sha256
+from ea_artifacts.preparation import FILE
 from ea_runtime.search import Settings, check_whole
 
 if TYPE_CHECKING:
@@ -93,14 +94,10 @@ class Export:
     @cached_property
     def text(self) -> Text:
         """Rules for text in the source language, and for making text of the model's words."""
-        return self.text_in(None)
-
-    def text_in(self, language: str | None) -> Text:
-        """Rules for text in one of the two languages."""
         from ea_runtime.text import Text  # here: --help needs none of the packages that split text
 
-        with reading(self.folder / "PREP.json"):
-            text = Text(self.folder, language)
+        with reading(self.folder / FILE):
+            text = Text(self.folder)
             text.detokenize(text.join(text.subwords("a")))  # else some faults would show at the first sentence
             return text
 

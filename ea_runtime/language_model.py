@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ea_runtime.folder import reading
-from ea_runtime.search import Hypothesis, check_n_best, check_whole, search
-from ea_runtime.translator import EOS, Model, Steps
+from ea_runtime.onnx import Exported, Steps
+from ea_runtime.search import Hypothesis, check_n_best, check_whole, max_len, search
+from ea_runtime.translator import EOS
 
 
-class LanguageModel(Model):
-    """An exported language model with its text rules; see ``Model``."""
+class LanguageModel(Exported):
+    """An exported language model with its text rules; see ``Exported``."""
 
     TASK = "language_modeling"
 
@@ -32,7 +33,7 @@ class LanguageModel(Model):
             first: messages number the lines from here on.
         """
         check_whole("batch", batch)
-        scored = self.score_ids(self._sources(lines, first), batch)
+        scored = self.score_ids(self.sources(lines, first), batch)
         return [(best.score, len(best.tokens) + 1) for best in scored]
 
     def score_ids(self, sources: list[list[int]], batch: int) -> list[Hypothesis]:
@@ -60,6 +61,6 @@ class LanguageModel(Model):
         chosen = self.settings(settings)
         check_n_best(n_best, chosen.beam)
         tokens = self._begin(start, "start", self.text, self._ids, chosen)
-        max_len = chosen.max_len(len(tokens) + 1, self._longest[1])
-        (completions,) = search(Steps(self._decoder, {}), 1, max_len, chosen, **self._symbols, prefixes=[tokens])
+        most = max_len(chosen, len(tokens) + 1, self._longest[1])
+        (completions,) = search(Steps(self._decoder, {}), 1, most, chosen, **self._symbols, prefixes=[tokens])
         return [(self.text.detokenize(self.words(one.tokens)), one.score) for one in completions[:n_best]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,13 +62,26 @@ class Settings:
         if not isinstance(self.unnormalized, bool):
             raise ValueError(f"unnormalized: must be True or False, not {reprlib.repr(self.unnormalized)}")
 
-    def max_len(self, source_length: int, longest: int) -> int:
-        """The most tokens of a translation, its end not counted; source_length counts the end of the sentence."""
-        return min(int(self.max_len_a * source_length + self.max_len_b), longest - 1)
-
     def normalised(self, score: float, length: int) -> float:
         """A hypothesis' sum of log-probabilities over its length, the end counted, to the length penalty."""
         return score if self.unnormalized else score / length**self.lenpen
+
+
+class Limits(Protocol):
+    """What every search has, by fairseq's names."""
+
+    beam: int
+    max_len_a: float
+    max_len_b: int
+
+
+def max_len(settings: Limits, source_length: int, longest: int) -> int:
+    """The most tokens of a translation, its end not counted; source_length counts the end of the sentence.
+
+    Args:
+        longest: the most tokens that the model writes, the end counted.
+    """
+    return min(int(settings.max_len_a * source_length + settings.max_len_b), longest - 1)
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ def search(
     Args:
         step: the model; see ``Step``.
         sentences: N.
-        max_len: see ``Settings.max_len``.
+        max_len: see the function.
         settings: of the search.
         words: V.
         eos, pad, unk: token ids.

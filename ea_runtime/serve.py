@@ -99,7 +99,7 @@ class Translation(BaseModel):
 
 
 class Answer(BaseModel):
-    """n_best translations of each line, best first; none of an empty line."""
+    """n_best translations of each line, best first; "" with score 0 of an empty line."""
 
     translations: list[list[Translation]]
     #: "waiting" until the translator took the first line, "translating" until it ended the last
@@ -225,7 +225,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
     batches = Batches(translator, batch, limits.work)
     checker = ThreadPoolExecutor(1)  # a line of each request in turn
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    languages = {side: translator.text.prep[f"{side}_lang"] for side in ("source", "target")}
+    languages = dict(zip(("source", "target"), translator.text.preparation.languages, strict=True))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

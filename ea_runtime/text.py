@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import unicodedata
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import regex
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 
-from ea_runtime.kept import CODES, language_in
+from ea_artifacts.preparation import CODES, FILE, Preparation
 
 NON_PRINTING = regex.compile(r"\p{C}")
 #: The most words whose subwords are remembered, and the most letters of one: tens of megabytes at most.
@@ -118,10 +116,10 @@ def words(tokenizer: str, language: str, split_dashes: bool = False, escape: boo
     return RawText() if tokenizer == "none" else Moses(language, split_dashes, escape)
 
 
-def words_of(prep: dict[str, Any], language: str) -> Moses | RawText:
+def words_of(prepared: Preparation, language: str) -> Moses | RawText:
     """The splitter and joiner of words for text of this language, by the rules of the prepared data."""
-    dashes = prep.get("rules", {}).get("split_dashes", False)
-    return words(prep["tokenizer"], language_in(prep, language), dashes, prep.get("escape", True))
+    dashes = prepared.rules.get("split_dashes", False)
+    return words(prepared.tokenizer, prepared.moses_language(language), dashes, prepared.escape)
 
 
 class ShortWords(dict[str, tuple[str, ...]]):
@@ -164,30 +162,30 @@ class Text:
     """
 
     def __init__(self, folder: Path, source: str | None = None) -> None:
-        names = ("PREP.json", *CODES.values(), "vocabulary.*")
+        names = (FILE, *CODES.values(), "vocabulary.*")
         #: all files that are read
         self.files = sorted(path for name in names for path in folder.glob(name))
-        self.prep = json.loads((folder / "PREP.json").read_text(encoding="utf-8"))
-        self._rules = self.prep.get("rules", {})
-        source = source or self.prep["source_lang"]
-        self._source, self._target = (words_of(self.prep, code) for code in (source, self.prep["target_lang"]))
-        self._normalizer = Normalizer(language_in(self.prep, source)) if self._rules.get("normalise") else None
-        self._split = _splitter(folder, self.prep["bpe"], source)
+        self.preparation = prepared = Preparation.at(folder)
+        source = source or prepared.source_lang
+        self._source, self._target = (words_of(prepared, code) for code in (source, prepared.target_lang))
+        normalise = prepared.rules.get("normalise")
+        self._normalizer = Normalizer(prepared.moses_language(source)) if normalise else None
+        self._split = _splitter(folder, prepared.bpe, source)
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""
-        if self.prep.get("unicode", "NFC") == "NFC":
+        if self.preparation.unicode == "NFC":
             line = composed(line)
         if self._normalizer:
             line = self._normalizer.clean(line)
-        if self._rules.get("plain_apostrophes"):
+        if self.preparation.rules.get("plain_apostrophes"):
             line = line.replace("’", "'")
         line = self._source.tokenize(line)
-        return self._split(line.lower() if self.prep["lowercase"] else line)
+        return self._split(line.lower() if self.preparation.lowercase else line)
 
     def join(self, subwords: str) -> str:
         """Subwords, with spaces between them, as words."""
-        if self.prep["bpe"] == "sentencepiece":
+        if self.preparation.bpe == "sentencepiece":
             return join_pieces(subwords)
         return (subwords + " ").replace("@@ ", "").rstrip()
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ea_artifacts.preparation import Preparation
+
+#: Rules for a line of text that PREP.json states under "rules" alone; the other rules there choose lines.
+ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold", "separate_dictionaries")
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -25,6 +30,13 @@ class Rules:
     merges: int = 10_000
     vocabulary_threshold: int = 0  # subwords rarer than this on their side are split again
     separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
+
+    @classmethod
+    def like(cls, preparation: Preparation, **about_lines: object) -> Rules:
+        """The rules of prepared text for a line, with other rules that choose lines."""
+        rules = {name: preparation.rules[name] for name in ABOUT_TEXT if name in preparation.rules}
+        rules |= {name: getattr(preparation, name) for name in ("tokenizer", "lowercase", "bpe", "merges")}
+        return cls(**rules, nfc=preparation.unicode == "NFC", **about_lines)
 
     def fault(self, source_length: int, target_length: int) -> str | None:
         """Why a training pair is dropped, or None; as in Moses' clean-corpus-n."""

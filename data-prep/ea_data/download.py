@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ea_runtime.kept import sha256
+from ea_artifacts.command import UserError, say
+from ea_artifacts.files import sha256
 
-from .command_line import UserError, say
 from .parallel import tqdm_options
 from .text import AGAIN, reading
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ea_runtime.kept import first_part
+from ea_artifacts.preparation import first_part
 
 # langcodes is imported where it is used: prepare.py --help works before scripts/setup.sh has run.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .command_line import UserError
+from ea_artifacts.command import UserError
 
 CHUNK_LINES = 4000
 CHUNK_BYTES = 1 << 20

@@ -22,14 +22,14 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from ea_runtime.kept import CODES
+from ea_artifacts.command import UserError, say
+from ea_artifacts.files import read_json
+from ea_artifacts.preparation import CODES, FILE, Preparation
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
-from .command_line import UserError, say
 from .corpus import Corpus
 from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, read_rows
-from .preparation import Preparation, read_prep
 from .rules import Normalise, Tokenise, compose, faults, in_turn, no_faults, plain_apostrophes
 from .sources import Side
 from .stages import NAMES, Stage
@@ -74,7 +74,7 @@ class Pipeline:
         stages.refuse_others(self.out)
         with stages.alone(self.work):
             stages.run(self.chain, force, say)
-        summary = read_prep(self.out)
+        summary = read_json(Preparation.at(self.out).folder / FILE)
         say(report.table(summary, colour=sys.stderr.isatty()))
         for warning in report.warnings(summary):
             say(warning)
@@ -360,7 +360,7 @@ class Pipeline:
         summary["unicode"] = self.earlier.unicode if self.earlier else measured
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         # Names of files need not be UTF-8.
-        (folder / "PREP.json").write_text(text, encoding="utf-8", errors="backslashreplace")
+        (folder / FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
         return {}
 
     def _dictionaries(self, folder: Path) -> list[binary.Dictionary]:

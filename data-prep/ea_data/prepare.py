@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ea_artifacts.command import Parser, UserError, at_least, positive, reporting, say
+from ea_artifacts.preparation import Preparation
+
 from . import corpora, sample, stages
-from .command_line import Parser, UserError, at_least, positive, reporting, say
 from .corpus import Corpus, Rules
 from .languages import default_tokenizer, known
-from .preparation import Preparation
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 #: An option of custom.sh -> other options whose values follow from it.
@@ -186,7 +187,7 @@ def corpus_of(args: argparse.Namespace) -> Corpus:
                 f"--like {args.like}: is {'-'.join(like.languages)}, and the text is to be "
                 f"{args.source_lang}-{args.target_lang}"
             )
-        rules = like.rules(**about_lines)
+        rules = Rules.like(like, **about_lines)
     else:
         warn_of_unknown(args)
         splitter = tokenizer(args)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .command_line import UserError
+from ea_artifacts.command import UserError
 
 # --- words ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .command_line import UserError
+from ea_artifacts.command import UserError
+
 from .corpus import Part
 from .text import open_bytes, reading
 

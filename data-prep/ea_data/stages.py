@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .command_line import UserError
+from ea_artifacts.command import UserError
 
 STAMP = ".stamp.json"
 NAMES = ("tokens", "subwords", "binary")

@@ -16,10 +16,10 @@ from subword_nmt import learn_bpe
 from subword_nmt.apply_bpe import BPE
 from tqdm import tqdm
 
-from ea_runtime.kept import CODES
+from ea_artifacts.command import UserError, say
+from ea_artifacts.preparation import CODES
 from ea_runtime.text import VERSION, segmenter
 
-from .command_line import UserError, say
 from .parallel import Chunk, tqdm_options
 from .text import checked_lines, count_lines, open_bytes, reading
 

@@ -16,12 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from .command_line import UserError
+from ea_artifacts.command import UserError
+from ea_artifacts.files import wide_encoding
 
 GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
-#: Marks at the beginning of a file, longest first -> iconv's name of the encoding.
-WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 AGAIN = "delete it and run this again, or fetch it again where you gave it by --raw"
 
 
@@ -71,11 +70,6 @@ def _refuse_other_forms(line: bytes, name: str) -> None:
         raise UserError(f"{name}: is compressed by gzip; let its name end in .gz, or decompress it: gunzip < {name}")
     if encoding := wide_encoding(line):
         raise UserError(f"{name}: is {encoding}, not UTF-8; convert it first: iconv -f {encoding} -t UTF-8")
-
-
-def wide_encoding(line: bytes) -> str | None:
-    """iconv's name for the encoding of a file that begins with the mark of UTF-16 or UTF-32, else None."""
-    return next((encoding for mark, encoding in WIDE.items() if line.startswith(mark)), None)
 
 
 def lower_case_lines(lines: Iterable[bytes], name: str) -> Iterator[bytes]:

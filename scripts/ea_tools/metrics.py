@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ea_artifacts.command import UserError, say
+from ea_artifacts.preparation import Preparation
 from ea_data.languages import known, script
-from ea_tools.common import UserError, say
 
 if TYPE_CHECKING:  # imported where it is used: plans and tables only need the labels
     from sacrebleu.metrics import BLEU
@@ -177,21 +178,21 @@ def comet(
 DECIDED_BY_BLEU = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True}
 
 
-def validation_flags(prep: dict[str, Any], decides: bool = True) -> dict[str, str | bool]:
+def validation_flags(data: Preparation, decides: bool = True) -> dict[str, str | bool]:
     """Flags of fairseq-train: BLEU of beam search on detokenised text at each validation, and some of the translations.
 
     fairseq takes sacreBLEU too, on text that it detokenises itself. Unlike `compute` for lower-cased data, it minds
     case. For a corpus of raw text (tokenizer "none") BLEU is of subwords, since fairseq splits words at spaces.
 
     Args:
-        prep: the contents of PREP.json.
+        data: of the training.
         decides: whether BLEU, and not the loss, says which checkpoint is the best, and when --patience ends.
     """
-    words = {"eval-bleu-detok": "moses", "eval-bleu-remove-bpe": prep["bpe"]}
+    words = {"eval-bleu-detok": "moses", "eval-bleu-remove-bpe": data.bpe}
     flags = {
         "eval-bleu": True,
         "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
-        **({"eval-tokenized-bleu": True} if prep["tokenizer"] == "none" else words),
+        **({"eval-tokenized-bleu": True} if data.tokenizer == "none" else words),
         "eval-bleu-print-samples": True,
     }
     return flags | (DECIDED_BY_BLEU if decides else {})

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ea_tools.common import Parser, UserError, positive, quiet, reporting
+from ea_artifacts.command import Parser, UserError, positive, quiet, reporting
 from ea_tools.sides import TASKS, arguments, sides_of
 from ea_tools.training import flag_faults
 

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from ea_artifacts.command import UserError
 from ea_data import download, prepare, stages
-from ea_data.command_line import UserError
 
 DATA = bytes(range(256)) * 4000
 

@@ -9,8 +9,8 @@ import signal
 import pytest
 from helpers.data_toy import corpora, corpus, parallel, prepare_command, read, recipe, script, text_only, write
 
+from ea_artifacts.command import UserError
 from ea_data import parallel as in_parallel
-from ea_data.command_line import UserError
 
 
 def short_side(raw):

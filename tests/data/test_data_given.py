@@ -9,6 +9,7 @@ import pytest
 from helpers import REPO
 from helpers.data_toy import Rules, pairs, read, script, write
 
+from ea_artifacts.preparation import Preparation
 from ea_data import rules, subwords
 from ea_runtime.text import Text, words_of
 from ea_tools import text
@@ -93,7 +94,7 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
 def test_references_are_the_given_tokens(published, in_subwords):
     """Tokenised BLEU compares with the very tokens that were given; sacreBLEU with their detokenised text."""
     out, _ = in_subwords
-    prep, given = text.read_prep(out), read(published / "tokens/news.2016.en")
+    prep, given = Preparation.at(out), read(published / "tokens/news.2016.en")
     raw, tokens = text.references(out / "raw/test.en", prep)
     assert [line.split() for line in tokens] == [line.split() for line in given]
     assert raw == list(map(words_of(prep, "en").detokenize, given)) != tokens
@@ -132,8 +133,8 @@ def test_tokens_without_moses_escapes_stay_without(tmp_path):
     for kind, expected in (("bare", False), ("moses", True)):
         out = tmp_path / f"{kind}-data"
         done = prepare(tmp_path / kind, out, "--merges", "60")
-        prep = text.read_prep(out)
-        assert prep["escape"] is expected
+        assert Preparation.at(out).escape is expected
+        prep = json.loads((out / "PREP.json").read_text())
         assert prep["round_trip"]["en"]["same"] == 40
         assert "the tokens that Moses makes" not in done.stderr
         given = read(tmp_path / kind / "valid.de")[7]

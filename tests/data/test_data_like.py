@@ -9,10 +9,10 @@ from helpers.data_toy import Pipeline, parallel, read, script, stages, write
 from helpers.models import model_args
 from helpers.toy import TINY, save_model
 
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation
 from ea_data import prepare
 from ea_runtime.text import Text
-from ea_tools import preparation
-from ea_tools.common import UserError
 from ea_tools.training.train import check_first_model
 
 LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
@@ -55,7 +55,7 @@ def before(text, tmp_path_factory):
 
 
 def require_same(run, data):
-    preparation.require_same(preparation.Preparation.kept_by(run), preparation.Preparation.at(data), run)
+    Preparation.kept_by(run).require_same(Preparation.at(data), run)
 
 
 def numbers(folder, split, lang):
@@ -67,7 +67,7 @@ def numbers(folder, split, lang):
 
 def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
     """By a run's folder and by a data folder: the same bytes; each test line is what ``translate`` makes of it."""
-    preparation.keep(tmp_path / "run", first)
+    Preparation.at(first).keep(tmp_path / "run")
     for like, out in ((first, "by-data"), (tmp_path / "run", "by-run")):
         custom(text / "two", tmp_path / out, "--like", like)
     one, other = tmp_path / "by-data", tmp_path / "by-run"
@@ -93,7 +93,7 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode)
     prep = json.loads((first / "PREP.json").read_text())
     prep["rules"]["nfc"], prep["unicode"] = False, unicode
     (first / "PREP.json").write_text(json.dumps(prep))
-    preparation.keep(tmp_path / "run", first)
+    Preparation.at(first).keep(tmp_path / "run")
     custom(text / "two", new, "--like", first, "--drop-test-overlap")
     require_same(tmp_path / "run", new)
     (tokens,) = read(tmp_path / "new.work/1-tokens/test.de")[1:2]
@@ -166,7 +166,7 @@ def test_training_goes_on_with_the_same_subwords_only(text, before, tmp_path):
     """``train.sh --finetune-from-model`` of a run whose dictionary is another: its vectors would mean other words."""
     other, run = tmp_path / "other", tmp_path / "run"
     custom(text / "two", other, "--merges", 60)
-    preparation.keep(run, before)
+    Preparation.at(before).keep(run)
     first = save_model(before, run / "average10.pt", "transformer")
     flags, model = {"finetune-from-model": [str(first)]}, model_args("transformer", *TINY)
     check_first_model(flags, before, model)

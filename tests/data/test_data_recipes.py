@@ -16,7 +16,7 @@ import regex
 from helpers.data_toy import corpora, pairs, read, text_only, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
-from ea_data.command_line import UserError
+from ea_artifacts.command import UserError
 
 SUBWORD_NMT = Path(sys.executable).with_name("subword-nmt")
 

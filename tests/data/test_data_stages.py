@@ -13,8 +13,8 @@ import pytest
 from helpers import warm
 from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
 
+from ea_artifacts.command import UserError
 from ea_data import binary, parallel
-from ea_data.command_line import UserError
 
 # Kills its own process with SIGKILL in the middle of a stage, or at its end, just before the folder gets its name.
 KILLED = """

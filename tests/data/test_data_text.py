@@ -3,7 +3,7 @@
 import pytest
 from helpers.data_toy import corpus, read, recipe, text_only, write
 
-from ea_data.command_line import UserError
+from ea_artifacts.command import UserError
 from ea_data.text import checked_lines
 
 ODD = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]  # where str.splitlines breaks lines

@@ -7,9 +7,9 @@ from helpers.models import BART, LM, ROBERTA, batch, build
 from helpers.other_models import TRAINING, WORDS, monolingual, preprocess, reversed_pair, run
 from helpers.promises import outputs
 
+from ea_artifacts.average import average
 from ea_fairseq import EABARTModel, EARobertaModel, EATransformerLanguageModel
 from ea_fairseq.mixes import learnt_mixes
-from ea_tools.training.average import average
 
 GENERATE = ["--gen-subset", "valid", "--max-len-b", 8, "--batch-size", 4, "--required-batch-size-multiple", 1]
 

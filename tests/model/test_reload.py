@@ -14,9 +14,8 @@ from helpers.other_models import run as run_here
 from helpers.promises import MODELS, lively, scored
 from helpers.toy import Payload, fairseq
 
+from ea_artifacts.checkpoints import load, updates_of
 from ea_fairseq import EATransformerModel
-from ea_fairseq.loading import updates_of
-from ea_tools.checkpoints import load
 
 ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.4"]
 # Everything that importing ea_fairseq prints would stand before the first line.

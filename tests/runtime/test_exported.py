@@ -19,10 +19,11 @@ from helpers.models import build
 from helpers.toy import ENVIRONMENT, script, untrained_run
 from onnx import numpy_helper
 
+from ea_artifacts.checkpoints import load
+from ea_artifacts.command import UserError
+from ea_artifacts.run import Run
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
-from ea_tools.checkpoints import choose, load
-from ea_tools.common import UserError
 from ea_tools.translating import evaluate, export, exported, translate
 
 pytestmark = pytest.mark.slow
@@ -121,7 +122,7 @@ def test_an_export_has_one_checkpoint(pair, data, flags):
 
 def test_an_export_is_no_run_whose_checkpoints_can_be_looked_at(pair):
     with pytest.raises(UserError, match="is an exported model; give the run that it came from"):
-        choose(pair / "float32")
+        Run(pair / "float32").model()
 
 
 def test_an_export_names_its_checkpoint(pair):

@@ -11,9 +11,10 @@ import pytest
 from helpers import REPO
 from helpers.toy import ENVIRONMENT
 
+from ea_artifacts.files import sha256
+from ea_artifacts.preparation import Preparation
 from ea_runtime import ExportError, Translator
 from ea_runtime.folder import Export
-from ea_runtime.kept import digest, sha256
 
 #: the trained model that comes with the repository, in 8 bits
 FOLDER = REPO / "pretrained/multi30k-de-en"
@@ -131,7 +132,8 @@ def test_a_faulty_folder_ends_the_command_with_one_line(tmp_path):
 def test_the_digest_of_a_runs_text_stays_what_it_was(tmp_path):
     """Another one would refuse all runs that are there already."""
     for name, content in {
-        "PREP.json": '{"source_lang": "de", "target_lang": "en"}',
+        "PREP.json": '{"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": true, '
+        '"bpe": "subword_nmt"}',
         "dict.de.txt": "Haus 2\n",
         "dict.en.txt": "house 2\n",
         "vocabulary.de": "Haus\n",
@@ -139,4 +141,4 @@ def test_the_digest_of_a_runs_text_stays_what_it_was(tmp_path):
         "README": "is no part of it",
     }.items():
         Path(tmp_path / name).write_text(content)
-    assert digest(tmp_path) == "aa190d5e671f6c5d"
+    assert Preparation.at(tmp_path).digest() == "3fe02929be843df7"

@@ -7,8 +7,9 @@ import torch
 from helpers import warm
 from helpers.toy import tool
 
-from ea_tools.checkpoints import DamagedError, choose, load
-from ea_tools.common import UserError
+from ea_artifacts.checkpoints import DamagedError, load
+from ea_artifacts.command import UserError
+from ea_artifacts.run import Run
 from ea_tools.training import average as average_checkpoints
 
 
@@ -158,10 +159,10 @@ def test_an_average_in_a_run_is_its_model_from_then_on(tmp_path):
     for number in (2, 1):
         result = run("--inputs", folder, "--num-epoch-checkpoints", number, "--output", folder / f"average{number}.pt")
         assert f"it is the model of {folder}" in result.stdout
-        assert choose(folder).name == f"average{number}.pt"
+        assert Run(folder).model().name == f"average{number}.pt"
     result = run("--inputs", folder, "--num-epoch-checkpoints", 3, "--output", tmp_path / "average3.pt")
     assert "is the model" not in result.stdout
-    assert choose(folder).name == "average1.pt"
+    assert Run(folder).model().name == "average1.pt"
     assert not (tmp_path / "model.json").exists()
 
 

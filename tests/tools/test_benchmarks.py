@@ -11,6 +11,7 @@ from fairseq.optim import adam
 from helpers import warm
 from helpers.mistakes import refusal
 
+from ea_artifacts.command import UserError
 from ea_fairseq.optim import FairseqAdam
 from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
@@ -18,7 +19,6 @@ from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
 from ea_tools.bench import options
 from ea_tools.bench import training as benchmark_training
-from ea_tools.common import UserError
 from ea_tools.training import products
 
 SMALL = ["--repetitions", "1", "--batches", "2", "--device", "cpu"]

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from ea_tools import checkpoints
-from ea_tools.common import UserError, read_json, replacing, reporting, write_json
-from ea_tools.text import read_lines
+from ea_artifacts.command import UserError, reporting, say
+from ea_artifacts.files import read_json, read_lines, replacing, write_json
+from ea_artifacts.run import Run
 
 
 def write(path, text):
@@ -49,21 +49,23 @@ def test_a_pipe_stays_and_is_written_to(tmp_path):
         write(tmp_path / "pipe", "through")
         assert reader.stdout.read() == b"through"
     assert (tmp_path / "pipe").is_fifo()
-    code = "from ea_tools.common import replacing\nwith replacing('/dev/stdout') as path: path.write_text('out')"
+    code = "from ea_artifacts.files import replacing\nwith replacing('/dev/stdout') as path: path.write_text('out')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "out", "")
 
 
 def test_a_reader_that_closes_the_output_ends_the_command_without_a_message():
     """As in scripts/translate.sh ... | head -2."""
-    code = "from ea_tools.common import reporting\nwith reporting('tool'):\n    while True: print('line', flush=True)"
+    code = "from ea_artifacts.command import reporting\nwith reporting('tool'):\n"
+    code += "    while True: print('line', flush=True)"
     pipeline = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -2; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("line\nline\n141\n", "")
 
 
 def test_sigterm_leaves_no_temporary_file(tmp_path):
-    code = "import sys, time\nfrom ea_tools.common import replacing, reporting\nwith reporting('tool'):\n"
+    code = "import sys, time\nfrom ea_artifacts.command import reporting\n"
+    code += "from ea_artifacts.files import replacing\nwith reporting('tool'):\n"
     code += "    with replacing(sys.argv[1]) as path:\n        path.touch(), print(flush=True), time.sleep(99)"
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "file"], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -110,7 +112,8 @@ def test_a_nul_byte_is_refused_by_file_and_line(tmp_path):
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing():
     program = (
-        "from ea_tools.common import reporting\nwith reporting('tool'):\n    print('39.95 ± 0.59')\n    print('done')"
+        "from ea_artifacts.command import reporting\n"
+        "with reporting('tool'):\n    print('39.95 ± 0.59')\n    print('done')"
     )
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -124,35 +127,35 @@ def checkpoint(path, updates):
 def test_without_a_record_a_runs_model_is_the_average_of_the_most_updates(tmp_path):
     """Then the best, then the last; whatever the times of the files are."""
     with pytest.raises(UserError, match="has no checkpoint"):
-        checkpoints.choose(tmp_path)
+        Run(tmp_path).model()
     updates = {"average3.pt": 200, "average10.pt": 100, "average9.pt": 100, "checkpoint_best.pt": 300}
     for when, (name, number) in enumerate((updates | {"checkpoint_last.pt": 200}).items(), 1):
         checkpoint(tmp_path / name, number)
         os.utime(tmp_path / name, (1000 * when, 1000 * when))
     for name in (*updates, "checkpoint_last.pt"):
-        assert checkpoints.choose(tmp_path).name == name
+        assert Run(tmp_path).model().name == name
         (tmp_path / name).unlink()
 
 
 def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
     for name in ("average2.pt", "average3.pt", "checkpoint_last.pt"):
         checkpoint(tmp_path / name, 100)
-    checkpoints.record_model(tmp_path / "average2.pt")
+    Run(tmp_path).record_model("average2.pt")
     copy = shutil.copytree(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
     for folder in (tmp_path, copy):
-        assert checkpoints.choose(folder) == folder / "average2.pt"
+        assert Run(folder).choose(say) == folder / "average2.pt"
         assert f"the model of {folder} is average2.pt" in capsys.readouterr().err
     (copy / "average2.pt").unlink()
     with pytest.raises(UserError, match=r"model\.json names average2\.pt, which is not there"):
-        checkpoints.choose(copy)
+        Run(copy).model()
     (copy / "model.json").write_text("{")
     with pytest.raises(UserError, match=r"model\.json does not name a checkpoint"):
-        checkpoints.choose(copy)
+        Run(copy).model()
 
 
 def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):
     checkpoint(tmp_path / "average3.pt", 100)
     for updates, noted in ((100, False), (150, True)):
         checkpoint(tmp_path / "checkpoint_last.pt", updates)
-        assert checkpoints.choose(tmp_path) == tmp_path / "average3.pt"
+        assert Run(tmp_path).choose(say) == tmp_path / "average3.pt"
         assert ("was made after 100 updates, and the training went on to 150" in capsys.readouterr().err) == noted

@@ -2,23 +2,25 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import warm
 from helpers.toy import save_model, script
 
-from ea_runtime.text import words_of
-from ea_tools import metrics, preparation
-from ea_tools.checkpoints import choose, load
-from ea_tools.common import REPO, UserError
-from ea_tools.text import digest, read_lines, read_prep, references
+from ea_artifacts.checkpoints import load
+from ea_artifacts.command import UserError
+from ea_artifacts.files import digest, read_json, read_lines
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import Run
+from ea_runtime.text import words
+from ea_tools import metrics
+from ea_tools.text import references
 from ea_tools.training import average, provenance
 from ea_tools.translating import evaluate
 
@@ -34,7 +36,7 @@ HYPOTHESES = [
     "two young, white men are outside near the bushes.",
     "it costs $3.50 (about 3 €), he says.",
 ]
-MOSES = words_of({"tokenizer": "moses"}, "en")
+MOSES = words("moses", "en")
 
 
 def tokens(lines):
@@ -257,8 +259,8 @@ def test_what_a_benchmark_writes_is_no_local_change_and_what_code_says_is(monkey
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("before")
     git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "all")):
-        subprocess.run([*git, *words], check=True)
+    for text in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "all")):
+        subprocess.run([*git, *text], check=True)
     clean = provenance.git_commit()
     assert re.fullmatch("[0-9a-f]{40}", clean)
     for name in files[:-1]:
@@ -282,9 +284,9 @@ def test_a_gpu_that_is_not_used_is_not_recorded(monkeypatch):
 
 def test_validation_scores_subwords_of_raw_text():
     """fairseq's own BLEU at validations knows 13a alone, which finds no words in Thai or Chinese."""
-    moses = metrics.validation_flags({"tokenizer": "moses", "bpe": "subword_nmt"})
+    moses = metrics.validation_flags(SimpleNamespace(tokenizer="moses", bpe="subword_nmt"))
     assert (moses["eval-bleu-detok"], moses["eval-bleu-remove-bpe"]) == ("moses", "subword_nmt")
-    raw = metrics.validation_flags({"tokenizer": "none", "bpe": "sentencepiece"})
+    raw = metrics.validation_flags(SimpleNamespace(tokenizer="none", bpe="sentencepiece"))
     assert raw["eval-tokenized-bleu"] is True
     assert not {"eval-bleu-detok", "eval-bleu-remove-bpe"} & raw.keys()
 
@@ -306,43 +308,17 @@ def test_unk_earns_nothing():
     assert (test["baseline"], test["difference"]) == (0, 0), "nor in a paired test"
 
 
-# ---- fairseq-generate's output
-
-
-def test_order_is_restored_by_sentence_id():
-    numbers = list(range(25))
-    random.Random(1).shuffle(numbers)
-    output = ["INFO: H-1 in a message", *(f"{kind}-{n}\t-0.5\tsentence {n}" for n in numbers for kind in "HDP")]
-    assert evaluate.in_order(output, 25) == [f"sentence {n}" for n in range(25)]
-    assert evaluate.in_order(["H-1\t-0.5\tb", "H-0\t-0.5\t"], 2) == ["", "b"], "an empty hypothesis is one"
-    assert evaluate.in_order(["H-1\t-0.5\tb", "H-2\t-0.5\tc"], 3, left_out=1) == ["", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "left_out", "message"),
-    [
-        ([0, 2], 0, "each of 3 of 3 sentences, found 2 for 2 sentences .first sentence without one: 1"),
-        ([0, 1, 2, 1], 0, "found 4 for 3 sentences"),
-        ([0, 1, 3], 0, "first sentence without one: 2"),
-        ([0, 1], 2, "each of 1 of 3 sentences, found 2"),
-    ],
-    ids=["missing", "twice", "beyond", "not left out"],
-)
-def test_each_sentence_must_have_one_hypothesis(numbers, left_out, message):
-    with pytest.raises(UserError, match=message):
-        evaluate.in_order([f"H-{n}\t0\tx" for n in numbers], 3, left_out)
-
-
 def test_raw_references_must_be_the_binary_datas_text(capsys):
+    data = SimpleNamespace(folder="x", lowercase=True)
     lines = [f"sentence {n} ." for n in range(20)]
-    output = [f"T-{n}\t{line}" for n, line in enumerate(lines)]
-    evaluate.check_references(output, [line.title() for line in lines], True, "x")
-    evaluate.check_references(["T-0\t<<unk>> 0 ."], lines, True, "x")
+    evaluate.check_references(lines, [line.title() for line in lines], data, "test")
+    evaluate.check_references(["", *lines[1:]], ["a word that the dictionary lacks", *lines[1:]], data, "test")
     assert capsys.readouterr().err == ""
-    evaluate.check_references(output, ["Other .", *lines[1:]], True, "x")
+    evaluate.check_references(lines, ["Other .", *lines[1:]], data, "test")
     assert "1 of 20 raw references" in capsys.readouterr().err
-    with pytest.raises(UserError, match="first line 1"):
-        evaluate.check_references(output, lines[1:] + lines[:1], True, "x")
+    for raw, message in ((lines[1:] + lines[:1], "first line 1"), (lines[1:], "19 raw references, 20")):
+        with pytest.raises(UserError, match=message):
+            evaluate.check_references(lines, raw, data, "test")
 
 
 # ---- a run's scores
@@ -360,8 +336,7 @@ def half_way(data, tmp_path, monkeypatch):
         state["optimizer_history"][0]["num_updates"] = 10 * epoch
         torch.save(state, run / f"checkpoint{epoch}.pt")
     lines = tokens(line.lower() for line in read_lines(data / "raw/test.en"))
-    made_up = [f"H-{number}\t-0.5\t{line}" for number, line in enumerate(lines)]
-    monkeypatch.setattr(evaluate, "generate", lambda command, results, *_: results.mkdir(exist_ok=True) or made_up)
+    monkeypatch.setattr(evaluate, "translate", lambda *_: (lines, {"seconds": 1.0}))
     return run
 
 
@@ -379,10 +354,10 @@ def test_a_score_of_an_average_says_that_the_training_had_not_ended(data, half_w
 
 def test_a_score_on_other_data_has_a_name_of_its_own(data, half_way, tmp_path):
     """It neither takes the place of the run's own score nor says that it is of the run's own data."""
-    preparation.keep(half_way, data)
+    Preparation.at(data).keep(half_way)
     own = score_run(data, half_way, "--average", 2)
     law = Path(shutil.copytree(data, tmp_path / "law"))
-    (law / "PREP.json").write_text(json.dumps({**read_prep(data), "name": "law"}))
+    (law / "PREP.json").write_text(json.dumps({**read_json(data / "PREP.json"), "name": "law"}))
     other = score_run(law, half_way, "--average", 2)
     assert (own["data"], other["data"]) == (data.name, "law")
     for name, expected in (("test", own), ("law.test", other)):
@@ -392,7 +367,8 @@ def test_a_score_on_other_data_has_a_name_of_its_own(data, half_way, tmp_path):
     assert score_run(law, half_way, "--average", 2, "--against", half_way)["against"]["identical"]
 
 
-def test_empty_references_are_counted_with_a_warning(data, half_way, tmp_path, capsys):
+def test_empty_references_are_counted_with_a_warning(data, half_way, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "check_references", lambda *_: None)
     holes = Path(shutil.copytree(data, tmp_path / "holes"))
     lines = read_lines(holes / "raw/test.en")
     (holes / "raw/test.en").write_text("".join(f"{line}\n\n" for line in lines[::2]))
@@ -411,8 +387,7 @@ def test_a_score_that_is_made_again_keeps_comet(data, half_way, monkeypatch):
     assert again["scores"]["comet"] == comet
     assert "against" not in again, "the other run may have been evaluated anew"
     assert json.loads((half_way / "eval/test.json").read_text()) == again
-    lines = [f"H-{number}\t-0.5\tsomething else" for number in range(again["sentences"])]
-    monkeypatch.setattr(evaluate, "generate", lambda *_: lines)
+    monkeypatch.setattr(evaluate, "translate", lambda *_: (["something else"] * again["sentences"], None))
     other = score_run(data, half_way, "--average", 2)
     assert "comet" not in other["scores"]
 
@@ -420,7 +395,7 @@ def test_a_score_that_is_made_again_keeps_comet(data, half_way, monkeypatch):
 def test_a_score_does_not_change_which_checkpoint_is_the_model(data, half_way):
     before = Path(shutil.copyfile(half_way / "checkpoint2.pt", half_way / "checkpoint_last.pt"))
     assert score_run(data, half_way, "--average", 1)["checkpoint"] == str(half_way / "eval/average1.pt")
-    assert choose(half_way) == before
+    assert Run(half_way).model() == before
     model = half_way / "average2.pt"
     average.main(["--inputs", str(half_way), "--num-epoch-checkpoints", "2", "--output", str(model)])
     assert score_run(data, half_way)["checkpoint"] == str(model), "by default the run's model is scored"
@@ -431,16 +406,18 @@ def test_a_score_does_not_change_which_checkpoint_is_the_model(data, half_way):
     further["optimizer_history"][-1]["num_updates"] += 10
     torch.save(further, half_way / "checkpoint9.pt")
     assert score_run(data, half_way, "--average", 2)["checkpoint"] == str(half_way / "eval/average2.pt")
-    assert choose(half_way) == model
+    assert Run(half_way).model() == model
     assert model.read_bytes() == content
 
 
 def test_validation_from_normalised_training_text_has_such_references(data, tmp_path):
-    prep = {**read_prep(data), "rules": {"normalise": True, "valid_every": 10}, "target_lang": "fr"}
+    prep = {**read_json(data / "PREP.json"), "rules": {"normalise": True, "valid_every": 10}, "target_lang": "fr"}
     for split in ("valid", "test"):
         (tmp_path / f"{split}.fr").write_text("« été »…\u00ad ok\n", encoding="utf-8")
-    assert references(tmp_path / "valid.fr", prep) == (["« été »…\u00ad ok"], ["&quot; été &quot; ... ok"])
-    assert references(tmp_path / "test.fr", prep)[1] != ["&quot; été &quot; ... ok"], "which was not training text"
+    (tmp_path / "PREP.json").write_text(json.dumps(prep))
+    prepared = Preparation.at(tmp_path)
+    assert references(tmp_path / "valid.fr", prepared) == (["« été »…\u00ad ok"], ["&quot; été &quot; ... ok"])
+    assert references(tmp_path / "test.fr", prepared)[1] != ["&quot; été &quot; ... ok"], "which was not training text"
 
 
 def test_every_model_of_an_ensemble_must_know_the_datas_words(data, half_way):
@@ -516,12 +493,12 @@ GOOD = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowerca
 def test_a_prep_of_another_form_is_refused(tmp_path, content, message):
     path = tmp_path / "PREP.json"
     path.write_text(json.dumps(GOOD))
-    assert read_prep(tmp_path) == GOOD, "an earlier version wrote no more than this"
+    assert Preparation.at(tmp_path).escape, "an earlier version wrote no more than this"
     path.unlink()
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=re.escape(f"{path}: {message}")):
-        read_prep(tmp_path)
+        Preparation.at(tmp_path)
 
 
 # ---- the command
@@ -543,15 +520,13 @@ def test_end_to_end(data, run, tmp_path):
     assert {"commit", "device", "versions", "command", "speed"} <= record.keys()
     by_settings = list((run / "eval").glob("test.beam5.average2.flags-*.json"))
     assert [json.loads(path.read_text()) for path in by_settings] == [record]
-    assert "--max-len-b 30" in record["generate_command"]
-    assert record["generate_command"] in result.stderr.replace(f"{REPO}/", ""), "the command is shown"
     assert record["scores"]["sacrebleu"]["signature"] in result.stdout
     assert len(read_lines(run / "eval" / "test.hyp.txt")) == 10
 
 
 @pytest.mark.slow
 def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
-    """Sources are cut, as translate.sh does, and what fairseq does not take at all counts as not translated."""
+    """Sources are cut, as translate.sh does."""
     state = load(run / "checkpoint3.pt")
     for name in ("max_source_positions", "max_target_positions"):
         setattr(state["cfg"]["model"], name, 12)
@@ -562,10 +537,9 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
     result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
     assert result.returncode == 0, result.stderr
     record = json.loads((folder / "eval" / "test.json").read_text())
-    assert "--beam 1 --lenpen 1.2" in record["generate_command"]
-    assert record["cut"] > 0 and record["left_out"] > 0
-    hypotheses = read_lines(folder / "eval" / "test.hyp.txt")
-    assert (len(hypotheses), hypotheses.count("")) == (10, record["left_out"])
+    assert (record["beam"], record["lenpen"]) == (1, 1.2)
+    assert record["cut"] > 0
+    assert all(read_lines(folder / "eval" / "test.hyp.txt")), "references that are too long keep no translation back"
     assert "the rest of each was left out" in result.stdout
 
     paths = f"{run / 'checkpoint3.pt'}:{run / 'checkpoint2.pt'}"
@@ -581,7 +555,7 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
 def test_an_average_without_its_checkpoints_is_named(tmp_path):
     (tmp_path / "average10.pt").touch()
     with pytest.raises(UserError, match=rf"found 0; give --checkpoint {tmp_path}/average10.pt"):
-        evaluate.choose_checkpoint(tmp_path, None, best=False, count=10)
+        Run(tmp_path).averaged(10)
 
 
 @pytest.mark.parametrize(
@@ -590,7 +564,7 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
         (["--average", "10"], "expected 10 checkpoints to average, found 3; give --average 3"),
         (["--subset", "nope", "--average", "1"], "--subset nope: .*there are: test, valid"),
         (["--checkpoint", "none.pt"], r"none\.pt: no such file"),
-        (["--average", "1", "--", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--average", "1", "--", "--nonsense"], "-- --nonsense: "),
         (["--against", "elsewhere"], "evaluate that run first"),
         (["--checkpoint", "torn.pt"], r"torn\.pt: torn or damaged"),
     ],
@@ -599,6 +573,5 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
 def test_a_mistake_is_named_in_one_line(data, run, tmp_path, monkeypatch, flags, message):
     (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     with pytest.raises(SystemExit, match=rf"^evaluate: (.|\n)*{message}"):
         evaluate.main(["--data", str(data), "--run", str(run), *flags])

@@ -16,7 +16,7 @@ DOORS = {
     if re.search(r"^tool ", text := path.read_text(), re.M)
 }
 #: what commands themselves start; what docs/production.md starts by `python -m`
-WITHOUT_DOOR = {"training.fairseq_train", "translating.fairseq_bf16", "bench.server_load"}
+WITHOUT_DOOR = {"training.fairseq_train", "bench.server_load"}
 # Runs a command as its door does, and says at the end which of the heavy libraries it has imported.
 IMPORTED = """
 import runpy, sys
@@ -85,15 +85,17 @@ def test_curves_need_matplotlib_alone(tmp_path):
 #: folder -> the folder that its modules are imported from, and the modules of ours that these may import
 PACKAGES = {
     "evolving_attention": (".", set()),
-    "ea_runtime": (".", set()),
-    "ea_fairseq": (".", {"evolving_attention", "ea_runtime.kept", "ea_runtime.text"}),
-    "data-prep/ea_data": ("data-prep", {"ea_runtime.kept", "ea_runtime.text"}),
-    "scripts/ea_tools": ("scripts", {"evolving_attention", "ea_runtime", "ea_fairseq", "ea_data"}),
+    "ea_artifacts": (".", set()),
+    "ea_runtime": (".", {"ea_artifacts"}),
+    "ea_fairseq": (".", {"evolving_attention", "ea_artifacts", "ea_runtime"}),
+    "data-prep/ea_data": ("data-prep", {"ea_artifacts", "ea_runtime"}),
+    "scripts/ea_tools": ("scripts", {"evolving_attention", "ea_artifacts", "ea_runtime", "ea_fairseq", "ea_data"}),
     "examples": (".", {"evolving_attention", "ea_runtime.text", "ea_fairseq", "ea_data"}),
 }
 #: what these packages must not import of others
 FOREIGN = {
     "evolving_attention": {"fairseq"},
+    "ea_artifacts": {"fairseq"},
     "ea_runtime": {"fairseq", "torch"},
 }
 each_package = pytest.mark.parametrize("package", PACKAGES)
@@ -148,7 +150,7 @@ def test_no_module_imports_itself_by_way_of_others(package):
 
 @each_package
 def test_dependencies_run_one_way(package):
-    """Commands, tools, fairseq, evolving_attention; all may use ea_runtime.text and kept; nothing uses examples."""
+    """Commands, tools, fairseq, evolving_attention; all may use ea_artifacts, ea_runtime; nothing uses examples."""
     names = {name for others in graph(package).values() for name in others}
     others = {path.split("/")[-1] for path in PACKAGES} - {package.split("/")[-1]}
     ours = {name for name in names if name.split(".")[0] in others and name != "ea_runtime"}

@@ -11,13 +11,13 @@ import torch
 from helpers.mistakes import refusal
 from helpers.toy import save_model
 
-from ea_tools.common import UserError
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.alignments import alignment_errors, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, estimate, resamples, shares
 from ea_tools.maps.models import Loaded, load_model
 from ea_tools.maps.statistics import Sample, main, tally
-from ea_tools.preparation import keep
 
 RUNS = ["toy-ea/checkpoint_best.pt", "toy-stock/checkpoint_best.pt"]
 
@@ -246,7 +246,7 @@ def test_a_run_that_keeps_its_preparation_finds_its_text(there, data, tmp_path):
     """A run keeps no text: it is where the run was trained, or where --data says."""
     run = tmp_path / "run"
     shutil.copytree(there / "toy-stock", run)
-    keep(run, data)
+    Preparation.at(data).keep(run)
     command = ["--run", str(run), "--sentences", "3", "--out", str(tmp_path / "a.md")]
     main(command)
     state = torch.load(run / "checkpoint_best.pt", weights_only=True)

@@ -16,9 +16,9 @@ from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
 from torch.testing import assert_close
 
+from ea_artifacts.checkpoints import told_apart
+from ea_artifacts.command import UserError
 from ea_tools import profile_model
-from ea_tools.checkpoints import told_apart
-from ea_tools.common import UserError
 from ea_tools.maps import draw, statistics
 from ea_tools.maps.collect import collect
 from ea_tools.maps.models import load_model

@@ -17,7 +17,7 @@ from matplotlib import font_manager
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from ea_tools.common import UserError
+from ea_artifacts.command import UserError
 from ea_tools.figures.labels import families
 from ea_tools.maps import draw, picture
 from ea_tools.maps.draw import chosen, main, parse

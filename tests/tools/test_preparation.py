@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ea_data.preparation import Preparation
-from ea_tools import preparation
-from ea_tools.checkpoints import load
-from ea_tools.common import UserError
+from ea_artifacts.checkpoints import load, of_model
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation, file_difference, fingerprint
 from ea_tools.training import run_folder
 from ea_tools.translating import evaluate
 
@@ -26,13 +25,13 @@ def kept(data, run, tmp_path):
     state = load(run / CHECKPOINT)
     state["cfg"]["task"].update(data=str(tmp_path / "gone"), source_lang="de", target_lang="en")
     torch.save(state, folder / CHECKPOINT)
-    preparation.keep(folder, changed(data, tmp_path / "kept", "PREP.json", other_prep(rules=RULES)))
+    Preparation.at(changed(data, tmp_path / "kept", "PREP.json", other_prep(rules=RULES))).keep(folder)
     return folder
 
 
 def of(folder, data=None):
     data = data and Preparation.at(data)
-    return preparation.of_model(folder / CHECKPOINT, load(folder / CHECKPOINT), folder, data)
+    return of_model(folder / CHECKPOINT, load(folder / CHECKPOINT), folder, data)
 
 
 def changed(data, tmp_path, name, change):
@@ -45,11 +44,11 @@ def changed(data, tmp_path, name, change):
 def test_a_run_works_without_its_data(kept, data):
     found = of(kept)
     assert found.folder == kept / "prepared"
-    assert found.prep == {**json.loads((data / "PREP.json").read_text()), "rules": RULES}
+    assert found.rules == RULES
     for name in ("dict.de.txt", "dict.en.txt", "code"):
         assert (found.folder / name).read_bytes() == (data / name).read_bytes()
     assert of(kept, data).folder == found.folder
-    assert preparation.of_model(kept / CHECKPOINT, load(kept / CHECKPOINT)).folder == found.folder
+    assert of_model(kept / CHECKPOINT, load(kept / CHECKPOINT)).folder == found.folder
 
 
 def test_every_file_that_splits_words_is_kept(data, tmp_path):
@@ -58,14 +57,14 @@ def test_every_file_that_splits_words_is_kept(data, tmp_path):
     more = ("vocabulary.de", "vocabulary.en", "sentencepiece.bpe.model")
     for name in more:
         (copy / name).write_text(f"of {name}\n")
-    preparation.keep(run, copy)
+    Preparation.at(copy).keep(run)
     names = {path.name for path in (run / "prepared").iterdir()}
     assert names == {"dict.de.txt", "dict.en.txt", "code", "PREP.json", "DIGEST", *more}
     for name in more:
         other = Path(shutil.copytree(copy, tmp_path / f"other {name}"))
         (other / name).write_text("others\n")
         with pytest.raises(UserError, match=f"{name}(, line 1|): "):
-            preparation.require_same(preparation.Preparation.kept_by(run), Preparation.at(other), run)
+            Preparation.kept_by(run).require_same(Preparation.at(other), run)
 
 
 def test_files_that_differ_in_their_ends_alone(tmp_path):
@@ -73,7 +72,7 @@ def test_files_that_differ_in_their_ends_alone(tmp_path):
     for name, content in (("one", b"a\nb\n"), ("two", b"a\r\nb\r\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "code").write_bytes(content)
-    said = preparation.file_difference(tmp_path / "one/code", tmp_path / "two/code")
+    said = file_difference(tmp_path / "one/code", tmp_path / "two/code")
     assert said.startswith("code: the same lines with other ends")
 
 
@@ -132,11 +131,11 @@ def test_a_checkpoint_of_a_run_that_was_prepared_otherwise_is_refused(kept, data
     other.mkdir()
     shutil.copyfile(kept / CHECKPOINT, other / CHECKPOINT)
     state = load(kept / CHECKPOINT)
-    preparation.keep(other, changed(data, tmp_path, "PREP.json", other_prep(rules=RULES)))
-    assert preparation.of_model(other / CHECKPOINT, state, kept).folder == kept / "prepared"
-    preparation.keep(other, changed(data, tmp_path / "else", name, change))
+    Preparation.at(changed(data, tmp_path, "PREP.json", other_prep(rules=RULES))).keep(other)
+    assert of_model(other / CHECKPOINT, state, kept).folder == kept / "prepared"
+    Preparation.at(changed(data, tmp_path / "else", name, change)).keep(other)
     with pytest.raises(UserError, match=rf"other/prepared is not what .*kept was trained on(.|\n)*{said}"):
-        preparation.of_model(other / CHECKPOINT, state, kept)
+        of_model(other / CHECKPOINT, state, kept)
 
 
 def test_a_checkpoint_of_the_other_direction_is_refused(kept, tmp_path):
@@ -144,7 +143,7 @@ def test_a_checkpoint_of_the_other_direction_is_refused(kept, tmp_path):
     state = load(kept / CHECKPOINT)
     state["cfg"]["task"].update(source_lang="en", target_lang="de")
     with pytest.raises(UserError, match=r"c\.pt translates en-de, and .*prepared is de-en"):
-        preparation.of_model(tmp_path / "c.pt", state, kept)
+        of_model(tmp_path / "c.pt", state, kept)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_what_is_kept_must_not_change(kept, fault):
 def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_path):
     """Such a run keeps nothing but a digest of its training data, in run.json; from then on it keeps the rest."""
     shutil.rmtree(kept / "prepared")
-    (kept / "run.json").write_text(json.dumps({"identity": {"data": preparation.fingerprint(data)}}))
+    (kept / "run.json").write_text(json.dumps({"identity": {"data": fingerprint(data)}}))
     with pytest.raises(UserError, match=r"digest of its dictionaries and training text is \w+, and .* says \w+"):
         of(kept, changed(data, tmp_path, "dict.en.txt", swap_words))
     of(kept, data)

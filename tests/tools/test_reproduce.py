@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from helpers.mistakes import refusal
 from helpers.pages import PAGES
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools import text
-from ea_tools.common import REPO, UserError
+from ea_artifacts.command import REPO, UserError
+from ea_artifacts.files import digest, read_lines
 from ea_tools.tables import cells, page, reproduce, shown, sweep
 from ea_tools.tables import table as tables
 from ea_tools.tables.records import Records, opened
@@ -125,7 +126,7 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     recipe, found = recipes.read(table.columns[0].recipe), row_of(table, row)
     folder = toy / "runs" / table.run(found, table.columns[0].recipe, seed)
     (folder / "eval").mkdir(parents=True)
-    references = text.read_lines(recipe.data / "raw" / "test.en")
+    references = read_lines(recipe.data / "raw" / "test.en")
     hypotheses = references if better else [line.replace("the", "a") for line in references]
     kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
     one = {
@@ -139,7 +140,7 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
         "date": "now",
         "command": "x",
     }
-    one |= {"references": text.digest(references), "updates": 1500}
+    one |= {"references": digest(references), "updates": 1500}
     for stem in ("test", "test.beam5.average2"):
         (folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
         (folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
@@ -385,7 +386,8 @@ def test_a_row_without_flags_of_the_recipe(toy, capsys):
 
 def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
     """A model of raw text gives no tokens to score."""
-    monkeypatch.setattr(tables, "read_prep", lambda data: {"tokenizer": "none"})
+    raw = types.SimpleNamespace(tokenizer="none")
+    monkeypatch.setattr(tables.Preparation, "at", lambda data: raw)
     with pytest.raises(UserError, match=r"Toy: metric tokenised_bleu: needs text in tokens, and .* is raw text"):
         tables.read(str(toy / "tiny.toml"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.toy import ENVIRONMENT, TINY, script, tool
 
-from ea_tools.checkpoints import load
+from ea_artifacts.checkpoints import load
 
 # Run in namespaces of its own (unshare -rnm): this one is host 1, "two" is host 2. "$@" is the command less its rank.
 # No name server can be reached from here, and none is asked.

@@ -10,10 +10,9 @@ from fairseq import options
 from helpers.toy import TINY, script
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
-from ea_tools.common import REPO, UserError
+from ea_artifacts.command import REPO, UserError, parse_flags
 from ea_tools.tables import table
 from ea_tools.training import flag_faults, launch, products, recipes, run_folder, train
-from ea_tools.training.recipes import parse_flags
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
 

@@ -18,9 +18,10 @@ from fairseq.trainer import Trainer
 from helpers import warm
 from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
 
-from ea_tools import preparation
-from ea_tools.checkpoints import choose, has_model_recorded, load
-from ea_tools.common import UserError
+from ea_artifacts.checkpoints import load
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import Run
 from ea_tools.training import fairseq_train, launch, recipes, run_folder, train
 
 FLAGS = [*TINY, "--max-tokens", "256", "--update-freq", "1", "--log-interval", "2", "--no-tensorboard", "--gpus", "0"]
@@ -142,8 +143,8 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     said = [line for line in (run / "train.log").read_text().splitlines() if "when batches were of another" in line]
     assert len(said) == 1 and "goes on after batch 1 of 2" in said[0]
     assert last_updates(run) == 9
-    assert choose(run) == run_folder.settle_model(run), "it was settled at the end of the training"
-    assert has_model_recorded(run)
+    assert Run(run).model() == run_folder.settle_model(run), "it was settled at the end of the training"
+    assert Run(run).has_model_recorded
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
     """The next command scores the average of the last checkpoints, else the best, else the last."""
     for number, name in enumerate(names, 1):
         checkpoint(tmp_path / name, number)
-    assert run_folder.settle_model(tmp_path) == choose(tmp_path) == tmp_path / model
+    assert run_folder.settle_model(tmp_path) == Run(tmp_path).model() == tmp_path / model
     assert run_folder.updates(load(tmp_path / model)) == updates
 
 
@@ -301,7 +302,7 @@ def test_a_folder_belongs_to_one_run(tmp_path, data):
 
 def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
-    preparation.keep(run, data)
+    Preparation.at(data).keep(run)
     run_folder.claim(run, {"data": "x"}, "", data)
     checkpoint(run / "checkpoint1.pt", 10)
     shutil.copytree(data, other)
@@ -331,7 +332,7 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     run_folder.settle_model(tmp_path)
     capsys.readouterr()
     record = start("0.3", 10, fp16=[])
-    assert not has_model_recorded(tmp_path), "a kill before the end must not leave the first training's average"
+    assert not Run(tmp_path).has_model_recorded, "a kill before the end must not leave the first training's average"
     assert record["command"] == "train.sh a --lr 0.2", "the one that began the run"
     assert [(one["updates"], one["command"]) for one in record["starts"]] == [
         (0, "train.sh a --lr 0.2"),

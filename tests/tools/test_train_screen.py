@@ -15,7 +15,7 @@ from fairseq.data.iterators import EpochBatchIterator
 from helpers.models import model_args
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_tools.common import REPO
+from ea_artifacts.command import REPO
 from ea_tools.training import fairseq_train, products, run_folder
 
 

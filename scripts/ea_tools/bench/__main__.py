@@ -3,8 +3,8 @@
 import importlib
 import sys
 
+from ea_artifacts.command import quiet
 from ea_tools.bench import options
-from ea_tools.common import quiet
 
 
 def main() -> None:

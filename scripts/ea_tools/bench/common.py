@@ -33,7 +33,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
-from ea_tools.common import UserError, reporting, write_json
+from ea_artifacts.command import UserError, reporting
+from ea_artifacts.files import write_json
 from ea_tools.training.memory import keep_freed_memory
 from ea_tools.training.products import require_bf16_units, use_bf16_products
 from ea_tools.training.provenance import provenance

@@ -13,11 +13,11 @@ import torch
 from fairseq.models import BaseFairseqModel as FairseqModel
 from fairseq.tasks import FairseqTask
 
+from ea_artifacts.command import UserError
 from ea_fairseq.export import export
 from ea_runtime import Translator
 from ea_runtime.search import Settings
 from ea_tools.bench.common import Batch, Candidate
-from ea_tools.common import UserError
 from ea_tools.translating.export import describe_folder, quantise
 
 #: candidate -> description

@@ -15,12 +15,13 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ea_artifacts.command import UserError, reporting
+from ea_artifacts.files import write_json
 from ea_fairseq import graphs, optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import attention, common, decoding, equality, options, training
 from ea_tools.bench.equality import Row, Setting
 from ea_tools.bench.tape import Tape
-from ea_tools.common import UserError, reporting, write_json
 from evolving_attention.kernels import refusals
 
 TINY = " ".join(

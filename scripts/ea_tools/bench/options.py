@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
-from ea_tools.common import REPO, Parser, at_least, positive
+from ea_artifacts.command import REPO, Parser, at_least, positive
 from ea_tools.maps import KINDS
 
 #: Pairs of models, ours and stock, as words after --arch: the papers' two sizes, fairseq's other Transformers, and the

@@ -20,10 +20,10 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
+from ea_artifacts.command import UserError, reporting
 from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
-from ea_tools.common import UserError, reporting
 from ea_tools.training.recipes import read, spell_flags
 
 #: further candidates: one optimizer call for all parameters, and with it captured steps

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ea_tools.common import REPO, Parser, replacing, reporting, say
+from ea_artifacts.command import REPO, Parser, reporting, say
+from ea_artifacts.files import replacing
 from ea_tools.figures import style
 from ea_tools.tables.records import log_name
 from ea_tools.training.logs import AXES, QUANTITIES, NoLossError, Run, read

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ea_tools.common import UserError
+from ea_artifacts.command import UserError
+from ea_artifacts.files import read_lines
 from ea_tools.maps.words import merged
-from ea_tools.text import read_lines
 
 Link = tuple[int, int]  # source word, target word, counted from 0
 Gold = tuple[set[Link], set[Link]]  # sure links; possible ones, which hold the sure ones too

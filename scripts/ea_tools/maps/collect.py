@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_tools.common import UserError
+from ea_artifacts.command import UserError
 from ea_tools.maps import KINDS
 from evolving_attention.attention import EvolvingHeads, Maps
 from evolving_attention.evolution import Evolution, Share, finite, is_always, mix

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ea_tools.checkpoints import told_apart
-from ea_tools.common import Parser, UserError, positive, replacing, reporting, say
+from ea_artifacts.checkpoints import told_apart
+from ea_artifacts.command import Parser, UserError, positive, reporting, say
+from ea_artifacts.files import replacing
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.exports import numbers, page
@@ -99,7 +100,7 @@ def examine(args: argparse.Namespace) -> Look:
             say(f"{name}: {' '.join(tokens[name])}")
             if args.words and not loaded.has_words(side):
                 say(
-                    f"plot_attention: note: {loaded.prep[f'{side}_lang']} is written without spaces: where its words "
+                    f"plot_attention: note: {loaded.language(side)} is written without spaces: where its words "
                     "begin cannot be told, and each subword stands for itself"
                 )
     names = told_apart([one.checkpoint for one in (loaded, other) if one])

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+from ea_artifacts.command import say
+from ea_artifacts.run import Run
 
 # isort: split
 import torch
@@ -24,15 +26,14 @@ from fairseq.data import Dictionary
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from ea_data.preparation import Preparation
-from ea_fairseq.hub import read_models
+from ea_artifacts.checkpoints import load, of_model, of_one_language, task_of, trained_on
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation
+from ea_fairseq.translator import read_models
 from ea_runtime.text import Text
-from ea_tools.checkpoints import choose, load, task_of, trained_on
-from ea_tools.common import UserError
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
-from ea_tools.preparation import fitting, of_model, of_one_language
 from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 
 TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
@@ -52,9 +53,16 @@ class Loaded:
     """A trained model on the CPU."""
 
     def __init__(
-        self, checkpoint: Path, data: Path, prep: dict, model: nn.Module, task: FairseqTask, trained_for: dict
+        self,
+        checkpoint: Path,
+        data: Path,
+        preparation: Preparation,
+        model: nn.Module,
+        task: FairseqTask,
+        trained_for: dict,
     ) -> None:
-        self.checkpoint, self.data, self.prep, self.model, self.task = checkpoint, data, prep, model, task
+        self.checkpoint, self.data, self.preparation = checkpoint, data, preparation
+        self.model, self.task = model, task
         self.sides = sides_of(type(model))
         self.task_name, self._trained_for = trained_for["_name"], trained_for  # the task's options
 
@@ -73,7 +81,7 @@ class Loaded:
         """
         if (readable := text.encode(errors="replace").decode()) != text:
             raise UserError(f"the {self.called(side)}sentence is not UTF-8: {readable}")
-        split = Text(self.data, self.prep[f"{side}_lang"]).subwords
+        split = Text(self.data, self.language(side)).subwords
         known = dictionary.index(MASK) != dictionary.unk()
         parts = re.split(f"({MASK})", text) if known else [text]
         symbols = [symbol for part in parts for symbol in ([MASK] if part == MASK else split(part.rstrip()).split())]
@@ -94,7 +102,7 @@ class Loaded:
 
         In a language that is written without spaces each subword counts as a word.
         """
-        bpe = self.prep["bpe"]
+        bpe = self.preparation.bpe
         begins = [True] * len(symbols)
         if self.has_words(side):
             special = [re.fullmatch(r"</?\w+>", symbol) is not None for symbol in symbols]
@@ -106,13 +114,17 @@ class Loaded:
     def stem(self) -> str:
         """The name of the model's input in the data's folder, with {} for the split."""
         if self.task_name == "translation":
-            source, target = self.prep["source_lang"], self.prep["target_lang"]
+            source, target = self.preparation.languages
             return f"{{}}.{source}-{target}.{source}.bin"
         return "{}.bin"
 
+    def language(self, side: str) -> str:
+        """The language of this side, "source" or "target", as file names have it."""
+        return self.preparation.languages[("source", "target").index(side)]
+
     def has_words(self, side: str) -> bool:
         """Whether the subwords of this side show where a word begins."""
-        return self.prep["tokenizer"] == "given" or written_with_spaces(self.prep[f"{side}_lang"])
+        return self.preparation.tokenizer == "given" or written_with_spaces(self.language(side))
 
     def _must_fit(self, ids: Tensor, side: str) -> None:
         most = self.longest(side)
@@ -190,7 +202,7 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         UserError: the folder, checkpoint or data cannot be used.
     """
     path = Path(run_or_checkpoint)
-    checkpoint = choose(path) if path.is_dir() else path
+    checkpoint = Run(path).choose(say) if path.is_dir() else path
     state = load(checkpoint)
     trained_for = task_of(state)
     if (name := trained_for["_name"]) not in TASKS:
@@ -205,7 +217,6 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
         preparation = of_one_language(checkpoint, state, given)
     folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
-    with fitting(checkpoint, folder):
-        # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
-        (model,), _, task = read_models([checkpoint], folder, preparation.prep)
-    return Loaded(checkpoint, folder, preparation.prep, model.eval(), task, trained_for)
+    # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
+    (model,), _, task = read_models([checkpoint], folder, preparation.languages)
+    return Loaded(checkpoint, folder, preparation, model.eval(), task, trained_for)

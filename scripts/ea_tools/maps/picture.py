@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from ea_tools.common import UserError, say
+from ea_artifacts.command import UserError, say
 from ea_tools.figures import style
 from ea_tools.figures.labels import families
 from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, one_head, parts_of

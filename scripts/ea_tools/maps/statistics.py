@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ea_tools.checkpoints import told_apart
-from ea_tools.common import Parser, UserError, at_least, ignore_warnings, json_text, portable, replacing, reporting
+from ea_artifacts.checkpoints import told_apart
+from ea_artifacts.command import Parser, UserError, at_least, ignore_warnings, portable, reporting
+from ea_artifacts.files import json_text, replacing
 from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
@@ -186,7 +187,7 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | N
     for side in ("source", "target"):
         if not loaded.has_words(side):
             raise UserError(
-                f"--gold: subwords of {loaded.prep[f'{side}_lang']} do not show where a word begins; prepare the data "
+                f"--gold: subwords of {loaded.language(side)} do not show where a word begins; prepare the data "
                 "from text in tokens (custom.sh --tokenised)"
             )
     sentences = len(_load(loaded, args.subset))
@@ -281,7 +282,7 @@ def examine(args: argparse.Namespace) -> Report:
                 if its == kind:
                     rows.setdefault((statistic, kind, who), {})[layer] = one
     facts = {
-        "data": models[0].prep.get("name", models[0].data.name),
+        "data": models[0].preparation.name,
         "subset": args.subset,
         "sentences": len(sample.pairs),
         "checkpoints": [str(loaded.checkpoint) for loaded in models],

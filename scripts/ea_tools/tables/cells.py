@@ -21,10 +21,11 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ea_tools.common import REPO, UserError, positive, read_json
+from ea_artifacts.command import REPO, UserError, positive
+from ea_artifacts.files import read_json
+from ea_artifacts.preparation import Preparation
 from ea_tools.tables import page, records
 from ea_tools.tables.table import Row, Table, check_flags, check_seeds
-from ea_tools.text import read_prep
 from ea_tools.training import launch, recipes, train
 
 
@@ -140,7 +141,7 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
             continue
         try:
             if not args.dry_run:
-                read_prep(recipes.read(cell.recipe).data)
+                Preparation.at(recipes.read(cell.recipe).data)
             missing.append(cell)
         except UserError as fault:  # it names the command that makes the data
             without_data[str(fault)] += 1

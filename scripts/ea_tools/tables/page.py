@@ -10,14 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ea_tools.common import REPO, UserError, quiet, replacing
+from ea_artifacts.command import REPO, UserError, quiet
+from ea_artifacts.files import digest, replacing
+from ea_artifacts.preparation import Preparation
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.profile_model import profile
 from ea_tools.tables.records import UNKNOWN, Records
 from ea_tools.tables.records import Row as Score
 from ea_tools.tables.table import Column, Row, Table
-from ea_tools.text import digest, read_prep, references
+from ea_tools.text import references
 from ea_tools.training import recipes, train
 
 SIGNIFICANT = 0.05
@@ -97,8 +99,8 @@ def _references(recipe: str, subset: str) -> tuple[list[str], bool]:
     """The references of a recipe's split, none where the data are not prepared, and whether case is ignored."""
     with contextlib.suppress(UserError):
         data = recipes.read(recipe).data
-        prep = read_prep(data)
-        return references(data / "raw" / f"{subset}.{prep['target_lang']}", prep)[0], prep["lowercase"]
+        prepared = Preparation.at(data)
+        return references(data / "raw" / f"{subset}.{prepared.target_lang}", prepared)[0], prepared.lowercase
     return [], True
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import REPO, UserError, read_json, replacing, say
+from ea_artifacts.command import REPO, UserError, say
+from ea_artifacts.files import digest, read_json, read_lines, replacing
 from ea_tools.metrics import compare
-from ea_tools.text import digest, read_lines
 from ea_tools.training import logs, recipes
 
 UNKNOWN = "not recorded"

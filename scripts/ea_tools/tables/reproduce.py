@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ea_tools.common import Parser, UserError, reporting
+from ea_artifacts.command import Parser, UserError, reporting
 from ea_tools.tables import cells, shown
 from ea_tools.tables import table as tables
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import read_json
+from ea_artifacts.files import read_json
 from ea_tools.tables import table as tables
 from ea_tools.tables.page import gather, markdown_table, pages, show_in, spread
 from ea_tools.tables.records import Records

@@ -12,7 +12,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from ea_tools.common import Parser, UserError, listed, reporting
+from ea_artifacts.command import Parser, UserError, listed, reporting
 from ea_tools.tables import cells
 from ea_tools.tables.page import gather
 from ea_tools.tables.records import Records

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ea_artifacts.command import UserError
+from ea_artifacts.preparation import Preparation
 from ea_data.languages import base_language
-from ea_tools.common import UserError
 from ea_tools.metrics import LABELS
-from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, recipes
 
 FOLDER = recipes.FOLDER / "tables"
@@ -210,7 +210,7 @@ def check_metric(where: str, metric: str, recipe: recipes.Recipe) -> None:
     """Refuse a metric that evaluate.sh does not compute for this recipe's text."""
     languages, raw = (recipe.source_lang, recipe.target_lang), False
     with contextlib.suppress(UserError):  # the data need not be prepared yet
-        raw = read_prep(recipe.data)["tokenizer"] == "none"
+        raw = Preparation.at(recipe.data).tokenizer == "none"
     if metric not in TABLED:
         raise UserError(f"{where} {metric!r} is not one of {', '.join(TABLED)}")
     if metric == "compound_split_bleu" and tuple(map(base_language, languages)) != ("en", "de"):

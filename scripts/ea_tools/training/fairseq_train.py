@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import REPO, UserError, ignore_warnings
+from ea_artifacts.command import REPO, UserError, ignore_warnings
 
 ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here

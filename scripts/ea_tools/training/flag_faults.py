@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ea_tools.common import REPO, UserError
+from ea_artifacts.command import REPO, UserError
 
 USAGE = ".venv/bin/fairseq-train --user-dir ea_fairseq --arch ARCH --help lists the common flags and --ea-*"
 

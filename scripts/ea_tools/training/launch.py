@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ea_tools.common import UserError, say
+from ea_artifacts.command import UserError, say
 from ea_tools.training import products
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ea_tools.common import UserError, read_json
+from ea_artifacts.command import UserError
+from ea_artifacts.files import read_json
 from ea_tools.training import recipes
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ea_tools.common import UserError
+from ea_artifacts.command import UserError
 
 #: The flag of ea_tools.training.fairseq_train that asks for them.
 FLAG = "bf16-products"

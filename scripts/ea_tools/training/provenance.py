@@ -9,7 +9,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from ea_tools.common import REPO
+from ea_artifacts.command import REPO
 
 #: folders that scripts write, as git's words for exclusion: changes there are results, not other code
 WRITTEN = (":!results", ":!docs", ":!*.md")

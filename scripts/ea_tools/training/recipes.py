@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ea_tools.common import REPO, UserError
+from ea_artifacts.command import REPO, UserError
+from ea_artifacts.preparation import FILE, Preparation
 from ea_tools.metrics import DECIDED_BY_BLEU
-from ea_tools.preparation import Preparation
 from ea_tools.training import flag_faults
 
 FOLDER = REPO / "recipes"
@@ -137,10 +137,9 @@ FOR_SIZE = (
 def for_data(data: Path) -> tuple[Recipe, str]:
     """A recipe for a prepared corpus by the number of its training pairs, and the same as TOML, to be kept."""
     preparation = Preparation.at(data)
-    prep, separate = preparation.prep, preparation.separate_dictionaries
-    pairs = prep.get("splits", {}).get("train", {}).get("pairs")
+    pairs, separate = preparation.pairs, preparation.separate_dictionaries
     if not isinstance(pairs, int):
-        raise UserError(f"{data / 'PREP.json'}: does not say how many training pairs there are; give a RECIPE")
+        raise UserError(f"{data / FILE}: does not say how many training pairs there are; give a RECIPE")
     _, tokens, accumulation, flags = next(row for row in FOR_SIZE if pairs <= row[0])
     folder = data.resolve()
     place = folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
@@ -150,7 +149,8 @@ def for_data(data: Path) -> tuple[Recipe, str]:
             'inherit = "base"',
             f"data = {json.dumps(str(place), ensure_ascii=False)}",
             *(["eval-bleu = true"] if pairs <= FOR_SIZE[1][0] else []),
-            *(f'{side}-lang = "{prep[f"{side}_lang"]}"' for side in ("source", "target")),
+            f'source-lang = "{preparation.source_lang}"',
+            f'target-lang = "{preparation.target_lang}"',
             f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",
             "\n[flags]",
             *(f"{name} = {value}" for name, value in flags.items()),

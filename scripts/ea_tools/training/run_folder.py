@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_tools.checkpoints import EPOCH, UPDATE, DamagedError, forget_model, load, numbered, record_model
-from ea_tools.common import REPO, UserError, portable, read_json, replacing, say, write_json
-from ea_tools.preparation import Preparation, keep, require_same
-from ea_tools.training.average import average, last, save
+from ea_artifacts.average import average, save
+from ea_artifacts.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
+from ea_artifacts.command import REPO, Flags, UserError, portable, say
+from ea_artifacts.files import read_json, replacing, write_json
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import AVERAGED, Run
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
-from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, Flags, learning_flags, plain, said
+from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, learning_flags, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
-AVERAGED = 10  # at most, of the last checkpoints
 _BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # may be there before a run, as a shell's log of it
 
 _locks = []  # open as long as the process lives
@@ -65,7 +66,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
     owner = before.get("identity", this)
     changed = [name for name in sorted(owner.keys() | this.keys()) if differ(owner.get(name), this.get(name))]
     if changed == ["data"] and (kept := Preparation.kept_by(run)):
-        require_same(kept, Preparation.at(data), run)
+        kept.require_same(Preparation.at(data), run)
     if changed:
         raise UserError(
             f"{run} belongs to another run; choose another --run\n"
@@ -78,9 +79,9 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
 def keep_preparation(run: Path, data: Path) -> None:
     """Keep a copy of the files that the model needs; where the run has one, the data must still agree with it."""
     if started(run) and (kept := Preparation.kept_by(run)):
-        require_same(kept, Preparation.at(data), run)
+        kept.require_same(Preparation.at(data), run)
     else:
-        keep(run, data)
+        Preparation.at(data).keep(run)
 
 
 def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: str) -> None:
@@ -100,7 +101,7 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
     if done and record["starts"]:
         say_what_differs(record["starts"][-1]["flags"], start["flags"])
     write_json(run / "run.json", {**record, "starts": [*record["starts"], start]})
-    forget_model(run)
+    Run(run).forget_model()
 
 
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -263,13 +264,13 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
 
 def settle_model(run: Path) -> Path:
     """Record the model of a run whose training has ended: an average, made here, or a single checkpoint."""
-    checkpoints = last(run, AVERAGED)
+    checkpoints = Run(run).last(AVERAGED)
     if checkpoints:
         model = run / f"average{len(checkpoints)}.pt"
         save(average(checkpoints), model)
     else:
         model = run / (BEST if (run / BEST).exists() else LAST)
-    record_model(model)
+    Run(run).record_model(model.name)
     return model
 
 
@@ -278,7 +279,7 @@ def next_command(data: Path, run: Path) -> str:
     command = [str(REPO / "scripts/evaluate.sh"), "--data", str(data.absolute()), "--run", str(run.absolute())]
     if not any((data / "raw").glob("test.*")):
         command += ["--subset", "valid"]
-    if not last(run, AVERAGED):
+    if not Run(run).last(AVERAGED):
         command += ["--best"]
     # Paths below the repository are shortened only where the command is typed there.
     return portable(command) if Path.cwd() == REPO else shlex.join(command)

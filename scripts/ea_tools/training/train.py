@@ -19,14 +19,26 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ea_tools.checkpoints import has_model_recorded, load, settings
-from ea_tools.common import REPO, Parser, UserError, at_least, portable, positive, replacing, reporting, say
+from ea_artifacts.checkpoints import load, settings
+from ea_artifacts.command import (
+    REPO,
+    Flags,
+    Parser,
+    UserError,
+    at_least,
+    parse_flags,
+    portable,
+    positive,
+    reporting,
+    say,
+)
+from ea_artifacts.files import replacing
+from ea_artifacts.preparation import FILE, Preparation, fingerprint
+from ea_artifacts.run import Run
 from ea_tools.metrics import validation_flags
-from ea_tools.preparation import Preparation, fingerprint, require_same
-from ea_tools.text import read_prep
 from ea_tools.training import flag_faults, products, recipes, run_folder
 from ea_tools.training.launch import Launch, choose_precision, distribution
-from ea_tools.training.recipes import Flags, Recipe, flag_values, parse_flags, spell_flags
+from ea_tools.training.recipes import Recipe, flag_values, spell_flags
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
 ELSEWHERE = {
@@ -113,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := run_folder.finished(last, start.flags):
             run_folder.refuse_other_flags(start.run, flags, start.flags, args.without)
             say(f"{start.run}: this run is finished: {reason}")
-            if is_first and not has_model_recorded(start.run):  # a kill came before
+            if is_first and not Run(start.run).has_model_recorded:  # a kill came before
                 say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
             say(f"next: {run_folder.next_command(start.data, start.run)}")
             return
@@ -205,8 +217,8 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen = {**recipe.flags_for(args.arch)}
     for name in sorted(chosen.keys() & NOT_IN_RECIPES.keys()):
         raise UserError(f"--{name}: has no place in the recipe {recipe.name}; {NOT_IN_RECIPES[name]}")
-    if recipe.eval_bleu and not args.eval_bleu and (args.data / "PREP.json").is_file():  # --dry-run needs no data
-        chosen |= validation_flags(read_prep(args.data), decides=False)
+    if recipe.eval_bleu and not args.eval_bleu and (args.data / FILE).is_file():  # --dry-run needs no data
+        chosen |= validation_flags(Preparation.at(args.data), decides=False)
     for name in args.without:
         if chosen.pop(name.removeprefix("--"), None) is None:
             raise UserError(f"--without {name}: the recipe has no such flag")
@@ -221,7 +233,7 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
         chosen[precision] = True
     chosen = {"log-interval": 100, "log-format": "simple"} | chosen
     if args.eval_bleu:
-        chosen |= validation_flags(read_prep(args.data))
+        chosen |= validation_flags(Preparation.at(args.data))
     if args.wandb:
         chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
@@ -333,7 +345,7 @@ def check_first_model(flags: Flags, data: Path, parsed: argparse.Namespace) -> N
         if (kept := Preparation.kept_by(run)) is None:
             continue
         try:
-            require_same(kept, Preparation.at(data), run)
+            kept.require_same(Preparation.at(data), run)
         except UserError as error:
             hint = f"data-prep/custom.sh --like {run} prepares text for this model"
             raise UserError(f"--finetune-from-model {name}: {error}\n{hint}") from error

@@ -18,32 +18,26 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import re
-import shlex
-import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from ea_data.command_line import Parser
+from ea_artifacts.checkpoints import load, peek, section, settings
+from ea_artifacts.command import Parser, UserError, listed, portable, positive, reporting, say
+from ea_artifacts.files import digest, read_json, read_lines, replacing, write_json
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import AVERAGED, Run
 from ea_data.languages import base_language
-from ea_data.preparation import Preparation
 from ea_tools import metrics
-from ea_tools.checkpoints import is_export, load, longest, section, settings
-from ea_tools.common import REPO, UserError, portable, positive, read_json, replacing, reporting, say, write_json
-from ea_tools.preparation import of_model, require_same
-from ea_tools.text import as_written, digest, read_lines, references
-from ea_tools.training import average
+from ea_tools.text import as_written, references
 from ea_tools.training.provenance import provenance
-from ea_tools.training.recipes import parse_flags
-from ea_tools.training.run_folder import AVERAGED, LAST, finished, updates
-from ea_tools.translating import exported
-from ea_tools.translating.translators import add_search, choose_device, fairseq_generate, parse_both
+from ea_tools.training.run_folder import LAST, finished, updates
+from ea_tools.translating.model import Model, add_search, open_model, parse_both, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; the words after -- go to fairseq-generate."""
+    """The flags; those after -- are fairseq-generate's for the search."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
         prog="evaluate.sh",
         description=__doc__,
-        epilog="Flags after -- go to fairseq-generate, for example: -- --batch-size 64 --cpu",
+        epilog="After -- stand fairseq-generate's flags of the search, --batch-size or --cpu: -- --max-len-b 50",
     )
     add = parser.add_argument
     add("--data", required=True, type=Path, metavar="DIR", help="prepared data, data/NAME")
@@ -77,69 +71,69 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tok", metavar="NAME", help="sacreBLEU's tokeniser (default: sacreBLEU's own for the target language)")
     add("--comet", metavar="MODEL", help="score with COMET too, for example Unbabel/wmt22-comet-da; needs comet-score")
     add_search(parser)
-    args, args.generate_flags = parse_both(parser, arguments)
+    args = parse_both(parser, arguments)
     args.command = ["scripts/evaluate.sh", *arguments]
     return args
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns the content of the JSON file."""
+    from ea_data.binary import read_sentences
     from ea_runtime.text import words_of
 
-    data = Preparation.at(args.data)
-    prep, (source, target) = data.prep, data.languages
-    written, tokens = references(reference_file(args.data, args.subset, target), prep)
+    data, run = Preparation.at(args.data), Run(args.run)
+    source, target = data.languages
+    written, tokens = references(reference_file(args.data, args.subset, target), data)
     tokenizer = args.tok or metrics.tokenizer_for(target)
     metrics.check_tokenizer(tokenizer, target)
     if args.comet:
         metrics.comet_command()
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
-    if not (args.average or args.best or args.checkpoint or is_export(args.run)):  # the model that training settled on
-        args.average = len(average.last(args.run, AVERAGED)) or AVERAGED
-    name = prep.get("name", args.data.name)
+    if not (args.average or args.best or args.checkpoint or run.is_export):
+        args.average = len(run.last(AVERAGED)) or AVERAGED  # the model that training settled on
+    name = data.name
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
     results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
     refuse_other_text(results / f"{stem}.json", digest(written))
-    translate = translate_export if is_export(args.run) else translate_run
-    model = translate(args, data, split, len(written))
-    cut, left_out = count_longer(data, args.subset, model.lengths)
-    hypotheses = in_order(model.output, len(written), left_out)
-    check_references(model.output, tokens, prep["lowercase"], f"{args.subset!r} in {args.data}")
-    detokenised = list(map(words_of(prep, target).detokenize, hypotheses))
-    metric_options = {"references": written, "lowercase": prep["lowercase"], "tokenizer": tokenizer}
+    checkpoints, averaged = choose_checkpoints(args)
+    model = open_model(args, checkpoints, data)
+    sources, targets = (read_sentences(data.binary(args.subset, language)) for language in data.languages)
+    check_references(list(map(model.translator.words, without_unknown(targets))), tokens, data, args.subset)
+    hypotheses, speed = translate(model, sources, whole(args.search_flags, "batch-size"))
+    detokenised = list(map(words_of(data, target).detokenize, hypotheses))
+    metric_options = {"references": written, "lowercase": data.lowercase, "tokenizer": tokenizer}
     result = {
         "data": name,
-        "preparation": model.preparation.digest(),
+        "preparation": model.translator.text.preparation.digest(),
         "run": str(args.run),
         "subset": args.subset,
         "sentences": len(written),
-        "cut": cut,  # sources longer than the model reads: the rest of them is left out, as in translate.sh
+        # sources longer than the model reads: the rest of them is left out, as in translate.sh
+        "cut": sum(len(source) - 1 > model.translator.room for source in sources),
         "empty_references": sum(not line.strip() for line in written),
-        "left_out": left_out,  # sentences whose reference is too long for fairseq: empty translations
         "direction": f"{source}-{target}",
-        **model.description,
+        **description(model, run, averaged),
         "settings_name": settings_name(args),
         "beam": args.beam,
         "lenpen": args.lenpen,
         "scores": metrics.compute(
-            tokenised=None if prep["tokenizer"] == "none" else hypotheses,
+            tokenised=None if data.tokenizer == "none" else hypotheses,
             detokenised=detokenised,
             tokenised_references=tokens,
             compounds=(base_language(source), base_language(target)) == ("en", "de"),
-            exact=prep["tokenizer"] == "given",
+            exact=data.tokenizer == "given",
             **metric_options,
         ),
         "tokenizer": tokenizer,
         "references": digest(written),
-        "speed": speed(model.output),
+        "speed": speed,
         "command": portable(args.command),
-        "generate_command": portable(model.command),
         **provenance(model.on_cpu),
     }
     if args.comet:
-        sources = as_written(args.data / "raw" / f"{args.subset}.{source}", prep, source)
+        sources = as_written(args.data / "raw" / f"{args.subset}.{source}", data, source)
         gpu = not result["device"].startswith("CPU")
         result["scores"]["comet"] = metrics.comet(args.comet, sources, detokenised, written, gpu)
     if baseline:
@@ -157,8 +151,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_name(run: Path, data: str, subset: str) -> str:
     """The name of a split in a run's results: "test", or "law.test" of other data than the run's own."""
-    preparation = Preparation.at(run) if is_export(run) else Preparation.kept_by(run)
-    own = preparation.prep.get("name", data) if preparation else data
+    preparation = Run(run).preparation()
+    own = preparation.name if preparation else data
     return subset if data == own else f"{data}.{subset}"
 
 
@@ -180,77 +174,51 @@ def comet_of_before(path: Path, result: dict[str, Any], translations: Sequence[s
     return earlier["scores"].get("comet") if earlier.get("references") == result["references"] else None
 
 
-# ---- the model's translations
+def choose_checkpoints(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """The checkpoints to translate with, none of an export; and those that the one is the average of, if any."""
+    if Run(args.run).is_export:
+        return [], []
+    if args.checkpoint:
+        return list(map(Path, args.checkpoint.split(":"))), []
+    if args.best:
+        return [args.run / "checkpoint_best.pt"], []
+    path, averaged = Run(args.run).averaged(args.average)
+    return [path], averaged
 
 
-@dataclass(frozen=True)
-class Translated:
-    """A model's translations of a split."""
-
-    output: list[str]  # of fairseq-generate: lines H, T and messages
-    preparation: Preparation
-    lengths: tuple[int, int]  # the most subwords that the model reads and writes
-    description: dict[str, Any]  # of the model, as the record has it
-    command: list[str]
-    on_cpu: bool
-
-
-def translate_run(args: argparse.Namespace, data: Preparation, split: str, sentences: int) -> Translated:
-    """The split by fairseq-generate with a run's checkpoint."""
-    checkpoint, averaged = choose_checkpoint(args.run, args.checkpoint, args.best, args.average)
-    for path in checkpoint.split(":"):
-        state = load(path)
-        preparation = of_model(Path(path), state, args.run, data)
-    lengths = (longest(state, "source"), longest(state, "target"))
-    command = generate_command(args, data, checkpoint, lengths)
-    output = generate(command, args.run / "eval", split, sentences)
-    # Other checkpoints than averaged ones need not be the run's last.
-    still_training = unfinished(args.run, state) if averaged else None
-    description = {**describe(state), "checkpoint": checkpoint, "averaged": averaged, "unfinished": still_training}
-    return Translated(output, preparation, lengths, description, command, "--cpu" in args.generate_flags)
-
-
-def translate_export(args: argparse.Namespace, data: Preparation, split: str, sentences: int) -> Translated:
-    """The split by an exported model."""
-    exported.refuse(args, "average", "best", "checkpoint")
-    search = exported.search_settings(args.beam, args.lenpen, args.generate_flags)
-    translator = exported.load(args.run)
-    preparation = Preparation(args.run, translator.text.prep)
-    require_same(preparation, data, args.run)
-    output = exported.generate(translator, args.data, args.subset, search, exported.batch_size(args.generate_flags))
-    write_lines(args.run / "eval" / f"generate-{split}.txt", output)
-    stated = translator.description
-    description = {name: stated[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}
-    lengths = tuple(most - 1 for most in stated["max_positions"])
-    return Translated(output, preparation, lengths, description, ["python", "-m", "ea_runtime", str(args.run)], True)
-
-
-def choose_checkpoint(run: Path, given: str | None, best: bool, count: int | None) -> tuple[str, list[str]]:
-    """The checkpoint (or a:b:c) to translate with, and the files it is the average of ([] where it is none).
-
-    Args:
-        given: a file, or several with colons between them.
-        best: take checkpoint_best.pt.
-        count: otherwise, how many of the last checkpoints are averaged; AVERAGED where it is None.
-    """
-    if given or best:
-        return given or str(run / "checkpoint_best.pt"), []
-    wanted = count or AVERAGED
-    paths = average.last(run, wanted)
-    if (there := len(paths)) < wanted:
-        hint = f"give --average {there}, or --best for the best one" if there else "train it first"
-        if (kept := run / f"average{wanted}.pt").exists():  # and the checkpoints that it is made of were removed
-            hint = f"give --checkpoint {kept}"
-        raise UserError(f"{run}: expected {wanted} checkpoints to average, found {there}; {hint}")
-    output, state = run / f"average{wanted}.pt", average.average(paths)
-    if not average.holds(output, state):  # a score never changes which checkpoint is the run's model
-        output = run / "eval" / output.name
-        average.save(state, output)
-    return str(output), [str(path) for path in paths]
+def translate(model: Model, sources: Sequence[list[int]], batch: int | None) -> tuple[list[str], dict[str, float]]:
+    """The best translation of each sentence of token ids, in words, and the speed."""
+    translator, most = model.translator, model.translator.room
+    cut = [[*source[:-1][:most], source[-1]] for source in sources]
+    begin = time.perf_counter()
+    with tqdm(total=len(sources), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
+        try:
+            found = translator.search_all(cut, model.settings, batch, done=progress.update)
+        except ValueError as error:  # settings that do not go together
+            raise UserError(str(error)) from None
+    seconds, best = time.perf_counter() - begin, [hypotheses[0].tokens if hypotheses else () for hypotheses in found]
+    rates = {"sentences_per_second": len(best), "tokens_per_second": sum(len(tokens) + 1 for tokens in best)}
+    speed = {"seconds": round(seconds, 1), **{name: round(count / seconds, 2) for name, count in rates.items()}}
+    return list(map(translator.words, best)), speed
 
 
 #: the entries of a record that describe a model
 DESCRIBED = ("arch", "settings", "training_seed", "updates")
+
+
+def description(model: Model, run: Run, averaged: Sequence[Path]) -> dict[str, Any]:
+    """A score's record of what translated."""
+    if not model.checkpoints:
+        stated = model.translator.description
+        return {name: stated[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}
+    state = peek(model.checkpoints[-1])
+    return {
+        **describe(state),
+        "checkpoint": listed(model.checkpoints, ":"),
+        "averaged": list(map(str, averaged)),
+        # Other checkpoints than averaged ones need not be the run's last.
+        "unfinished": unfinished(run.path, state) if averaged else None,
+    }
 
 
 def describe(state: dict) -> dict[str, Any]:
@@ -319,7 +287,7 @@ def settings_name(args: argparse.Namespace) -> str:
         parts.append(f"lenpen{args.lenpen:g}")
     if args.tok:
         parts.append(f"tok-{args.tok}")
-    if is_export(args.run):
+    if Run(args.run).is_export:
         parts += _exported_name(args)
     elif args.best:
         parts.append("best")
@@ -329,8 +297,7 @@ def settings_name(args: argparse.Namespace) -> str:
         parts.append(f"average{args.average or AVERAGED}")
     if args.precision != "fp32":
         parts.append(args.precision)
-    given = parse_flags(args.generate_flags).items()
-    others = sorted((name, values) for name, values in given if name not in exported.OF_THE_WORK)
+    others = sorted((name, values) for name, values in args.search_flags.items() if name not in ("batch-size", "cpu"))
     if others:
         parts.append("flags-" + hashlib.sha256(json.dumps(others).encode()).hexdigest()[:6])
     return ".".join(parts)
@@ -341,9 +308,9 @@ def _exported_name(args: argparse.Namespace) -> list[str]:
 
     In 8 bits a translation depends on its batch.
     """
-    described, size = read_json(args.run / "model.json"), exported.batch_size(args.generate_flags)
+    described, size = read_json(args.run / "model.json"), whole(args.search_flags, "batch-size")
     name = Path(described["checkpoint"]).stem
-    of_batch = [f"batch{size}"] if described["int8"] and size != exported.BATCH else []
+    of_batch = [f"batch{size}"] if described["int8"] and size not in (None, 32) else []
     return [name.removeprefix("checkpoint_") if name == "checkpoint_best" else name, *of_batch]
 
 
@@ -355,121 +322,47 @@ def _checkpoint_name(path: Path, run: Path) -> str:
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
-def count_longer(data: Preparation, subset: str, lengths: tuple[int, int]) -> tuple[int, int]:
-    """How many sentences of a split have a source, and a target, of more subwords than `lengths`."""
-    from ea_data.binary import count_lengths
-
-    stem = f"{subset}.{'-'.join(data.languages)}"
-    counts = [count_lengths(data.folder / f"{stem}.{language}.idx") for language in data.languages]
-    of_source, of_target = (int(sum(side[most + 1 :])) for side, most in zip(counts, lengths, strict=True))
-    return of_source, of_target
-
-
-def generate_command(
-    args: argparse.Namespace, data: Preparation, checkpoint: str, lengths: tuple[int, int]
-) -> list[str]:
-    """The words of fairseq-generate. `lengths` are the most subwords that the model reads and writes."""
-    source, target = data.languages
-    # A CPU is as fast with small batches, and progress is shown batch by batch. By default a batch has 12,000 tokens.
-    on_cpu = choose_device(args.precision, args.generate_flags) == "cpu"
-    return [
-        *fairseq_generate(args.precision, args.generate_flags),
-        *(str(data.folder), "--user-dir", str(REPO / "ea_fairseq"), "--task", "translation"),
-        *("--source-lang", source, "--target-lang", target),
-        *("--path", checkpoint, "--gen-subset", args.subset),
-        *("--beam", str(args.beam), "--lenpen", str(args.lenpen), "--post-process", data.prep["bpe"]),
-        # By default this fairseq drops the last batch unless it holds a multiple of 8 sentences.
-        *("--required-batch-size-multiple", "1"),
-        # Long source text is cut, as in translate.sh. By default fairseq stops at it.
-        *("--truncate-source", "--skip-invalid-size-inputs-valid-test"),
-        *("--max-source-positions", str(lengths[0] + 1), "--max-target-positions", str(lengths[1] + 1)),
-        *(("--batch-size", str(exported.BATCH)) if on_cpu else ()),
-        *args.generate_flags,
-    ]
-
-
-def generate(command: Sequence[str], results: Path, split: str, sentences: int) -> list[str]:
-    """Run fairseq-generate. Its output lines are returned, then its messages; RESULTS/generate-SPLIT.* keep both."""
-    say(f"+ {shlex.join(command)}")
-    results.mkdir(exist_ok=True)
-    log = results / f"generate-{split}.log"
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    output = []
-    with (
-        log.open("w", encoding="utf-8") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as process,
-        tqdm(total=sentences, unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress,
-    ):
-        for line in process.stdout:
-            output.append(line.decode("utf-8").rstrip("\n"))
-            progress.update(line.startswith(b"H-"))
-    messages = read_lines(log)
-    if process.returncode:
-        last = next((line for line in reversed(messages) if line.strip()), "no message")
-        raise UserError(f"fairseq-generate ended with status {process.returncode}: {last}\nits messages: {log}")
-    write_lines(results / f"generate-{split}.txt", output)
-    return output + messages
-
-
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a text file, which appears under its name only when it is whole."""
     with replacing(path) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-# ---- fairseq-generate's output
+def without_unknown(targets: Iterable[list[int]]) -> list[list[int]]:
+    """The words of target sentences; none of those with a word that the dictionary lacks, which no text can be like."""
+    from ea_runtime.translator import UNK
+
+    return [[] if UNK in target else target[:-1] for target in targets]
 
 
-def in_order(output: Iterable[str], sentences: int, left_out: int = 0) -> list[str]:
-    """The hypotheses in fairseq-generate's output, in the order of the sentence ids 0 .. sentences - 1.
-
-    Exactly `left_out` sentences, which are too long for fairseq, have none: theirs are empty.
-    """
-    matches = [match for line in output if (match := re.match(r"H-(\d+)\t[^\t]*\t?(.*)", line))]
-    hypotheses = {int(match[1]): match[2] for match in matches}
-    expected = sentences - left_out
-    if not len(matches) == len(hypotheses) == expected or not hypotheses.keys() <= set(range(sentences)):
-        missing = next((number for number in range(sentences) if number not in hypotheses), "none")
-        raise UserError(
-            f"fairseq-generate: expected one hypothesis for each of {expected} of {sentences} sentences, found "
-            f"{len(matches)} for {len(hypotheses)} sentences (first sentence without one: {missing}); leave out flags "
-            "such as --nbest"
-        )
-    return [hypotheses.get(number, "") for number in range(sentences)]
-
-
-def check_references(output: Iterable[str], tokens: Sequence[str], lowercase: bool, name: str) -> None:
-    """The raw references must be the text that was made binary: compare them with the targets that fairseq read.
+def check_references(targets: Sequence[str], tokens: Sequence[str], data: Preparation, subset: str) -> None:
+    """The raw references must be the text that was made binary.
 
     Args:
-        output: of fairseq-generate.
+        targets: the binary references in words, "" for one that cannot be compared.
         tokens: the raw references, in tokens.
-        name: their name in messages.
+
+    Raises:
+        UserError: they are of other numbers, or many of them differ; a few give a warning.
     """
-    targets = {int(m[1]): m[2] for line in output if (m := re.match(r"T-(\d+)\t(.*)", line)) and "<<unk>>" not in m[2]}
+    name = f"{subset!r} in {data.folder}"
+    if len(targets) != len(tokens):
+        raise UserError(f"{name}: {len(tokens)} raw references, {len(targets)} in the binary data; prepare them again")
     different = [
         number
-        for number, target in sorted(targets.items())
-        if target.split() != (tokens[number].lower() if lowercase else tokens[number]).split()
+        for number, (target, raw) in enumerate(zip(targets, tokens, strict=True))
+        if target and target.split() != (raw.lower() if data.lowercase else raw).split()
     ]
     if different:
         first = different[0]
         message = (
-            f"{len(different)} of {len(targets)} raw references of {name} are not the text of the binary data, first "
-            f"line {first + 1}:\n  raw:    {tokens[first]}\n  binary: {targets[first]}\nPrepare the data again"
+            f"{len(different)} of {sum(map(bool, targets))} raw references of {name} are not the text of the binary "
+            f"data, first line {first + 1}:\n  raw:    {tokens[first]}\n  binary: {targets[first]}\nPrepare the data "
+            "again"
         )
         if len(different) > len(targets) // 10:
             raise UserError(message)
         say(f"evaluate: warning: {message}")
-
-
-def speed(output: Iterable[str]) -> dict[str, float] | None:
-    """The speed that fairseq-generate states, or None."""
-    for line in output:
-        if match := re.search(r"Translated [\d,]+ sentences .* in ([\d.]+)s \(([\d.]+) sentences/s, ([\d.]+)", line):
-            names = ("seconds", "sentences_per_second", "tokens_per_second")
-            return dict(zip(names, map(float, match.groups()), strict=True))
-    return None
 
 
 def report(result: dict[str, Any]) -> None:
@@ -479,7 +372,6 @@ def report(result: dict[str, Any]) -> None:
     print(f"  {result['arch']}, {result['checkpoint']}{bits}, beam {result['beam']}, lenpen {result['lenpen']:g}")
     notes = {
         "cut": "source sentences are longer than the model reads: the rest of each was left out",
-        "left_out": "sentences count as not translated: their references are too long for fairseq",
         "empty_references": "references are empty: BLEU counts their translations as wrong, and chrF leaves them out",
     }
     for name, note in notes.items():

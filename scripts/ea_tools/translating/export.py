@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_data.preparation import Preparation
-from ea_tools.checkpoints import choose, is_export, load, task_of
-from ea_tools.common import Parser, UserError, positive, quiet, reporting, say
-from ea_tools.preparation import fitting, of_model, of_one_language
+from ea_artifacts.checkpoints import load, of_model, of_one_language, task_of
+from ea_artifacts.command import Parser, UserError, positive, quiet, reporting, say
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import Run
 from ea_tools.training import provenance
-from ea_tools.translating.evaluate import choose_checkpoint, describe
+from ea_tools.translating.evaluate import describe
 
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
@@ -42,9 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--out {args.out}: is there already; remove it, or name another folder")
         if not args.run.is_dir():
             raise UserError(f"--run {args.run}: no such folder")
-        if is_export(args.run):
+        if Run(args.run).is_export:
             raise UserError(f"--run {args.run}: is exported already; name the run that it came from")
-        checkpoint = args.checkpoint or (_average(args) if args.average else choose(args.run))
+        checkpoint = args.checkpoint or (
+            Run(args.run).averaged(args.average)[0] if args.average else Run(args.run).choose(say)
+        )
         loaded, state = load_model(checkpoint, args.run, args.data)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".export-") as work:
@@ -71,11 +73,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _average(args: argparse.Namespace) -> Path:
-    """The average of the run's last checkpoints, as evaluate.sh takes it."""
-    return Path(choose_checkpoint(args.run, None, best=False, count=args.average)[0])
-
-
 def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[Translator, dict[str, Any]]:
     """A checkpoint's model with its text, and the checkpoint's content.
 
@@ -90,15 +87,14 @@ def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[T
         raise UserError(f"{checkpoint}: was trained with --add-bos-token; exports start sentences with </s> alone")
     if broken := next((name for name, weight in state["model"].items() if not weight.isfinite().all()), None):
         raise UserError(f"{checkpoint}: {broken} has values that are not finite; choose another checkpoint")
-    from ea_fairseq import hub
     from ea_fairseq.export import reason_against
+    from ea_fairseq.translator import of_checkpoints
 
     if task == "translation":
         folder = of_model(checkpoint, state, run, Preparation.at(data) if data else None).folder
     else:
         folder = of_one_language(checkpoint, state, data).folder
-    with fitting(checkpoint, folder):
-        loaded = hub.translator([checkpoint], folder)
+    loaded = of_checkpoints([checkpoint], folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
@@ -138,8 +134,8 @@ def write(loaded: Translator, int8: bool, state: dict[str, Any], folder: Path) -
 
 def describe_folder(folder: Path, description: dict[str, Any]) -> None:
     """Write model.json, with the digests of all files that are in the folder."""
+    from ea_artifacts.files import sha256
     from ea_runtime.folder import FORMAT
-    from ea_runtime.kept import sha256
 
     digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     whole = {"format": FORMAT, **description, "search": {"beam": 5, "lenpen": 1.0}, "digests": digests}

@@ -3,7 +3,7 @@
 One line in, one line out: order and empty lines are kept. At a terminal each line is translated as it is typed.
 With --output, translations are written as they come, to FILE.partial, which becomes FILE at the end; --resume continues
 after an interruption. With --nbest each line gives several, in the form of Moses: NUMBER ||| TRANSLATION ||| SCORE.
-Numbers count input lines from 0. A score is the model's log-probability (base 2) over length.
+Numbers count input lines from 0. A score is the natural log-probability over length.
 """
 
 from __future__ import annotations
@@ -17,26 +17,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
-from ea_data.preparation import Preparation
-from ea_tools.checkpoints import choose, is_export, load, task_of
-from ea_tools.common import Parser, UserError, positive, quiet, replaceable, replacing, reporting
-from ea_tools.preparation import of_model
-from ea_tools.text import decode
-from ea_tools.training.flag_faults import in_one_line
-from ea_tools.training.products import use_bf16_products
-from ea_tools.training.recipes import parse_flags
-from ea_tools.translating import exported
-from ea_tools.translating.translators import add_search, choose_device, parse_both
-
-if TYPE_CHECKING:
-    from ea_fairseq.hub import Translator
-
-#: Flags of fairseq-interactive that translate.sh takes besides those of the search.
-BESIDES_THE_SEARCH = ("cpu", "seed")
+from ea_artifacts.command import Parser, UserError, positive, quiet, reporting, say
+from ea_artifacts.files import decode, replaceable, replacing
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import Run
+from ea_tools.translating.model import add_search, open_model, parse_both
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,13 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = "run it again with --resume to go on" if args.output else "every line above is whole, the rest is missing"
     with reporting("translate", again):
         quiet()
-        if is_export(args.run):
-            exported.refuse(args, "checkpoint", "data")
-            checkpoint = args.run / "model.json"  # it holds the digests of all files
+        if args.run and Run(args.run).is_export:
+            used = args.run / "model.json"  # it holds the digests of all files
         else:
-            checkpoint = args.checkpoint or choose(args.run)
-        with _input(args) as file, _output(args, checkpoint, file) as (lines, write, done):
-            translate(args, checkpoint, lines, write, done)
+            used = args.checkpoint = args.checkpoint or Run(args.run).choose(say)
+        with _input(args) as file, _output(args, used, file) as (lines, write, done):
+            translate(args, lines, write, done)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="translate.sh",
         description=__doc__,
-        epilog="After -- stand flags of fairseq-interactive for the search, or --cpu: -- --max-len-b 50",
+        epilog="After -- stand fairseq-interactive's flags of the search, --seed or --cpu: -- --max-len-b 50",
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="DIR", help="a run, whose model.json names the checkpoint; or an export")
@@ -70,10 +58,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE", help="(default: standard output)")
     add_search(parser)
     add("--nbest", type=positive, metavar="N", help="the N best translations of a line, with scores")
-    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 4096 tokens; of an export 32)")
+    add("--batch-size", type=positive, metavar="N", help="sentences at once (default: 32, or 12,000 tokens on a GPU)")
     add("--resume", action="store_true", help="go on with the --output of a run that was interrupted")
     add("--buffer", type=positive, metavar="N", help="lines to sort and batch (default: 1000; 1 at a terminal)")
-    args, args.interactive_flags = parse_both(parser, arguments)
+    args = parse_both(parser, arguments)
     if not (args.run or args.checkpoint):
         parser.error("--run or --checkpoint is needed")
     if (args.nbest or 1) > args.beam:
@@ -128,7 +116,7 @@ def _output(
         digest = hashlib.file_digest(weights, "sha256").hexdigest()[:16]
     used = {
         "checkpoint": f"{checkpoint.resolve()} (sha256 {digest})",
-        **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "precision", "interactive_flags")},
+        **{name: getattr(args, name) for name in ("beam", "lenpen", "nbest", "precision", "search_flags")},
     }
     with partial.open("a+b") as file:
 
@@ -191,32 +179,22 @@ def _noted(lines: Iterable[bytes], before: Sequence[str], notes: IO[str], partia
         raise UserError(f"--resume: {partial} holds {len(before):,} lines, and the input has only {number:,}")
 
 
-def translate(
-    args: argparse.Namespace, checkpoint: Path, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0
-) -> None:
+def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[[str], None], done: int = 0) -> None:
     """Give the translations of `lines` (bytes) to `write`, in their order; the first `done` of them are left out."""
-    if is_export(args.run):
-        if ours := sorted(parse_flags(args.interactive_flags).keys() & (exported.OF_THE_WORK - {"cpu"})):
-            raise UserError(f"-- --{ours[0]}: has no effect here; see --batch-size in --help")
-        settings = exported.search_settings(args.beam, args.lenpen, args.interactive_flags)
-        runtime = exported.load(args.run)
-        translator, prep = exported.Exported(runtime, args.batch_size or exported.BATCH), runtime.text.prep
-    else:
-        data = Preparation.at(args.data) if args.data else None
-        state = load(checkpoint)
-        if (task := task_of(state)["_name"]) in ("language_modeling", "masked_lm", "denoising"):
-            raise UserError(f"{checkpoint}: was trained for {task}; give a model that translates")
-        preparation = of_model(checkpoint, state, args.run, data)
-        settings, prep = search_settings(args), preparation.prep
-        translator = load_translator(checkpoint, preparation.folder, args)
+    if "batch-size" in args.search_flags:
+        raise UserError("-- --batch-size: has no effect here; see --batch-size in --help")
+    data = Preparation.at(args.data) if args.data else None
+    model = open_model(args, [args.checkpoint] if args.checkpoint else [], data)
+    translator = model.translator
     at_terminal = args.input is None and sys.stdin.isatty()
     size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
     prompt = _prompt if at_terminal else lambda text="": None
-    prompt(f"Type a sentence in {prep['source_lang']} and press Return; Ctrl-D ends.\n")
+    prompt(f"Type a sentence in {translator.text.preparation.source_lang} and press Return; Ctrl-D ends.\n")
     with tqdm(unit=" lines", initial=done, disable=at_terminal or not args.output, mininterval=1) as progress:
         for first, sentences in batches(lines, args.input or "standard input", size, done):
             try:
-                translations = translator.hypotheses(sentences, first=first, **settings)
+                sources = translator.sources(sentences, first)
+                translations = translator.scored_ids(sources, model.settings, args.nbest or 1, args.batch_size)
             except ValueError as error:  # settings that do not go together
                 raise UserError(str(error)) from None
             for number, hypotheses in enumerate(translations, first - 1):
@@ -224,42 +202,6 @@ def translate(
                     write(line)
             progress.update(len(sentences))
             prompt()
-
-
-def load_translator(checkpoint: Path, folder: Path, args: argparse.Namespace) -> Translator:
-    """The model with its text, on the device and in the precision that the command line states."""
-    from ea_fairseq import hub
-
-    device = choose_device(args.precision, args.interactive_flags)
-    translator = hub.translator([checkpoint], folder)
-    if args.precision == "fp16":
-        translator.hub.half()
-    elif args.precision == "bf16":
-        use_bf16_products()
-    if args.batch_size:
-        dataset = translator.hub.cfg.dataset
-        dataset.batch_size, dataset.max_tokens = args.batch_size, None
-    return translator.to(device)
-
-
-def search_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The command line's settings of the search, flags of fairseq-interactive among them."""
-    import torch
-    from fairseq import options
-
-    from ea_fairseq.hub import SEARCH_SETTINGS
-
-    flags = args.interactive_flags
-    with in_one_line("the flags after -- are fairseq-interactive's"):
-        given = options.get_interactive_generation_parser().parse_args(["--path", "model", *flags])
-    names = [name.replace("-", "_") for name in parse_flags(flags)]
-    for name in names:
-        if name not in (*SEARCH_SETTINGS, *BESIDES_THE_SEARCH):
-            raise UserError(f"-- --{name.replace('_', '-')}: has no effect on translations here; leave it out")
-    if "seed" in names:
-        torch.manual_seed(given.seed)
-    chosen = {name: getattr(given, name) for name in names if name in SEARCH_SETTINGS}
-    return {"beam": args.beam, "lenpen": args.lenpen, **chosen}
 
 
 def batches(lines: Iterable[bytes], name: Path | str, size: int, done: int = 0) -> Iterator[tuple[int, list[str]]]:
@@ -292,7 +234,7 @@ def _written(number: int, hypotheses: Sequence[tuple[str, float]], nbest: int | 
     """The output lines of input line `number`, whose translations and scores are `hypotheses`."""
     if not nbest:
         return [hypotheses[0][0]]
-    return [f"{number} ||| {text} ||| {score}" for text, score in hypotheses[:nbest]]
+    return [f"{number} ||| {text} ||| {score}" for text, score in hypotheses]
 
 
 if __name__ == "__main__":

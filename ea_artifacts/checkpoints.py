@@ -1,21 +1,26 @@
-"""Read, find and describe fairseq checkpoints, safely: a checkpoint is weights and settings, never code."""
+"""Read and describe fairseq checkpoints, safely: a checkpoint is weights and settings, never code.
+
+fairseq's checkpoints hold their options in a Namespace and, with --eval-bleu, counts in NumPy arrays. All of these are
+data. Nothing that could run code belongs in the list of what may be read.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
-import importlib.util
 import pickle
 import re
 import struct
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from ea_tools.common import REPO, UserError, say, write_json
-from ea_tools.text import read_lines
+from .command import MissingError, UserError
+from .files import read_json, read_lines
+from .preparation import Preparation, file_difference, fingerprint
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
 EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -39,12 +44,51 @@ class DamagedError(UserError):
     """A file that is torn, empty or no checkpoint, as a kill or a full disk leaves it."""
 
 
-def load(path: Path | str) -> dict[str, Any]:
+@functools.cache
+def safe_globals() -> list[Any]:
+    """The one list of what ``torch.load(weights_only=True)`` may read beside tensors and plain values."""
+    import numpy
+
+    return [
+        argparse.Namespace,
+        numpy.ndarray,
+        numpy.dtype,
+        numpy._core.multiarray._reconstruct,
+        numpy._core.multiarray.scalar,
+        *{type(numpy.dtype(code)) for code in "?bhilqBHILQefd"},  # bool, and every size of integer and float
+    ]
+
+
+def allow_in_checkpoints() -> None:
+    """Let ``torch.load(weights_only=True)`` read ``safe_globals`` in this process."""
+    import torch
+
+    torch.serialization.add_safe_globals(safe_globals())
+
+
+@contextlib.contextmanager
+def checkpoints_allowed() -> Iterator[None]:
+    """Let ``torch.load(weights_only=True)`` read ``safe_globals`` inside the block."""
+    import torch
+
+    # Only the missing ones: at its end the context forbids all its types, even those allowed before.
+    missing = set(safe_globals()) - set(torch.serialization.get_safe_globals())
+    with torch.serialization.safe_globals(list(missing)):
+        yield
+
+
+def peek(path: Path | str) -> dict[str, Any]:
+    """``load``, but tensors are read from the file only when they are used."""
+    return load(path, mmap=zipfile.is_zipfile(path))
+
+
+def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Anything but weights and settings is refused, and none of it is run.
 
     Raises:
         DamagedError: the file is not a whole checkpoint.
-        UserError: there is no such file, it asks for something that no checkpoint needs, or the machine could not read
+        MissingError: there is no such file.
+        UserError: it asks for something that no checkpoint needs, or the machine could not read
             it, which says nothing of the file.
     """
     import torch
@@ -52,12 +96,12 @@ def load(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         fault = "is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"{path}: {fault}; expected a checkpoint, such as RUN/checkpoint_best.pt")
+        raise MissingError(f"{path}: {fault}; expected a checkpoint, such as RUN/checkpoint_best.pt")
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
     try:
-        with _loading().checkpoints_allowed():
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        with checkpoints_allowed():
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
         if not asked:
@@ -83,13 +127,12 @@ def _of_the_machine(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-@functools.cache
-def _loading() -> ModuleType:
-    """ea_fairseq/loading.py, read alone: the package around it imports fairseq."""
-    spec = importlib.util.spec_from_file_location("ea_fairseq_loading", REPO / "ea_fairseq" / "loading.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def updates_of(checkpoint: Path) -> int:
+    """How many updates a checkpoint has seen; -1 where it does not say, or cannot be read."""
+    try:
+        return peek(checkpoint)["optimizer_history"][-1]["num_updates"]
+    except Exception:  # torn, or no checkpoint; loading it gives the error
+        return -1
 
 
 def numbered(paths: Iterable[Path], pattern: re.Pattern) -> list[tuple[int, Path]]:
@@ -138,38 +181,6 @@ def structure(state: dict) -> dict[str, Any]:
     }
 
 
-def is_export(folder: Path | None) -> bool:
-    """Whether a folder is what export.sh wrote, in whatever state."""
-    return folder is not None and any((folder / name).exists() for name in ("encoder.onnx", "decoder.onnx"))
-
-
-def choose(run: Path) -> Path:
-    """The checkpoint that is a run's model, by ea_fairseq's one rule; says on standard error which it is."""
-    try:
-        path = _loading().model_of(run)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"--run {error}") from None
-    say(f"the model of {run} is {path.name}")
-    if note := _loading().trained_further(path):
-        say(f"note: {note}")
-    return path
-
-
-def record_model(model: Path) -> None:
-    """Make a checkpoint the model of the run in whose folder it is."""
-    write_json(model.parent / _loading().RECORD, {"checkpoint": model.name})
-
-
-def forget_model(run: Path) -> None:
-    """Take the record of a run's model away: its training goes on, and the model at its end is another."""
-    (run / _loading().RECORD).unlink(missing_ok=True)
-
-
-def has_model_recorded(run: Path) -> bool:
-    """Whether the run has a record of which checkpoint is its model."""
-    return (run / _loading().RECORD).is_file()
-
-
 def told_apart(checkpoints: Sequence[Path]) -> list[str]:
     """RUN/checkpoint.pt of each, or with as many of the folders above as tell them apart."""
     parts = [path.absolute().parts for path in checkpoints]
@@ -178,12 +189,76 @@ def told_apart(checkpoints: Sequence[Path]) -> list[str]:
     return next((short for short in names if len(set(short)) == len(set(parts))), [str(path) for path in checkpoints])
 
 
-def check_dictionaries(data: Path, prep: dict[str, Any], checkpoint: Path | str, state: dict) -> None:
+def check_dictionaries(data: Preparation, checkpoint: Path | str, state: dict) -> None:
     """Refuse a checkpoint whose embeddings are not of the size of this folder's dictionaries."""
-    for side, language in (("encoder", prep["source_lang"]), ("decoder", prep["target_lang"])):
-        path, weight = data / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
+    for side, language in zip(("encoder", "decoder"), data.languages, strict=True):
+        path, weight = data.folder / f"dict.{language}.txt", state["model"].get(f"{side}.embed_tokens.weight")
         entries = len(read_lines(path)) + 4  # fairseq's own four: <s>, <pad>, </s>, <unk>
         if weight is not None and len(weight) != entries:
             raise UserError(
-                f"{checkpoint} was not trained on {data}: its {side} knows {len(weight)} tokens, {path} has {entries}"
+                f"{checkpoint} was not trained on {data.folder}: its {side} knows {len(weight)} tokens, {path} has "
+                f"{entries}"
             )
+
+
+def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Preparation | None = None) -> Preparation:
+    """The preparation of text for the model in a checkpoint, whose contents are `state`.
+
+    Args:
+        run: the run's folder (default: the checkpoint's).
+        data: prepared data that the model is to be used with; refused unless they fit the model.
+    """
+    run = run or checkpoint.parent
+    if kept := Preparation.kept_by(run):
+        others = [data] if data else []
+        own = checkpoint.parent  # another run's, where the checkpoint is one
+        if own.resolve() != run.resolve() and (there := Preparation.kept_by(own)):
+            others.append(there)
+        for other in others:
+            kept.require_same(other, run)
+    preparation = kept or data or Preparation.at(trained_on(checkpoint, state))
+    task, given = task_of(state), preparation.languages
+    trained = (task.get("source_lang"), task.get("target_lang"))
+    if all(trained) and trained != given:
+        raise UserError(
+            f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}; give "
+            "the data of its training"
+        )
+    check_dictionaries(preparation, checkpoint, state)
+    if not kept:
+        _check_fingerprint(run, preparation)
+    return preparation
+
+
+def of_one_language(checkpoint: Path, state: dict, data: Path | None = None) -> Preparation:
+    """The preparation of text for a model of one language, of which runs keep no copy. Arguments as ``of_model``'s."""
+    if data is None:
+        return Preparation.at(trained_on(checkpoint, state))
+    dictionary = Path(task_of(state).get("data") or "") / "dict.txt"
+    if dictionary.is_file() and (difference := file_difference(dictionary, data / "dict.txt")):
+        raise UserError(f"{data} is not what {checkpoint} was trained on: {difference}")
+    return Preparation.at(data)
+
+
+@contextlib.contextmanager
+def fitting(checkpoint: Path, data: Path) -> Iterator[None]:
+    """Inside, a checkpoint is read with the dictionaries of these data; where they do not fit, it is a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if wrong := re.search(r"size mismatch for .*", str(error)):
+            raise UserError(f"{checkpoint} was not trained on {data}: {wrong[0]}") from None
+        raise
+
+
+def _check_fingerprint(run: Path, data: Preparation) -> None:
+    """Compare data with the digest that run.json holds, as a run of an earlier version has it; then keep them."""
+    record = run / "run.json"
+    stated = read_json(record).get("identity", {}).get("data") if record.is_file() else None
+    if stated and stated != (now := fingerprint(data.folder)):
+        raise UserError(
+            f"{data.folder} is not what {run} was trained on, or was prepared anew; give the data of its training. "
+            f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
+        )
+    if stated:
+        data.keep(run)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import logging
 import math
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+#: The folder that holds scripts/, recipes/, data/, runs/ and results/.
+REPO = Path(__file__).resolve().parents[1]
 ADVICE = {
     errno.ENOENT: "check the path",
     errno.EISDIR: "give the name of a file",
@@ -23,10 +28,16 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room and run it again"),
 }
+#: flag -> its values, as words
+Flags = dict[str, list[str]]
 
 
 class UserError(Exception):
     """A mistake that the user can put right. The message names the file, line, flag or value."""
+
+
+class MissingError(UserError):
+    """A file or folder is not there."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,3 +119,47 @@ def explained(error: OSError) -> str:
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]  # not a file's number
     message = ": ".join(filter(None, (" -> ".join(map(os.fsdecode, names)), error.strerror)))
     return f"{message}; {ADVICE[error.errno]}" if error.errno in ADVICE else message
+
+
+def ignore_warnings() -> None:
+    """Hide warnings inside fairseq, hydra and PyTorch's exporter: users cannot change their causes."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+    messages = r"\n'config' is validated|'pin_memory' argument|Support for mismatched key_padding_mask|.*LeafSpec"
+    warnings.filterwarnings("ignore", message=messages)
+
+
+def quiet() -> None:
+    """Hide fairseq's and hydra's warnings, and their reports while they start."""
+    ignore_warnings()
+    logging.disable(logging.INFO)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
+
+
+def portable(command: Iterable[str]) -> str:
+    """A command as it can be run from the repository's folder on any machine."""
+    return shlex.join(command).replace(f"{REPO}/", "")
+
+
+def listed(words: Iterable, between: str = ", ") -> str:
+    """Words one after the other: "1, 2, 3"."""
+    return between.join(map(str, words))
+
+
+def parse_flags(words: Iterable[str]) -> Flags:
+    """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line.
+
+    The last of several counts, but each --without of train.sh names one flag more.
+    """
+    flags, name = {}, None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = [*(flags.get(name, []) if name == "without" else []), *([value] if equals else [])]
+        elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
+            raise UserError(f"{word}: expected a flag of fairseq-train in full, as in --source-lang")
+        elif name is None:
+            raise UserError(f"{word!r}: expected a flag of fairseq-train here")
+        else:
+            flags[name].append(word)
+    return flags

@@ -15,13 +15,14 @@ from helpers.data_toy import sentences as awkward
 from helpers.toy import script
 
 import ea_fairseq
+from ea_artifacts.checkpoints import load
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import Run
 from ea_data import rules as steps
 from ea_data.corpus import Rules
 from ea_data.subwords import Apply
-from ea_fairseq.hub import SEARCH_SETTINGS
+from ea_fairseq.translator import SEARCH_SETTINGS
 from ea_runtime.text import Text
-from ea_tools import preparation
-from ea_tools.checkpoints import choose, load, record_model
 
 CHECKPOINT = "checkpoint3.pt"
 ODD = 'Der Arbeits\u00admarkt ist\u200b „gut“, 1\u00a0000 ,"x'
@@ -34,7 +35,7 @@ def kept(data, run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "kept"
     folder.mkdir()
     shutil.copyfile(run / CHECKPOINT, folder / "checkpoint_last.pt")
-    preparation.keep(folder, data)
+    Preparation.at(data).keep(folder)
     return folder
 
 
@@ -107,7 +108,7 @@ def test_order_and_empty_lines_are_kept_in_batches(kept):
 
 def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
     ea_fairseq.load(kept).translate(["Hund.", "Hund. " * 1100], beam=1, max_len_b=5)
-    assert "Sentence 2 has" in caplog.text
+    assert "line 2: " in caplog.text
 
 
 def test_the_run_s_model_is_loaded_and_named(kept, tmp_path, caplog):
@@ -115,13 +116,13 @@ def test_the_run_s_model_is_loaded_and_named(kept, tmp_path, caplog):
     caplog.set_level("INFO")
     run = Path(shutil.copytree(kept, tmp_path / "run"))
     (run / "checkpoint_last.pt").rename(run / "average1.pt")
-    record_model(run / "average1.pt")
+    Run(run).record_model("average1.pt")
     (run / "average9.pt").write_bytes(b"torn")
     for folder in (run, Path(shutil.copytree(run, tmp_path / "copy"))):
         translator = ea_fairseq.load(folder)
-        assert translator.checkpoints == (folder / "average1.pt",) == (choose(folder),)
+        assert translator.checkpoints == (folder / "average1.pt",) == (Run(folder).model(),)
         assert f"the model of {folder} is average1.pt" in caplog.text
-        assert repr(translator) == f"Translator({folder / 'average1.pt'})"
+        assert repr(translator) == f"FairseqTranslator({folder / 'average1.pt'})"
 
 
 def test_several_checkpoints_are_an_ensemble(kept):
@@ -148,8 +149,8 @@ def test_settings_of_the_search_are_used(kept):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"bean": 5}, "bean: .* is beam meant"),
-        ({"nonsense": 5}, "nonsense: .* there are: beam, lenpen, "),
+        ({"bean": 5}, "bean: .*beam"),
+        ({"nonsense": 5}, "nonsense: .*beam, lenpen, "),
         ({"prefix_size": 1}, "prefix_size: has no effect"),
         ({"lenpen": math.nan}, "lenpen=nan: must be a finite number"),
         ({"beam": "5"}, "beam='5': must be a whole number, not str"),
@@ -158,18 +159,18 @@ def test_settings_of_the_search_are_used(kept):
     ],
 )
 def test_settings_that_would_be_ignored_or_fail_are_named(translator, settings, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         translator.translate("Hund.", **settings)
 
 
 def test_beam_search_reads_the_settings_that_are_let_through(translator):
     """fairseq's own list is longer: a setting that it reads and a name that it does not know would both be faults."""
-    read = set()
+    read, settings = set(), translator.settings({})
 
     class Settings:
         def __getattr__(self, name):
             read.add(name)
-            return getattr(translator.hub.cfg.generation, name)
+            return getattr(settings, name)
 
     translator.hub.task.build_generator(translator.hub.models, Settings())
     assert set(SEARCH_SETTINGS) == read - {"score_reference", "print_alignment", "constraints"} - {
@@ -180,19 +181,19 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
 @pytest.mark.parametrize(
     "sentences, message",
     [
-        ("A.\nA.", "sentence 1: has a line break"),
-        (None, "not None"),
-        (["A.", None], "sentence 2: must be a str, not None"),
+        ("A.\nA.", "line 1: it has a line break"),
+        (None, "NoneType"),
+        (["A.", None], "line 2: expected text, not NoneType"),
     ],
 )
 def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         translator.translate(sentences)
 
 
 def test_letters_of_one_text_are_not_taken_for_sentences(translator):
-    with pytest.raises(TypeError, match=r"sentences: expected several, such as \[sentence\]"):
-        translator.hypotheses("Hund.")
+    with pytest.raises(ValueError, match="lines: expected several"):
+        translator.scored("Hund.")
 
 
 def test_lines_of_a_file_and_other_iterables_are_sentences(translator):
@@ -215,7 +216,9 @@ def test_a_missing_file_is_named(data, run, tmp_path):
         ea_fairseq.load(run, "average7.pt")
     with pytest.raises(FileNotFoundError, match=r"PREP\.json: no such file"):
         ea_fairseq.load(run, CHECKPOINT, data=tmp_path)
-    assert ea_fairseq.load(run, CHECKPOINT).text.prep["name"] == data.name  # from the folder that the checkpoint names
+    assert (
+        ea_fairseq.load(run, CHECKPOINT).text.preparation.name == data.name
+    )  # from the folder that the checkpoint names
 
 
 @pytest.mark.slow

@@ -1,37 +1,21 @@
-"""The common part of all commands: the repository's root, quiet libraries, files that appear when they are whole."""
+"""Files that appear under their name only when they are whole; JSON; lines of text, or an error that names the line."""
+
+from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import logging
 import os
-import shlex
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Commands take these from here.
-from ea_data.command_line import Parser, UserError, at_least, finite, positive, reporting, say  # noqa: F401
+from .command import UserError, explained
 
-#: The folder that holds scripts/, recipes/, data/, runs/ and results/.
-REPO = Path(__file__).resolve().parents[2]
 #: in a line of JSON; an item of a list is never broken
 MOST_LETTERS = 120
-
-
-def ignore_warnings() -> None:
-    """Hide warnings inside fairseq, hydra and PyTorch's exporter: users cannot change their causes."""
-    warnings.filterwarnings("ignore", category=UserWarning, module="hydra|fairseq")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-    messages = r"\n'config' is validated|'pin_memory' argument|Support for mismatched key_padding_mask|.*LeafSpec"
-    warnings.filterwarnings("ignore", message=messages)
-
-
-def quiet() -> None:
-    """Hide fairseq's and hydra's warnings, and their reports while they start."""
-    ignore_warnings()
-    logging.disable(logging.INFO)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
+WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+AGAIN = "delete it and run this again, or fetch it again where you gave it by --raw"
 
 
 def replaceable(path: Path, flag: str = "") -> Path | None:
@@ -114,11 +98,46 @@ def _json_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=os.fspath)
 
 
-def portable(command: Iterable[str]) -> str:
-    """A command as it can be run from the repository's folder on any machine."""
-    return shlex.join(command).replace(f"{REPO}/", "")
+def read_lines(path: Path | str) -> list[str]:
+    """The lines of a UTF-8 file without their ends; only a line feed ends a line (never U+2028 or its relatives)."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(explained(error)) from None
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    return [decode(line, path, number) for number, line in enumerate(lines, 1)]
 
 
-def listed(words: Iterable, between: str = ", ") -> str:
-    """Words one after the other: "1, 2, 3"."""
-    return between.join(map(str, words))
+def decode(line: bytes, path: Path | str, number: int) -> str:
+    """One line of bytes as text without its end, or an error that names the file and the line's number.
+
+    A carriage return inside the line becomes a space, as in prepared data.
+    """
+    if number == 1 and (encoding := wide_encoding(line)):
+        raise UserError(f"{path}:{number}: not UTF-8 but {encoding}; convert it first: iconv -f {encoding} -t UTF-8")
+    if b"\0" in line:
+        raise UserError(
+            f"{path}:{number}: a NUL byte; is the file damaged? If it is UTF-16: iconv -f UTF-16LE -t UTF-8"
+        )
+    try:
+        text = line.removesuffix(b"\n").removesuffix(b"\r").replace(b"\r", b" ").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    return text.removeprefix("\ufeff") if number == 1 else text  # a byte-order mark is no part of the text
+
+
+def wide_encoding(line: bytes) -> str | None:
+    """iconv's name for the encoding of a file that begins with the mark of UTF-16 or UTF-32, else None."""
+    return next((encoding for mark, encoding in WIDE.items() if line.startswith(mark)), None)
+
+
+def digest(lines: Sequence[str]) -> str:
+    """A digest that tells two texts apart, such as the references of two scores."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, which may be large: 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

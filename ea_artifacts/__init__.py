@@ -1,0 +1,1 @@
+"""What lies on a disk: prepared data, checkpoints and runs, without fairseq; PyTorch only where tensors are read."""

@@ -1,0 +1,121 @@
+"""What evaluate.sh and translate.sh share: the flags after --, the precision, and fairseq-generate's translations."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import REPO
+
+from ea_artifacts.command import UserError
+from ea_artifacts.files import read_lines
+from ea_artifacts.preparation import Preparation
+from ea_data.binary import read_sentences
+from ea_tools.training import products
+from ea_tools.translating import evaluate, model, translate
+
+
+@pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])
+def gpu(request, monkeypatch):
+    monkeypatch.setattr(model, "gpus", lambda: (1, (8, 0)) if request.param else (0, None))
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
+    return request.param
+
+
+def opened(run, *flags):
+    args = translate.parse(["--run", str(run), *flags])
+    return model.open_model(args, [run / "checkpoint3.pt"], None)
+
+
+def test_a_precision_that_the_device_lacks_is_refused(gpu, run, monkeypatch):
+    if gpu:
+        with pytest.raises(UserError, match="-- --cpu"):
+            opened(run, "--precision", "bf16")
+    with pytest.raises(UserError, match="--precision fp16: needs a GPU"):
+        opened(run, "--precision", "fp16", "--", "--cpu")
+    monkeypatch.setattr(products, "has_bf16_units", lambda: False)
+    with pytest.raises(UserError, match="--precision bf16: this CPU has no units for bfloat16"):
+        opened(run, "--precision", "bf16", "--", "--cpu")
+
+
+@pytest.mark.parametrize("flag", ["--path", "--lenpen=0.3", "-s"])
+def test_a_flag_that_contradicts_the_record_is_refused(flag, capsys):
+    for command, own in ((evaluate, ["--data", "d", "--run", "r"]), (translate, ["--run", "r"])):
+        assert command.parse([*own, "--", "--cpu", "--max-len-b", "3"])
+        with pytest.raises(SystemExit):
+            command.parse([*own, "--", "--cpu", flag, "1"])
+        assert f"-- {flag.partition('=')[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {}),
+        (["--sampling", "--sampling-topk", "10", "--seed", "3", "--cpu"], {"sampling": True, "sampling_topk": 10}),
+        (["--max-len-b=50", "--unnormalized"], {"max_len_b": 50, "unnormalized": True}),
+    ],
+)
+def test_flags_of_fairseq_are_settings_of_the_search(run, flags, expected):
+    settings = opened(run, "--lenpen", "1.5", "--", *flags).settings
+    assert {name: getattr(settings, name) for name in expected} == expected
+    assert (settings.beam, settings.lenpen) == (5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--constraints"], "-- --constraints: "),
+        (["--max-len", "5"], "-- --max-len: "),
+        (["--max-len-b", "many"], "-- --max-len-b many: "),
+        (["--unnormalized", "yes"], "-- --unnormalized yes: "),
+        (["--seed", "x"], "-- --seed x: "),
+    ],
+)
+def test_a_flag_that_the_search_does_not_know_is_refused(run, flags, named):
+    with pytest.raises(UserError, match=f"^{re.escape(named)}"):
+        opened(run, "--", *flags)
+
+
+def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch):
+    """The toy's translations are the same, for its words are far apart."""
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)  # PyTorch takes float32 where there are none
+    (tmp_path / "in").write_text("Hund, Katze.\nHaus.\n")
+    for precision in ("fp32", "bf16"):
+        flags = ["--run", str(run), "--checkpoint", str(run / "checkpoint3.pt"), "--precision", precision]
+        commands = {
+            translate: ["--input", str(tmp_path / "in"), "--output", str(tmp_path / precision)],
+            evaluate: ["--data", str(data)],
+        }
+        for command, own in commands.items():
+            try:
+                command.main([*flags, *own, "--", "--max-len-b", "20"])
+                assert (torch.backends.mkldnn.matmul.fp32_precision == "bf16") == (precision == "bf16")
+            finally:
+                products.use_bf16_products(False)
+    assert (tmp_path / "fp32").read_text() == (tmp_path / "bf16").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("beam", "flags"), [(1, []), (5, ["--max-len-b", "20", "--no-repeat-ngram-size", "2"]), (5, ["--lenpen", "0.3"])]
+)
+def test_translations_are_fairseq_generates(data, run, beam, flags):
+    """The same words and scores as by the command that a user of fairseq types."""
+    checkpoint = run / "checkpoint3.pt"
+    program = str(Path(sys.executable).with_name("fairseq-generate"))
+    given = ("--path", checkpoint, "--user-dir", REPO / "ea_fairseq", "--beam", beam, "--batch-size", 4, "--cpu")
+    given += ("--required-batch-size-multiple", 1)  # else it leaves two sentences out
+    done = subprocess.run([program, data, *map(str, given), *flags], capture_output=True, text=True, check=True)
+    lines = dict(re.findall(r"^H-(\d+)\t(.*)$", done.stdout, re.M))
+    own, others = (flags, []) if flags[:1] == ["--lenpen"] else ([], flags)
+    ours = opened(run, "--beam", str(beam), *own, "--", "--cpu", *others)
+    sources = read_sentences(Preparation.at(data).binary("test", "de"))
+    found = ours.translator.search_all(sources, ours.settings)
+    assert len(found) == len(lines) == len(read_lines(data / "raw/test.de"))
+    for number, (best, *_) in enumerate(found):
+        score, words = lines[str(number)].split("\t")
+        assert " ".join(ours.translator._target[token] for token in best.tokens) == words
+        assert best.score / math.log(2) == pytest.approx(float(score), abs=2e-4)  # it prints four places of some
