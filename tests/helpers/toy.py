@@ -121,11 +121,11 @@ def run(data, tmp_path_factory):
 @pytest.fixture(scope="session")
 def exported_run(data, run, tmp_path_factory):
     """A copy of that run, and an export of the average of its last two checkpoints; tests may add files to them."""
-    from ea_tools import preparation
+    from ea_artifacts.preparation import Preparation
     from ea_tools.translating import export
 
     folder = tmp_path_factory.mktemp("exported_run")
-    preparation.keep(shutil.copytree(run, folder / "run"), data)
+    Preparation.at(data).keep(shutil.copytree(run, folder / "run"))
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         for hidden in (DeprecationWarning, ResourceWarning):  # as by Python itself
@@ -155,11 +155,11 @@ def save_model(data, path, arch, *flags, size=TINY):
 
 def untrained_run(data, folder, arch, *flags, size=TINY):
     """A run with random weights and all that its model needs."""
-    from ea_tools import preparation
+    from ea_artifacts.preparation import Preparation
 
     folder.mkdir()
     save_model(data, folder / "checkpoint_last.pt", arch, *flags, size=size)
-    preparation.keep(folder, data)
+    Preparation.at(data).keep(folder)
     return folder
 
 

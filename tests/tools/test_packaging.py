@@ -86,16 +86,19 @@ def test_an_installed_package_is_a_user_dir(tmp_path):
     assert done.stdout.split() == [str(site / "ea_fairseq"), "True", "False", version, version], done.stderr
 
 
-def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
-    from ea_fairseq import hub
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    import ea_fairseq
 
-    for missing, module, use in (
-        ("fairseq", "ea_fairseq", lambda: importlib.import_module("ea_fairseq")),
-        ("sacremoses", "ea_runtime.text", lambda: hub.translator([], tmp_path)),
+    text = ("ea_fairseq.translator", "ea_runtime.translator", "ea_runtime.text")
+    for missing, modules, use in (
+        ("fairseq", ["ea_fairseq"], lambda: importlib.import_module("ea_fairseq")),
+        ("sacremoses", text, lambda: ea_fairseq.load),
     ):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, missing, None)
-            without.delitem(sys.modules, module, raising=False)
+            without.delattr(ea_fairseq, "translator", raising=False)
+            for module in modules:
+                without.delitem(sys.modules, module, raising=False)
             with pytest.raises(ModuleNotFoundError, match=f"pip install .*{missing}") as error:
                 use()
         named = {word.split("==")[0] for word in str(error.value).partition("pip install ")[2].split()}
