@@ -53,7 +53,8 @@ def site(tmp_path_factory):
             if ".." not in file.parts and source.is_file() and "__pycache__" not in file.parts:
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 (site / file).symlink_to(source.resolve())
-    shutil.copytree(REPO / "ea_runtime", site / "ea_runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("ea_artifacts", "ea_runtime"):
+        shutil.copytree(REPO / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
     return site
 
 

@@ -6,15 +6,14 @@ import pty
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import onnx
 import pytest
 import torch
-from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.modules.quantization.scalar import quantize_model_
-from helpers import REPO, warm
+from helpers import REPO
 from helpers.models import build
 from helpers.toy import ENVIRONMENT, script, untrained_run
 from onnx import numpy_helper
@@ -24,7 +23,8 @@ from ea_artifacts.command import UserError
 from ea_artifacts.run import Run
 from ea_fairseq.export import reason_against
 from ea_runtime import Translator
-from ea_tools.translating import evaluate, export, exported, translate
+from ea_tools.translating import evaluate, export, translate
+from ea_tools.translating.model import whole
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +64,7 @@ def test_translates_as_the_run(pair, data, lenpen):
     assert [line[:2] for line in by_export] == [line[:2] for line in by_run]
 
 
-def test_scores_as_the_run(pair, data, capsys, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+def test_scores_as_the_run(pair, data, capsys):
     common = ["--data", str(data), "--beam", "2"]
     evaluate.main([*common, "--run", str(pair / "run"), "--average", "2", "--", "--cpu", "--max-len-b", "9"])
     limits = ["--", "--max-len-b", "9"]
@@ -131,18 +130,13 @@ def test_an_export_names_its_checkpoint(pair):
     assert [path.rsplit("/", 1)[1] for path in described["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
 
 
-def test_an_empty_source_line_of_a_test_set_is_scored(pair, data, tmp_path):
-    """fairseq translates the end of the sentence alone, and so does the export."""
-    copy = shutil.copytree(data, tmp_path / "data")
-    for side in ("de", "en"):
-        builder = MMapIndexedDatasetBuilder(str(copy / f"test.de-en.{side}.bin"), dtype=np.uint16)
-        for ids in ([5, 6, 2], [2] if side == "de" else [7, 2]):
-            builder.add_item(torch.tensor(ids))
-        builder.finalize(str(copy / f"test.de-en.{side}.idx"))
-        (copy / "raw" / f"test.{side}").write_text("")
+def test_an_empty_source_line_has_an_empty_translation(pair):
+    """As in translate.sh and over HTTP, also where a test set is scored."""
     runtime = Translator(pair / "float32", threads=1)
-    lines = exported.generate(runtime, copy, "test", {"beam": 2, "max_len_b": 5}, 8)
-    assert [line.split("\t")[0] for line in lines[:-1]] == ["H-0", "T-0", "H-1", "T-1"]
+    model = SimpleNamespace(translator=runtime, settings=runtime.settings({"beam": 2, "max_len_b": 5}))
+    words, _ = evaluate.translate(model, [[2], [5, 6, 2]], 8)
+    assert words[0] == "" != words[1]
+    assert runtime.scored(["", "a"], beam=2, n_best=2)[0] == [("", 0.0), ("", 0.0)]
 
 
 def test_the_batch_is_set_by_translates_own_flag(pair, data):
@@ -154,7 +148,7 @@ def test_the_batch_is_set_by_translates_own_flag(pair, data):
 @pytest.mark.parametrize("words", [["0"], ["-1"], ["x"], []])
 def test_a_batch_size_that_is_none_is_named(words):
     with pytest.raises(UserError, match=r"-- --batch-size .*: expected a whole number from 1 on"):
-        exported.batch_size(["--batch-size", *words])
+        whole({"batch-size": words}, "batch-size")
 
 
 def test_a_model_with_nan_is_not_exported(data, tmp_path):

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-PACKAGES = {"evolving_attention", "ea_fairseq", "ea_runtime"}
+PACKAGES = {"evolving_attention", "ea_artifacts", "ea_fairseq", "ea_runtime"}
 #: what each package may import from outside, whether at once or when it is needed
 EXTRAS = {
     extra: [requirement for line in lines if (requirement := Requirement(line)).name != "ea-fairseq"]
@@ -25,6 +25,7 @@ EXTRAS = {
 }
 DEPENDENCIES = {
     "evolving_attention": EXTRAS["torch"] + EXTRAS["huggingface"],
+    "ea_artifacts": EXTRAS["torch"] + EXTRAS["runtime"],
     "ea_fairseq": EXTRAS["torch"] + EXTRAS["fairseq"],
     "ea_runtime": EXTRAS["runtime"] + EXTRAS["serve"],
 }
@@ -45,8 +46,7 @@ def test_dependencies_are_what_a_package_imports_and_allow_the_versions_of_the_r
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 used.add(node.module.split(".")[0])
     # Triton comes with PyTorch, where it has a GPU
-    outside = used - sys.stdlib_module_names - {package, "triton"}
-    outside -= {"evolving_attention", "ea_runtime"} if package == "ea_fairseq" else set()
+    outside = used - sys.stdlib_module_names - {"triton"} - PACKAGES
     names = {"fairseq": "fairseq-fixed", "subword_nmt": "subword-nmt"}
     assert {names.get(name, name) for name in outside} <= {requirement.name for requirement in DEPENDENCIES[package]}
 
