@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ea_artifacts.command import UserError, finite, listed, parse_flags, positive
 from ea_artifacts.preparation import Preparation
-from ea_artifacts.run import Run
 from ea_tools.training.launch import Launch, choose_precision, gpus
 from ea_tools.training.products import use_bf16_products
 
@@ -152,10 +151,3 @@ def _settings(args: argparse.Namespace, translator: Translator) -> Any:
         return translator.settings(settings)
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def checkpoint_of(run: Path) -> tuple[Path, ...]:
-    """The checkpoint that is a run's model; none for an export. Says on standard error which it is."""
-    from ea_artifacts.command import say
-
-    return () if Run(run).is_export else (Run(run).choose(say),)

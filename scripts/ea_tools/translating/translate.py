@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = "run it again with --resume to go on" if args.output else "every line above is whole, the rest is missing"
     with reporting("translate", again):
         quiet()
-        if args.run and Run(args.run).is_export:
+        if _is_export(args):
             used = args.run / "model.json"  # it holds the digests of all files
         else:
             used = args.checkpoint = args.checkpoint or Run(args.run).choose(say)
@@ -69,6 +69,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.resume and not args.output:
         parser.error("--resume goes on with an --output, and none is given")
     return args
+
+
+def _is_export(args: argparse.Namespace) -> bool:
+    return args.run is not None and Run(args.run).is_export
 
 
 @contextlib.contextmanager
@@ -184,7 +188,7 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
     if "batch-size" in args.search_flags:
         raise UserError("-- --batch-size: has no effect here; see --batch-size in --help")
     data = Preparation.at(args.data) if args.data else None
-    model = open_model(args, [args.checkpoint] if args.checkpoint else [], data)
+    model = open_model(args, [] if _is_export(args) else [args.checkpoint], data)
     translator = model.translator
     at_terminal = args.input is None and sys.stdin.isatty()
     size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
