@@ -88,8 +88,7 @@ def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
     Raises:
         DamagedError: the file is not a whole checkpoint.
         MissingError: there is no such file.
-        UserError: it asks for something that no checkpoint needs, or the machine could not read
-            it, which says nothing of the file.
+        UserError: it references something that no checkpoint needs, or the machine could not read it.
     """
     import torch
 
@@ -106,12 +105,14 @@ def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
         asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
         if not asked:
             raise DamagedError(f"{path}: torn or damaged, or not a checkpoint") from None
-        reason = f"it asks for {asked[1]}, which is neither weights nor settings"
-        raise UserError(f"{path}: refused, and nothing of it was run: {reason}") from None
+        reason = f"it references {asked[1]}"
+        raise UserError(
+            f"{path}: refused: {reason}. A checkpoint may hold only tensors and settings. No code of it was run"
+        ) from None
     except UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if _of_the_machine(error):
-            raise UserError(f"{path}: could not be read, which says nothing of the file itself: {reason}") from None
+            raise UserError(f"{path}: could not be read ({reason}); the file may be intact") from None
         raise DamagedError(f"{path}: torn or damaged, or not a checkpoint ({reason})") from None
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import logging
 import math
@@ -12,7 +13,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,6 +135,12 @@ def quiet() -> None:
     ignore_warnings()
     logging.disable(logging.INFO)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
+
+
+def hint(word: str, known: Collection[str]) -> str:
+    """What may have been meant by an unknown word: the nearest of the known ones, or all of them."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"available: {', '.join(known)}"
 
 
 def portable(command: Iterable[str]) -> str:

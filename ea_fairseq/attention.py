@@ -223,8 +223,8 @@ class DecoderAttention(EvolvingMultiheadAttention):
         kept = dict(self._get_input_buffer(incremental_state))
         if kept and "rows" not in kept and self.evolution.rows_above:
             raise ValueError(
-                "keys and values alone are no state of evolving attention, whose convolution reads rows of earlier "
-                "steps' maps, too: let the steps before fill incremental_state"
+                "incremental_state has keys and values, but no rows of maps, which evolving attention's convolution "
+                "reads: fill it by decoding from the first step"
             )
         return kept
 

@@ -6,7 +6,6 @@ and ``check_options`` does not ask it for that side's sizes.
 
 import argparse
 import dataclasses
-import difflib
 import logging
 import sys
 from collections.abc import Callable, Hashable
@@ -16,6 +15,7 @@ from typing import Any
 from fairseq import options as fairseq_options
 from omegaconf import OmegaConf
 
+from ea_artifacts.command import hint
 from evolving_attention.evolution import CONVOLUTIONS, RULES, Geometry
 from evolving_attention.scores import SCORES
 
@@ -241,9 +241,8 @@ def _read(args: Any) -> Settings:
     """
     for name in vars(args):
         if name.startswith("ea_") and name not in DEFAULTS:
-            near = difflib.get_close_matches(name, DEFAULTS, n=1)
-            hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(DEFAULTS)}"
-            raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {hint}")
+            known = hint(name, DEFAULTS)
+            raise ValueError(f"{name} {getattr(args, name)}: evolving attention has no such setting; {known}")
     for side in ("encoder", "decoder"):
         for name in dict(getattr(args, side, {})):  # as Hydra has +model.encoder.layers=2, which nothing reads
             raise ValueError(f"model.{side}.{name}: expected model.{side}_{name}")
@@ -378,7 +377,7 @@ def _note_lost_gradients(settings: Settings, geometries: list[Geometry]) -> None
 
 def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:
     if "encoder" not in sides:
-        raise ValueError("--ea-conv-branch: it stands beside an encoder's self-attention, and here is no encoder")
+        raise ValueError("--ea-conv-branch: needs an encoder; this model has none")
     dim, heads = args.encoder_embed_dim, args.encoder_attention_heads
     if dim % (2 * heads):
         raise ValueError(

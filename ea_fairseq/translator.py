@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import logging
 import math
@@ -21,7 +20,7 @@ from fairseq.tasks import TASK_REGISTRY
 from fairseq.tasks.translation import TranslationTask
 
 from ea_artifacts.checkpoints import fitting, of_model, peek, task_of
-from ea_artifacts.command import MissingError, UserError
+from ea_artifacts.command import MissingError, UserError, hint
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
 from ea_runtime.search import Hypothesis
@@ -184,9 +183,7 @@ def _check_setting(name: str, value: object, kinds: dict[str, type]) -> None:
     if name in GenerationConfig.__dataclass_fields__ and name not in kinds:
         raise ValueError(f"{name}: has no effect on what translate returns; leave it out")
     if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the search has {', '.join(kinds)}"
-        raise ValueError(f"{name}: fairseq-generate has no such setting; {hint}")
+        raise ValueError(f"{name}: fairseq-generate has no such setting; {hint(name, kinds)}")
     accepted, expected = {
         bool: (bool, "True or False"),
         int: (numbers.Integral, "a whole number"),

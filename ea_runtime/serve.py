@@ -243,7 +243,7 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
         check = partial(asyncio.get_running_loop().run_in_executor, checker)
         asked, settings = _checked(body, translator, limits)
         if batches.waiting + len(asked.lines) > limits.waiting:
-            sentence = f"{batches.waiting} lines wait already, and at most {limits.waiting} may; try again soon"
+            sentence = f"the queue is full ({batches.waiting} lines); try again soon"
             raise HTTPException(503, sentence, {"Retry-After": "1"})
         lines = []
         with batches.checking(len(asked.lines)):

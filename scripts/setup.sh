@@ -66,7 +66,7 @@ if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] == (3, 12))'
     build+=(numpy cython ninja)
 fi
 "${pip[@]}" torch "${build[@]}"
-echo "== 2/2: fairseq and the rest (but on Python 3.12 fairseq is compiled now, which takes some two minutes)"
+echo "== 2/2: fairseq and the rest (compiling fairseq takes about two minutes; Python 3.12 uses a wheel)"
 # Without dependencies: requirements.txt has all of them but torchaudio.
 "${pip[@]}" --no-build-isolation --no-deps --requirement "$repo/requirements.txt"
 

@@ -32,7 +32,9 @@ def language(text: str) -> str:
     """An argparse type: a code of a language as file names have it."""
     if not re.fullmatch(r"[A-Za-z0-9]+(_[A-Za-z0-9]+)*", text):
         better = text.replace("-", "_")
-        raise argparse.ArgumentTypeError(f"must be a language code like de or de_AT, not {text!r}; is {better} meant?")
+        raise argparse.ArgumentTypeError(
+            f"must be a language code like de or de_AT, not {text!r}; did you mean {better}?"
+        )
     return text
 
 
@@ -137,12 +139,12 @@ def mistake_in(args: argparse.Namespace) -> str | None:
     for option, settled in SETTLES.items():
         for name in settled:
             if getattr(args, option) and getattr(args, name):
-                return f"{_flag(name)} cannot be had with {_flag(option)}, which settles it"
+                return f"{_flag(name)} conflicts with {_flag(option)}, which already sets it"
     if tokenizer(args) == "none":
         why = "" if args.tokenizer else f" (the default for {args.source_lang} and {args.target_lang})"
         for name in ("split_dashes", "normalise", "vocabulary_threshold", "bpe"):
             if getattr(args, name) not in (None, False, "sentencepiece"):
-                return f"{_flag(name)} cannot be had with --tokenizer none{why}: sentencepiece splits text as it is"
+                return f"{_flag(name)} conflicts with --tokenizer none{why}: sentencepiece splits text as it is"
     for name in (*args.train, *args.test, args.valid or ""):
         stem, _, code = name.removesuffix(".gz").rpartition(".")
         if code in (args.source_lang, args.target_lang) and Path(name).is_file():
@@ -204,7 +206,7 @@ def warn_of_unknown(args: argparse.Namespace) -> None:
     for option in ("source_lang", "target_lang"):
         if not known(code := getattr(args, option)):
             say(
-                f"custom.sh: warning: {_flag(option)} {code}: is no code of a language in ISO 639, like de, deu or "
+                f"custom.sh: warning: {_flag(option)} {code}: is not an ISO 639 language code, such as de, deu or "
                 "zho_Hans; its text gets no rules of a language"
             )
 

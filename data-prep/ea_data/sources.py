@@ -61,7 +61,7 @@ class Side:
         for name in names:
             if (raw / name).is_file():
                 return raw / name
-        where = f"; it can be had at {self.url}" if self.url else ""
+        where = f"; download it from {self.url}" if self.url else ""
         folder = (raw / self.member).with_suffix("")
         if folder.is_dir():
             where += f"; {folder} is a folder: give what its two files' names begin with, as in {folder}/train"

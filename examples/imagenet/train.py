@@ -172,7 +172,7 @@ def main(words: list[str] | None = None) -> None:
     if not train.classes or train.classes != valid.classes:
         parser.error(f"{args.folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/")
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, as the page says")
+        parser.error("start it with torchrun; see README.md")
     dist.init_process_group()
     fit(args, train, valid)
     dist.destroy_process_group()

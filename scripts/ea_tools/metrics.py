@@ -56,12 +56,12 @@ def check_tokenizer(tokenizer: str, language: str) -> None:
     bleu(False, tokenizer)
     if tokenizer == "13a" and not known(language):
         say(
-            f"warning: {language}: is no code of a language in ISO 639, like de, deu or zho_Hans; scored as one with "
+            f"warning: {language}: is not an ISO 639 language code, such as de, deu or zho_Hans; scored as one with "
             "spaces between words, by sacreBLEU's tokeniser 13a; --tok chooses another"
         )
     if script(language) in WITHOUT_SPACES and tokenizer in ("13a", "intl", "none"):
         say(
-            f"warning: sacreBLEU's tokeniser {tokenizer} splits words at spaces, and {language} has few: go by chrF, "
+            f"warning: sacreBLEU's tokeniser {tokenizer} splits words at spaces, and {language} has few: use chrF, "
             "or choose --tok char or --tok flores200"
         )
 

@@ -118,7 +118,7 @@ def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lowercase"], "--lowercase cannot be had with --like"),
+        (["--lowercase"], "--lowercase conflicts with --like"),
         (["--source-lang", "fr"], "is de-en, and the text is to be fr-en"),
         (["--like", "{tmp}/nothing"], "{tmp}/nothing/PREP.json: no such file"),
         (["--like", "{tmp}/differ"], "{tmp}/differ: the dictionaries of its two languages differ"),

@@ -267,7 +267,7 @@ def test_missing_member(tmp_path):
 def test_a_missing_archive_and_one_of_another_size_are_named(tmp_path):
     recipe = corpora.wmt14_en_de()
     (tmp_path / "raw").mkdir()
-    with pytest.raises(UserError, match=r"has no .*europarl.* can be had at https://.*europarl-v7.tgz"):
+    with pytest.raises(UserError, match=r"has no .*europarl.* download it from https://.*europarl-v7.tgz"):
         text_only(recipe, tmp_path / "raw", tmp_path / "out")
     wmt(tmp_path / "raw", recipe, (10, 10, 10), "newstest2014-deen")
     with pytest.raises(UserError, match=r"europarl-v7.tgz: [\d,]+ bytes, but it should have 657,632,379"):

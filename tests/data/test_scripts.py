@@ -78,13 +78,13 @@ def test_raw_text_takes_no_rules_of_words(option, capsys):
     with pytest.raises(SystemExit):
         prepare_command("--source-lang", "en", "--target-lang", "th", *option.split())
     flag = option.split()[0]
-    assert f"{flag} cannot be had with --tokenizer none (the default for en and th)" in capsys.readouterr().err
+    assert f"{flag} conflicts with --tokenizer none (the default for en and th)" in capsys.readouterr().err
 
 
 def test_an_unknown_code_gives_a_warning(capsys):
     prepare_command("--source-lang", "deu", "--target-lang", "german")
     said = capsys.readouterr().err
-    assert "--target-lang german: is no code of a language" in said
+    assert "--target-lang german: is not an ISO 639" in said
     assert "--source-lang" not in said
 
 

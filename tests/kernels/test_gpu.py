@@ -481,7 +481,7 @@ def test_says_why_it_cannot_run(monkeypatch, caplog):
         assert gpu.refuses(small_call())
         assert gpu.refuses(small_call())
     (line,) = caplog.messages
-    assert "slower way on the GPU" in line
+    assert "slower PyTorch operations on the GPU" in line
     assert "kernels.gpu.operation" in line
 
 

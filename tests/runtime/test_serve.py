@@ -346,7 +346,7 @@ def test_a_full_queue_refuses(translator):
     with serving(translator, Limits(waiting=2)) as client, held(translator, client, *waiting) as futures:
         answer = ask(client, "Vogel.")
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert "2 lines wait already" in answer.json()["detail"]
+        assert "queue is full (2 lines)" in answer.json()["detail"]
         translator.gate.set()
         assert [future.result().status_code for future in futures] == [200] * 3
 

@@ -204,8 +204,8 @@ def test_a_tokeniser_that_does_not_suit_a_language_gives_a_warning(capsys):
     for tokenizer, code, warning in (
         ("13a", "de", ""),
         ("char", "th", ""),
-        ("13a", "tha_Thai", "go by chrF"),
-        ("13a", "german", "german: is no code of a language"),
+        ("13a", "tha_Thai", "use chrF"),
+        ("13a", "german", "german: is not an ISO 639"),
     ):
         metrics.check_tokenizer(tokenizer, code)
         said = capsys.readouterr().err
@@ -562,7 +562,7 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
     ("flags", "message"),
     [
         (["--average", "10"], "expected 10 checkpoints to average, found 3; give --average 3"),
-        (["--subset", "nope", "--average", "1"], "--subset nope: .*there are: test, valid"),
+        (["--subset", "nope", "--average", "1"], "--subset nope: .*available: test, valid"),
         (["--checkpoint", "none.pt"], r"none\.pt: no such file"),
         (["--average", "1", "--", "--nonsense"], "-- --nonsense: "),
         (["--against", "elsewhere"], "evaluate that run first"),

@@ -269,7 +269,7 @@ def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp
     assert "none: no such file" in refused(capsys, tmp_path, *run, "--compare", tmp_path / "none")
     found = refused(capsys, tmp_path, *run, "--subset", "test7")
     assert "--subset test7" in found
-    assert "there are: test, train, valid" in found
+    assert "available: test, train, valid" in found
     assert "--sentences: must be at least 2" in refused(capsys, tmp_path, *run, "--sentences", "1")
     gold = tmp_path / "gold"
     lines = (there / "gold").read_text().splitlines()

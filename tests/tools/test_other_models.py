@@ -196,7 +196,7 @@ def test_statistics_do_not_depend_on_batches(trained):
         (statistics, "lm", ["--gold", "gold"], r"--gold: .*lm\.pt was trained for language_modeling; alignments are"),
         (statistics, "denoiser", ["--gold", "gold"], r"--gold: .* was trained for denoising; alignments are of sent"),
         (statistics, "roberta", ["--compare", "denoiser"], r"--compare .*: has encoder and decoder, .* an encoder on"),
-        (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*there are: test, train, valid"),
+        (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*available: test, train, valid"),
     ],
 )  # fmt: skip
 def test_options_without_a_meaning_are_refused(trained, tmp_path, tool, name, more, message):

@@ -348,7 +348,7 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
     [
         ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: metric 'comet' is not one of sacrebleu, chrf, tokenised_bleu"),
         ('"Evolving"', '"Plain"', "tiny.toml: the label 'Plain' is there twice; give each a different one"),
-        ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; is seeds meant?"),
+        ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; did you mean seeds"),
         ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
         ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
         ("[[column]]", "[[columns]]", "tiny.toml: has no [[column]]; give one or more"),
@@ -611,7 +611,7 @@ def test_a_run_does_not_outlive_its_command(toy):
         (["table5", "--seed", "1"], "use --seeds"),
         (
             ["table5", "--cpu"],
-            "reproduce: Transformer-Lite: train.sh: error: --cpu is not to be given here: use --gpus 0",
+            "reproduce: Transformer-Lite: train.sh: error: --cpu cannot be used here: use --gpus 0",
         ),
     ],
 )

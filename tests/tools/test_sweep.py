@@ -109,7 +109,7 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grid", "ea-alfa", "0", "1"], "ea-alfa 0: --ea-alfa: there is no such flag; is --ea-alpha meant?"),
+        (["--grid", "ea-alfa", "0", "1"], "ea-alfa 0: --ea-alfa: there is no such flag; did you mean --ea-alpha"),
         (["--grid", "ea-alpha", "0", "1.5"], "ea-alpha 1.5: argument --ea-alpha: "),
         (["--grid", "ea-alpha"], "--grid ea-alpha: expected all the flag's values after it"),
         ([*GRID, "--ea-alpha", "0.3"], "--grid ea-alpha: expected .* the flag nowhere else"),

@@ -317,7 +317,7 @@ def test_the_command_that_makes_a_recipes_data_is_named(tmp_path, monkeypatch):
 def test_a_folder_of_other_files_is_not_trained_in(tmp_path, data):
     (tmp_path / "thesis.tex").write_text("years of work")
     words = ["sample", "transformer_lite", "--data", str(data), "--gpus", "0", "--run", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"holds thesis\.tex, which no training put there; choose another folder"):
+    with pytest.raises(SystemExit, match=r"contains thesis\.tex, which training did not create; choose another folder"):
         train.main(words)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     (tmp_path / "thesis.tex").rename(tmp_path / "nohup.out")  # which a shell may have made for this very run
@@ -354,9 +354,9 @@ MISTAKES = {
     "interpolation": (["sample", "transformer", "--data", "a${x}"], r"--data a\$\{x\}: \$\{ means something else"),
     "flag": (
         ["sample", "ea_transformer_lite", "--ea-alfa", "0"],
-        "--ea-alfa: there is no such flag; is --ea-alpha meant?",
+        "--ea-alfa: there is no such flag; did you mean --ea-alpha",
     ),
-    "our flag": (["sample", "transformer", "--gpu", "1"], "--gpu: there is no such flag; is --gpus meant?"),
+    "our flag": (["sample", "transformer", "--gpu", "1"], "--gpu: there is no such flag; did you mean --gpus"),
     "value": (["sample", "transformer", "--dropout", "much"], "argument --dropout: invalid float value: 'much'"),
     "numbers": (["sample", "transformer", "--lr", "abc"], "argument --lr: must be a number, or several with commas"),
     "batch": (["sample", "transformer", "--max-tokens", "0"], "--max-tokens 0: expected a whole number of at least 1"),
@@ -427,17 +427,17 @@ def test_a_first_model_that_is_not_there_is_refused(tmp_path, data):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('inherit = "smaple"', "inherit = 'smaple': there is no such recipe; there are: base, .*sample"),
+        ('inherit = "smaple"', "inherit = 'smaple': there is no such recipe; available: base, .*sample"),
         ("batch =", "Invalid value"),
         ('inherit = "sample"\nbatch = 5', "batch = 5: expected a table"),
         ('inherit = "sample"\n[batch]\ntokens = "1000"', "batch: tokens = '1000': expected int"),
         ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
-        ('inherit = "sample"\ndropout = 0.4', "dropout: there is no such key here; there are: .*flags"),
+        ('inherit = "sample"\ndropout = 0.4', "dropout: there is no such key here; available: .*flags"),
         ('inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1', "arch.ea_transformer_lit: .* near it are: "),
         ('inherit = "sample"\n[flags]\nlabel-smothing = 0.1', "--label-smothing: .* is --label-smoothing meant"),
-        ('inherit = "sample"\n[flags]\nsave-dir = "x"', "--save-dir: has no place in the recipe mine; use --run"),
-        ('inherit = "sample"\n[flags]\nupdate-freq = 9', "--update-freq: has no place in .*; use \\[batch\\]"),
-        ('inherit = "sample"\n[arch.transformer_lite]\nfp16 = true', "--fp16: has no place in .*; use --precision"),
+        ('inherit = "sample"\n[flags]\nsave-dir = "x"', "--save-dir: is not allowed in the recipe mine; use --run"),
+        ('inherit = "sample"\n[flags]\nupdate-freq = 9', "--update-freq: is not allowed in .*; use \\[batch\\]"),
+        ('inherit = "sample"\n[arch.transformer_lite]\nfp16 = true', "--fp16: is not allowed in .*; use --precision"),
     ],
     ids="inherit TOML table type missing key architecture flag folder batch precision".split(),
 )

@@ -255,7 +255,7 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     checkpoint(tmp_path / "checkpoint4.pt", 40)
     torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
     content = (tmp_path / "checkpoint_last.pt").read_bytes()
-    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused, and nothing of it was run: it asks for "):
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused: it references "):
         run_folder.mend(tmp_path)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
     assert not list(tmp_path.glob("*.damaged"))

@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
             _compile(compiler, built)
         return ctypes.CDLL(str(built))
     except Exception as error:
-        logger.warning("evolving attention takes its slower way on the CPU: %s", _reason(error))
+        logger.warning("evolving attention falls back to slower PyTorch operations on the CPU: %s", _reason(error))
         return None
 
 

@@ -81,7 +81,7 @@ def _interpreted() -> bool:
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    logger.warning("evolving attention takes its slower way on the GPU: %s", reason)
+    logger.warning("evolving attention falls back to slower PyTorch operations on the GPU: %s", reason)
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def _decide(variant: Variant) -> bool:
         except Exception as error:  # a later process tries again: memory may have been short
             verdict = summary(error)
     if verdict != RIGHT:
-        logger.warning("evolving attention takes its slower way for %s: %s", variant, verdict)
+        logger.warning("evolving attention falls back to slower PyTorch operations for %s: %s", variant, verdict)
     return verdict == RIGHT
 
 

@@ -167,7 +167,7 @@ def _load(loaded: Loaded, subset: str) -> FairseqDataset:
     if not path.is_file():
         ending = path.name.removeprefix(subset)
         there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
-        raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
+        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
     loaded.task.load_dataset(subset)
     dataset = loaded.task.dataset(subset)
     if len(dataset) < 2:

@@ -162,7 +162,7 @@ def check(where: str, table: Table) -> None:
             raise UserError(f"{where}: {row.label}: paper: {min(unknown)} is no column")
         if row.baseline and row.baseline not in labels:
             raise UserError(
-                f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; there are: {', '.join(labels)}"
+                f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; available: {', '.join(labels)}"
             )
     check_apart(where, table)
     for its_labels in (labels, [column.label for column in table.columns]):
@@ -174,7 +174,7 @@ def check(where: str, table: Table) -> None:
         texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
         if texts and column.subset not in texts:
             raise UserError(
-                f"{where}: {column.label}: subset {column.subset!r} is not in {recipe.data}; there are: "
+                f"{where}: {column.label}: subset {column.subset!r} is not in {recipe.data}; available: "
                 f"{', '.join(texts)}"
             )
 

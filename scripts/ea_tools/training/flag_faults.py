@@ -45,7 +45,7 @@ def parse(
             known = flags_of(parser).union(others)
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
             near = near or sorted(other for other in known if other.startswith(flag))
-            faults.append(f"{flag}: there is no such flag" + (f"; is {near[0]} meant?" if near else ""))
+            faults.append(f"{flag}: there is no such flag" + (f"; did you mean {near[0]}?" if near else ""))
     if unknown:
         raise UserError(f"{'; '.join(faults) or f'{unknown[0]!r} belongs to no flag'} ({USAGE})")
     _check_values(args)

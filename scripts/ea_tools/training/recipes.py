@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import types
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ea_artifacts.command import REPO, UserError
+from ea_artifacts.command import REPO, UserError, hint
 from ea_artifacts.preparation import FILE, Preparation
 from ea_tools.metrics import DECIDED_BY_BLEU
 from ea_tools.training import flag_faults
@@ -102,9 +101,7 @@ def read(name: str) -> Recipe:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     merged = _inherited(path) if path.is_file() else {}
     if not path.is_file() or (path.parent == FOLDER and "data" not in merged):
-        near = difflib.get_close_matches(name, names(), n=1)
-        meant = f" (is {near[0]} meant?)" if near else ""
-        raise UserError(f"there is no recipe {name!r}{meant}; there are: {', '.join(names())}, and .toml files")
+        raise UserError(f"there is no recipe {name!r}; {hint(name, names())}; recipes may also be .toml files")
     return _recipe(path, merged)
 
 
@@ -183,9 +180,7 @@ def filled(form: type[Form], content: Any, where: str) -> Form:
         raise UserError(f"{where} = {content!r}: expected a table, which begins with a line [NAME]")
     content, hints = {name.replace("-", "_"): value for name, value in content.items()}, get_type_hints(form)
     for name in content.keys() - hints.keys():
-        near = difflib.get_close_matches(name, hints, n=1)
-        hint = f"is {near[0]} meant?" if near else f"there are: {', '.join(hints)}"
-        raise UserError(f"{where}: {name}: there is no such key here; {hint}")
+        raise UserError(f"{where}: {name}: there is no such key here; {hint(name, hints)}")
     for field in dataclasses.fields(form):
         needed = field.default is field.default_factory is dataclasses.MISSING
         if needed and field.name not in content:
@@ -218,7 +213,7 @@ def _inherited(path: Path) -> dict[str, Any]:
     base = FOLDER / f"{own['inherit']}.toml"
     if not base.is_file():
         there = ", ".join(sorted(other.stem for other in FOLDER.glob("*.toml")))
-        raise UserError(f"{path}: inherit = {own['inherit']!r}: there is no such recipe; there are: {there}")
+        raise UserError(f"{path}: inherit = {own['inherit']!r}: there is no such recipe; available: {there}")
     return _merge(_inherited(base), own)
 
 

@@ -36,7 +36,7 @@ def take(run: Path) -> None:
     if not (run / "run.json").exists() and not started(run):
         foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))
         if foreign:
-            raise UserError(f"{run}: holds {foreign[0]}, which no training put there; choose another folder")
+            raise UserError(f"{run}: contains {foreign[0]}, which training did not create; choose another folder")
     lock = (run / "lock").open("w")
     try:
         # A lock of the process, not of the file: it survives exec, and no worker that outlives a kill holds it.

@@ -200,7 +200,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         parser.error(str(error))
     for name, instead in ELSEWHERE.items():
         if name in flags:
-            parser.error(f"--{name} is not to be given here: {instead}")
+            parser.error(f"--{name} cannot be used here: {instead}")
     for name, path in (("--run", args.run), ("--data", args.data)):
         if path and (fault := next((mark for mark in (":", "${") if mark in str(path)), None)):
             parser.error(f"{name} {path}: {fault} means something else to fairseq; choose a name without it")
@@ -216,7 +216,7 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     """The plan of a command line. `flags` are those for fairseq-train, and replace the recipe's."""
     chosen = {**recipe.flags_for(args.arch)}
     for name in sorted(chosen.keys() & NOT_IN_RECIPES.keys()):
-        raise UserError(f"--{name}: has no place in the recipe {recipe.name}; {NOT_IN_RECIPES[name]}")
+        raise UserError(f"--{name}: is not allowed in the recipe {recipe.name}; {NOT_IN_RECIPES[name]}")
     if recipe.eval_bleu and not args.eval_bleu and (args.data / FILE).is_file():  # --dry-run needs no data
         chosen |= validation_flags(Preparation.at(args.data), decides=False)
     for name in args.without:

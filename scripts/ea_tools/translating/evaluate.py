@@ -259,7 +259,7 @@ def reference_file(data: Path, subset: str, language: str) -> Path:
     path = data / "raw" / f"{subset}.{language}"
     if not path.is_file():
         there = sorted(path.stem for path in (data / "raw").glob(f"*.{language}"))
-        raise UserError(f"--subset {subset}: {path} does not exist; there are: {', '.join(there) or 'none'}")
+        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
     return path
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SETTLED = {
     **{"path": "--checkpoint", "gen-subset": "--subset", "beam": "--beam", "lenpen": "--lenpen"},
     **{"input": "--input", "nbest": "--nbest of translate.sh; evaluate.sh scores the best alone"},
-    **dict.fromkeys(("source-lang", "target-lang", "task", "user-dir", "post-process", "remove-bpe"), "the run"),
+    **dict.fromkeys(("source-lang", "target-lang", "task", "user-dir", "post-process", "remove-bpe"), "--run"),
     **dict.fromkeys(("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"), "--precision"),
 }
 #: Flags after -- that are no settings of the search.
@@ -49,7 +49,7 @@ def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> arg
         parser.error(f"-- {error}")
     for name in args.search_flags:
         if name in SETTLED:
-            parser.error(f"-- --{name}: this is not for fairseq alone; it comes from {SETTLED[name]}")
+            parser.error(f"-- --{name}: not allowed after --; use {SETTLED[name]}")
     return args
 
 
