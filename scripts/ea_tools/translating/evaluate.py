@@ -27,7 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ea_artifacts.checkpoints import load, peek, section, settings
+from ea_artifacts.checkpoints import peek, section, settings
 from ea_artifacts.command import Parser, UserError, listed, portable, positive, reporting, say
 from ea_artifacts.files import digest, read_json, read_lines, replacing, write_json
 from ea_artifacts.preparation import Preparation
@@ -239,7 +239,7 @@ def unfinished(run: Path, averaged: dict) -> str | None:
     """
     state = averaged
     with contextlib.suppress(UserError):  # there is no last checkpoint, or a torn one
-        state = load(run / LAST)
+        state = peek(run / LAST)
     if "train_iterator" not in state.get("extra_state", {}):
         return None
     optimization, checkpoints = section(state, "optimization"), section(state, "checkpoint")
