@@ -1,5 +1,6 @@
 """scripts/plot_attention.sh: pictures whose labels fit, a page that works in a browser, numbers that add up."""
 
+import dataclasses
 import io
 import json
 import logging
@@ -262,10 +263,10 @@ def test_a_language_without_spaces_keeps_its_subwords(checkpoints):
     loaded = load_model(checkpoints.evolving)
     symbols = ["h@@", "und", "</s>"]
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
-    loaded.prep = {**loaded.prep, "tokenizer": "none", "source_lang": "th"}
+    loaded.preparation = dataclasses.replace(loaded.preparation, tokenizer="none", source_lang="th")
     assert loaded.words(symbols, "source").labels == ["h", "und", "</s>"]
     assert not loaded.has_words("source")
-    loaded.prep = {**loaded.prep, "tokenizer": "given", "source_lang": "zh"}
+    loaded.preparation = dataclasses.replace(loaded.preparation, tokenizer="given", source_lang="zh")
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
 
 
