@@ -325,7 +325,7 @@ def test_a_folder_of_other_files_is_not_trained_in(tmp_path, data):
 
 
 MISTAKES = {
-    "recipe": (["mutli30k-de-en", "transformer"], r"there is no recipe 'mutli30k-de-en' \(is multi30k-de-en meant\?\)"),
+    "recipe": (["mutli30k-de-en", "transformer"], r"there is no recipe 'mutli30k-de-en'; did you mean multi30k-de-en"),
     "no arch": (["sample"], "expected RECIPE and ARCH first"),
     "arch": (
         ["sample", "ea_transformer_lit"],
@@ -434,7 +434,7 @@ def test_a_first_model_that_is_not_there_is_refused(tmp_path, data):
         ('inherit = "base"\ndata = "data/x"', "source-lang is missing"),
         ('inherit = "sample"\ndropout = 0.4', "dropout: there is no such key here; available: .*flags"),
         ('inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1', "arch.ea_transformer_lit: .* near it are: "),
-        ('inherit = "sample"\n[flags]\nlabel-smothing = 0.1', "--label-smothing: .* is --label-smoothing meant"),
+        ('inherit = "sample"\n[flags]\nlabel-smothing = 0.1', "--label-smothing: .*did you mean --label-smoothing"),
         ('inherit = "sample"\n[flags]\nsave-dir = "x"', "--save-dir: is not allowed in the recipe mine; use --run"),
         ('inherit = "sample"\n[flags]\nupdate-freq = 9', "--update-freq: is not allowed in .*; use \\[batch\\]"),
         ('inherit = "sample"\n[arch.transformer_lite]\nfp16 = true', "--fp16: is not allowed in .*; use --precision"),
