@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("lime")
-from transformers import T5Config
+from transformers import AutoModel, AutoTokenizer, T5Config
 
-from examples.explanations import draw, explain
+from examples.explanations import draw, eraser, explain
 from examples.explanations.measures import auprc, best, faithfulness
 from examples.glue import fine_tune
 from examples.glue.tasks import DataError
@@ -137,3 +137,70 @@ def test_rationales_by_layers_are_of_the_classifier_on_that_layer(folder):
     assert not np.allclose(*each) and np.allclose(each[1], classifier.probabilities(["so good"]))
     figure = draw.rationales([folder / "SST-2-stock-1", folder / "SST-2-evolving-1"], "so good film", [1, 3], 20)
     assert figure.axes[0].images[0].get_array().shape == (4, 3)
+
+
+DOCUMENTS = {
+    "good.txt": ["a good film indeed ,", "so good"],
+    "bad.txt": ["so bad a film .", "unbelievable"],
+    "long.txt": ["a plot " * 300, "good"],
+}
+#: documents, labels, and the first and last word of each piece of evidence
+ANNOTATIONS = [("good.txt", "POS", [(1, 2), (5, 7)]), ("bad.txt", "NEG", [(1, 3)]), ("long.txt", "POS", [(600, 601)])]
+
+
+@pytest.fixture(params=["docs", "docs.jsonl"])
+def corpus(request, tmp_path):
+    """A corpus of ERASER by hand."""
+    texts = {name: "\n".join(sentences) for name, sentences in DOCUMENTS.items()}
+    if request.param == "docs":
+        (tmp_path / "docs").mkdir()
+        for name, text in texts.items():
+            (tmp_path / "docs" / name).write_text(text)
+    else:
+        rows = (json.dumps({"docid": name, "document": text}) for name, text in texts.items())
+        (tmp_path / "docs.jsonl").write_text("\n".join(rows))
+    rows = [
+        {
+            "annotation_id": name,
+            "query": "is it good ?" if request.param == "docs" else None,
+            "classification": label,
+            "evidences": [[{"docid": name, "start_token": start, "end_token": end}] for start, end in pieces],
+        }
+        for name, label, pieces in ANNOTATIONS
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_erasers_files_are_read(corpus):
+    documents = eraser.read(corpus, "test")
+    assert [one.label for one in documents] == ["POS", "NEG", "POS"]
+    chosen = [[word for word, is_chosen in zip(one.words, one.chosen, strict=True) if is_chosen] for one in documents]
+    assert chosen == [["good", "so", "good"], ["bad", "a"], ["good"]]
+
+
+def test_a_reader_is_trained_and_measured(corpus, folder, tmp_path, capsys):
+    words = ["--model", str(folder / "SST-2-stock-1"), "--epochs", "1", "--out", str(tmp_path / "out.json")]
+    eraser.main([str(corpus), *words])
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert list(results) == ["attention", "evolving attention"]
+    assert all(np.isfinite(list(result.values())).all() for result in results.values())
+
+
+@torch.no_grad()
+def test_a_readers_scores_are_its_last_layers_weights(corpus, folder):
+    torch.manual_seed(1)
+    model = AutoModel.from_pretrained(folder / "SST-2-stock-1")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "SST-2-stock-1")
+    reader = eraser.Reader(model, tokenizer, ["NEG", "POS"], alpha=0.5, beta=0.5).eval()
+    good, bad, long = eraser.read(corpus, "test")
+    alone = reader(reader.encoded([good.words], [good.query]))
+    both = reader(reader.encoded([good.words, bad.words], [good.query, bad.query]))
+    for one, other in zip(alone, both, strict=True):
+        torch.testing.assert_close(other[:1, : one.size(1)], one, rtol=1e-4, atol=1e-5)
+    assert alone[1].sum().item() == pytest.approx(1, abs=1e-5)
+    inputs = reader.encoded([good.words], [good.query])
+    of_words = sum(w for w, side in zip(alone[1][0].tolist(), inputs.sequence_ids(), strict=True) if side == 1)
+    assert sum(reader.attention(good)) == pytest.approx(of_words, abs=1e-5)
+    assert reader.attention(long)[-1] == 0, "cut off"
