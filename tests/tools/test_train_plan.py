@@ -29,13 +29,14 @@ def flags(command):
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_fairseq_takes_every_recipe(capsys, recipe):
-    arch = ARCHITECTURES[recipes.names().index(recipe) % 4]
+    arch = "ea_cmlm_transformer" if "cmlm" in recipe else ARCHITECTURES[recipes.names().index(recipe) % 4]
     command, _ = dry_run(capsys, recipe, arch, "--gpus", 1)
     script = next(i for i, word in enumerate(command) if word.endswith("fairseq_train.py"))
     args = options.parse_args_and_arch(options.get_training_parser(), command[script + 1 :])
     assert args.arch == arch
-    base_alpha = 0.1 if recipe == "multi30k-tiny-en-de" else 0.5
-    assert getattr(args, "ea_alpha", None) == {"ea_transformer_lite": 0.1, "ea_transformer_base": base_alpha}.get(arch)
+    alpha = 0.1 if recipe in ("multi30k-tiny-en-de", "multi30k-cmlm-de-en") else 0.5
+    alphas = {"ea_transformer_lite": 0.1, "ea_transformer_base": alpha, "ea_cmlm_transformer": alpha}
+    assert getattr(args, "ea_alpha", None) == alphas.get(arch)
     separate = recipe.startswith("iwslt14") and not recipe.endswith("rdrop")  # whose authors' dictionary is joint
     assert (args.share_all_embeddings, args.share_decoder_input_output_embed) == (not separate, separate)
     assert args.tensorboard_logdir.endswith("/tensorboard")
@@ -326,6 +327,7 @@ def test_a_folder_of_other_files_is_not_trained_in(tmp_path, data):
 
 MISTAKES = {
     "recipe": (["mutli30k-de-en", "transformer"], r"there is no recipe 'mutli30k-de-en'; did you mean multi30k-de-en"),
+    "dashes": (["sample", "transformer", "--", "--clip-norm", "1"], "--: .*leave it out"),
     "no arch": (["sample"], "expected RECIPE and ARCH first"),
     "arch": (
         ["sample", "ea_transformer_lit"],

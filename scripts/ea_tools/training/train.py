@@ -190,6 +190,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--no-tensorboard", action="store_true", help="without the log in RUN/tensorboard")
     parser.add_argument("--without", action="append", default=[], metavar="FLAG", help="leave out a flag of the recipe")
+    if "--" in arguments:
+        parser.error("--: fairseq-train's flags stand without it here; leave it out")
     args, rest = parser.parse_known_args(arguments)
     if len(args.words) > 2 or (len(args.words) == 1 and args.data is None):
         parser.error("expected RECIPE and ARCH first, or --data DIR and ARCH")
