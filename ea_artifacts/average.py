@@ -24,7 +24,9 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """
     import torch
 
-    sums, updates, reference = {}, {}, None
+    sums: dict[str, torch.Tensor] = {}
+    updates: dict[int, Path] = {}
+    reference = None
     say(f"averaging {listed(path.name for path in paths)}")
     for path in paths:
         state = load(path)

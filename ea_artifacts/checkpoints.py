@@ -48,13 +48,14 @@ class DamagedError(UserError):
 def safe_globals() -> list[Any]:
     """The one list of what ``torch.load(weights_only=True)`` may read beside tensors and plain values."""
     import numpy
+    from numpy._core import multiarray
 
     return [
         argparse.Namespace,
         numpy.ndarray,
         numpy.dtype,
-        numpy._core.multiarray._reconstruct,
-        numpy._core.multiarray.scalar,
+        multiarray._reconstruct,
+        multiarray.scalar,
         *{type(numpy.dtype(code)) for code in "?bhilqBHILQefd"},  # bool, and every size of integer and float
     ]
 
@@ -222,8 +223,8 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
     trained = (task.get("source_lang"), task.get("target_lang"))
     if all(trained) and trained != given:
         raise UserError(
-            f"{checkpoint} translates {'-'.join(trained)}, and {preparation.folder} is {'-'.join(given)}; give "
-            "the data of its training"
+            f"{checkpoint} translates {'-'.join(map(str, trained))}, and {preparation.folder} is {'-'.join(given)}; "
+            "give the data of its training"
         )
     check_dictionaries(preparation, checkpoint, state)
     if not kept:

@@ -158,7 +158,8 @@ def parse_flags(words: Iterable[str]) -> Flags:
 
     The last of several counts, but each --without of train.sh names one flag more.
     """
-    flags, name = {}, None
+    flags: Flags = {}
+    name = None
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

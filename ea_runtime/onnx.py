@@ -100,8 +100,8 @@ class OnnxTranslator(Exported, Translator):
         for row, source in zip(tokens, sources, strict=True):
             row[length - len(source) :] = source  # padded on the left, as fairseq does
         names = [value.name for value in self._encoder.get_outputs()]
-        source = dict(zip(names, self._encoder.run(names, {"tokens": tokens}), strict=True))
-        steps = Steps(self._decoder, {**source, "padding": tokens == PAD})
+        encoded = dict(zip(names, self._encoder.run(names, {"tokens": tokens}), strict=True))
+        steps = Steps(self._decoder, {**encoded, "padding": tokens == PAD})
         most = max_len(settings, length, self._longest[1])
         return search(steps, len(sources), most, settings, **self._symbols, prefixes=prefixes)
 
@@ -117,7 +117,8 @@ class Steps:
 
     def __init__(self, session: onnxruntime.InferenceSession, source: dict[str, NDArray]) -> None:
         self._session, self._outputs = session, [value.name for value in session.get_outputs()]
-        self._source, self._values = source, {}
+        self._source = source
+        self._values: dict[str, NDArray] = {}
 
     def __call__(
         self,

@@ -70,9 +70,12 @@ class Settings:
 class Limits(Protocol):
     """What every search has, by fairseq's names."""
 
-    beam: int
-    max_len_a: float
-    max_len_b: int
+    @property
+    def beam(self) -> int: ...
+    @property
+    def max_len_a(self) -> float: ...
+    @property
+    def max_len_b(self) -> int: ...
 
 
 def max_len(settings: Limits, source_length: int, longest: int) -> int:

@@ -128,7 +128,7 @@ class Translator(TextModel, ABC):
         batch: int | None = None,
         prefixes: Iterable[str] | None = None,
         **settings: Any,
-    ) -> str | list[str] | list[list[tuple[str, float]]]:
+    ) -> str | list[str] | list[tuple[str, float]] | list[list[tuple[str, float]]]:
         """Translate raw text: a sentence, or several in order; empty ones stay empty.
 
         A sentence longer than the model reads is cut, with a warning that names it.
@@ -148,10 +148,12 @@ class Translator(TextModel, ABC):
             ValueError: a setting that is unknown or out of range, a line that is no line of text, or a prefix that
                 cannot be the beginning.
         """
-        if isinstance(lines, str):
-            return self.translate([lines], beam, lenpen, n_best, batch, prefixes, **settings)[0]
-        translations = self.scored(lines, beam, lenpen, n_best, batch, prefixes, **settings)
-        return translations if n_best > 1 else [best[0][0] for best in translations]
+        several = [lines] if isinstance(lines, str) else lines
+        translations = self.scored(several, beam, lenpen, n_best, batch, prefixes, **settings)
+        if n_best > 1:
+            return translations[0] if isinstance(lines, str) else translations
+        texts = [best[0][0] for best in translations]
+        return texts[0] if isinstance(lines, str) else texts
 
     def scored(
         self,
