@@ -100,6 +100,20 @@ def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     assert all(path.name in str(refusal.value) for path in paths)
 
 
+@pytest.mark.parametrize(("name", "value"), [("dropout", 0.2), ("lr", [0.002])])
+def test_two_trainings_of_one_model_and_seed_are_told_apart_by_how_they_learnt(tmp_path, name, value):
+    """A run that was resumed with other settings stays one run."""
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    first, resumed, other = (
+        checkpoint(tmp_path / place, 1.0, **{name: one})
+        for place, one in (("one/a.pt", 0.1), ("one/b.pt", value), ("other/b.pt", value))
+    )
+    average_checkpoints.average([first, resumed])
+    with pytest.raises(UserError, match=f"{name} is 0.1"):
+        average_checkpoints.average([first, other])
+
+
 def test_a_checkpoint_counts_once(tmp_path):
     one = checkpoint(tmp_path / "checkpoint1.pt", 1.0, updates=100)
     (tmp_path / "link.pt").symlink_to(one)
