@@ -133,9 +133,9 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
     Raises:
         UserError: no cell is done, and none has its data.
     """
-    missing, done, without_data = [], 0, Counter[str]()
+    missing, done, without_data, kept = [], 0, Counter[str](), records.Records(args.results)
     for cell in cells:
-        if all(is_done(cell, subset, args) for subset in cell.subsets):
+        if all(is_done(cell, subset, kept, args) for subset in cell.subsets):
             say(f"done already: {cell}")
             done += 1
             continue
@@ -173,15 +173,15 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
     return [*without_data, *filter(None, outcomes)]
 
 
-def is_done(cell: Cell, subset: str, args: argparse.Namespace) -> bool:
+def is_done(cell: Cell, subset: str, kept: records.Records, args: argparse.Namespace) -> bool:
     """Whether a cell has an evaluation of this split, in the records or its run.
 
     An evaluation by other settings, or from before the end of its training, is made again where the run's checkpoints
     are still there; else it stays.
     """
     folder, last = args.runs / cell.run, args.runs / cell.run / "eval" / f"{subset}.json"
-    kept = records.Records(args.results).find(cell.run, subset, settings(args))
-    evaluations = [*([kept] if kept else []), *([read_json(last)] if last.exists() else [])]
+    row = kept.find(cell.run, subset, settings(args))
+    evaluations = [*([row] if row else []), *([read_json(last)] if last.exists() else [])]
     if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in evaluations):
         return True
     if not evaluations or any(folder.glob("checkpoint*.pt")):
