@@ -1,6 +1,5 @@
 """scripts/reproduce.sh: only missing cells are run, and the table names the source of its numbers."""
 
-import dataclasses
 import gzip
 import json
 import os
@@ -351,13 +350,13 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; did you mean seeds"),
         ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
         ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
-        ("[[column]]", "[[columns]]", "tiny.toml: has no [[column]]; give one or more"),
+        ("[[column]]", "[[columns]]", "tiny.toml: column is missing"),
         (
             '"transformer"',
             '"transformer"\npaper = {other = 1}',
             "tiny.toml: Plain: paper: other is no column",
         ),
-        ("flags = [", "flags = [3, ", "tiny.toml: rows: flags = 3: expected str"),
+        ("flags = [", "flags = [3, ", "tiny.toml: row: 0: flags: 0 = 3: "),
         ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
         ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9' is not in "),
         ('"transformer"', '"ea_transformer_base"', "tiny.toml: the rows 'Plain' and 'Evolving' would share one run"),
@@ -409,7 +408,7 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
 def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, monkeypatch, of_test, p):
     monkeypatch.setattr(Records, "test_against", lambda *_: {"difference": of_test, "p": 0.002})
     one, other = (page.Entry("chrf", None, {1: {"scores": {"chrf": {"score": score}}}}) for score in (50.5, 50.0))
-    column = tables.Column(str(toy / "toy.toml"), "Toy", "chrf", "test")
+    column = tables.Column(recipe=str(toy / "toy.toml"), label="Toy", metric="chrf")
     compared = one.against(other, Records(toy / "results"), column)
     assert compared.differences == {1: 0.5}
     assert compared.p == p
@@ -473,8 +472,8 @@ def test_flags_by_which_two_rows_become_one_model_are_refused(toy):
 
 
 def test_flags_left_out_of_all_rows_join_those_of_a_row(toy):
-    rows = [tables.Row(name, "transformer", flags=["--without", name]) for name in ("lr", "dropout")]
-    table, extra = dataclasses.replace(tables.read("table6"), rows=rows), ["--without", "clip-norm"]
+    rows = [tables.Row(label=name, arch="transformer", flags=["--without", name]) for name in ("lr", "dropout")]
+    table, extra = tables.read("table6").model_copy(update={"rows": rows}), ["--without", "clip-norm"]
     table = table.with_flags(extra)
     for row in rows:
         assert table.run(row, "iwslt14-de-en", 1) == f"iwslt14-de-en/transformer-without{row.label}_clip-norm-seed1"
@@ -651,7 +650,7 @@ def test_data_that_are_missing_are_one_error_with_the_command_that_makes_them(mo
     """No page is written, which would say "not run" only. A status of 0 would tell a script that cells were run."""
     read = recipes.read
     missing = tmp_path / "multi30k-de-en"
-    monkeypatch.setattr(cells.recipes, "read", lambda name: dataclasses.replace(read(name), data=missing))
+    monkeypatch.setattr(cells.recipes, "read", lambda name: read(name).model_copy(update={"data": missing}))
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     sweep_words = ["sample", "ea_transformer_lite", "--grid", "ea-alpha", "0", "0.1"]
     for main, words in ((reproduce.main, ["multi30k-laptop"]), (sweep.main, sweep_words)):

@@ -75,10 +75,12 @@ def grid(args: argparse.Namespace) -> Table:
     for values in itertools.product(*(values for _, *values in args.grid)):
         chosen = dict(zip(names, values, strict=True))
         label = ", ".join(f"{name} {value}" for name, value in chosen.items())
-        rows.append(Row(label, args.arch, recipes.spell_flags(chosen), rows[0].label if rows else None))
+        flags, baseline = recipes.spell_flags(chosen), rows[0].label if rows else None
+        rows.append(Row(label=label, arch=args.arch, flags=flags, baseline=baseline))
     name = args.name or file_name([recipe.name, args.arch, *names])
     title = f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}"
-    return Table(f"sweep-{name}", title, [Column(args.recipe, recipe.name, args.metric, "valid")], rows, args.seeds)
+    column = Column(recipe=args.recipe, label=recipe.name, metric=args.metric, subset="valid")
+    return Table(name=f"sweep-{name}", title=title, column=[column], row=rows, seeds=args.seeds)
 
 
 def best(table: Table, args: argparse.Namespace) -> list[Row]:

@@ -13,12 +13,14 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from pydantic import Field
 
 from ea_artifacts.command import UserError
 from ea_artifacts.preparation import Preparation
 from ea_data.languages import base_language
+from ea_tools.forms import Form
 from ea_tools.metrics import LABELS
 from ea_tools.training import flag_faults, recipes
 
@@ -35,8 +37,7 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(Form):
     """One metric of one split of a recipe's data."""
 
     recipe: str
@@ -50,31 +51,29 @@ class Column:
         return self.recipe if self.subset == "test" else f"{self.recipe}/{self.subset}"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Form):
     """One model: an architecture with flags of fairseq-train."""
 
     label: str
     arch: str
-    flags: list[str] = field(default_factory=list)
+    flags: list[str] = Field(default_factory=list)
     baseline: str | None = None
-    paper: dict[str, float] = field(default_factory=dict)
+    paper: dict[str, float] = Field(default_factory=dict)
 
     def published(self, column: Column) -> float | None:
         """The paper's number for this row and column, or None."""
         return self.paper.get(column.key)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Form):
     """Rows and columns to fill."""
 
     name: str
     title: str
-    columns: list[Column]
-    rows: list[Row]
-    seeds: list[int] = field(default_factory=lambda: [1])
-    extra: list[str] = field(default_factory=list)  # flags of train.sh for every row
+    columns: list[Column] = Field(alias="column", min_length=1)
+    rows: list[Row] = Field(alias="row", min_length=1)
+    seeds: list[int] = Field(default_factory=lambda: [1])
+    extra: list[str] = Field(default_factory=list)  # flags of train.sh for every row
 
     @property
     def recipes(self) -> list[str]:
@@ -101,12 +100,13 @@ class Table:
 
         Flags by which no other model is learnt change neither. Flags by which two rows become one model are refused.
         """
-        table, given = replace(self, extra=extra), learning(extra)
+        table, given = self.model_copy(update={"extra": extra}), learning(extra)
         if not given:
             return table
         words = " ".join(recipes.spell_flags(given))
         check_apart(f"{self.name} with {words}", table)
-        return replace(table, name=file_name([self.name, *_slug(given)]), title=f"{self.title}, all with {words}")
+        name = file_name([self.name, *_slug(given)])
+        return table.model_copy(update={"name": name, "title": f"{self.title}, all with {words}"})
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
@@ -142,11 +142,7 @@ def read(name: str) -> Table:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         raise UserError(f"{name}: no such table; expected {', '.join(names())}, or a .toml file of your own")
-    content = recipes.read_toml(path)
-    if missing := [key for key in ("column", "row") if not content.get(key)]:
-        raise UserError(f"{path}: has no [[{missing[0]}]]; give one or more")
-    content = {{"column": "columns", "row": "rows"}.get(key, key): value for key, value in content.items()}
-    table = recipes.filled(Table, {"name": path.stem, **content}, str(path))
+    table = Table.filled({"name": path.stem, **recipes.read_toml(path)}, str(path))
     check_seeds(f"{path}: seeds", table.seeds)
     check(str(path), table)
     return table

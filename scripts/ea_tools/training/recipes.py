@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from ea_artifacts.command import REPO, UserError, hint
 from ea_artifacts.preparation import FILE, Preparation
+from ea_tools.forms import Form
 from ea_tools.metrics import DECIDED_BY_BLEU
 from ea_tools.training import flag_faults
 
@@ -34,16 +34,14 @@ NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
 BATCH = "tokens an update"
 
 Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
-Form = TypeVar("Form")
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Form):
     """The batch of one update: `gpus` x `accumulation` batches of at most `tokens` tokens."""
 
-    tokens: int
-    gpus: int
-    accumulation: int
+    tokens: PositiveInt
+    gpus: PositiveInt
+    accumulation: PositiveInt
 
     @property
     def total(self) -> int:
@@ -54,17 +52,16 @@ class Batch:
         return f"{self.gpus} GPU x {self.accumulation} accumulation x {self.tokens:,} tokens"
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(Form):
     """One task: the place of its data, its batch, its flags. The keys of a recipe's file are these fields."""
 
     name: str
-    data: Path
+    data: Annotated[Path, BeforeValidator(lambda path: REPO / path if isinstance(path, str) else path)]
     source_lang: str
     target_lang: str
     batch: Batch
     flags: dict[str, Any]
-    arch: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # flags of single architectures
+    arch: dict[str, dict[str, Any]] = Field(default_factory=dict)  # flags of single architectures
     eval_bleu: bool = False  # BLEU and sample translations at each validation, where the text is small enough for it
 
     def flags_for(self, arch: str) -> dict[str, Any]:
@@ -107,9 +104,7 @@ def read(name: str) -> Recipe:
 
 def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
     content = {name: value for name, value in merged.items() if name != "inherit"}
-    recipe = filled(Recipe, {"name": path.stem, **content}, str(path))
-    if min(dataclasses.astuple(recipe.batch)) < 1:
-        raise UserError(f"{path}: [batch] has a number below 1")
+    recipe = Recipe.filled({"name": path.stem, **content}, str(path))
     if path.parent != FOLDER:  # those in recipes/ have a test, and may name what only fairseq's slow import knows
         for arch in recipe.arch:
             flag_faults.check_architecture(arch, f"{path}: arch.")
@@ -168,42 +163,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def filled(form: type[Form], content: Any, where: str) -> Form:
-    """A dataclass from a TOML table. The table may have its fields, with values of their types.
-
-    Raises:
-        UserError: a key is unknown or missing, or a value has another type; the message names it after `where`.
-    """
-    if not isinstance(content, dict):
-        raise UserError(f"{where} = {content!r}: expected a table, which begins with a line [NAME]")
-    content, hints = {name.replace("-", "_"): value for name, value in content.items()}, get_type_hints(form)
-    for name in content.keys() - hints.keys():
-        raise UserError(f"{where}: {name}: there is no such key here; {hint(name, hints)}")
-    for field in dataclasses.fields(form):
-        needed = field.default is field.default_factory is dataclasses.MISSING
-        if needed and field.name not in content:
-            raise UserError(f"{where}: {field.name.replace('_', '-')} is missing")
-    return form(**{name: _typed(value, hints[name], f"{where}: {name}") for name, value in content.items()})
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """A value of TOML, as a field of this type holds it."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is types.UnionType:  # with None: the key may be absent
-        return _typed(value, inner[0], where)
-    if dataclasses.is_dataclass(kind):
-        return filled(kind, value, where)
-    if kind is list and isinstance(value, list):
-        return [_typed(each, inner[0], where) for each in value]
-    if kind is dict and isinstance(value, dict):
-        return {name: _typed(each, inner[1], f"{where}.{name}") for name, each in value.items()}
-    if kind is Path and isinstance(value, str):
-        return REPO / value
-    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise UserError(f"{where} = {value!r}: expected {getattr(kind, '__name__', kind)}")
 
 
 def _inherited(path: Path) -> dict[str, Any]:
