@@ -108,7 +108,7 @@ def _index(path: Path) -> tuple[type, np.ndarray]:
 def read_sentences(path: Path) -> list[list[int]]:
     """The sentences of PATH.bin and PATH.idx as numbers, each with its end mark."""
     number_type, sizes = _index(path.with_name(path.name + ".idx"))
-    numbers = np.fromfile(path.with_name(path.name + ".bin"), number_type)
+    numbers: np.ndarray = np.fromfile(path.with_name(path.name + ".bin"), number_type)
     return [part.tolist() for part in np.split(numbers, np.cumsum(sizes)[:-1])]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .corpus import Corpus, Part, Rules
 
@@ -85,23 +86,23 @@ def _wmt14(name: str, source: str, target: str, train: tuple[Part, ...], test: s
     )  # fmt: skip
 
 
-EUROPARL = {
+EUROPARL: dict[str, Any] = {
     "url": "https://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz",
     "size": 657_632_379,
     "sha256": "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
 }
-COMMON_CRAWL = {
+COMMON_CRAWL: dict[str, Any] = {
     "url": "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
     "size": 918_311_367,
     "sha256": "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
 }
-NEWS_COMMENTARY = {
+NEWS_COMMENTARY: dict[str, Any] = {
     "url": "https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz",
     "size": 80_418_416,
     "sha256": "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
 }
-UN = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
-GIGA = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
+UN: dict[str, Any] = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
+GIGA: dict[str, Any] = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
 
 
 def wmt14_en_de() -> Corpus:

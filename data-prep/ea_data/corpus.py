@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ea_artifacts.preparation import Preparation
 
@@ -32,9 +33,9 @@ class Rules:
     separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
 
     @classmethod
-    def like(cls, preparation: Preparation, **about_lines: object) -> Rules:
+    def like(cls, preparation: Preparation, **about_lines: Any) -> Rules:
         """The rules of prepared text for a line, with other rules that choose lines."""
-        rules = {name: preparation.rules[name] for name in ABOUT_TEXT if name in preparation.rules}
+        rules: dict[str, Any] = {name: preparation.rules[name] for name in ABOUT_TEXT if name in preparation.rules}
         rules |= {name: getattr(preparation, name) for name in ("tokenizer", "lowercase", "bpe", "merges")}
         return cls(**rules, nfc=preparation.unicode == "NFC", **about_lines)
 

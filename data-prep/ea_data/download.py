@@ -47,7 +47,7 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
                 raise
             last = error
     else:
-        raise _unavailable(url, path, last) from last
+        raise _unavailable(url, path, last or OSError("no attempt")) from last
     if size and part.stat().st_size != size:
         arrived = part.stat().st_size
         part.unlink()

@@ -99,10 +99,11 @@ _function: Callable[[Chunk], Any]
 
 def _start_worker(function: Callable[[Chunk], Any]) -> None:
     global _function
-    _function = function
+    _function, parent = function, multiprocessing.parent_process()
+    assert parent, "a worker has one"
 
     def leave_with_parent() -> None:  # a killed parent sends no message; without this its workers would wait forever
-        wait([multiprocessing.parent_process().sentinel])
+        wait([parent.sentinel])
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()

@@ -94,7 +94,7 @@ class Pipeline:
         lengths = {name: tokens.pop(name) for name in ("max_ratio", "max_length", "drop_test_overlap")}
         binary = [self.corpus.name, tokens.pop("separate_dictionaries")]
         in_words = self.corpus.rules.filter_on == "words"
-        options = {
+        options: dict[str, list] = {
             "tokens": [RULES, versions(), self.languages, self.spoken, self._fingerprint(), bool(self.codes), tokens],
             "subwords": [self._what_is_learnt(learnt)],
             "binary": binary,
@@ -144,7 +144,7 @@ class Pipeline:
         rows: Iterator[tuple[bytes, ...]],
         what: str,
         steps: Sequence[Callable[[Chunk], Chunk]],
-        find: Callable[[Chunk], list[str | None]],
+        find: Callable[[Chunk], Sequence[str | None]],
         total: int | None = None,
     ) -> dict[str, Any]:
         """Writes rows as `steps` change their first two lines, but for those that `find` finds at fault.
@@ -158,10 +158,10 @@ class Pipeline:
         Returns:
             The number of rows read and written, and how many were dropped for which fault.
         """
-        every = self.corpus.rules.valid_every if len(outputs) > 1 else sys.maxsize
-        kept, dropped = 0, Counter()
+        every = (len(outputs) > 1 and self.corpus.rules.valid_every) or sys.maxsize
+        kept, dropped = 0, Counter[str]()
 
-        def work(chunk: Chunk) -> tuple[Chunk, list[str | None]]:
+        def work(chunk: Chunk) -> tuple[Chunk, Sequence[str | None]]:
             changed = in_turn(steps, chunk)
             return changed, find(changed)
 
@@ -218,7 +218,7 @@ class Pipeline:
             )
         return counts if filtered else None
 
-    def _pairs(self, split: str) -> Iterator[tuple[bytes, bytes]]:
+    def _pairs(self, split: str) -> Iterator[tuple[bytes, ...]]:
         """The raw text of a split, checked, one part after the other."""
         found = False
         for sides in self.sides[split]:
@@ -248,7 +248,7 @@ class Pipeline:
     def make_subwords(self, folder: Path) -> dict:
         (folder / "raw").mkdir()
         words = self._learn(folder / LEARNT)
-        steps = [] if self.codes else [self._apply(folder / LEARNT)]
+        steps: list[Callable] = [] if self.codes else [self._apply(folder / LEARNT)]
         counts = {split: self._subwords(folder, split, steps) for split in self.splits()}
         return {"words": words, "filters": {split: some for split, some in counts.items() if some}}
 
@@ -256,7 +256,7 @@ class Pipeline:
         """Learns subwords and writes them to a new folder; the numbers of words they were learnt from."""
         folder.mkdir()
         rules, train = self.corpus.rules, self.text("tokens", "train")
-        words = (Counter(), Counter())
+        words = (Counter[bytes](), Counter[bytes]())
         count = partial(in_turn, [*[subwords.join] * bool(self.codes), subwords.count_words])
         for _, counts in self._read(count, train, "count words"):
             for total, of_chunk in zip(words, counts, strict=True):
@@ -290,7 +290,7 @@ class Pipeline:
         return folder / CODES[self.corpus.rules.bpe]
 
     def _apply(self, learnt: Path) -> subwords.Apply:
-        vocabularies = [None, None]
+        vocabularies: list[list[str] | None] = [None, None]
         if self.corpus.rules.vocabulary_threshold:
             files = [learnt / f"vocabulary.{lang}" for lang in self.languages]
             vocabularies = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
@@ -342,7 +342,7 @@ class Pipeline:
         dictionaries = self._dictionaries(folder)
         unknown = {split: self._binary(folder, split, dictionaries) for split in self.splits()}
         sizes = dict(zip(self.languages, map(len, dictionaries), strict=True))
-        tokens, in_subwords = (stage.report() for stage in self.chain[:2])
+        tokens, in_subwords = (stage.report() or {} for stage in self.chain[:2])
         summary = report.summarise(
             self.corpus,
             folder,
@@ -358,9 +358,9 @@ class Pipeline:
         summary["languages"] = dict(zip(self.languages, self.spoken, strict=True))
         measured = report.unicode_form(summary, self.corpus.rules.nfc)
         summary["unicode"] = self.earlier.unicode if self.earlier else measured
-        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        content = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         # Names of files need not be UTF-8.
-        (folder / FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+        (folder / FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
         return {}
 
     def _dictionaries(self, folder: Path) -> list[binary.Dictionary]:
@@ -368,7 +368,9 @@ class Pipeline:
         paths = [folder / f"dict.{lang}.txt" for lang in self.languages]
         if self.earlier:
             return [binary.load_dictionary(path) for path in paths]
-        counts = [Counter(), Counter()] if self.corpus.rules.separate_dictionaries else [Counter()] * 2
+        counts: list[Counter[str]] = (
+            [Counter(), Counter()] if self.corpus.rules.separate_dictionaries else [Counter()] * 2
+        )
         for _, of_chunk in self._read(binary.count_subwords, self.text("subwords", "train"), "count subwords"):
             for total, of_side in zip(counts, of_chunk, strict=True):
                 total.update(of_side)
@@ -392,11 +394,12 @@ class Pipeline:
             texts = (path.read_text(encoding="utf-8") for path in paths)
             escape = not given or round_trip.escaped(texts)
         codes = self._codes(self.folder["subwords"] / LEARNT)
-        work = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape)
-        sides = reduce(round_trip.add, (counts for _, counts in self._read(work, paths, "check valid")))
+        trip = round_trip.RoundTrip(self.spoken, self.corpus.rules, codes, escape)
+        sides = reduce(round_trip.add, (counts for _, counts in self._read(trip, paths, "check valid")))
         held_out = {split: self._digests("subwords", split) for split in self.splits()[1:]}
         work = partial(overlap.seen, overlap.held_out(chain.from_iterable(held_out.values())))
-        pairs, seen = [], (set(), set(), set())
+        pairs: list = []
+        seen: tuple[set[bytes], ...] = (set(), set(), set())
         for _, (digests, known) in self._read(work, self.text("subwords", "train"), "compare train"):
             pairs.append(digests)
             for total, more in zip(seen, known, strict=True):

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict
     """The lines about one split; `unknown` are its unknown subwords by side."""
     languages = (corpus.source_lang, corpus.target_lang)
     parts = corpus.splits().get(split, corpus.train)
-    facts = {
+    facts: dict[str, Any] = {
         "pairs": 0,
         "expected": corpus.expected.get(split),
         "name": corpus.test_names().get(split, split),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class RoundTrip:
         escape: see ``ea_runtime.text.Moses``.
     """
 
-    def __init__(self, languages: tuple[str, str], rules: Rules, codes: Path, escape: bool = True) -> None:
+    def __init__(self, languages: Sequence[str], rules: Rules, codes: Path, escape: bool = True) -> None:
         self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in languages]
         self._rules = rules
         # subword-nmt only marks where it cut a word; sentencepiece also changes spaces and rare characters.

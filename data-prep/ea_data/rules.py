@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 from ea_runtime.text import Normalizer, composed, words
 
@@ -14,8 +15,8 @@ from .parallel import Chunk
 OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
 
 
-def in_turn(steps: Sequence[Callable[[Chunk], Chunk]], chunk: Chunk) -> Chunk:
-    """What several functions of chunks make of one, one after the other."""
+def in_turn(steps: Sequence[Callable[[Any], Any]], chunk: Chunk) -> Any:
+    """What several functions make of a chunk, each of what the one before it gives."""
     return reduce(lambda lines, step: step(lines), steps, chunk)
 
 
@@ -48,7 +49,7 @@ class Tokenise:
     White space of any kind becomes a plain space there: BPE would keep another inside a word, and fairseq split at it.
     """
 
-    def __init__(self, languages: tuple[str, str], rules: Rules) -> None:
+    def __init__(self, languages: Sequence[str], rules: Rules) -> None:
         self._words = [words(rules.tokenizer, lang, rules.split_dashes) for lang in languages]
         self._rules = rules
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import gzip
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import IO, cast
 
 from ea_artifacts.command import UserError
 
@@ -79,12 +80,12 @@ class Side:
             yield from FORMS[self.form](self._archived_lines() if self.archived else _file_lines(self.path))
 
     def _archived_lines(self) -> Iterator[bytes]:
-        wanted, members = {self.member, self.member + ".gz"}, []
+        wanted, members = {self.member, self.member + ".gz"}, list[str]()
         with tarfile.open(self.path, "r|*") as archive:  # a stream: one pass, up to the member
             for entry in archive:
                 name = entry.name.removeprefix("./")
                 if name in wanted and entry.isfile():
-                    with archive.extractfile(entry) as file:
+                    with cast(IO[bytes], archive.extractfile(entry)) as file:  # None of a folder alone
                         yield from gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
                     return
                 if entry.isfile():
@@ -110,4 +111,4 @@ def _segments(lines: Iterable[bytes]) -> Iterator[bytes]:
             yield SEGMENT_TAGS.sub(b"", line).rstrip(b"\r\n") + b"\n"
 
 
-FORMS = {"plain": iter, "ted": _ted, "segments": _segments}
+FORMS: dict[str, Callable[[Iterator[bytes]], Iterator[bytes]]] = {"plain": iter, "ted": _ted, "segments": _segments}

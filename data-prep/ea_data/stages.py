@@ -83,7 +83,7 @@ class Stage:
     work: Path  # where it is filled, under another name; on the same file system
     key: str = ""
 
-    def report(self) -> dict | None:
+    def report(self) -> dict[str, Any] | None:
         """The report of the finished stage, or None if it has to be made (again)."""
         stamp = read_stamp(self.folder)
         return stamp["report"] if stamp and stamp["key"] == self.key else None

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from subword_nmt import learn_bpe
@@ -49,7 +50,7 @@ def join(chunk: Chunk) -> Chunk:
     return tuple(list(map(joined, lines)) for lines in chunk)
 
 
-def count_words(chunk: Chunk) -> tuple[Counter, Counter]:
+def count_words(chunk: Chunk) -> tuple[Counter[bytes], ...]:
     """The words of each side of a chunk, as bytes."""
     return tuple(Counter(b"".join(lines).split()) for lines in chunk)
 
@@ -79,7 +80,7 @@ def learn_sentencepiece(texts: list[Path], size: int, folder: Path) -> None:
     """
     prefix = folder / CODES["sentencepiece"].removesuffix(".model")
     every = -(-sum(map(count_lines, texts)) // MOST_SENTENCES)
-    source = {"input": [str(path) for path in texts]}
+    source: dict[str, Any] = {"input": [str(path) for path in texts]}
     if every > 1:
         source = {"sentence_iterator": (line for path in texts for line in _some_lines(path, every))}
     try:
@@ -101,7 +102,7 @@ def _some_lines(path: Path, every: int) -> Iterator[str]:
 
 def frequent(words: Counter, codes: Path, threshold: int) -> list[str]:
     """The subwords that occur at least `threshold` times in text with these words."""
-    side, counts = Apply(codes).sides[0], Counter()
+    side, counts = Apply(codes).sides[0], Counter[bytes]()
     for word, count in words.items():
         for subword in side.line(word).split():
             counts[subword] += count
@@ -115,6 +116,7 @@ class Apply:
     """
 
     def __init__(self, codes: Path, vocabularies: Sequence[list[str] | None] = (None, None)) -> None:
+        self.sides: Sequence[_Pieces | _Words]
         if codes.name == CODES["sentencepiece"]:
             self.sides = [_Pieces(codes)] * len(vocabularies)
         else:

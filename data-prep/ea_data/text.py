@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from ea_artifacts.command import UserError
 from ea_artifacts.files import wide_encoding
@@ -35,7 +35,7 @@ def reading(path: Path | str) -> Iterator[None]:
 
 def open_bytes(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed if its name ends in .gz."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def checked_lines(lines: Iterable[bytes], name: str, keep_nul: bool = False) -> Iterator[bytes]:
