@@ -280,7 +280,7 @@ def test_settings_from_elsewhere_are_checked_too(settings, message):
     [
         ("ea_transformer_lm", "--decoder-attention-heads 3", "--decoder-attention-heads 3 .*--decoder-embed-dim 16"),
         ("ea_transformer_lm", "--ea-rule predictive", "--ea-rule predictive evolves encoders only"),
-        ("ea_transformer_lm", "--ea-conv-branch", "--ea-conv-branch: .* no encoder"),
+        ("ea_transformer_lm", "--ea-conv-branch", "--ea-conv-branch: .*encoder"),
         ("ea_roberta", "--encoder-attention-heads 3", "--encoder-attention-heads 3 .*--encoder-embed-dim 16"),
         ("ea_roberta", "--mha-heads-to-keep 2", "--mha-heads-to-keep 2: "),
         ("ea_roberta", "--mha-heads-to-keep 2 --ea-rule residual", "--mha-heads-to-keep 2: "),
