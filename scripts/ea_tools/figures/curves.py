@@ -74,8 +74,8 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
             without.append(error)
     if not runs:
         raise without[0]
-    for error in without:
-        say(f"plot_curves: warning: left out: {error}")
+    for reason in without:
+        say(f"plot_curves: warning: left out: {reason}")
     return runs
 
 
@@ -92,7 +92,7 @@ class Line:
 
 def group(runs: Sequence[Run]) -> list[Line]:
     """Lines, in the order of the runs. A run without a description, or with a repeated seed, is a separate line."""
-    groups = {}
+    groups: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps(run.settings, sort_keys=True) if run.settings else str(run.path)
         groups.setdefault(key, []).append(run)

@@ -91,13 +91,13 @@ def sizes_of(look: Look) -> Sizes:
 def figure(look: Look, rows: list[Row], parts: list[str], sizes: Sizes) -> Figure:
     """The lines of panels, one below the other, with cells of their size and room for every text."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     counts = [[len(look.labels(side)) for side in AXES[row.kind][:2]] for row in rows]  # rows and columns of each map
     down, widest = [count for count, _ in counts], max(count for _, count in counts)
     across = max(widest * sizes.cell, *(inches / len(parts) for inches in (HEADING, len(parts) * TITLE)))
-    page = Figure(figsize=(len(parts) * across + 2, sum(down) * sizes.cell + 2), layout="constrained")
-    layout = page.get_layout_engine()
-    layout.set(w_pad=0.05, h_pad=0.08, wspace=0, hspace=0)
+    layout = ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.08, wspace=0, hspace=0)
+    page = Figure(figsize=(len(parts) * across + 2, sum(down) * sizes.cell + 2), layout=layout)
     panels = page.subplots(len(rows), len(parts), squeeze=False, gridspec_kw={"height_ratios": down})
     for row, line in zip(rows, panels, strict=True):
         _line(look, row, parts, line, sizes)

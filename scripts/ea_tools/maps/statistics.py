@@ -125,7 +125,7 @@ class Sample:
                 return Pair(number, None, None)  # an unknown subword hides the end of its word
             words.append(loaded.words([dictionary[word] for word in ids], side).numbers)
         check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"--gold, sentence {number + 1}")
-        return Pair(number, tuple(words), gold)
+        return Pair(number, (words[0], words[1]), gold)
 
     def check(self, loaded: Loaded) -> None:
         """Refuse sentences that this model cannot read."""
@@ -146,7 +146,7 @@ class Sample:
 
     def batches(self, tokens: int = BATCH_TOKENS) -> Iterator[tuple[list[Pair], dict[str, Any]]]:
         """(pairs, fairseq's batch) with sentences of about the same length, the rows in the order of the pairs."""
-        batch = []
+        batch: list[Pair] = []
         for pair in sorted(self.pairs, key=lambda pair: self._length(pair.number)):
             if batch and self._length(pair.number) * (len(batch) + 1) > tokens:
                 yield self._collate(batch)
@@ -222,7 +222,7 @@ def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Pl
 
 def _of_batch(layers: Iterable[LayerMaps], pairs: Sequence[Pair]) -> Iterator[tuple[Place, np.ndarray, np.ndarray]]:
     """(place, sums, counts) of every layer, over the sentences of a batch."""
-    before = {}  # kind -> its map in the layer before
+    before: dict[str, LayerMaps] = {}  # kind -> its map in the layer before
     for maps in layers:
         for name, sums, counts in statistics_of(maps, before.get(maps.kind)):
             yield (name, maps.kind, maps.layer), sums, counts
@@ -234,7 +234,7 @@ def _of_batch(layers: Iterable[LayerMaps], pairs: Sequence[Pair]) -> Iterator[tu
 
 def _sentence_errors(maps: LayerMaps, number: int, pair: Pair) -> tuple[int, int]:
     """(errors, links) of a sentence of the batch: the row that predicts a token is the row of that token."""
-    if pair.gold is None:
+    if pair.gold is None or pair.words is None:
         return 0, 0
     visible = ~maps.masked[number, 0]  # T x S
     weights = maps.weights[number].mean(dim=0)[visible.any(dim=1)][:, visible.any(dim=0)]

@@ -143,8 +143,8 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
             if not args.dry_run:
                 Preparation.at(recipes.read(cell.recipe).data)
             missing.append(cell)
-        except UserError as fault:  # it names the command that makes the data
-            without_data[str(fault)] += 1
+        except UserError as error:  # it names the command that makes the data
+            without_data[str(error)] += 1
     if without_data and not missing and not done:
         raise UserError("\n".join(without_data))
     for fault, count in without_data.items():
@@ -156,7 +156,7 @@ def run_missing(cells: Iterable[Cell], args: argparse.Namespace) -> list[str]:
                 print(shlex.join(command))
         return []
     environments = slots(args.gpus_per_run, cpu_runs(missing, args), args.at_once or 1)
-    free = queue.SimpleQueue()
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)
 

@@ -115,7 +115,7 @@ def gather(table: Table, records: Records, seeds: Iterable[int], settings: str) 
     for row in filter(lambda row: row.baseline, table.rows):
         for column in table.columns:
             key = row.label, column.label
-            entries[key] = entries[key].against(entries[row.baseline, column.label], records, column)
+            entries[key] = entries[key].against(entries[str(row.baseline), column.label], records, column)
     return entries
 
 

@@ -73,8 +73,8 @@ def mebibytes(result: Result) -> str:
 def measured(folder: Path) -> Iterator[tuple[str, list[list[Result]]]]:
     """A label, and the results in float32 and in bfloat16, each of lite and of base."""
     for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
-        found = [results(folder, f"training-{size}-{threads}") for size in ("lite", "base")]
-        yield f"training, {label}", [[pick(one, precision=name) for one in found] for name in ("fp32", "bf16")]
+        of_sizes = [results(folder, f"training-{size}-{threads}") for size in ("lite", "base")]
+        yield f"training, {label}", [[pick(one, precision=name) for one in of_sizes] for name in ("fp32", "bf16")]
     found = results(folder, "decoding")
     for beam, batch in BATCHES:
         sentences = "one sentence at a time" if batch == "1" else f"{batch} sentences"

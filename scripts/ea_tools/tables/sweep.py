@@ -71,7 +71,7 @@ def grid(args: argparse.Namespace) -> Table:
     """The table of one column, with a row for each combination."""
     recipe = recipes.read(args.recipe)
     names = [name for name, *_ in args.grid]
-    rows = []
+    rows: list[Row] = []
     for values in itertools.product(*(values for _, *values in args.grid)):
         chosen = dict(zip(names, values, strict=True))
         label = ", ".join(f"{name} {value}" for name, value in chosen.items())

@@ -23,6 +23,7 @@ from ea_data.languages import base_language
 from ea_tools.forms import Form
 from ea_tools.metrics import LABELS
 from ea_tools.training import flag_faults, recipes
+from ea_tools.training.recipes import Flags
 
 FOLDER = recipes.FOLDER / "tables"
 TABLED = tuple(name for name in LABELS if name not in ("comet", "exact_match"))  # these are for evaluate.sh alone
@@ -88,7 +89,7 @@ class Table(Form):
         """The name of a run, RECIPE/NAME. It describes the model, so that tables share runs."""
         return f"{recipes.read(recipe).name}/{file_name([row.arch, *_slug(self.learnt_by(row))])}-seed{seed}"
 
-    def learnt_by(self, row: Row) -> recipes.Flags:
+    def learnt_by(self, row: Row) -> Flags:
         """The settings of the model in a row's flags and in those of all rows.
 
         A row that asks for a precision is there to compare it.
@@ -114,12 +115,12 @@ class Table(Form):
         return recipes.flags_of(recipes.read(recipe), row.arch, given)
 
 
-def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> recipes.Flags:
+def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> Flags:
     """The words about the model and its learning, without those of `launch`."""
     return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
 
 
-def _slug(flags: recipes.Flags) -> list[str]:
+def _slug(flags: Flags) -> list[str]:
     """ "--ea-alpha 0 --lr 5e-3 --update-freq 1,2" -> "ea-alpha0", "lr5e-3", "update-freq1_2"."""
     return [name + re.sub(r"[^\w.+-]+", "_", " ".join(values)).strip("_") for name, values in flags.items()]
 
@@ -177,7 +178,7 @@ def check(where: str, table: Table) -> None:
 
 def check_apart(where: str, table: Table) -> None:
     """Refuse rows that would share one run."""
-    learnt = {}
+    learnt: dict[tuple, Row] = {}
     for row in table.rows:
         flags = table.learnt_by(row).items()
         model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags))
