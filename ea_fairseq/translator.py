@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import numbers
@@ -29,7 +28,6 @@ from ea_runtime.translator import PAD, Translator
 
 if TYPE_CHECKING:
     from fairseq.models import FairseqModel
-    from fairseq.sequence_generator import SequenceGenerator
     from fairseq.tasks import FairseqTask
     from omegaconf import DictConfig
 
@@ -56,7 +54,6 @@ class FairseqTranslator(Translator):
         words = hub.task.source_dictionary.symbols, hub.task.target_dictionary.symbols
         super().__init__(text, *words, (longest, longest) if isinstance(longest, int) else longest)
         self.hub, self.checkpoints = hub.eval(), tuple(checkpoints)
-        self._generator = functools.lru_cache(maxsize=4)(self._new_generator)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({':'.join(map(str, self.checkpoints))})"
@@ -66,21 +63,27 @@ class FairseqTranslator(Translator):
         self.hub.to(device)
         return self
 
+    def hypotheses(
+        self, lines: Iterable[str], beam: int = 5, lenpen: float = 1.0, first: int = 1, **settings: Any
+    ) -> list[list[tuple[str, float]]]:
+        """The ``beam`` best translations of each line with their scores; see ``scored``."""
+        return self.scored(lines, beam, lenpen, n_best=beam, first=first, **settings)
+
     @property
     def kinds(self) -> dict[str, type]:
         """The settings of fairseq-generate that the search reads, and their types."""
         types = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
         return {name: types[name] for name in SEARCH_SETTINGS}
 
-    def settings(self, given: dict[str, Any]) -> Settings:
+    def settings(self, given: dict[str, Any]) -> GenerationConfig:
         """See ``Translator``."""
         chosen = {name: value for name, value in given.items() if value is not None}
         for name, value in chosen.items():
             _check_setting(name, value, self.kinds)
-        return Settings(**chosen)
+        return GenerationConfig(**chosen)
 
     def search_ids(
-        self, sources: Sequence[Sequence[int]], settings: Settings, prefixes: Sequence[Sequence[int]] | None
+        self, sources: Sequence[Sequence[int]], settings: GenerationConfig, prefixes: Sequence[Sequence[int]] | None
     ) -> list[list[Hypothesis]]:
         """See ``Translator``."""
         tokens = [torch.tensor(source) for source in sources]
@@ -91,29 +94,21 @@ class FairseqTranslator(Translator):
         order = batch["id"].tolist()
         forced = prefixes and collate_tokens([torch.tensor(prefixes[n]).long() for n in order], PAD).to(self.hub.device)
         try:
-            generator = self._generator(settings)
+            # One for each call, since threads may share a model; it takes less than a millisecond.
+            generator = self.hub.task.build_generator(self.hub.models, settings)
             found = self.hub.task.inference_step(generator, self.hub.models, batch, prefix_tokens=forced)
         except AssertionError as error:  # how fairseq refuses settings that do not go together
             raise ValueError(str(error)) from None
-        # By score: SequenceGenerator sorts them already, but for searches by sampling.
         hypotheses = dict(zip(order, found, strict=True))
         return [
             [Hypothesis(tuple(one["tokens"][:-1].tolist()), float(one["score"])) for one in hypotheses[n]]
             for n in range(len(sources))
         ]
 
-    def _new_generator(self, settings: Settings) -> SequenceGenerator:
-        return self.hub.task.build_generator(self.hub.models, settings)
-
-    def _most(self, longest: int, settings: Settings, batch: int | None) -> int:
+    def _most(self, longest: int, settings: GenerationConfig, batch: int | None) -> int:
         """See ``Translator``. A CPU is as fast with few sentences, and progress is shown batch by batch."""
         kind = self.hub.device.type
         return min(TOKENS.get(kind, TOKENS["cuda"]) // longest, batch or (self.BATCH if kind == "cpu" else 12_000))
-
-
-@dataclasses.dataclass(unsafe_hash=True)  # a key of the generators
-class Settings(GenerationConfig):
-    """fairseq-generate's settings, by its names and with its defaults."""
 
 
 def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path | None = None) -> FairseqTranslator:

@@ -193,7 +193,7 @@ def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
 
 def test_letters_of_one_text_are_not_taken_for_sentences(translator):
     with pytest.raises(ValueError, match="lines: expected several"):
-        translator.scored("Hund.")
+        translator.hypotheses("Hund.")
 
 
 def test_lines_of_a_file_and_other_iterables_are_sentences(translator):
