@@ -33,6 +33,9 @@ _STRUCTURE = set(
     "no_token_positional_embeddings source_lang target_lang".split()
 )
 
+#: fairseq's tasks whose data have one language.
+ONE_LANGUAGE = ("language_modeling", "masked_lm", "denoising")
+
 #: Errors of reading a file that holds something else, or that the machine cannot read.
 UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, struct.error),
@@ -210,6 +213,8 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
         run: the run's folder (default: the checkpoint's).
         data: prepared data that the model is to be used with; refused unless they fit the model.
     """
+    if task_of(state)["_name"] in ONE_LANGUAGE:
+        return _of_one_language(checkpoint, state, data)
     run = run or checkpoint.parent
     if kept := Preparation.kept_by(run):
         others = [data] if data else []
@@ -232,14 +237,14 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
     return preparation
 
 
-def of_one_language(checkpoint: Path, state: dict, data: Path | None = None) -> Preparation:
-    """The preparation of text for a model of one language, of which runs keep no copy. Arguments as ``of_model``'s."""
+def _of_one_language(checkpoint: Path, state: dict, data: Preparation | None) -> Preparation:
+    """The preparation of text for a model of one language, of which runs keep no copy."""
     if data is None:
         return Preparation.at(trained_on(checkpoint, state))
     dictionary = Path(task_of(state).get("data") or "") / "dict.txt"
-    if dictionary.is_file() and (difference := file_difference(dictionary, data / "dict.txt")):
-        raise UserError(f"{data} is not what {checkpoint} was trained on: {difference}")
-    return Preparation.at(data)
+    if dictionary.is_file() and (difference := file_difference(dictionary, data.folder / "dict.txt")):
+        raise UserError(f"{data.folder} is not what {checkpoint} was trained on: {difference}")
+    return data
 
 
 @contextlib.contextmanager

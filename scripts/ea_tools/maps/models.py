@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
+from ea_artifacts.checkpoints import ONE_LANGUAGE, peek
 from ea_artifacts.command import say
 from ea_artifacts.run import Run
 
@@ -26,7 +27,7 @@ from fairseq.data import Dictionary
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from ea_artifacts.checkpoints import load, of_model, of_one_language, task_of, trained_on
+from ea_artifacts.checkpoints import of_model, task_of, trained_on
 from ea_artifacts.command import UserError
 from ea_artifacts.preparation import Preparation
 from ea_fairseq.translator import read_models
@@ -36,7 +37,7 @@ from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
 from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
 
-TASKS = ("translation", "language_modeling", "masked_lm", "denoising")
+TASKS = ("translation", *ONE_LANGUAGE)
 MASK = "<mask>"
 
 
@@ -192,7 +193,7 @@ class Loaded:
 
 
 def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, with_text: bool = False) -> Loaded:
-    """The model of a run (see ``checkpoints.choose``) or of a checkpoint file, in evaluation mode on the CPU.
+    """The model of a run (see ``Run.model``) or of a checkpoint file, in evaluation mode on the CPU.
 
     Args:
         data: prepared data to use the model with; by default the run's own copy, or the data of its training.
@@ -203,18 +204,15 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     """
     path = Path(run_or_checkpoint)
     checkpoint = Run(path).choose(say) if path.is_dir() else path
-    state = load(checkpoint)
+    state = peek(checkpoint)
     trained_for = task_of(state)
     if (name := trained_for["_name"]) not in TASKS:
         raise UserError(f"{checkpoint} was trained for the task {name}; known here are {', '.join(TASKS)}")
     if with_text and data is None:
         data = trained_on(checkpoint, state)
     given = Path(data) if data else None
-    if name == "translation":
-        run = path if path.is_dir() else None
-        preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
-    else:
-        preparation = of_one_language(checkpoint, state, given)
+    run = path if path.is_dir() else None
+    preparation = of_model(checkpoint, state, run, Preparation.at(given) if given else None)
     folder = given or preparation.folder
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ea_artifacts.checkpoints import load, of_model, of_one_language, task_of
+from ea_artifacts.checkpoints import load, of_model, task_of
 from ea_artifacts.command import Parser, UserError, positive, quiet, reporting, say
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
@@ -90,11 +90,8 @@ def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[T
     from ea_fairseq.export import reason_against
     from ea_fairseq.translator import of_checkpoints
 
-    if task == "translation":
-        folder = of_model(checkpoint, state, run, Preparation.at(data) if data else None).folder
-    else:
-        folder = of_one_language(checkpoint, state, data).folder
-    loaded = of_checkpoints([checkpoint], folder)
+    preparation = of_model(checkpoint, state, run, Preparation.at(data) if data else None)
+    loaded = of_checkpoints([checkpoint], preparation.folder)
     if reason := reason_against(loaded.hub.models[0]):
         raise UserError(f"{checkpoint}: {reason}; such a model cannot be exported")
     return loaded, state
