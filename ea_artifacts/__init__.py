@@ -1,1 +1,1 @@
-"""What lies on a disk: prepared data, checkpoints and runs, without fairseq; PyTorch only where tensors are read."""
+"""Files on a disk: prepared data, checkpoints and runs, without fairseq; PyTorch only where tensors are read."""

@@ -138,7 +138,7 @@ def quiet() -> None:
 
 
 def hint(word: str, known: Collection[str]) -> str:
-    """What may have been meant by an unknown word: the nearest of the known ones, or all of them."""
+    """A suggestion for an unknown word: the nearest of the known ones, or all of them."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else f"available: {', '.join(known)}"
 

@@ -45,7 +45,7 @@ _COMMANDS = {
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the text in `folder` was prepared. What earlier versions did not record has the value that they had."""
+    """The preparation of the text in `folder`. A missing entry has the value that earlier versions had."""
 
     folder: Path
     source_lang: str  # as file names have it
@@ -142,7 +142,7 @@ class Preparation:
 
     @property
     def separate_dictionaries(self) -> bool:
-        """Whether each side has a dictionary of its own; earlier versions knew a joint one alone."""
+        """Whether each side has its own dictionary; in earlier versions the dictionary was always joint."""
         return self.rules.get("separate_dictionaries", False)
 
     def binary(self, split: str, language: str) -> Path:
@@ -180,7 +180,7 @@ class Preparation:
         return [[line.rsplit(" ", 1)[0] for line in lines] for lines in sides]
 
     def settings(self) -> dict[str, Any]:
-        """What two preparations must agree in, by name: the way from text to subwords."""
+        """The way from text to subwords, by name; two preparations must agree in it."""
         rules = {name: value for name, value in self.rules.items() if name not in _NOT_COMPARED}
         moses = {} if self.tokenizer == "none" else {"languages": self.moses_languages}
         return {**rules, **moses, **{name: getattr(self, name) for name in (*FORM, "escape", "unicode")}}

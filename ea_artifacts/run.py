@@ -1,4 +1,4 @@
-"""A run: the folder that a training fills. Which checkpoint is its model, and what it keeps of its data."""
+"""A run: the folder that a training fills, with its model and its copy of the preparation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .preparation import Preparation
 
 #: RUN/model.json: {"checkpoint": "average10.pt"}. Training and averaging write it; scoring never does.
 RECORD = "model.json"
-#: How many of the last checkpoints are averaged, as the papers do: "the final 10 checkpoints".
+#: The number of last checkpoints to average, as in the papers: "the final 10 checkpoints".
 AVERAGED = 10
 
 
@@ -32,14 +32,14 @@ class Run:
         return any((self.path / name).exists() for name in ("encoder.onnx", "decoder.onnx"))
 
     def preparation(self) -> Preparation | None:
-        """How the text of its training was prepared; None where plain fairseq-train made the run."""
+        """The preparation of its training's text; None where plain fairseq-train made the run."""
         return Preparation.at(self.path) if self.is_export else Preparation.kept_by(self.path)
 
     def model(self) -> Path:
         """The checkpoint that is the run's model: the one that RUN/model.json names.
 
         A run without that file: its average*.pt of the most updates, else checkpoint_best.pt, else checkpoint_last.pt.
-        Of averages with equal updates, the largest number in a name decides. File times have no say.
+        The largest number in a name decides among averages with equal updates; file times never do.
 
         Raises:
             MissingError, UserError: there is no such checkpoint, RUN/model.json is damaged, or the folder is an

@@ -88,7 +88,7 @@ class TextModel:
 
 
 class Translator(TextModel, ABC):
-    """A translation model with its text; the abstract methods are what a model has to give."""
+    """A translation model with its text; a model has to give the abstract methods."""
 
     #: sentences that the model reads together, where a call says nothing
     BATCH = 32

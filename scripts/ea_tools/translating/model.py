@@ -78,7 +78,7 @@ def open_model(args: argparse.Namespace, checkpoints: Sequence[Path], data: Prep
 
     Args:
         checkpoints: none for an export.
-        data: what the model is to be used with, which must have been prepared like its own.
+        data: prepared data for the model, which must have been prepared like its own.
 
     Raises:
         UserError: a file cannot be used, or a flag has no effect.
