@@ -144,6 +144,7 @@ ARCHITECTURES = [
     "pa_conv_transformer_lite",
     "res_transformer_lite",
     "ea_transformer_base --ea-plain",
+    "ea_transformer_base --ea-decoder-alpha 0.1 --ea-cross-alpha 0.1 --ea-conv gated",
     "ea_bart_base",
     "ea_transformer_lm",
     "ea_roberta_base",
