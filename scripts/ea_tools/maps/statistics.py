@@ -296,7 +296,7 @@ def examine(args: argparse.Namespace) -> Report:
     return Report(facts, names, rows, mixes)
 
 
-# ---- what is written
+# ---- the report
 
 
 @dataclass(frozen=True)

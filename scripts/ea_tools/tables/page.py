@@ -269,7 +269,7 @@ def provenance(table: Table, entries: Entries) -> list[str]:
 
 
 def _facts(table: Table, row: Row, column: Column, seed: int, score: Score) -> dict[str, str]:
-    """How and where a score was made; several starts of a training one after the other."""
+    """The origin of a score. Several starts of a training stand one after the other."""
     trained, wanted = score.get("training", {}), table.flags(row, column.recipe, seed)
     others = [one for flags in trained.get("flags", []) for one in recipes.differences(flags, wanted)]
     devices = _then(trained.get("devices", []))
