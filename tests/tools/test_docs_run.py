@@ -56,7 +56,7 @@ SKIPPED = r"scripts/test\.sh|pip install"
 # These need the network, hours, or a server, which does not end. Others need a model or files that only such commands
 # make, or name files of the reader.
 PARSED = r"iwslt14-de-en|multi30k\.sh|benchmark_|gpu_report|examples\.glue|data-bin|\.\.\. |DIR/|RUN|DATA|bertviz"
-PARSED += r"|serve\(|--eval-bleu-args"
+PARSED += r"|serve\(|--eval-bleu-args|runs/cmlm"
 DRY = r"scripts/(sweep|reproduce)\.sh|scripts/train\.sh (?!--data)"
 
 
