@@ -101,8 +101,8 @@ def figure(look: Look, rows: list[Row], parts: list[str], sizes: Sizes) -> Figur
     panels = page.subplots(len(rows), len(parts), squeeze=False, gridspec_kw={"height_ratios": down})
     for row, line in zip(rows, panels, strict=True):
         _line(look, row, parts, line, sizes)
-    # The size of texts does not depend on the page. A first layout takes room for them from the maps, and the page grows
-    # by it. Maps fill their places in both layouts; then they become as narrow as they have columns.
+    # The size of texts does not depend on the page. A first layout takes room for them from the maps, by which the page
+    # grows. Maps fill their places in both layouts; then they become as narrow as they have columns.
     layout.execute(page)
     width, height = page.get_size_inches()
     slots = [[axes.get_position(original=True) for axes in line] for line in panels]
