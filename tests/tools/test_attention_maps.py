@@ -20,6 +20,15 @@ MODELS = {
     "residual": ("ea_transformer_base", "--ea-rule", "residual"),
     "realformer, additive": ("ea_transformer_base", "--ea-rule", "realformer", "--ea-score", "additive"),
     "learnt, relative": ("ea_transformer_base", "--ea-learn-mix", "--ea-alpha", "0.1", "--ea-relative-positions", "2"),
+    "skips in decoders": (
+        "ea_transformer_base",
+        "--ea-decoder-alpha",
+        "0.4",
+        "--ea-cross-alpha",
+        "0.3",
+        "--ea-conv",
+        "gated",
+    ),
     "stock": ("transformer",),
 }
 EVERY_MODEL = pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
