@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -197,6 +198,28 @@ def test_translations_that_were_not_scored_are_refused(toy):
     scores.write_text(re.sub(r'"paired": {"t.*?}}', '"paired": {}', scores.read_text()))
     with pytest.raises(SystemExit, match=r"toy\.test\.tsv\.gz: \w+: "):
         collect(toy)
+
+
+def test_two_commands_at_once_lose_no_row(tmp_path):
+    """The second waits until the first has written."""
+
+    def add(records, run):
+        records.add({"run": run, "subset": "test", "settings_name": "s", "averaged": []}, [run])
+
+    def second():
+        with opened(tmp_path) as records:
+            add(records, "toy/second")
+
+    other = threading.Thread(target=second)
+    with opened(tmp_path) as records:
+        other.start()
+        other.join(timeout=0.5)
+        add(records, "toy/first")
+    other.join(timeout=60)
+    records = Records(tmp_path)
+    assert {run: records.translations(row) for (run, *_), row in records.rows.items()} == {
+        run: [run] for run in ("toy/first", "toy/second")
+    }
 
 
 def test_a_row_that_is_torn_is_named(toy):
