@@ -36,7 +36,7 @@ if "fairseq_cli.train" in sys.modules and any(optim.NAME in word for word in sys
     from .trainer import FlatTrainer
 
     # fairseq-train has no hook for a trainer; without --optimizer flat_adam it keeps its own
-    sys.modules["fairseq_cli.train"].Trainer = FlatTrainer
+    vars(sys.modules["fairseq_cli.train"])["Trainer"] = FlatTrainer
 
 __all__ = [
     "EABARTModel",

@@ -11,13 +11,15 @@ Masks: True = masked.
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
-from torch import Tensor
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from torch import Tensor, nn
 
 from evolving_attention import kernels
 from evolving_attention.attention import EvolvingHeads
@@ -52,6 +54,19 @@ class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
     Raises:
         ValueError: for options of fairseq's attention whose maps have other shapes, or no maps at all.
     """
+
+    if TYPE_CHECKING:  # fairseq's attention has no types, and torch.jit.trace reads all that it finds
+        num_heads: int
+        head_dim: int
+        self_attention: bool
+        encoder_decoder_attention: bool
+        q_proj: nn.Linear
+        k_proj: nn.Linear
+        v_proj: nn.Linear
+        out_proj: nn.Linear
+        dropout_module: FairseqDropout
+        _get_input_buffer: Callable[[IncrementalState], dict[str, Any]]
+        _set_input_buffer: Callable[[IncrementalState, dict[str, Any]], IncrementalState]
 
     def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **options: Any):
         of_fairseq = {name: options.pop(name) for name in _OF_FAIRSEQ & options.keys()}
@@ -105,8 +120,12 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
             output S x B x C; A_logit, B x K x S x S, or None; weights before dropout, B x K x S x S, or None.
         """
         q, k, v = (self.split_heads(project(query)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        wanted = {"dropout": self.dropped, "keep_map": keep_map, "need_weights": need_weights}
-        call = self.call(q, k, v, key_padding_mask, key_padding_mask, attn_mask, previous, **wanted)
+        call = self.call(
+            *(q, k, v, key_padding_mask, key_padding_mask, attn_mask, previous),
+            dropout=self.dropped,
+            keep_map=keep_map,
+            need_weights=need_weights,
+        )
         result = self.attend_heads(call)
         return self.join_heads(result.context), result.a_logit, result.weights
 
@@ -160,12 +179,12 @@ class DecoderAttention(EvolvingMultiheadAttention):
         cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
         beams = kept.get("beams", 1) if kept else 1
         # .size(0): torch.export takes len() for a number that never changes
-        if kept and query.size(1) != (hypotheses := cache.keys.size(0) * beams):
+        if cache.keys is not None and query.size(1) != (hypotheses := cache.keys.size(0) * beams):
             raise ValueError(f"{query.size(1)} hypotheses came, but incremental_state is of {hypotheses}")
         query_padding = key_padding_mask.queries if self.encoder_decoder_attention else key_padding_mask.keys
         if kept and attn_mask is None and query_padding is None:
             stepped = self._next_step(query, cache, kept, need_weights or need_head_weights)
-            if stepped is not None:
+            if incremental_state is not None and stepped is not None:
                 output, weights, cache = stepped
                 self._set_input_buffer(incremental_state, {**kept, **state_of(cache)})
                 return output, averaged(weights, need_weights, need_head_weights)
@@ -173,22 +192,23 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if self.self_attention:
             k, v = self.split_heads(self.k_proj(query)), self.split_heads(self.v_proj(query))
             cache = cache.append(k, v, query_padding)
-        elif cache.keys is None:
+        elif cache.keys is None and key is not None:
             key, beams = _of_sentences(key, key_padding_mask.keys, query.size(1), incremental_state is not None)
             k, v = self.split_heads(self.k_proj(key)), self.split_heads(self.v_proj(key))
             cache = cache.append(k, v, _repeated(key_padding_mask.keys, query.size(1)))
-        rows = cache.rows
+        keys, values, rows = cache.keys, cache.values, cache.rows
+        assert keys is not None and values is not None, "the first step has a key"
         if kept is not None and rows is None:
-            rows = self.first_rows(q, cache.keys.size(2))
+            rows = self.first_rows(q, keys.size(2))
         call = self.call(
-            *(q, cache.keys, cache.values, cache.padding, query_padding, attn_mask, previous, rows),
+            *(q, keys, values, cache.padding, query_padding, attn_mask, previous, rows),
             dropout=self.dropped,
             keep_map=keep_map,
             need_weights=need_weights or need_head_weights,
         )
         result = self.attend_heads(call)
         output = self.join_heads(result.context)
-        if kept is not None:  # at the end: a step that raises can be tried again
+        if incremental_state is not None and kept is not None:  # at the end: a step that raises can be tried again
             steps = kept["steps"] if "steps" in kept else self._steps_after(call)
             kept = {**state_of(replace(cache, rows=result.kept)), "beams": beams, "steps": steps}
             self._set_input_buffer(incremental_state, kept)
@@ -242,7 +262,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         for name in ("prev_key_padding_mask", "rows"):
             if kept.get(name) is not None:
                 kept[name] = kept[name].index_select(0, new_order)
-        order = new_order
+        order: Tensor | None = new_order
         if self.encoder_decoder_attention:
             numbers = new_order.tolist() if numbers is None else numbers
             beams, count = kept.get("beams", 1), len(kept["prev_key"])
@@ -266,9 +286,9 @@ def state_of(cache: Cache) -> dict[str, Any]:
 
 def averaged(weights: Tensor | None, need_weights: bool, need_head_weights: bool) -> Tensor | None:
     """B x K x T x S -> B x T x S, the mean over heads; or K x B x T x S with need_head_weights; or None."""
-    if need_head_weights:
+    if weights is not None and need_head_weights:
         return weights.transpose(0, 1)
-    return weights.mean(dim=1) if need_weights else None
+    return weights.mean(dim=1) if weights is not None and need_weights else None
 
 
 def _of_sentences(source: Tensor, padding: Tensor | None, batch: int, stepping: bool) -> tuple[Tensor, int]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from fairseq.models import FairseqDecoder
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class Sizes(NamedTuple):
         return cls(next(powers), beams, -(-source // 8) * 8, next(powers))
 
 
-def position_table(decoder: nn.Module) -> Tensor | None:
+def position_table(decoder: FairseqDecoder) -> Tensor | None:
     """The vectors of target positions from the first on, positions x C; None without absolute positions."""
     positions = decoder.embed_positions
     if positions is None:
@@ -70,7 +71,7 @@ def position_table(decoder: nn.Module) -> Tensor | None:
     return positions.get_embedding(first + decoder.max_positions(), positions.embedding_dim, first - 1)[first:]
 
 
-def embed(decoder: nn.Module, tokens: Tensor, table: Tensor | None, step: Tensor) -> Tensor:
+def embed(decoder: FairseqDecoder, tokens: Tensor, table: Tensor | None, step: Tensor) -> Tensor:
     """The first layer's input. tokens: R; table: see ``position_table``; step: of one number -> 1 x R x C."""
     x = decoder.embed_scale * decoder.embed_tokens(tokens[:, None])  # R x 1 x C
     if decoder.quant_noise is not None:  # a linear layer of --quant-noise-pq
@@ -84,7 +85,7 @@ def embed(decoder: nn.Module, tokens: Tensor, table: Tensor | None, step: Tensor
     return x.transpose(0, 1)
 
 
-def features(decoder: nn.Module, x: Tensor) -> Tensor:
+def features(decoder: FairseqDecoder, x: Tensor) -> Tensor:
     """The last layer's output, T x B x C, as the output layer reads it, B x T x C."""
     if decoder.layer_norm is not None:
         x = decoder.layer_norm(x)
@@ -101,7 +102,7 @@ class DecoderStep:
         graph: records the step.
     """
 
-    def __init__(self, decoder: nn.Module, sizes: Sizes, graph: Graph) -> None:
+    def __init__(self, decoder: FairseqDecoder, sizes: Sizes, graph: Graph) -> None:
         self.decoder, self.sizes, self.graph = weakref.proxy(decoder), sizes, graph
         self.memory = _memory(decoder)
         weight = decoder.embed_tokens.weight
@@ -142,9 +143,10 @@ class DecoderStep:
                 keep_maps=not is_last,
             )
             after = layer.self_attn._get_input_buffer(state)
-            own.keys.copy_(after["prev_key"][:, :, 1:])  # the oldest column has made room
-            own.values.copy_(after["prev_value"][:, :, 1:])
-            own.padding.copy_(after["prev_key_padding_mask"][:, 1:])
+            keys, values, padding = _tensors(own)
+            keys.copy_(after["prev_key"][:, :, 1:])  # the oldest column has made room
+            values.copy_(after["prev_value"][:, :, 1:])
+            padding.copy_(after["prev_key_padding_mask"][:, 1:])
             if own.rows is not None:
                 own.rows.copy_(after["rows"][..., 1:])
             if source.rows is not None:
@@ -174,7 +176,7 @@ class Search:
         new_graph: makes a graph for another step.
     """
 
-    def __init__(self, decoder: nn.Module, state: IncrementalState, new_graph: Callable[[], Graph]) -> None:
+    def __init__(self, decoder: FairseqDecoder, state: IncrementalState, new_graph: Callable[[], Graph]) -> None:
         self.decoder, self.new_graph = decoder, new_graph
         first = decoder.layers[0]
         keys = first.encoder_attn._get_input_buffer(state)["prev_key"]
@@ -241,13 +243,15 @@ class Search:
         static, sentences = self.static, [row // self.beams for row in self.active[:: self.beams]]
         for layer, own, source in zip(self.decoder.layers, static.own, static.source, strict=True):
             own = own.reorder(self.rows)
-            start = own.keys.size(2) - self.done
+            keys, values, padding = _tensors(own)
+            start = keys.size(2) - self.done
             rows = None if own.rows is None else own.rows[..., start:]
-            own = Cache(own.keys[:, :, start:], own.values[:, :, start:], own.padding[:, start:], rows)
+            own = Cache(keys[:, :, start:], values[:, :, start:], padding[:, start:], rows)
             layer.self_attn._set_input_buffer(state, {**state_of(own), "steps": None})
-            keys, values = (x[sentences, :, : self.source] for x in (source.keys, source.values))
+            *both, padding = _tensors(source)
+            keys, values = (x[sentences, :, : self.source] for x in both)
             rows = None if source.rows is None else source.rows[self.rows][..., : self.source]
-            source = Cache(keys, values, source.padding[self.rows, : self.source], rows)
+            source = Cache(keys, values, padding[self.rows, : self.source], rows)
             layer.encoder_attn._set_input_buffer(state, {**state_of(source), "beams": self.beams, "steps": None})
 
     def _widen(self) -> None:
@@ -273,19 +277,26 @@ def _cache(attention: DecoderAttention, state: IncrementalState) -> Cache:
     return Cache(*map(kept.get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
 
 
+def _tensors(static: Cache) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys, values and padding of a graph's cache, which has all of them."""
+    assert static.keys is not None and static.values is not None and static.padding is not None
+    return static.keys, static.values, static.padding
+
+
 def _place(static: Cache, given: Cache, start: int, rows: int) -> None:
     """Write the cache of so many hypotheses, its first column at ``start``; the columns beside it are masked.
 
     Further rows see zeros, of which no softmax makes NaN.
     """
-    stop = start + given.keys.size(2)
-    for name in ("keys", "values"):
-        place = getattr(static, name).zero_()
-        place[: given.keys.size(0), :, start:stop] = getattr(given, name)
-    static.padding.zero_()
-    static.padding[:rows] = True
-    static.padding[:rows, start:stop] = False if given.padding is None else given.padding
-    if static.rows is not None:
+    *places, padding = _tensors(static)
+    for place, x in zip(places, (given.keys, given.values), strict=True):
+        assert x is not None, "a search has begun"
+        stop = start + x.size(2)
+        place.zero_()[: x.size(0), :, start:stop] = x
+    padding.zero_()
+    padding[:rows] = True
+    padding[:rows, start:stop] = False if given.padding is None else given.padding
+    if static.rows is not None and given.rows is not None:
         static.rows.zero_()
         static.rows[:rows, :, :, start : start + given.rows.size(3)] = given.rows
 
@@ -295,7 +306,7 @@ _IDLE: weakref.WeakKeyDictionary[nn.Module, list[DecoderStep]] = weakref.WeakKey
 _LOCK = threading.Lock()
 
 
-def _take(decoder: nn.Module, sizes: Sizes, new_graph: Callable[[], Graph]) -> DecoderStep:
+def _take(decoder: FairseqDecoder, sizes: Sizes, new_graph: Callable[[], Graph]) -> DecoderStep:
     """A step of these sizes that no other search uses."""
     memory = _memory(decoder)
     with _LOCK:
@@ -307,7 +318,7 @@ def _take(decoder: nn.Module, sizes: Sizes, new_graph: Callable[[], Graph]) -> D
     return DecoderStep(decoder, sizes, new_graph())
 
 
-def _give(decoder: nn.Module, step: DecoderStep) -> None:
+def _give(decoder: FairseqDecoder, step: DecoderStep) -> None:
     """Keep a step for a later search; the one that has waited longest goes."""
     with _LOCK:
         idle = _IDLE.setdefault(decoder, [])
@@ -315,13 +326,13 @@ def _give(decoder: nn.Module, step: DecoderStep) -> None:
         del idle[:-MOST_IDLE]
 
 
-def _memory(decoder: nn.Module) -> tuple[int, ...]:
+def _memory(decoder: FairseqDecoder) -> tuple[int, ...]:
     """The parameters' addresses, from which a graph reads."""
     return tuple(parameter.data_ptr() for parameter in decoder.parameters())
 
 
 def next_step(
-    decoder: nn.Module, tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None, state: IncrementalState | None
+    decoder: FairseqDecoder, tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None, state: IncrementalState | None
 ) -> tuple[Tensor, dict[str, Any]] | None:
     """A search's next step by its graph; None where it has none, and the decoder takes the step itself."""
     if state is None or tokens.size(1) == 1:
@@ -340,7 +351,7 @@ def next_step(
 
 
 def _begin(
-    decoder: nn.Module, tokens: Tensor, encoder_out: Any, state: IncrementalState, new_graph: Callable[[], Graph]
+    decoder: FairseqDecoder, tokens: Tensor, encoder_out: Any, state: IncrementalState, new_graph: Callable[[], Graph]
 ) -> Search:
     """A search that goes on from this state; a graph's first step is compared with the decoder's own.
 
@@ -373,14 +384,16 @@ def reorder(state: IncrementalState, order: Tensor) -> bool:
 def leave(state: IncrementalState | None) -> None:
     """Let the decoder itself take the steps from now on."""
     search = (state or {}).get(KEY, {}).get("search")
-    if search is not None:
+    if state is not None and search is not None:
         search.give_back(state)
         state[KEY] = {"search": None}
 
 
-def _suits(decoder: nn.Module, tokens: Tensor, state: IncrementalState) -> bool:
+def _suits(decoder: FairseqDecoder, tokens: Tensor, state: IncrementalState) -> bool:
     """Whether a graph may take the steps after the first: whatever it would not repeat is refused."""
-    attentions = [getattr(layer, name, None) for layer in decoder.layers for name in ("self_attn", "encoder_attn")]
+    attentions: list[Any] = [
+        getattr(layer, name, None) for layer in decoder.layers for name in ("self_attn", "encoder_attn")
+    ]
     return (
         decoder.graphs
         and tokens.size(0) <= MOST_ROWS

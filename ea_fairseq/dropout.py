@@ -1,5 +1,7 @@
 """fairseq's dropout, by a faster way on CPUs. A GPU's is PyTorch's."""
 
+from typing import Any
+
 from fairseq.models.transformer import transformer_decoder, transformer_encoder
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ def adopt_dropout(module: nn.Module, settings: Settings) -> None:
     extended = next(base.__name__ for base in type(module).__mro__ if base.__module__.startswith("fairseq."))
     for short in (transformer_encoder.module_name_fordropout, transformer_decoder.module_name_fordropout):
         extended = short(extended)
+    child: Any
     for name, child in module.named_children():
         if type(child) is FairseqDropout:
             child.module_name = extended

@@ -15,10 +15,11 @@ import copy
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.models import BaseFairseqModel, FairseqDecoder, FairseqEncoder
 from fairseq.models.transformer import TransformerModelBase
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules.quantization.scalar.utils import MAPPING
@@ -39,10 +40,13 @@ OPSET = 20
 class ExportedEncoder(nn.Module):
     """Source tokens to the keys and values that each decoder layer looks at."""
 
-    def __init__(self, model: nn.Module):
+    if TYPE_CHECKING:  # as in attention.py
+        encoder: FairseqEncoder
+
+    def __init__(self, model: BaseFairseqModel):
         super().__init__()
         self.encoder = model.encoder
-        self.attentions = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
+        self.attentions: Any = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
 
     def forward(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """tokens: N x S, padded on either side -> keys and values of each layer, N x K x S x D."""
@@ -55,7 +59,11 @@ class ExportedEncoder(nn.Module):
 class ExportedStep(nn.Module):
     """One step of the decoder: the last tokens and the caches to the best next tokens and the next caches."""
 
-    def __init__(self, model: nn.Module):
+    if TYPE_CHECKING:  # as in attention.py
+        decoder: FairseqDecoder
+        positions: Tensor | None
+
+    def __init__(self, model: BaseFairseqModel):
         super().__init__()
         self.decoder = model.decoder
         self.register_buffer("positions", position_table(model.decoder))
@@ -108,7 +116,7 @@ class ExportedStep(nn.Module):
             above = None if rows is None else rows[number].index_select(0, order)
             own = Cache(keys[number].index_select(0, order), values[number].index_select(0, order), None, above)
             layer.self_attn._set_input_buffer(state, state_of(own))
-            if padding is None:
+            if padding is None or source_keys is None or source_values is None:
                 x, *_ = layer(x, incremental_state=state)
                 source = {}
             else:
@@ -167,7 +175,7 @@ def _heads(x: Tensor, attention: nn.Module) -> Tensor:
     return x.unflatten(2, (attention.num_heads, -1)).permute(1, 2, 0, 3)
 
 
-def reason_against(model: nn.Module) -> str | None:
+def reason_against(model: BaseFairseqModel) -> str | None:
     """Why a model cannot be exported, or None."""
     if not isinstance(model, TransformerModelBase | TransformerLanguageModel):
         return f"{type(model).__name__} is neither a Transformer with encoder and decoder nor a language model"
@@ -188,7 +196,7 @@ def reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: BaseFairseqModel) -> BaseFairseqModel:
     """A copy of a model in evaluation for export: in float32, without kernels.
 
     fairseq's own encoder asks whether there is padding, which no graph can. Ours without evolution computes the same.
@@ -206,7 +214,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def export(model: nn.Module, folder: Path) -> None:
+def export(model: BaseFairseqModel, folder: Path) -> None:
     """Write encoder.onnx and decoder.onnx of a translation model into a folder; of a language model the latter."""
     for name in ("onnx_ir", "onnxscript", "torch.onnx"):  # they tell each of their steps
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -257,14 +265,14 @@ def _lerp(start: Any, end: Any, weight: float) -> Any:
 
 
 def example(
-    model: nn.Module, source: tuple[list[Tensor], list[Tensor]] | None
+    model: BaseFairseqModel, source: tuple[list[Tensor], list[Tensor]] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs of a step after three others, and which of their axes are dynamic; source: keys and values."""
     layers = len(model.decoder.layers)
     sentences, beams, steps = 2, 3, 4
     hypotheses = sentences * beams
     attention = model.decoder.layers[0].self_attn
-    inputs = {
+    inputs: dict[str, Any] = {
         "tokens": torch.full((sentences, beams), model.decoder.padding_idx + 3),
         "step": torch.tensor([steps]),
         "order": torch.arange(hypotheses),

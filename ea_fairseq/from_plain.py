@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.models import BaseFairseqModel
 from torch import nn
 
 from ea_artifacts.checkpoints import peek
@@ -59,7 +60,7 @@ def origin(model_cfg: Any) -> str | None:
     return getattr(model_cfg, "finetune_from_model", None)
 
 
-def accept_first_model(model: nn.Module, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
+def accept_first_model(model: BaseFairseqModel, given: dict[str, torch.Tensor], model_cfg: Any, keys: Any) -> None:
     """Check the model that a run starts from; new parameters start fresh where it has none of them.
 
     A run's own checkpoints name that model's checkpoint as well. So the loaded parameters must be those of the start:
@@ -141,7 +142,7 @@ def _means_another(name: str, here: Any, there: Any, path: Path | str) -> str:
 
 def _check_shared_parameters(path: str, state: dict[str, torch.Tensor], model: nn.Module) -> None:
     """Parameters tied in the model must be tied in the checkpoint: else the last of several values would win."""
-    first = {}  # address of a parameter -> the first of its names that the checkpoint has
+    first: dict[int, str] = {}  # address of a parameter -> the first of its names that the checkpoint has
     for name, value in model.state_dict(keep_vars=True).items():
         if name not in state or not isinstance(value, nn.Parameter):
             continue

@@ -3,7 +3,8 @@
 A kind of attention that evolves nothing is fairseq's own. Layers also carry maps from layer to layer.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
@@ -28,6 +29,11 @@ def _common(layer: nn.Module, cfg: Any) -> dict[str, Any]:
 
 class Residual:
     """The way into a part of fairseq's layers and out of it, normalised before or after."""
+
+    if TYPE_CHECKING:  # as in attention.py
+        normalize_before: bool
+        dropout_module: nn.Module
+        residual_connection: Callable[[Tensor, Tensor], Tensor]
 
     def enter(self, norm: nn.Module, x: Tensor) -> Tensor:
         """The part's input."""
@@ -166,7 +172,7 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         self,
         x: Tensor,
         encoder_out: Tensor | None = None,
-        encoder_padding_mask: Tensor | None = None,
+        encoder_padding_mask: Tensor | Padding | None = None,
         incremental_state: IncrementalState | None = None,
         prev_self_attn_state: list[Tensor] | None = None,
         prev_attn_state: list[Tensor] | None = None,
@@ -189,7 +195,7 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         Returns:
             x; the weights of encoder-decoder attention; A_logit of both attentions, None where it is not wanted.
         """
-        if self.cross_evolves:
+        if self.cross_evolves and not isinstance(encoder_padding_mask, Padding):
             encoder_padding_mask = Padding(encoder_padding_mask, self_attn_padding_mask)
         if not self.hands_on_maps:
             x, weights, _ = super().forward(

@@ -11,7 +11,8 @@ from evolving_attention.evolution import Evolution
 
 def learnt_mixes(model: nn.Module) -> dict[str, float]:
     """{"alpha_encoder_2": 0.1, ...}: alpha and beta where they are parameters, by kind of attention and layer."""
-    layers, mixes = Counter(), {}
+    layers: Counter[str] = Counter()
+    mixes: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         if isinstance(module, Evolution):
             # by its place: a bidirectional decoder's geometry is the encoder's

@@ -79,7 +79,7 @@ class Adam(torch.optim.Optimizer):
             parameter.data = view
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # fairseq gives no closure
         """One update by ``gradients`` times ``factor``; none where ``overflow`` is 1."""
         (group,) = self.param_groups
         beta1, beta2 = group["betas"]
@@ -88,10 +88,21 @@ class Adam(torch.optim.Optimizer):
         # fill_ with a tensor of the device, or with a number: neither waits for a GPU
         self._scale.fill_(1.0 / self.factor)
         torch._fused_adamw_(
-            *([self.weights], [self.gradients], [self.exp_avg], [self.exp_avg_sq], [], [self._step]),
-            **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]},
+            [self.weights],
+            [self.gradients],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            max_exp_avg_sqs=[],
+            state_steps=[self._step],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
             eps=group["eps"] / math.sqrt(1 - beta2**self.count),
-            **{"amsgrad": False, "maximize": False, "grad_scale": self._scale, "found_inf": self.overflow},
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._scale,
+            found_inf=self.overflow,
         )
 
     def state_dict(self) -> dict[str, Any]:

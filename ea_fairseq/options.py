@@ -125,7 +125,8 @@ class Settings:
     @classmethod
     def of(cls, cfg: Any) -> "Settings":
         """The settings that a command line, a checkpoint (perhaps older than some flags) or a configuration has."""
-        return cls(**{f.name: getattr(cfg, f"ea_{f.name}", f.default) for f in dataclasses.fields(cls)})
+        values: dict[str, Any] = {f.name: getattr(cfg, f"ea_{f.name}", f.default) for f in dataclasses.fields(cls)}
+        return cls(**values)
 
     def beta_of(self, geometry: Geometry) -> float:
         """The beta of this kind of attention."""
@@ -172,11 +173,11 @@ class Settings:
             weights: whether learnt shares come with the weights, so that the values at their start do not matter.
         """
         rule, takes_map = RULES[self.rule], self._takes_map(geometry, first)
-        shares, learnt = (self.alpha_of(geometry), self.beta_of(geometry)), (False, False)
+        alpha, beta, learnt = self.alpha_of(geometry), self.beta_of(geometry), (False, False)
         if self.learn_mix:
             learnt = rule.depends_on(takes_map, geometry)
-            shares = tuple(1.0 if weights and of_weights else x for x, of_weights in zip(shares, learnt, strict=True))
-        coefficients = rule.coefficients(*shares, takes_map, geometry)
+            alpha, beta = (1.0 if weights and of else x for x, of in zip((alpha, beta), learnt, strict=True))
+        coefficients = rule.coefficients(alpha, beta, takes_map, geometry)
         widest = rule.coefficients(1.0, 1.0, takes_map, geometry) if self.learn_mix else coefficients
         branch = self.conv_branch and geometry == Geometry.ENCODER_SELF
         others = (learnt, self.score, self._relative_positions_in(geometry), branch)
@@ -207,7 +208,7 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     """Add all flags to an argument parser or group; defaults are the architecture's to set."""
     for field in dataclasses.fields(Settings):
         parse = field.metadata["parse"]
-        value = {"action": "store_true"}
+        value: dict[str, Any] = {"action": "store_true"}
         if parse is not _switch:
             value = {"type": parse, "metavar": "NAME" if parse in (_rule, _convolution, _score) else "N"}
         parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=field.metadata["help"], **value)

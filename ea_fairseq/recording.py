@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fairseq import utils
 from fairseq.modules import SinusoidalPositionalEmbedding
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _Here(threading.local):
@@ -50,7 +50,7 @@ class RecordablePositions(SinusoidalPositionalEmbedding):
     """fairseq's sinusoidal positions; while a model is recorded, by operations that can be."""
 
     @classmethod
-    def instead_of(cls, positions: nn.Module | None) -> nn.Module | None:
+    def instead_of(cls, positions: Any) -> Any:
         """The same positions as this class where they are fairseq's sinusoidal ones; any others as they are."""
         if type(positions) is not SinusoidalPositionalEmbedding:
             return positions

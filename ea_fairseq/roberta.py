@@ -29,7 +29,7 @@ class RobertaAroundEvolvingEncoder(RobertaModel):
     """fairseq's RoBERTa, which has no hook for the class of its encoder, with ours in its place."""
 
     @classmethod
-    def build_model(cls, args: argparse.Namespace, task: Any) -> "RobertaAroundEvolvingEncoder":
+    def build_model(cls, args: argparse.Namespace, task: Any) -> RobertaModel:
         base_architecture(args)  # options that an older checkpoint lacks
         if not hasattr(args, "max_positions"):
             args.max_positions = getattr(args, "tokens_per_sample", None) or task.max_positions()

@@ -67,7 +67,7 @@ def table_of(sizes: numpy.ndarray, count: int = SHAPES) -> list[Shape]:
         parts = splits[best][1]
         groups[best : best + 1], splits[best : best + 1] = parts, map(_best_split, parts)
     shapes = numpy.unique([group.max(0) for group in groups], axis=0)
-    return [tuple(map(int, shape)) for shape in shapes[cost(shapes).argsort()]]
+    return [(int(b), int(s), int(t)) for b, s, t in shapes[cost(shapes).argsort()]]
 
 
 def _best_split(group: numpy.ndarray) -> tuple[float, list[numpy.ndarray]]:
@@ -215,7 +215,7 @@ class GraphedStep:
             self.refused = self._unsuited()
             if self.refused:
                 logger.warning("training steps are not captured: %s", self.refused)
-        if self.refused or sample["net_input"].keys() != set(INPUTS):
+        if self.refused or self.shapes is None or sample["net_input"].keys() != set(INPUTS):
             return None
         size = (*sample["net_input"]["src_tokens"].shape, sample["target"].size(1))
         shape = next((x for x in self.shapes if all(a <= b for a, b in zip(size, x, strict=True))), None)

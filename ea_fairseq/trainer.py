@@ -64,7 +64,7 @@ class FlatTrainer(Trainer):
 
     def _build_optimizer(self) -> None:
         name = self.cfg.optimizer._name
-        vars(self.task).pop("train_step", None)
+        self.task.__dict__.pop("train_step", None)
         self._step = None
         if name not in self.OPTIMIZERS:
             return super()._build_optimizer()
@@ -125,8 +125,9 @@ class FlatTrainer(Trainer):
             return super()._reduce_and_log_stats(logs, size, norm)
         reports, self._unreported, self._late = [self._unreported], None, Late(logs, size, self._norm)
         if self._batches is not None and self._batches.end_of_epoch():
-            reports.append(self._late.read())
-            self._late, self._norm_before = None, reports[-1][2]
+            last = self._late.read()
+            reports.append(last)
+            self._late, self._norm_before = None, last[2]
         output: dict[str, Any] = {}
         for report in filter(None, reports):
             output = super()._reduce_and_log_stats(*report)

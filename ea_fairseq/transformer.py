@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model
+from fairseq.models import BaseFairseqModel, register_model
 from fairseq.models.transformer import (
     TransformerConfig,
     TransformerDecoderBase,
@@ -42,7 +42,7 @@ class EATransformerEncoder(TransformerEncoderBase):
         settings = Settings.of(cfg)
         self.hands_on_maps = settings.hands_on_maps(Geometry.ENCODER_SELF)
         adopt_dropout(self, settings)
-        self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
+        self.embed_positions: Any = RecordablePositions.instead_of(self.embed_positions)
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         self._layers_built += 1
@@ -111,7 +111,7 @@ class EATransformerDecoder(TransformerDecoderBase):
         #: whether a search on a GPU may replay CUDA graphs, see decoding.py
         self.graphs = True
         adopt_dropout(self, settings)
-        self.embed_positions = RecordablePositions.instead_of(self.embed_positions)
+        self.embed_positions: Any = RecordablePositions.instead_of(self.embed_positions)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         self._layers_built += 1
@@ -272,7 +272,7 @@ def keeping_the_other_side(state: dict[str, Tensor], model_cfg: Any) -> Any:
     return argparse.Namespace(**{**vars(options), "arch": arch, f"{other}_layers_to_keep": ",".join(numbers)})
 
 
-class EvolvingModel:
+class EvolvingModel(BaseFairseqModel):
     """The common part of all models with evolving attention. It stands before fairseq's class among the bases."""
 
     #: the sides that the model has

@@ -72,7 +72,7 @@ class FairseqTranslator(Translator):
     @property
     def kinds(self) -> dict[str, type]:
         """The settings of fairseq-generate that the search reads, and their types."""
-        types = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
+        types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
         return {name: types[name] for name in SEARCH_SETTINGS}
 
     def settings(self, given: dict[str, Any]) -> GenerationConfig:
@@ -131,7 +131,7 @@ def load(run: str | Path, checkpoint: str | Path | None = None, data: str | Path
     try:
         names = [] if checkpoint is None else str(checkpoint).split(":")
         paths = [run / name for name in names] or [Run(run).choose(logger.info)]
-        return of_run(paths, run, data and Preparation.at(data))
+        return of_run(paths, run, Preparation.at(data) if data else None)
     except MissingError as error:
         raise FileNotFoundError(str(error)) from None
     except UserError as error:
@@ -173,17 +173,18 @@ def read_models(
         return checkpoint_utils.load_model_ensemble_and_task([str(path) for path in paths], overrides)
 
 
-def _check_setting(name: str, value: object, kinds: dict[str, type]) -> None:
+def _check_setting(name: str, value: Any, kinds: dict[str, type]) -> None:
     """Refuse a setting of the search that fairseq would ignore, or that is of another kind than fairseq's."""
     if name in GenerationConfig.__dataclass_fields__ and name not in kinds:
         raise ValueError(f"{name}: has no effect on what translate returns; leave it out")
     if name not in kinds:
         raise ValueError(f"{name}: fairseq-generate has no such setting; {hint(name, kinds)}")
-    accepted, expected = {
+    described: dict[type, tuple[Any, str]] = {
         bool: (bool, "True or False"),
         int: (numbers.Integral, "a whole number"),
         float: (numbers.Real, "a number"),
-    }[kinds[name]]
+    }
+    accepted, expected = described[kinds[name]]
     if not isinstance(value, accepted) or (isinstance(value, bool) and accepted is not bool):
         raise ValueError(f"{name}={value!r}: must be {expected}, not {type(value).__name__}")
     if not math.isfinite(value) or (name == "beam" and value < 1):

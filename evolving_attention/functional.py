@@ -1,4 +1,4 @@
-"""Evolving attention as a function: a kernel where one knows the call, else PyTorch's operations one by one.
+"""Evolving attention as a function: a kernel where one does the call, else PyTorch's operations one by one.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size; k kernel size.
 Masks: True = masked.
@@ -77,8 +77,6 @@ def evolving_attention(
         raise ValueError("weight and bias of the convolution: both or neither must be given")
     scale = q.size(-1) ** -0.5 if scale is None else scale
     coefficients = RULES[rule].coefficients(alpha, beta, previous is not None, geometry)
-    if weight is None:
-        coefficients = coefficients._replace(c=0.0)
     call = Call(
         q=q,
         k=k,
@@ -111,7 +109,7 @@ def check_previous(previous: Tensor | None, q: Tensor, k: Tensor, takes_map: boo
 
 
 def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) -> Result:
-    """The result of a call, by a kernel that knows all of it, or by the plain composition.
+    """The result of a call, by the first kernel that does it, or by the plain composition.
 
     Args:
         call: from queries, keys and values to the context.

@@ -41,7 +41,7 @@ def _refused(reason: str) -> None:
 
 
 def steps_after(call: Call, evolution: Evolution, inner: list[nn.Linear], outer: nn.Linear) -> Steps | None:
-    """The steps that follow this one in a search, by a kernel that knows them; None where there is none.
+    """The steps that follow this one in a search, by a kernel that does it; None where there is none.
 
     Args:
         call: the search's first step.
