@@ -62,6 +62,12 @@ class FlatTrainer(Trainer):
     _unreported: tuple[Logs, float, Tensor] | None = None  # of the update before this one
     _norm_before: Tensor | None = None
 
+    @property
+    def graphed(self) -> step.GraphedStep:
+        """The captured step, which the optimizer's first use makes."""
+        assert self._step is not None, "the optimizer was not used yet"
+        return self._step
+
     def _build_optimizer(self) -> None:
         name = self.cfg.optimizer._name
         self.task.__dict__.pop("train_step", None)

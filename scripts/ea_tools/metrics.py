@@ -48,7 +48,7 @@ def written_with_spaces(language: str) -> bool:
 
 def tokenizer_for(language: str) -> str:
     """The tokeniser that sacreBLEU takes for text in this language by default."""
-    return TOKENIZERS.get(script(language), "13a")
+    return TOKENIZERS.get(script(language) or "", "13a")
 
 
 def check_tokenizer(tokenizer: str, language: str) -> None:
@@ -126,7 +126,9 @@ def compute(
         "signature": str(interval.get_signature()),
     }
     if tokenised is not None:
-        pairs = {"tokenised_bleu": (_without_unknown(tokenised), tokenised_references)}
+        pairs: dict[str, Sequence[Sequence[str]]] = {
+            "tokenised_bleu": (_without_unknown(tokenised), tokenised_references)
+        }
         if compounds:
             pairs["compound_split_bleu"] = tuple(map(split_compounds, pairs["tokenised_bleu"]))
         for name, sides in pairs.items():
@@ -175,7 +177,7 @@ def comet(
 
 
 #: Flags of fairseq-train by which BLEU, and not the loss, says which checkpoint is the best.
-DECIDED_BY_BLEU = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True}
+DECIDED_BY_BLEU: dict[str, str | bool] = {"best-checkpoint-metric": "bleu", "maximize-best-checkpoint-metric": True}
 
 
 def validation_flags(data: Preparation, decides: bool = True) -> dict[str, str | bool]:
@@ -189,7 +191,7 @@ def validation_flags(data: Preparation, decides: bool = True) -> dict[str, str |
         decides: whether BLEU, and not the loss, says which checkpoint is the best, and when --patience ends.
     """
     words = {"eval-bleu-detok": "moses", "eval-bleu-remove-bpe": data.bpe}
-    flags = {
+    flags: dict[str, str | bool] = {
         "eval-bleu": True,
         "eval-bleu-args": '{"beam": 5, "max_len_a": 1.2, "max_len_b": 10}',
         **({"eval-tokenized-bleu": True} if data.tokenizer == "none" else words),

@@ -39,5 +39,6 @@ def arguments(sides: Sides, source: Tensor | None, read: Tensor | None) -> dict[
         return {"src_tokens": read, "features_only": True}
     if sides == ENCODER:
         return {"src_tokens": source, "features_only": True}
+    assert source is not None, "a model of two sides reads one"
     lengths = source.new_full((len(source),), source.size(1))
     return {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": read, "features_only": True}

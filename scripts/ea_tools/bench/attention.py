@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,7 @@ def ours(problem: Problem) -> Path:
     attention = problem.attention
     for projection, given in zip(("q_proj", "k_proj", "v_proj"), (problem.q, problem.k, problem.v), strict=True):
         getattr(attention, projection).forward = lambda _, given=given: given
-    attention.out_proj = nn.Identity()
+    attention.out_proj = cast(nn.Linear, nn.Identity())
     q, k = problem.q.detach(), problem.k.detach()  # inputs of the projections
 
     def run() -> Results:
@@ -163,7 +163,7 @@ def composition(problem: Problem) -> Results:
     """Context, and in the encoder the map, by PyTorch's operations one by one."""
     q, k, v = split_heads(problem)
     logits = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # B x K x T x S
-    masked, _ = combine(problem.padding, problem.future)
+    masked = cast(torch.Tensor, combine(problem.padding, problem.future)[0])
     hidden = masked | problem.padding[:, None, :, None]
     a_logit = problem.attention.evolution(logits, hidden, problem.previous)
     scores = a_logit.masked_fill(masked, torch.finfo(a_logit.dtype).min)
@@ -177,7 +177,7 @@ def sdpa(problem: Problem) -> Path:
 
     def run() -> Results:
         q, k, v = split_heads(problem)
-        masked, _ = combine(problem.padding, problem.future)
+        masked = cast(torch.Tensor, combine(problem.padding, problem.future)[0])
         return (merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=~masked)),)
 
     return run

@@ -195,7 +195,9 @@ def interleave(
         {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
     """
     names = list(candidates)
-    times = {kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")}
+    times: dict[str, dict[str, list]] = {
+        kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")
+    }
     rounds = len(items) * (1 + repetitions)
     with tqdm(total=rounds, desc=label, unit=" rounds", mininterval=1, leave=False) as progress:
         for item in items:  # memory is taken, kernels are chosen and compiled for each shape

@@ -75,13 +75,13 @@ def rows(report: Setting) -> Iterator[Row]:
             batches *= 1 if report.dry_run else 3
             yield compare(f"captured, {others}, {precision}", ours, expected, batches, LIMIT[precision])
             del ours, expected
-        for kind in attention.KINDS:
+        for place in attention.KINDS:
             heads, length = (4, 12) if report.dry_run else (8, 32)
             batch, dtype = (3 if report.dry_run else 128), common.DTYPES[precision]
-            problem = attention.make_problem(1, report.device, dtype, kind, heads, length, batch, 3)
+            problem = attention.make_problem(1, report.device, dtype, place, heads, length, batch, 3)
             pair = [attention.results_of(attention.PATHS[name](problem), problem) for name in ("ours", "plain")]
             worst = torch.tensor([*map(attention.relative_difference, *pair)]).max().item()  # a NaN stays one
-            yield {"label": f"attention, {kind}, {precision}", "difference": worst, "ok": worst <= LIMIT[precision]}
+            yield {"label": f"attention, {place}, {precision}", "difference": worst, "ok": worst <= LIMIT[precision]}
         yield hypotheses(report, precision)
 
 
@@ -90,11 +90,11 @@ class Padded(FlatTrainer):
 
     def _build_optimizer(self) -> None:
         super()._build_optimizer()
-        self._step._captured_for = self._pad
+        self.graphed._captured_for = self._pad  # type: ignore[method-assign]  # it captures nothing
 
     def _pad(self, sample: step.Sample) -> None:
         size = (*sample["net_input"]["src_tokens"].shape, sample["target"].size(1))
-        shape = next(x for x in self.table if all(a <= b for a, b in zip(size, x, strict=True)))
+        shape = next(x for x in self.table or () if all(a <= b for a, b in zip(size, x, strict=True)))
         static = step.Static(shape, self.task.source_dictionary, self.device)
         static.fill(sample)
         sample.update(static.sample(sample["ntokens"]))
@@ -105,7 +105,7 @@ def compare(label: str, ours: FlatTrainer, expected: FlatTrainer, batches: list[
     rows, start = [], weights(ours)
     for trainer in (ours, expected):
         rows.append(losses(trainer, batches))
-    (ends, others), captured = map(weights, (ours, expected)), ours._step
+    (ends, others), captured = map(weights, (ours, expected)), ours.graphed
     pairs = torch.tensor(list(zip(*rows, strict=False)), dtype=torch.float64)  # updates x trainers x loss and norm
     worst = ((pairs[:, 0] - pairs[:, 1]).abs() / pairs[:, 1].abs()).amax(0).tolist()
     moved = float((ends - others).norm() / (others - start).norm())

@@ -118,7 +118,7 @@ def capture(report: Setting) -> Iterator[Row]:
             trainer.table = shapes
             trainer.optimizer  # noqa: B018  (built when it is first asked for)
             trainer.model.train()
-            graphed = trainer._step
+            graphed = trainer.graphed
             seconds = common.timed(partial(capture_all, graphed, batches[0]), shapes, report.device)["seconds"]
             row |= {"shapes": len(shapes), "seconds": seconds}
         with training.fairseq_keeps_peak():
@@ -164,9 +164,9 @@ def kernels(report: Setting) -> Iterator[Row]:
     trainer = report.trainer("bf16", optim.NAME)
     (batch,), trainer.table = report.epoch(trainer, 1)
     training.training_step(trainer)([batch] * 2)
-    captured, count = trainer._step._captured_for(batch), 5
+    captured, count = trainer.graphed._captured_for(batch), 5
     if captured is None:
-        raise RuntimeError(f"no step was captured: {trainer._step.refused}")
+        raise RuntimeError(f"no step was captured: {trainer.graphed.refused}")
     captured.graph.replay()
     activity = ProfilerActivity.CPU if report.dry_run else ProfilerActivity.CUDA
     with profile(activities=[activity]) as profiled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ea_artifacts.command import REPO, Parser, at_least, positive
@@ -66,7 +66,7 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/benchmark_attention.sh --threads 2 --longest 256
         scripts/benchmark_attention.sh --precision fp32 bf16 fp16 --heads 4 8
     """
-    parser = _parser("attention", attention.__doc__)
+    parser = _parser("attention", attention)
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
     parser.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
@@ -96,7 +96,7 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/benchmark_decoding.sh --size lite --threads 2
         scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
     """
-    parser = _parser("decoding", decoding.__doc__)
+    parser = _parser("decoding", decoding)
     _add_models(parser)
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
     batch, tokens = "sentences at once, or full for --max-tokens (default: 1 full)", "of a full batch (default: 12000)"
@@ -121,7 +121,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16
         scripts/benchmark_training.sh --growth --output growth.json
     """
-    parser = _parser("training", training.__doc__)
+    parser = _parser("training", training)
     _add_models(parser)
     recipe = "flags of training (default: iwslt14-de-en)"
     parser.add_argument("--recipe", default="iwslt14-de-en", metavar="NAME", help=recipe)
@@ -157,7 +157,7 @@ def gpu_report(arguments: Sequence[str] | None) -> argparse.Namespace:
         scripts/gpu_report.sh
         scripts/gpu_report.sh --only equality capture --minutes 4
     """
-    parser = Parser(prog="gpu_report.sh", description=inspect.cleandoc(gpu_report.__doc__), allow_abbrev=False)
+    parser = Parser(prog="gpu_report.sh", description=inspect.getdoc(gpu_report), allow_abbrev=False)
     parser.add_argument(
         "--minutes", type=at_least(0, float), default=10.0, metavar="N", help="for all steps (default: 10)"
     )
@@ -169,9 +169,14 @@ def gpu_report(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    """An argument parser with the options that all benchmarks have; `name` names the file of results."""
-    parser = Parser(prog=f"benchmark_{name}.sh", description=inspect.cleandoc(description), allow_abbrev=False)
+def _parser(name: str, options: Callable) -> argparse.ArgumentParser:
+    """An argument parser with the options that all benchmarks have.
+
+    Args:
+        name: of the file of results.
+        options: whose docstring describes the benchmark.
+    """
+    parser = Parser(prog=f"benchmark_{name}.sh", description=inspect.getdoc(options), allow_abbrev=False)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")

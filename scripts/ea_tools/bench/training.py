@@ -125,14 +125,14 @@ def trainer(
         flags = {**flags, "share-all-embeddings": True, "share-decoder-input-output-embed": False}
     flags["optimizer"] = optimizer
     longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
-    flags = [
+    words = [
         *common.task_flags(longest),
         *spell_flags(flags),
         "--max-tokens",
         args.max_tokens or recipe.batch.tokens,
         *others,
     ]
-    config = common.configuration(model, *flags, data=args.data or "data", device=device, precision=precision)
+    config = common.configuration(model, *words, data=args.data or "data", device=device, precision=precision)
     torch.manual_seed(args.seed)
     task = common.make_task(args, config)
     trainer = kind(config, task, task.build_model(config.model), task.build_criterion(config.criterion))

@@ -62,7 +62,10 @@ def save(figure: Figure, target: Path | io.BytesIO, form: str, dots: int = DOTS)
     """
     import matplotlib
 
-    undated = {"svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
-    smaller = {"png": {"pil_kwargs": {"optimize": True}}}
+    options: dict[str, dict[str, Any]] = {
+        "svg": {"metadata": {"Date": None}},
+        "pdf": {"metadata": {"CreationDate": None}},
+        "png": {"pil_kwargs": {"optimize": True}},
+    }
     with matplotlib.rc_context({"svg.hashsalt": "ea_fairseq"}):
-        figure.savefig(target, dpi=dots, format=form, **{**undated, **smaller}.get(form, {}))
+        figure.savefig(target, dpi=dots, format=form, **options.get(form, {}))

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 
@@ -170,7 +170,7 @@ class _StockHook:
 
 
 def _stock_logits(
-    attention: nn.Module,
+    attention: Any,  # fairseq's
     query: Tensor,
     key: Tensor,
     incremental_state: dict | None = None,

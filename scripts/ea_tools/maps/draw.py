@@ -17,7 +17,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ea_artifacts.checkpoints import told_apart
 from ea_artifacts.command import Parser, UserError, positive, reporting, say
@@ -170,11 +170,11 @@ def _must_have(maps: Maps, name: str, row: Row) -> None:
     if row.layer not in layers:
         raise UserError(f"--layer {row.layer}: {name} has {len(layers)} layers with {KINDS[row.kind]}")
     heads = maps[row.kind, row.layer].weights.size(1)
-    if row.head != "mean" and row.head > heads:
+    if not isinstance(row.head, str) and row.head > heads:
         raise UserError(f"--head {row.head}: {name} has {heads} heads in {KINDS[row.kind]}")
 
 
-def _spread(given: Sequence[int | str], there: Iterable[int]) -> list[int | str]:
+def _spread(given: Sequence[Any], there: Iterable[int]) -> list[Any]:
     """The chosen values, once each; "all" stands for every one."""
     return list(dict.fromkeys(one for word in given for one in (there if word == "all" else [word])))
 

@@ -32,9 +32,9 @@ def numbers(look: Look) -> bytes:
                 arrays[f"{place}.{name}"] = getattr(maps, name)[0].numpy()
             for name, part in maps.parts.items():
                 arrays[f"{place}.{name}"] = part.map[0].numpy()
-                arrays[f"{place}.{name}.share"] = numpy.float64(part.share)
+                arrays[f"{place}.{name}.share"] = numpy.array(part.share, numpy.float64)
     file = io.BytesIO()
-    numpy.savez_compressed(file, **arrays)
+    numpy.savez_compressed(file, allow_pickle=False, **arrays)
     return file.getvalue()
 
 

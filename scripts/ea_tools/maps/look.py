@@ -130,7 +130,7 @@ def of_words(look: Look, kind: str, values: numpy.ndarray) -> numpy.ndarray:
 
 def one_head(values: numpy.ndarray, head: int | str) -> numpy.ndarray:
     """The map of one head, or the mean over heads: K x T x S -> T x S. Rollouts are of all heads together."""
-    return values.mean(axis=0) if head == "mean" or len(values) == 1 else values[head - 1]
+    return values.mean(axis=0) if isinstance(head, str) or len(values) == 1 else values[head - 1]
 
 
 def columns_of(look: Look, parts: Sequence[str]) -> list[str]:

@@ -79,7 +79,9 @@ def statistics_of(maps: LayerMaps, before: LayerMaps | None) -> Iterator[tuple[s
     if before is not None:
         earlier = _numpy(before.weights)
         statistics["same_head"] = similarity(weights, earlier, visible)
-        statistics["head_mean"] = similarity(*(w.mean(axis=1, keepdims=True) for w in (weights, earlier)), visible)
+        statistics["head_mean"] = similarity(
+            weights.mean(axis=1, keepdims=True), earlier.mean(axis=1, keepdims=True), visible
+        )
     if len(maps.parts) > 1:
         parts = {PARTS[name]: part.share * _numpy(part.map) for name, part in maps.parts.items()}
         statistics |= shares(parts, visible)

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ea_fairseq  # noqa: F401  (registers the architectures; first, for fairseq is less talkative then)
 from ea_artifacts.checkpoints import ONE_LANGUAGE, peek
@@ -25,7 +26,7 @@ from ea_artifacts.run import Run
 import torch
 from fairseq.data import Dictionary
 from fairseq.tasks import FairseqTask
-from torch import Tensor, nn
+from torch import Tensor
 
 from ea_artifacts.checkpoints import of_model, task_of, trained_on
 from ea_artifacts.command import UserError
@@ -58,7 +59,7 @@ class Loaded:
         checkpoint: Path,
         data: Path,
         preparation: Preparation,
-        model: nn.Module,
+        model: Any,  # of fairseq
         task: FairseqTask,
         trained_for: dict,
     ) -> None:
@@ -188,7 +189,11 @@ class Loaded:
                 self._must_fit(sentence.ids, side)
         read = self.reads(target)[1] if target else None
         with collect(self.model) as collected:
-            self.model(**arguments(self.sides, source and source.ids[None], None if read is None else read[None]))
+            self.model(
+                **arguments(
+                    self.sides, None if source is None else source.ids[None], None if read is None else read[None]
+                )
+            )
         return collected.layers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -50,7 +50,7 @@ def picture(look: Look, rows: list[Row], parts: list[str], form: str) -> bytes:
     import matplotlib
 
     sizes, file = sizes_of(look), io.BytesIO()
-    settings = {"font.family": sizes.families, "axes.linewidth": 0.6, "text.parse_math": False}
+    settings: dict[Any, Any] = {"font.family": sizes.families, "axes.linewidth": 0.6, "text.parse_math": False}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # sizes_of has said so
         shown = figure(look, rows, parts, sizes)

@@ -54,7 +54,11 @@ STATISTICS = {
     "aer": "alignment error rate",
 }
 LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
-STYLES = {"run": ("-", None), "compare": ("--", "white")}  # of the models: line, inside of the markers
+#: of the models: line, inside of the markers
+STYLES: dict[str, tuple[Any, str | None]] = {
+    "run": ("-", None),
+    "compare": ("--", "white"),
+}  # of the models: line, inside of the markers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -408,7 +412,7 @@ def _panel(panel: Axes, report: Report, statistic: str) -> None:
         if its == statistic and who in STYLES:
             (dashes, fill), (colour, marker) = STYLES[who], LOOKS[kind]
             means, low, high = ([getattr(one, name) for one in by_layer.values()] for name in ("mean", "low", "high"))
-            face = {"markerfacecolor": fill or colour, "markersize": 5}
+            face: dict[str, Any] = {"markerfacecolor": fill or colour, "markersize": 5}
             panel.plot(list(by_layer), means, dashes, color=colour, marker=marker, **face)
             panel.fill_between(list(by_layer), low, high, color=colour, alpha=0.2, linewidth=0)
     panel.set_title(STATISTICS[statistic].replace(": ", ":\n"), fontsize=10)

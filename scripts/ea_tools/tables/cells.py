@@ -21,7 +21,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ea_artifacts.command import REPO, UserError, positive
+from ea_artifacts.command import REPO, UserError, parse_flags, positive
 from ea_artifacts.files import read_json
 from ea_artifacts.preparation import Preparation
 from ea_tools.tables import page, records
@@ -73,7 +73,7 @@ def parse(
     add("--dry-run", action="store_true", help="print what would be run")
     args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     try:
-        check_flags("--", recipes.parse_flags(extra))
+        check_flags("--", parse_flags(extra))
         if args.seeds:
             check_seeds("--seeds", args.seeds)
     except UserError as error:
@@ -197,7 +197,7 @@ def is_done(cell: Cell, subset: str, kept: records.Records, args: argparse.Names
 
 def cpu_runs(cells: Sequence[Cell], args: argparse.Namespace) -> int:
     """The number of runs side by side on the CPU; 0 where they run on GPUs."""
-    if recipes.parse_flags(cells[0].table.extra if cells else []).get("gpus") != ["0"] and launch.gpus()[0]:
+    if parse_flags(cells[0].table.extra if cells else []).get("gpus") != ["0"] and launch.gpus()[0]:
         return 0
     return args.at_once or len(os.sched_getaffinity(0))
 

@@ -12,7 +12,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from ea_artifacts.command import Parser, UserError, listed, reporting
+from ea_artifacts.command import Parser, UserError, listed, parse_flags, reporting
 from ea_tools.tables import cells
 from ea_tools.tables.page import gather
 from ea_tools.tables.records import Records
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
     args, extra = cells.parse(parser, arguments, "sweep")
     try:
-        given = recipes.parse_flags(extra)
+        given = parse_flags(extra)
         for name, *values in args.grid:
             if not values or name in given or [other for other, *_ in args.grid].count(name) > 1:
                 raise UserError(f"--grid {name}: expected all the flag's values after it, and the flag nowhere else")

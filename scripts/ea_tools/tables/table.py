@@ -17,13 +17,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from ea_artifacts.command import UserError
+from ea_artifacts.command import Flags, UserError, parse_flags
 from ea_artifacts.preparation import Preparation
 from ea_data.languages import base_language
 from ea_tools.forms import Form
 from ea_tools.metrics import LABELS
 from ea_tools.training import flag_faults, recipes
-from ea_tools.training.recipes import Flags
 
 FOLDER = recipes.FOLDER / "tables"
 TABLED = tuple(name for name in LABELS if name not in ("comet", "exact_match"))  # these are for evaluate.sh alone
@@ -111,13 +110,13 @@ class Table(Form):
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
-        given = recipes.parse_flags([*row.flags, *self.extra, "--seed", str(seed)])
+        given = parse_flags([*row.flags, *self.extra, "--seed", str(seed)])
         return recipes.flags_of(recipes.read(recipe), row.arch, given)
 
 
 def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> Flags:
     """The words about the model and its learning, without those of `launch`."""
-    return {name: values for name, values in recipes.parse_flags(words).items() if name not in launch}
+    return {name: values for name, values in parse_flags(words).items() if name not in launch}
 
 
 def _slug(flags: Flags) -> list[str]:
@@ -154,7 +153,7 @@ def check(where: str, table: Table) -> None:
     labels = [row.label for row in table.rows]
     for row in table.rows:
         flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
-        check_flags(f"{where}: {row.label}: flags: --", recipes.parse_flags(row.flags))
+        check_flags(f"{where}: {row.label}: flags: --", parse_flags(row.flags))
         if unknown := row.paper.keys() - {column.key for column in table.columns}:
             raise UserError(f"{where}: {row.label}: paper: {min(unknown)} is no column")
         if row.baseline and row.baseline not in labels:

@@ -92,7 +92,8 @@ def select(
             f"--inputs {listed(paths, ' ')}: the last N checkpoints are those of one run; give its folder alone, or "
             "name every checkpoint, without a number"
         )
-    pattern, wanted, kind = (EPOCH, num_epochs, "epoch") if num_epochs else (UPDATE, num_updates, "update")
+    pattern, kind = (EPOCH, "epoch") if num_epochs else (UPDATE, "update")
+    wanted = num_epochs or num_updates or 0
     files = numbered(folders[0].iterdir(), pattern)
     candidates = [(number, path) for number, path in files if number <= (upper_bound or number)]
     if len(candidates) < wanted:

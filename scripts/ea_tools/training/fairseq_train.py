@@ -29,7 +29,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ea_artifacts.command import REPO, UserError, ignore_warnings
 
@@ -305,11 +305,11 @@ def _room_on_disk(path: Path) -> Iterator[None]:
 class Journal(progress_bar.BaseProgressBar):
     """A progress bar that also writes its numbers as lines of JSON."""
 
-    file = None  # SAVE_DIR/log.jsonl, in the one process that writes it
+    file: IO[str] | None = None  # SAVE_DIR/log.jsonl, in the one process that writes it
     progress: Progress | None = None  # in the same process
 
     def __init__(self, bar: progress_bar.BaseProgressBar, batches: Any, epoch: int | None, training: bool) -> None:
-        self.bar, self.batches, self.epoch, self.training = bar, batches, epoch, training
+        self.bar, self.batches, self.epoch, self.training = bar, batches, epoch or 0, training
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.bar, getattr(self.batches, "n", 0) + 1):
@@ -332,7 +332,7 @@ class Journal(progress_bar.BaseProgressBar):
         self._write(stats, tag, step)
         self.bar.print(stats, tag=tag, step=step)
         if self.progress and not self.training:
-            self.progress.after_a_validation(tag, stats)
+            self.progress.after_a_validation(tag or "", stats)
 
     def update_config(self, config: Mapping[str, Any]) -> None:
         """For loggers that show the configuration."""
@@ -361,7 +361,7 @@ def _log_to(folder: Path) -> None:
     handler = logging.FileHandler(folder / "train.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)
-    warnings.showwarning = _warning_to_log
+    warnings.showwarning = _warning_to_log  # type: ignore[assignment]  # its last arguments are not needed
     Journal.file = (folder / "log.jsonl").open("a", buffering=1, encoding="utf-8")
 
 

@@ -128,7 +128,7 @@ def distribution(launch: Launch) -> tuple[dict[str, Any], list[str], dict[str, s
         told |= {"SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID"}
     inherited = os.environ.items()
     environment = {name: value for name, value in inherited if not (name.endswith("NODELIST") or name in told)}
-    flags = {"distributed-world-size": launch.processes}
+    flags: dict[str, Any] = {"distributed-world-size": launch.processes}
     if launch.gpus and launch.gpus < gpus()[0]:
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(launch.gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: launch.gpus])

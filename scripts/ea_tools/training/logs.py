@@ -117,7 +117,8 @@ def entries_of(log: str) -> list[Entry]:
 
 def join(entries: Iterable[Entry]) -> list[Entry]:
     """Entries in the order of updates: a process that goes back replaces the entries after its first update."""
-    kept, seen = [], set()
+    kept: list[Entry] = []
+    seen = set()
     for tag, update, numbers in entries:
         if kept and (update < kept[-1][1] or (tag, update) in seen):
             kept = [entry for entry in kept if entry[1] < update]

@@ -32,4 +32,5 @@ def use_bf16_products(wanted: bool = True) -> None:
     """
     import torch  # here: its import takes seconds, and planning a training needs none of it
 
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if wanted else "ieee"
+    # PyTorch's hints leave it out
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if wanted else "ieee"  # type: ignore[attr-defined]

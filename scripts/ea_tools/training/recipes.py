@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from ea_artifacts.command import REPO, UserError, hint
+from ea_artifacts.command import REPO, Flags, UserError, hint
 from ea_artifacts.preparation import FILE, Preparation
 from ea_tools.forms import Form
 from ea_tools.metrics import DECIDED_BY_BLEU
@@ -32,8 +32,6 @@ NOT_LEARNING = LAUNCH.union(PRECISIONS) | {
     "eval-bleu-print-samples", "eval-tokenized-bleu",
 }  # fmt: skip
 BATCH = "tokens an update"
-
-Flags = dict[str, list[str]]  # of fairseq-train: name -> the words after it
 
 
 class Batch(Form):
@@ -217,25 +215,6 @@ def differences(flags: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
         for name in sorted(wanted.keys() | flags.keys())
         if wanted.get(name) != flags.get(name)
     ]
-
-
-def parse_flags(words: Iterable[str]) -> Flags:
-    """["--lr", "0.1", "--fp16"] -> {"lr": ["0.1"], "fp16": []}: fairseq flags from a command line.
-
-    The last of several counts, but each --without of train.sh names one flag more.
-    """
-    flags, name = {}, None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            flags[name] = [*(flags.get(name, []) if name == "without" else []), *([value] if equals else [])]
-        elif len(word) == 2 and word[0] == "-" and word[1].isalpha():
-            raise UserError(f"{word}: expected a flag of fairseq-train in full, as in --source-lang")
-        elif name is None:
-            raise UserError(f"{word!r}: expected a flag of fairseq-train here")
-        else:
-            flags[name].append(word)
-    return flags
 
 
 def spell_flags(flags: Mapping[str, Any]) -> list[str]:

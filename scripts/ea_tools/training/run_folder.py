@@ -9,7 +9,7 @@ import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ea_artifacts.average import average, save
 from ea_artifacts.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
@@ -24,7 +24,7 @@ from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, learning_
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # may be there before a run, as a shell's log of it
 
-_locks = []  # open as long as the process lives
+_locks: list[IO[str]] = []  # open as long as the process lives
 
 
 def take(run: Path) -> None:
@@ -159,8 +159,8 @@ def refuse_other_flags(run: Path, flags: Flags, every: Flags, without: Sequence[
     ]
     if not flags.keys().isdisjoint(("max-tokens", "update-freq")):
         now = {name: " ".join(values) for name, values in every.items()}
-        was, now = (learning_flags(all_flags).get(BATCH) for all_flags in (before, now))
-        others += [f"{now} {BATCH} (it was {was})"] if was != now else []
+        was, wanted = (learning_flags(all_flags).get(BATCH) for all_flags in (before, now))
+        others += [f"{wanted} {BATCH} (it was {was})"] if was != wanted else []
     left_out = (name.removeprefix("--") for name in without)
     others += [f"--without {name} (it was {said(before[name])})" for name in left_out if name in before]
     if others:

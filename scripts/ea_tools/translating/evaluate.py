@@ -103,7 +103,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     check_references(list(map(model.translator.words, without_unknown(targets))), tokens, data, args.subset)
     hypotheses, speed = translate(model, sources, whole(args.search_flags, "batch-size"))
     detokenised = list(map(words_of(data, target).detokenize, hypotheses))
-    metric_options = {"references": written, "lowercase": data.lowercase, "tokenizer": tokenizer}
+    metric_options: dict[str, Any] = {"references": written, "lowercase": data.lowercase, "tokenizer": tokenizer}
     result = {
         "data": name,
         "preparation": model.translator.text.preparation.digest(),
@@ -133,9 +133,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         **provenance(model.on_cpu),
     }
     if args.comet:
-        sources = as_written(args.data / "raw" / f"{args.subset}.{source}", data, source)
+        raw = as_written(args.data / "raw" / f"{args.subset}.{source}", data, source)
         gpu = not result["device"].startswith("CPU")
-        result["scores"]["comet"] = metrics.comet(args.comet, sources, detokenised, written, gpu)
+        result["scores"]["comet"] = metrics.comet(args.comet, raw, detokenised, written, gpu)
     if baseline:
         difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
@@ -209,7 +209,7 @@ DESCRIBED = ("arch", "settings", "training_seed", "updates")
 def description(model: Model, run: Run, averaged: Sequence[Path]) -> dict[str, Any]:
     """A score's record of what translated."""
     if not model.checkpoints:
-        stated = model.translator.description
+        stated = read_json(run.path / "model.json")
         return {name: stated[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}
     state = peek(model.checkpoints[-1])
     return {

@@ -12,12 +12,13 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from tqdm import tqdm
 
@@ -103,7 +104,7 @@ def _output(
     if args.output is None:
         if sys.stdout is None:
             raise UserError("standard output is closed; give --output FILE")
-        sys.stdout.reconfigure(encoding="utf-8")
+        cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8")
         yield lines, lambda line: print(line, flush=True), 0
         return
     output = replaceable(args.output, "--output ")
