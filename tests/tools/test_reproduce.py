@@ -17,7 +17,7 @@ from helpers.mistakes import refusal
 from helpers.pages import PAGES
 from helpers.toy import ENVIRONMENT, TINY, script
 
-from ea_artifacts.command import REPO, UserError
+from ea_artifacts.command import REPO, UserError, parse_flags
 from ea_artifacts.files import digest, read_lines
 from ea_tools.tables import cells, page, reproduce, shown, sweep
 from ea_tools.tables import table as tables
@@ -144,10 +144,8 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     for stem in ("test", "test.beam5.average2"):
         (folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
         (folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
-    flags = (
-        recipe.flags_for(found.arch) | recipes.parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
-    )
-    words = recipes.parse_flags(recipes.spell_flags(flags))
+    flags = recipe.flags_for(found.arch) | parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
+    words = parse_flags(recipes.spell_flags(flags))
     start = {"commit": commit, "device": "CPU, two cores", "processes": 1}
     start["flags"] = {name: " ".join(values) for name, values in words.items()}
     record = {"identity": {"recipe": "toy", "data": "abc"}, "command": "scripts/train.sh toy", "starts": [start]}

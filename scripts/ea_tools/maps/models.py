@@ -189,11 +189,8 @@ class Loaded:
                 self._must_fit(sentence.ids, side)
         read = self.reads(target)[1] if target else None
         with collect(self.model) as collected:
-            self.model(
-                **arguments(
-                    self.sides, None if source is None else source.ids[None], None if read is None else read[None]
-                )
-            )
+            read = None if read is None else read[None]
+            self.model(**arguments(self.sides, None if source is None else source.ids[None], read))
         return collected.layers
 
 

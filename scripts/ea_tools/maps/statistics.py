@@ -55,10 +55,7 @@ STATISTICS = {
 }
 LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
 #: of the models: line, inside of the markers
-STYLES: dict[str, tuple[Any, str | None]] = {
-    "run": ("-", None),
-    "compare": ("--", "white"),
-}  # of the models: line, inside of the markers
+STYLES: dict[str, tuple[Any, str | None]] = {"run": ("-", None), "compare": ("--", "white")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
