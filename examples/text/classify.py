@@ -133,6 +133,7 @@ def main(words: list[str] | None = None) -> None:
             shape = (len(batches.classes), len(rows[0][0]), args.max_length)
             model = Classifier(SYSTEMS[name], of_words, vectors is not None, *shape)
             scores[name].append(accuracy(train(model, rows, batches, updates), test, batches))
+            print(f"{name}, seed {seed}: {scores[name][-1]:.2f}", file=sys.stderr, flush=True)
         sizes[name] = sum(p.numel() for part, p in model.named_parameters() if not part.startswith("words."))
     report(scores, args.out, parameters=sizes, settings=vars(args))
 
