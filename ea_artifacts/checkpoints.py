@@ -109,10 +109,8 @@ def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
         asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
         if not asked:
             raise DamagedError(f"{path}: torn or damaged, or not a checkpoint") from None
-        reason = f"it references {asked[1]}"
-        raise UserError(
-            f"{path}: refused: {reason}. A checkpoint may hold only tensors and settings. No code of it was run"
-        ) from None
+        allowed = "A checkpoint may hold only tensors and settings. No code of it was run"
+        raise UserError(f"{path}: refused: it references {asked[1]}. {allowed}") from None
     except UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if _of_the_machine(error):
@@ -150,11 +148,6 @@ def settings(state: dict) -> dict[str, Any]:
     """Every model setting of a checkpoint as one flat dict, whichever way fairseq stored it."""
     stored = state.get("args") or (state.get("cfg") or {}).get("model") or {}
     return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
-
-
-def longest(state: dict, side: str = "source") -> int:
-    """The most subwords that a model reads (or writes: side "target"): one position is for the end of the sentence."""
-    return (settings(state).get(f"max_{side}_positions") or 1024) - 1
 
 
 def section(state: dict, name: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from .command import UserError, explained
 
 #: in a line of JSON; an item of a list is never broken
 MOST_LETTERS = 120
+#: Marks at the beginning of a file, longest first -> iconv's name of the encoding.
 WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-AGAIN = "delete it and run this again, or fetch it again where you gave it by --raw"
 
 
 def replaceable(path: Path, flag: str = "") -> Path | None:

@@ -1,6 +1,6 @@
 """Translates with an exported model: numpy, ONNX Runtime and the text tools, without PyTorch and fairseq.
 
-ONNX Runtime is imported only with these classes: others use ``text`` and ``kept``.
+ONNX Runtime is imported only with these classes: others use ``text`` and ``translator``.
 """
 
 from importlib import import_module

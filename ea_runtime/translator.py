@@ -59,8 +59,12 @@ class TextModel:
             if len(ids) > room:
                 message = "line %d: %d subwords, but the model reads %d; the rest is left out"
                 logger.warning(message, number, len(ids), room)
-            sources.append([*ids[:room], EOS])
+            sources.append(self.cut(ids))
         return sources
+
+    def cut(self, ids: Sequence[int]) -> list[int]:
+        """As many of a source's subwords as the model reads, and the end of the sentence."""
+        return [*ids[: self.room], EOS]
 
     def _begin(
         self, line: str, where: str, text: Text, ids: dict[str, int], settings: Limits, source: int | None = None

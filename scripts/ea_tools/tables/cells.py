@@ -24,6 +24,7 @@ from tqdm import tqdm
 from ea_artifacts.command import REPO, UserError, parse_flags, positive
 from ea_artifacts.files import read_json
 from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import AVERAGED
 from ea_tools.tables import page, records
 from ea_tools.tables.table import Row, Table, check_flags, check_seeds
 from ea_tools.training import launch, recipes, train
@@ -62,7 +63,7 @@ def parse(
         folder: in runs/, for the runs.
     """
     add = parser.add_argument
-    add("--average", type=positive, default=10, metavar="N", help="checkpoints averaged (default: 10)")
+    add("--average", type=positive, default=AVERAGED, metavar="N", help=f"checkpoints averaged (default: {AVERAGED})")
     add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
     at_once = "runs at once: of one thread on the CPU (default: one per core), or on the same GPUs (default: 1)"
     add("--at-once", type=positive, metavar="N", help=at_once)

@@ -95,7 +95,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     name = data.name
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
-    results, stem = args.run / "eval", f"{split}.{settings_name(args)}"
+    chosen = settings_name(args)
+    results, stem = args.run / "eval", f"{split}.{chosen}"
     refuse_other_text(results / f"{stem}.json", digest(written))
     checkpoints, averaged = choose_checkpoints(args)
     model = open_model(args, checkpoints, data)
@@ -115,7 +116,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "empty_references": sum(not line.strip() for line in written),
         "direction": f"{source}-{target}",
         **description(model, run, averaged),
-        "settings_name": settings_name(args),
+        "settings_name": chosen,
         "beam": args.beam,
         "lenpen": args.lenpen,
         "scores": metrics.compute(
@@ -188,8 +189,8 @@ def choose_checkpoints(args: argparse.Namespace) -> tuple[list[Path], list[Path]
 
 def translate(model: Model, sources: Sequence[list[int]], batch: int | None) -> tuple[list[str], dict[str, float]]:
     """The best translation of each sentence of token ids, in words, and the speed."""
-    translator, most = model.translator, model.translator.room
-    cut = [[*source[:-1][:most], source[-1]] for source in sources]
+    translator = model.translator
+    cut = [translator.cut(source[:-1]) for source in sources]
     begin = time.perf_counter()
     with tqdm(total=len(sources), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         try:
@@ -308,9 +309,11 @@ def _exported_name(args: argparse.Namespace) -> list[str]:
 
     In 8 bits a translation depends on its batch.
     """
+    from ea_runtime.translator import Translator
+
     described, size = read_json(args.run / "model.json"), whole(args.search_flags, "batch-size")
     name = Path(described["checkpoint"]).stem
-    of_batch = [f"batch{size}"] if described["int8"] and size not in (None, 32) else []
+    of_batch = [f"batch{size}"] if described["int8"] and size not in (None, Translator.BATCH) else []
     return [name.removeprefix("checkpoint_") if name == "checkpoint_best" else name, *of_batch]
 
 
