@@ -1,4 +1,7 @@
-"""A command that refuses its arguments: it says why, ends with a status, and writes nothing."""
+"""A command that refuses its arguments says why, ends with a status, and writes nothing; a stand-in for a command."""
+
+import os
+import shlex
 
 import pytest
 
@@ -11,3 +14,33 @@ def refusal(capsys, main, *arguments, writes_to=None):
     assert end.value.code not in (0, None)
     assert not writes_to or sorted(writes_to.rglob("*")) == before
     return f"{end.value.code} {capsys.readouterr().err}"
+
+
+def mistakes(table):
+    """A test of each line of a table, as `words` and `named`: the words of a command | what its message has to name."""
+    lines = [line.strip() for line in table.strip().splitlines()]
+    rows = [[shlex.split(half) for half in line.split(" | ")] for line in lines]
+    return pytest.mark.parametrize(("words", "named"), rows, ids=[line.partition(" | ")[0] for line in lines])
+
+
+def check_refusal(capsys, main, words, named, **places):
+    """The command refuses these words, in which {name} is a place, and its message names all that it has to."""
+    words, named = ([_filled(word, places) for word in side] for side in (words, named))
+    said = refusal(capsys, main, *words, writes_to=places.get("writes_to"))
+    assert not [word for word in named if word not in said], said
+    assert "Traceback" not in said and "usage:" not in said
+
+
+def _filled(word, places):
+    for name, place in places.items():
+        word = str(word).replace(f"{{{name}}}", str(place))
+    return str(word)
+
+
+def fake_command(folder, name, program, monkeypatch):
+    """Put a program of the shell on the PATH, in the place of a command that is not here."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{program}")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")

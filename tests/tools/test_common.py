@@ -102,12 +102,20 @@ def test_a_measurement_is_one_line_of_json(tmp_path):
         assert len((tmp_path / "a.json").read_text().splitlines()) == lines
 
 
-def test_a_nul_byte_is_refused_by_file_and_line(tmp_path):
-    """UTF-16 without a mark is full of them, and each of its lines would count as two."""
-    path = tmp_path / "input.de"
-    path.write_bytes("Hund\nKatze\n".encode("UTF-16LE"))
-    with pytest.raises(UserError, match=r"input\.de:1: a NUL byte"):
-        read_lines(path)
+def test_lines_end_only_at_line_feeds_and_are_utf8(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffone\u2028still one\r\n\n\ufeffthree\x85\na\rb\n".encode())
+    lines = ["one\u2028still one", "", "\ufeffthree\x85", "a b"]
+    assert read_lines(path) == lines, "a mark at the beginning is no text, a carriage return inside is no end"
+    for content, named in (
+        (b"good\nb\xffd\n", "text:2: not UTF-8: .* at byte 2"),
+        ("Hallo Welt\n".encode("utf-16"), "text:1: not UTF-8 but UTF-16"),
+        (b"good\n\xff\xfe torn\n", "text:2: not UTF-8: "),
+        ("Hund\nKatze\n".encode("UTF-16LE"), "text:1: a NUL byte"),  # each line would count as two
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=named):
+            read_lines(path)
 
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing():

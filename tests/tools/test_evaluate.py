@@ -1,7 +1,6 @@
 """scripts/evaluate.sh: the numbers are sacreBLEU's, the order is the sentences', and nothing flatters."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.mistakes import check_refusal, fake_command, mistakes
 from helpers.toy import save_model, script
 
 from ea_artifacts.checkpoints import load
@@ -212,8 +212,8 @@ def test_a_tokeniser_that_does_not_suit_a_language_gives_a_warning(capsys):
         assert warning in said and bool(warning) == bool(said)
 
 
-COMET = """#!/bin/sh
 # As comet-score prints it: some lines of its own, then the file's name and the score of the system.
+COMET = """
 [ "$1 $3 $5" = "--sources --translations --references" ] || exit 9
 [ "$MODEL_MISSING" ] && { echo "$8 is not a valid checkpoint path or model choice." >&2; exit 2; }
 cat "$2" "$4" "$6" > "$COMET_CALLED.text"
@@ -224,19 +224,10 @@ printf '%s\\tscore: 0.8765\\n' translations
 """
 
 
-@pytest.fixture
-def comet_score(tmp_path, monkeypatch):
-    """A stand-in for COMET's own command, which writes how it was called to the file that is returned."""
-    path = tmp_path / "bin/comet-score"
-    path.parent.mkdir()
-    path.write_text(COMET)
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
-    monkeypatch.setenv("COMET_CALLED", str(tmp_path / "called"))
-    return tmp_path / "called"
-
-
-def test_comet_is_the_commands_score(comet_score, monkeypatch):
+def test_comet_is_the_commands_score(tmp_path, monkeypatch):
+    comet_score = tmp_path / "called"
+    fake_command(tmp_path, "comet-score", COMET, monkeypatch)
+    monkeypatch.setenv("COMET_CALLED", str(comet_score))
     result = metrics.comet("Unbabel/wmt22-comet-da", ["Hund"], ["a dog\rb"], ["the dog"], gpu=False)
     assert result["score"] == pytest.approx(87.65)
     assert result["signature"] == "model:Unbabel/wmt22-comet-da|times:100"
@@ -458,24 +449,6 @@ def test_a_score_states_how_far_an_unfinished_training_was(tmp_path, updates, li
     assert evaluate.unfinished(tmp_path, state) is None
 
 
-# ---- files
-
-
-def test_lines_end_only_at_line_feeds_and_are_utf8(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes("\ufeffone\u2028still one\r\n\n\ufeffthree\x85\n".encode())
-    assert read_lines(path) == ["one\u2028still one", "", "\ufeffthree\x85"], "a mark at the beginning is no text"
-    path.write_bytes(b"good\nb\xffd\n")
-    with pytest.raises(UserError, match=r"text:2: not UTF-8: .* at byte 2"):
-        read_lines(path)
-    path.write_bytes("Hallo Welt\n".encode("utf-16"))
-    with pytest.raises(UserError, match="text:1: not UTF-8 but UTF-16"):
-        read_lines(path)
-    path.write_bytes(b"good\n\xff\xfe torn\n")
-    with pytest.raises(UserError, match="text:2: not UTF-8: "):
-        read_lines(path)
-
-
 GOOD = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowercase": True, "bpe": "subword_nmt"}
 
 
@@ -484,8 +457,8 @@ GOOD = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowerca
     [
         (None, "no such file"),
         ("{", "not JSON"),
-        ("[]", "source_lang: expected a language, found None"),
-        (json.dumps({**GOOD, "target_lang": 1}), "target_lang: expected a language, found 1"),
+        ("[]", "source_lang: "),
+        (json.dumps({**GOOD, "target_lang": 1}), "target_lang: "),
         (json.dumps({**GOOD, "tokenizer": "spacy"}), "tokenizer: expected one of moses, none, given, found 'spacy'"),
         (json.dumps({**GOOD, "bpe": {}}), "bpe: expected one of subword_nmt, sentencepiece, found {}"),
     ],
@@ -558,20 +531,18 @@ def test_an_average_without_its_checkpoints_is_named(tmp_path):
         Run(tmp_path).averaged(10)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--average", "10"], "expected 10 checkpoints to average, found 3; give --average 3"),
-        (["--subset", "nope", "--average", "1"], "--subset nope: .*available: test, valid"),
-        (["--checkpoint", "none.pt"], r"none\.pt: no such file"),
-        (["--average", "1", "--", "--nonsense"], "-- --nonsense: "),
-        (["--against", "elsewhere"], "evaluate that run first"),
-        (["--checkpoint", "torn.pt"], r"torn\.pt: torn or damaged"),
-    ],
-)
-@pytest.mark.slow
-def test_a_mistake_is_named_in_one_line(data, run, tmp_path, monkeypatch, flags, message):
-    (tmp_path / "torn.pt").write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=rf"^evaluate: (.|\n)*{message}"):
-        evaluate.main(["--data", str(data), "--run", str(run), *flags])
+@mistakes("""
+    --average 10 | 'evaluate: ' '--average 3'
+    --subset nope --average 1 | '--subset nope: ' 'test, valid'
+    --checkpoint none.pt | 'none.pt: '
+    --checkpoint {torn} | {torn}:
+    --checkpoint {run}/checkpoint3.pt -- --nonsense | '-- --nonsense: '
+    --against elsewhere | '--against elsewhere: '
+    --lenpen nan | --lenpen: nan
+    --run | 'evaluate.sh: error: ' --run 'evaluate.sh --help'
+""")
+def test_a_mistake_is_named_in_one_line(data, run, tmp_path, capsys, words, named):
+    torn = tmp_path / "torn.pt"
+    torn.write_bytes((run / "checkpoint3.pt").read_bytes()[:500])
+    words = ["--data", data, "--run", run, *words]
+    check_refusal(capsys, evaluate.main, words, named, writes_to=run, run=run, torn=torn)

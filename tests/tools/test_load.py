@@ -96,16 +96,6 @@ def test_text_of_either_language_is_split_by_its_own_list_of_subwords(data, tmp_
     assert Text(tmp_path, "en").subwords("dog") == "d@@ o@@ g"
 
 
-def test_order_and_empty_lines_are_kept_in_batches(kept):
-    translator = ea_fairseq.load(kept)
-    together = translator.translate(SENTENCES, beam=2, max_len_b=20)
-    assert [bool(line) for line in together] == [bool(line.strip()) for line in SENTENCES]
-    assert together == [translator.translate(line, beam=2, max_len_b=20) for line in SENTENCES]
-    assert together[2] == together[5]
-    assert translator.translate("HUND.", max_len_b=20) == translator.translate("hund.", max_len_b=20)
-    assert translator.translate([]) == []
-
-
 def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
     ea_fairseq.load(kept).translate(["Hund.", "Hund. " * 1100], beam=1, max_len_b=5)
     assert "line 2: " in caplog.text
@@ -227,11 +217,3 @@ def test_it_translates_as_the_script_does(kept):
     result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)
-
-
-def test_a_changed_preparation_is_refused(kept, tmp_path):
-    copy = Path(shutil.copytree(kept, tmp_path / "run"))
-    with (copy / "prepared" / "code").open("a") as file:
-        file.write("more\n")
-    with pytest.raises(ValueError, match=r"prepared: has been changed since the run began"):
-        ea_fairseq.load(copy)

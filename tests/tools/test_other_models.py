@@ -1,7 +1,6 @@
 """The tools on language models, RoBERTa and BART: maps are collected, sizes are counted."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import torch
 from fairseq import options
 from helpers import REPO
+from helpers.mistakes import check_refusal, mistakes
 from helpers.models import batch
 from helpers.other_models import BART, LM, ROBERTA, build
 from helpers.toy import save_untrained
@@ -185,34 +185,21 @@ def test_statistics_do_not_depend_on_batches(trained):
             numpy.testing.assert_allclose(together[place], alone[place], rtol=1e-4, atol=1e-6, err_msg=str(place))
 
 
-@pytest.mark.parametrize(
-    "tool, name, more, message",
-    [
-        (draw, "lm", ["--target", "x"], r"--target: .*lm\.pt has a decoder only, and reads one text: give --source"),
-        (draw, "roberta", ["--target", "x"], r"--target: .*roberta\.pt has an encoder only"),
-        (draw, "lm", ["--kind", "cross"], r"--kind cross: .* has no encoder-decoder attention; it has decoder self"),
-        (draw, "roberta", ["--compare", "lm"], r"--compare .*lm\.pt: has a decoder only, and .* an encoder only"),
-        (draw, "lm", ["--data", "toy"], r"is not what .*lm\.pt was trained on: dict\.txt: is in .*/text, and"),
-        (statistics, "lm", ["--gold", "gold"], r"--gold: .*lm\.pt was trained for language_modeling; alignments are"),
-        (statistics, "denoiser", ["--gold", "gold"], r"--gold: .* was trained for denoising; alignments are of sent"),
-        (statistics, "roberta", ["--compare", "denoiser"], r"--compare .*: has encoder and decoder, .* an encoder on"),
-        (statistics, "lm", ["--subset", "test7"], r"--subset test7: .*available: test, train, valid"),
-    ],
-)  # fmt: skip
-def test_options_without_a_meaning_are_refused(trained, tmp_path, tool, name, more, message):
-    words = [getattr(trained, word, trained.data.get(word, word)) for word in more]
-    source = ["--source", TEXT] if tool is draw else []
-    with pytest.raises(SystemExit, match=message) as end:
-        tool.main([*map(str, ["--run", getattr(trained, name), *source, "--out", tmp_path / "a.png", *words])])
-    assert "\n" not in end.value.code
-    assert not list(tmp_path.iterdir())
-
-
-def test_text_without_its_preparation_is_refused(trained, tmp_path):
-    shutil.copytree(trained.data["text"], tmp_path / "text")
-    (tmp_path / "text/PREP.json").unlink()
-    with pytest.raises(UserError, match=r"text/PREP\.json: no such file"):
-        load_model(trained.lm, tmp_path / "text")
+@mistakes("""
+    draw --run {lm} --source x --target x | --target: {lm} decoder --source
+    draw --run {roberta} --source x --target x | --target: {roberta} encoder
+    draw --run {lm} --source x --kind cross | '--kind cross:' lm.pt decoder
+    draw --run {roberta} --source x --compare {lm} | '--compare {lm}:' decoder encoder
+    draw --run {lm} --source x --data {toy} | {toy} {lm} dict.txt:
+    statistics --run {lm} --gold gold | --gold: {lm} language_modeling
+    statistics --run {denoiser} --gold gold | --gold: {denoiser} denoising
+    statistics --run {roberta} --compare {denoiser} | '--compare {denoiser}:' encoder decoder
+    statistics --run {lm} --subset test7 | '--subset test7:' 'test, train, valid'
+""")
+def test_options_without_a_meaning_are_refused(trained, tmp_path, capsys, words, named):
+    main = {"draw": draw, "statistics": statistics}[words[0]].main
+    words = [*words[1:], "--out", tmp_path / "a.png"]
+    check_refusal(capsys, main, words, named, writes_to=tmp_path, **vars(trained), toy=trained.data["toy"])
 
 
 def test_two_runs_of_one_name_are_told_apart():

@@ -384,12 +384,6 @@ def test_two_at_once(tmp_path):
     run_folder.take(tmp_path)
 
 
-def test_data_of_other_languages_are_refused(data, tmp_path):
-    words = ["multi30k-en-fr", "transformer_lite", "--data", data, "--run", tmp_path / "run", "--gpus", "0"]
-    with pytest.raises(SystemExit, match="is de-en, the recipe multi30k-en-fr is en-fr"):
-        train.main([*map(str, words)])
-
-
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 

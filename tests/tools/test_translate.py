@@ -6,18 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from helpers.mistakes import check_refusal, mistakes
 from helpers.toy import ENVIRONMENT, Payload, script, tool
 
 from ea_artifacts.command import UserError
-from ea_artifacts.files import decode
-from ea_tools.translating import evaluate, translate
-
-
-def test_bad_bytes_are_named():
-    assert decode(b" gut \r\n", "x", 1) == " gut "
-    assert decode(b"a\rb\r\n", "x", 1) == "a b", "else it would be two lines to fairseq"
-    with pytest.raises(UserError, match=r"x:7: not UTF-8: .* at byte 3"):
-        decode(b"ab\xff", "x", 7)
+from ea_tools.translating import translate
 
 
 def output(path, *flags, lines=(b"x\n", b"y\n"), checkpoint=__file__):
@@ -76,14 +70,6 @@ def test_other_settings_do_not_go_on_with_an_output(tmp_path):
     assert out.read_text() == "0 ||| a ||| -1\n0 ||| b ||| -2\n", "a line's n best are whole"
 
 
-@pytest.mark.parametrize("parse", [translate.parse, evaluate.parse])
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_length_penalty_is_a_number(parse, value, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--run", "r", "--data", "d", "--lenpen", value])
-    assert f"--lenpen: must be a finite number, not {value}" in capsys.readouterr().err
-
-
 def test_two_at_once_do_not_write_one_file(tmp_path):
     code = "import fcntl, sys\nfile = open(sys.argv[1], 'a')\n"
     code += "fcntl.lockf(file, fcntl.LOCK_EX)\nprint('locked', flush=True)\ninput()"
@@ -126,8 +112,6 @@ def test_n_best_with_scores():
     hypotheses = [("A B", -0.5), ("A", -0.7), ("C", -0.9)]
     assert translate._written(7, hypotheses[:2], 2) == ["7 ||| A B ||| -0.5", "7 ||| A ||| -0.7"]
     assert translate._written(8, hypotheses, None) == ["A B"]
-    with pytest.raises(SystemExit):
-        translate.parse(["--run", "x", "--nbest", "6"])
 
 
 def test_lines_come_in_batches_and_those_before_a_fault_are_kept():
@@ -138,12 +122,6 @@ def test_lines_come_in_batches_and_those_before_a_fault_are_kept():
     assert [next(batches), next(batches)] == [(1, ["a", "b"]), (3, ["c"])]
     with pytest.raises(UserError, match=r"x:4: not UTF-8"):
         next(batches)
-
-
-def test_settings_that_do_not_go_together_are_one_line(run):
-    args = translate.parse(["--run", str(run), "--checkpoint", str(run / "checkpoint3.pt"), "--", "--min-len", "999"])
-    with pytest.raises(UserError, match="min_len cannot be larger"):
-        translate.translate(args, [b"Hund.\n"], print)
 
 
 @pytest.mark.slow
@@ -187,14 +165,14 @@ def test_lines_stay_in_step(data, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_line_and_what_came_before_is_kept(data, run, tmp_path):
+def test_what_came_before_a_fault_is_kept(run, tmp_path):
     (tmp_path / "in").write_bytes(b"Hund.\nKa\xfftze.\n")
     flags = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
     result = script("translate.sh", "--run", run, *flags)
     assert result.returncode == 1
     assert f"{tmp_path / 'in'}:2: not UTF-8" in result.stderr
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").read_text().count("\n") == 1, "what came before is kept"
+    assert (tmp_path / "out.partial").read_text().count("\n") == 1
     (tmp_path / "in").write_text("Hund.\nKatze.\n")
     again = script("translate.sh", "--run", run, *flags)
     assert "out.partial: holds 1 lines of an interrupted run; go on with --resume" in again.stderr
@@ -203,25 +181,26 @@ def test_mistakes_are_one_line_and_what_came_before_is_kept(data, run, tmp_path)
     assert (tmp_path / "out").read_text().count("\n") == 2
     assert not list(tmp_path.glob("out.*"))
 
-    def error(*flags):
-        result = script("translate.sh", *flags, input="Hund.\n")
-        assert result.returncode not in (0, None)
-        assert "Traceback" not in result.stderr
-        return result.stderr
 
-    assert "has no checkpoint" in error("--run", tmp_path)
-    assert "no such folder" in error("--run", tmp_path / "nowhere")
-    assert f"--input {tmp_path / 'nope'}: no such file" in error("--run", run, "--input", tmp_path / "nope")
-    assert f"{tmp_path}: Is a directory" in error("--run", run, "--input", tmp_path)
-    assert f"there is no folder {tmp_path}/nodir" in error("--run", run, "--output", tmp_path / "nodir" / "out")
-    assert "PREP.json: no such file" in error("--run", run, "--data", tmp_path)
-    assert "-- --nonsense: " in error("--run", run, "--", "--nonsense")
-    import torch
-
+@mistakes("""
+    --run {here} | {here} checkpoint
+    --run {here}/nowhere | {here}/nowhere:
+    --run {run} --input {here}/nope | '--input {here}/nope: '
+    --run {run} --input {here} | {here}: 'name of a file'
+    --run {run} --output {here}/nodir/out | '--output {here}/nodir/out: ' {here}/nodir
+    --run {run} --data {here} | PREP.json:
+    --run {run} -- --nonsense | '-- --nonsense: '
+    --run {run} -- --min-len 999 | min_len max_len
+    --run {run} --nbest 6 | '--nbest 6: ' '--beam 5'
+    --checkpoint {here}/language_modeling.pt | 'language_modeling.pt: ' 'task language_modeling'
+    --checkpoint {here}/denoising.pt | 'denoising.pt: ' 'task denoising'
+    --checkpoint {here}/bad.pt | 'bad.pt: refused'
+""")
+def test_mistakes_are_named(run, tmp_path, capsys, monkeypatch, words, named):
     for task in ("language_modeling", "denoising"):
         torch.save({"model": {}, "cfg": {"task": {"_name": task}}}, tmp_path / f"{task}.pt")
-        said = error("--checkpoint", tmp_path / f"{task}.pt")
-        assert f"was trained for the task {task}; give a model that translates" in said
     torch.save({"model": {}, "cfg": Payload(tmp_path / "trace")}, tmp_path / "bad.pt")
-    assert "refused" in error("--checkpoint", tmp_path / "bad.pt")
-    assert not (tmp_path / "trace").exists()
+    if "--input" not in words:
+        (tmp_path / "in").write_text("Hund.\n")
+        words = ["--input", tmp_path / "in", *words]
+    check_refusal(capsys, translate.main, words, named, writes_to=tmp_path, here=tmp_path, run=run)
