@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from evolving_attention import huggingface
 from examples.explanations.measures import Probabilities, auprc, faithfulness
-from examples.glue.fine_tune import DATA
-from examples.glue.tasks import DataError, Row, download, read
+from examples.glue.tasks import DataError, load
 from examples.report import positive, write
 
 METHODS = ("attention", "LIME")
@@ -80,11 +80,12 @@ def lime(probabilities: Probabilities, sentence: str, samples: int) -> list[floa
 
 
 def measure(
-    classifier: Classifier, rows: list[Row], opinions: dict[str, int], samples: int
+    classifier: Classifier, rows: Iterable[dict], opinions: dict[str, int], samples: int
 ) -> dict[str, dict[str, float]]:
     """Method -> measure -> the mean over the rows."""
     results: dict[str, dict[str, list[float]]] = {method: defaultdict(list) for method in METHODS}
-    for (sentence,), label in tqdm(rows, disable=None):
+    for row in tqdm(rows, disable=None):
+        sentence, label = row["sentence"], row["label"]
         correct = classifier.probabilities([sentence])[0].argmax() == label
         chosen = [opinions.get(word) == label for word in sentence.split()]
         explanations = (classifier.attention(sentence), lime(classifier.probabilities, sentence, samples))
@@ -105,7 +106,7 @@ def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="--out of examples.glue.fine_tune")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="SST-2's raw files (default: download to data/glue)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="SST-2's files (default: from the hub)")
     count = {"type": positive, "default": 100, "metavar": "N"}
     parser.add_argument("--sentences", **count, help="of the development set (default: 100)")
     parser.add_argument("--samples", **count, help="of LIME for a sentence (default: 100)")
@@ -120,19 +121,19 @@ def main(words: list[str] | None = None) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Print the table, and write the numbers."""
-    if args.data is None:
-        download("SST-2", DATA)
-    rows, train = (read(args.data or DATA, "SST-2", split) for split in ("dev", "train"))
+    data = load("SST-2", args.data)
+    rows = data["dev"].take(min(args.sentences, len(data["dev"])))
     folders = {kind: sorted(args.models.glob(f"SST-2-{kind}-*/")) for kind in ("stock", "evolving")}
     if not all(folders.values()):
         raise DataError(f"{args.models}: has no SST-2-stock-N and SST-2-evolving-N of examples.glue.fine_tune")
     # SST-2 has no rationales. Its annotators did judge single words, which stand among the training rows.
-    opinions = {sentence: label for (sentence,), label in train if len(sentence.split()) == 1}
+    train = zip(data["train"]["sentence"], data["train"]["label"], strict=True)
+    opinions = {sentence: label for sentence, label in train if len(sentence.split()) == 1}
     print(f"| model | method | {' | '.join(MEASURES)} |")
     print("|---" * (2 + len(MEASURES)) + "|")
     record = {}
     for kind, some in folders.items():
-        results = [measure(Classifier(folder), rows[: args.sentences], opinions, args.samples) for folder in some]
+        results = [measure(Classifier(folder), rows, opinions, args.samples) for folder in some]
         record[kind] = results
         for method in METHODS:
             cells = [_mean([result[method][name] for result in results]) for name in MEASURES]

@@ -9,53 +9,50 @@ With --from-scratch the model is a BERT of 3 layers, 256 wide, whose WordPieces 
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
+import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
+from datasets import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertTokenizerFast,
+    DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    get_linear_schedule_with_warmup,
+    Trainer,
+    TrainingArguments,
+    set_seed,
 )
 
 from evolving_attention.evolution import RULES
 from evolving_attention.huggingface import SETTINGS, evolve
-from examples.glue.tasks import TASKS, DataError, Row, download, read, score
+from examples.glue.tasks import TASKS, DataError, load, score
 from examples.report import positive, write
 
 PAPERS = tomllib.loads((Path(__file__).parent / "papers.toml").read_text())
-DATA = Path("data/glue")
 
 
 def main(words: list[str] | None = None) -> None:
     """The command."""
     args = _arguments(words)
     try:
-        if args.data is None:
-            download(args.task, DATA)
-        folder = args.data or DATA
-        train_rows = read(folder, args.task, "train")
-        devs = [read(folder, args.task, split) for split in TASKS[args.task].dev]
-        tokenizer = small_tokenizer(train_rows) if args.from_scratch else AutoTokenizer.from_pretrained(args.model)
+        data = load(args.task, args.data)
+        tokenizer = small_tokenizer(args.task, data) if args.from_scratch else AutoTokenizer.from_pretrained(args.model)
         refuse(args, tokenizer)
         print(f"| model | {'/'.join(TASKS[args.task].metrics)}, mean | standard deviation | each seed |")
         print("|---|---|---|---|")
         for evolving in (False, True):
             # One list for each seed: all metrics of all development sets.
-            results = [run(args, evolving, seed, tokenizer, train_rows, devs) for seed in args.seeds]
+            results = [run(args, evolving, seed, tokenizer, data) for seed in args.seeds]
             print(_row(args, evolving, results), flush=True)
             if args.out:
                 record = {"settings": vars(args), "evolving": evolving, "results": results}
@@ -69,12 +66,15 @@ def refuse(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None
     """Report mistakes before the first training.
 
     Raises:
-        DataError: the model cannot evolve so, or ``--out`` has models of other settings, which a mean would mix up.
+        DataError: the model cannot evolve so, several GPUs are there, or ``--out`` has models of other settings, which
+            a mean would mix up.
     """
     try:
         build(args, tokenizer, evolving=True)
     except ValueError as error:
         raise DataError(str(error)) from None
+    if torch.cuda.device_count() > 1:  # Trainer would share each batch among them, and make it as many times larger
+        raise DataError("one GPU is used, and this machine shows several; choose one: CUDA_VISIBLE_DEVICES=0")
     if not args.out:
         return
     settings = json.loads(json.dumps(vars(args), default=str))
@@ -89,36 +89,58 @@ def run(
     evolving: bool,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-    train_rows: list[Row],
-    devs: list[list[Row]],
+    data: dict[str, Dataset],
 ) -> list[float]:
     """Train one model and score it on the development sets."""
-    torch.manual_seed(seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(args, tokenizer, evolving).to(device)
-    # The same batches and, apart from new weights, the same start for both models.
-    torch.manual_seed(seed)
-    updates = args.epochs * -(-len(train_rows) // args.batch_size)
-    updates = min(updates, args.updates or updates)
-    # Torch's Adam with the papers' epsilon; the linear schedule with a tenth of warm-up is our choice.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-8)
-    schedule = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
-    batches = _batches(train_rows, args.batch_size, seed)
-    model.train()
-    for _ in tqdm(range(updates), f"{args.task}, seed {seed}", disable=None):
-        optimizer.zero_grad()
-        inputs, labels = _tensors(tokenizer, next(batches), device)
-        logits = model(**inputs).logits
-        loss = F.mse_loss(logits[:, 0], labels) if logits.size(1) == 1 else F.cross_entropy(logits, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    set_seed(seed)
+    model = build(args, tokenizer, evolving)
+    rows = {split: encode(part, args.task, tokenizer) for split, part in data.items()}
+    with contextlib.redirect_stdout(sys.stderr):  # the table alone goes to the standard output
+        learner = trainer(args, model, rows["train"], tokenizer, seed)
+        learner.train()
+        results = []
+        for split in TASKS[args.task].dev:
+            # T5 gives these beside the scores.
+            others = ["past_key_values", "encoder_last_hidden_state"]
+            scores, expected, _ = learner.predict(rows[split], ignore_keys=others)
+            predicted = scores[:, 0] if scores.shape[1] == 1 else scores.argmax(1)
+            results += score(args.task, expected.tolist(), predicted.tolist())
     if args.out:
         folder = args.out / f"{args.task}-{_kind(evolving)}-{seed}"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return [number for dev in devs for number in score(args.task, [y for _, y in dev], predict(model, tokenizer, dev))]
+    return results
+
+
+def encode(rows: Dataset, task: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Rows of subwords."""
+    columns = TASKS[task].sentences
+    return rows.map(lambda batch: tokenizer(*(batch[name] for name in columns), truncation=True), batched=True)
+
+
+def trainer(
+    args: argparse.Namespace, model: PreTrainedModel, rows: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Trainer:
+    """Hugging Face's, which seeds anew: both models see the same batches, and have the same dropout at first."""
+    updates = args.epochs * -(-len(rows) // args.batch_size)
+    settings = TrainingArguments(
+        tempfile.gettempdir(),
+        seed=seed,
+        data_seed=seed,
+        max_steps=min(updates, args.updates or updates),
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=64,
+        # Trainer's defaults are the rest: Adam with the papers' epsilon, a linear schedule, clipping at 1.0.
+        optim="adamw_torch",
+        learning_rate=args.lr,
+        warmup_steps=0.1,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+    )
+    collator = DataCollatorWithPadding(tokenizer)
+    return Trainer(model, settings, train_dataset=rows, data_collator=collator, processing_class=tokenizer)
 
 
 def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving: bool) -> PreTrainedModel:
@@ -142,37 +164,10 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving
     return evolve(model, args.alpha, args.beta, args.rule, args.kernel_size) if evolving else model
 
 
-@torch.no_grad()
-def predict(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> list[float]:
-    """The class or number of each row."""
-    model.eval()
-    predicted = []
-    for start in range(0, len(rows), 64):
-        inputs, _ = _tensors(tokenizer, rows[start : start + 64], model.device)
-        logits = model(**inputs).logits
-        predicted += (logits[:, 0] if logits.size(1) == 1 else logits.argmax(1)).tolist()
-    return predicted
-
-
-def small_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
+def small_tokenizer(task: str, data: dict[str, Dataset]) -> PreTrainedTokenizerBase:
     """8,000 WordPieces of the training sentences."""
-    sentences = (sentence for row, _ in rows for sentence in row)
+    sentences = (sentence for name in TASKS[task].sentences for sentence in data["train"][name])
     return BertTokenizerFast().train_new_from_iterator(sentences, vocab_size=8000)
-
-
-def _batches(rows: list[Row], size: int, seed: int) -> Iterator[list[Row]]:
-    generator = torch.Generator().manual_seed(seed)  # its own: each model draws another number of random numbers
-    while True:
-        for chosen in torch.randperm(len(rows), generator=generator).split(size):
-            yield [rows[i] for i in chosen]
-
-
-def _tensors(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Row], device: str | torch.device
-) -> tuple[dict[str, Tensor], Tensor]:
-    columns = [list(column) for column in zip(*(sentences for sentences, _ in rows), strict=True)]
-    inputs = tokenizer(*columns, padding=True, truncation=True, return_tensors="pt").to(device)
-    return inputs, torch.tensor([label for _, label in rows], device=device)
 
 
 def _kind(evolving: bool) -> str:
@@ -206,7 +201,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         "--rule", choices=RULES, help="how maps evolve (default: evolving; with --settings PA predictive)"
     )
     parser.add_argument("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="raw files (default: download to data/glue)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="files of the task (default: from the hub)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the models and their scores there")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
     parser.add_argument("--updates", type=positive, metavar="N", help="stop after so many")

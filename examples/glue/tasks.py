@@ -1,22 +1,20 @@
-"""The nine tasks of GLUE: where their files have what, and their metrics.
+"""The nine tasks of GLUE: their sentences and metrics, read from Hugging Face's hub or from files.
 
-Raw files are those of gluebenchmark.com: train.tsv and dev.tsv (MNLI: dev_matched.tsv and dev_mismatched.tsv), plain or
+Files are those of gluebenchmark.com: train.tsv and dev.tsv (MNLI: dev_matched.tsv and dev_mismatched.tsv), plain or
 .gz, in DIR or in DIR/TASK.
 """
 
-import gzip
-import io
-import urllib.request
-import zipfile
-import zlib
+import csv
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
+import pandas
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 from scipy import stats
 from sklearn import metrics
 
-URL = "https://dl.fbaipublicfiles.com/glue/data/"
+HUB = "nyu-mll/glue"
 ENTAILS = ("entailment", "not_entailment")
 PAIR = ("sentence1", "sentence2")
 
@@ -27,94 +25,59 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """Columns are names in the header, or numbers where a file has none."""
+    """A task's columns, classes and metrics."""
 
-    sentences: tuple[str | int, ...]
-    label: str | int
-    metrics: tuple[str, ...]
-    #: in the order of their classes; None: numbers
+    #: columns of the hub
+    sentences: tuple[str, ...]
+    metrics: tuple[str, ...] = ("accuracy",)
+    #: as the files name them, in the order of the hub's numbers; None: the label is a number
     labels: tuple[str, ...] | None = ("0", "1")
+    #: the files' columns where they have other names: sentences, then the label; numbers where there is no header
+    columns: tuple[str | int, ...] = ()
     dev: tuple[str, ...] = ("dev",)
-    #: below URL
-    archive: str | None = None
     #: some rows of the published file lack columns
     drops_short_rows: bool = False
 
 
 TASKS = {
-    "CoLA": Task((3,), 1, ("matthews",), archive="CoLA.zip"),
-    "SST-2": Task(("sentence",), "label", ("accuracy",), archive="SST-2.zip"),
-    "MRPC": Task(("#1 String", "#2 String"), "Quality", ("f1", "accuracy")),
-    "STS-B": Task(PAIR, "score", ("pearson", "spearman"), None, archive="STS-B.zip"),
+    "CoLA": Task(("sentence",), ("matthews",), columns=(3, 1)),
+    "SST-2": Task(("sentence",)),
+    "MRPC": Task(PAIR, ("f1", "accuracy"), columns=("#1 String", "#2 String", "Quality")),
+    "STS-B": Task(PAIR, ("pearson", "spearman"), None, (*PAIR, "score")),
     "QQP": Task(
-        *(("question1", "question2"), "is_duplicate", ("f1", "accuracy")),
-        archive="QQP-clean.zip",
+        *(("question1", "question2"), ("f1", "accuracy")),
+        columns=("question1", "question2", "is_duplicate"),
         drops_short_rows=True,
     ),
     "MNLI": Task(
-        *(PAIR, "gold_label", ("accuracy",), ("contradiction", "neutral", "entailment")),
+        ("premise", "hypothesis"),
+        labels=("entailment", "neutral", "contradiction"),
+        columns=(*PAIR, "gold_label"),
         dev=("dev_matched", "dev_mismatched"),
-        archive="MNLI.zip",
     ),
-    "QNLI": Task(("question", "sentence"), "label", ("accuracy",), ENTAILS, archive="QNLIv2.zip"),
-    "RTE": Task(PAIR, "label", ("accuracy",), ENTAILS, archive="RTE.zip"),
-    "WNLI": Task(PAIR, "label", ("accuracy",), archive="WNLI.zip"),
+    "QNLI": Task(("question", "sentence"), labels=ENTAILS),
+    "RTE": Task(PAIR, labels=ENTAILS),
+    "WNLI": Task(PAIR),
 }
 
-#: one row: its sentences, and its class or number
-Row = tuple[list[str], int | float]
 
+def load(name: str, folder: Path | None) -> dict[str, Dataset]:
+    """train and each development set of a task: columns of sentences, and a label.
 
-def read(folder: Path, name: str, split: str) -> list[Row]:
-    """The rows of a split. Quotation marks mean nothing in the files.
-
-    Raises:
-        DataError: no such file, a row without its columns, or a label that the task does not have.
-    """
-    task, path = TASKS[name], _find(folder, name, split)
-    try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); expected a .tsv file in UTF-8, or one in .gz") from error
-    lines = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
-    start, places = _columns(path, lines[0], task)
-    rows = []
-    for number, line in enumerate(lines[start:], start + 1):
-        fields = line.split("\t")
-        if len(fields) > max(places):
-            *sentences, label = (fields[place].strip() for place in places)
-            rows.append((sentences, _label(label, task, f"{path}, line {number}")))
-        elif not task.drops_short_rows:
-            raise DataError(f"{path}, line {number}: has {len(fields)} columns, expected at least {max(places) + 1}")
-    if not rows:
-        raise DataError(f"{path}: has no rows")
-    return rows
-
-
-def download(name: str, folder: Path) -> None:
-    """Put a task's files into folder/NAME, unless they are there.
+    Args:
+        folder: of files; None: from the hub, kept in its cache.
 
     Raises:
-        DataError: a task without an archive, no network, or a damaged archive.
+        DataError: no network, no such file, a row without its columns, or a label that the task does not have.
     """
-    archive = TASKS[name].archive
-    if (folder / name / "train.tsv").is_file():
-        return
-    if archive is None:
-        raise DataError(f"{name}: no archive holds its files; make train.tsv and dev.tsv, and give --data DIR")
+    splits = ("train", *TASKS[name].dev)
+    if folder is not None:
+        return {split: _read(folder, name, split) for split in splits}
     try:
-        with urllib.request.urlopen(URL + archive, timeout=60) as answer:
-            contents = zipfile.ZipFile(io.BytesIO(answer.read()))
-        # train.tsv comes last: with it the task is complete.
-        for member in sorted(contents.namelist(), key=lambda member: member.endswith("/train.tsv")):
-            if member.endswith(".tsv"):
-                (folder / name).mkdir(parents=True, exist_ok=True)
-                part = folder / name / (Path(member).name + ".part")
-                part.write_bytes(contents.read(member))
-                part.rename(part.with_suffix(""))
-    except (OSError, HTTPException, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{URL}{archive}: {error}; download it elsewhere, unpack it, and give --data DIR") from error
+        hub = load_dataset(HUB, name.lower().replace("-", ""))
+    except (OSError, DatasetsError) as error:
+        raise DataError(f"{HUB}: {error}; get the task's files elsewhere, and give --data DIR") from error
+    return {split: hub[split.replace("dev", "validation")] for split in splits}
 
 
 def score(name: str, expected: list, predicted: list) -> list[float]:
@@ -138,30 +101,38 @@ METRICS = {
 }
 
 
+def _read(folder: Path, name: str, split: str) -> Dataset:
+    """A split's file. Quotation marks mean nothing there."""
+    task, path = TASKS[name], _find(folder, name, split)
+    columns = list(task.columns or (*task.sentences, "label"))
+    header = None if isinstance(columns[0], int) else 0
+    # Words such as NA and null are words; only an empty field is missing.
+    words = {"quoting": csv.QUOTE_NONE, "keep_default_na": False, "na_values": [""], "dtype": str, "index_col": False}
+    try:
+        table = pandas.read_csv(path, sep="\t", header=header, usecols=columns, encoding="utf-8-sig", **words)[columns]
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path}: {error}; expected the task's columns in UTF-8, plain or in .gz") from error
+    table.columns = [*task.sentences, "label"]
+    table = table.dropna() if task.drops_short_rows else table
+    if table.empty:
+        raise DataError(f"{path}: has no rows")
+    if (short := table.isna().any(axis=1)).any():
+        raise DataError(f"{path}, row {short.idxmax() + 1}: a column is empty or missing")
+    table = table.apply(lambda column: column.str.strip())
+    if task.labels is None:
+        numbers, expected = pandas.to_numeric(table.label, errors="coerce"), "a number"
+    else:
+        places = {label: place for place, label in enumerate(task.labels)}
+        numbers, expected = table.label.map(places), f"one of {', '.join(task.labels)}"
+    if (wrong := numbers.isna()).any():
+        row = wrong.idxmax()
+        raise DataError(f"{path}, row {row + 1}: the label is {table.label[row]!r}, expected {expected}")
+    numbers = numbers.astype(float if task.labels is None else int)
+    return Dataset.from_pandas(table.assign(label=numbers), preserve_index=False)
+
+
 def _find(folder: Path, name: str, split: str) -> Path:
     for path in (folder / below / f"{split}.tsv{end}" for below in (name, ".") for end in ("", ".gz")):
         if path.is_file():
             return path
     raise DataError(f"{folder}: has no {split}.tsv and no {split}.tsv.gz, there or in {name}/")
-
-
-def _columns(path: Path, header: str, task: Task) -> tuple[int, list[int]]:
-    """How many lines the header takes, and where the sentences and the label stand."""
-    names = [*task.sentences, task.label]
-    if all(isinstance(name, int) for name in names):
-        return 0, names
-    there = header.split("\t")
-    if missing := [name for name in names if name not in there]:
-        raise DataError(f"{path}, line 1: the header has no column {', '.join(missing)}; is it a file of this task?")
-    return 1, [there.index(name) for name in names]
-
-
-def _label(text: str, task: Task, where: str) -> int | float:
-    if task.labels is not None:
-        if text not in task.labels:
-            raise DataError(f"{where}: the label is {text!r}, expected one of {', '.join(task.labels)}")
-        return task.labels.index(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise DataError(f"{where}: the label is {text!r}, expected a number") from None

@@ -1,32 +1,36 @@
 """Train AA-, EA-AA- or PA-AA-ResNet on ImageNet with the papers' recipe (ICML 2021, sections 4.1 and A.1).
 
-    torchrun --nproc-per-node 8 -m examples.imagenet.train FOLDER --layers 34 --out state.pt
+    torchrun --nproc-per-node 8 -m examples.imagenet.train FOLDER --layers 34 --out runs/ea-aa-resnet34
 
-FOLDER/train/CLASS/ and FOLDER/val/CLASS/ hold the pictures. After each epoch the state is kept in the file; the same
+FOLDER/train/CLASS/ and FOLDER/val/CLASS/ hold the pictures. After each epoch the state is kept in --out; the same
 command goes on from there.
 
 Axes: B pictures of a batch, H x W pixels.
 """
 
 import argparse
+import json
 import math
 import os
 import random
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from datasets import DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
-from transformers import ResNetConfig
+from transformers import EvalPrediction, ResNetConfig, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from evolving_attention.evolution import RULES
 from examples.images.resnet import EvolvingResNet
-from examples.report import positive
+from examples.report import positive, write
 
 SIDE = 224
 SETTINGS = ("layers", "alpha", "beta", "rule", "kernel_size", "batch")
@@ -42,38 +46,46 @@ MEANS, DEVIATIONS = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.
 
 
 def configuration(layers: int, classes: int) -> ResNetConfig:
-    """Of a ResNet of 34, 50, 101 or 152 layers."""
+    """A ResNet of 34, 50, 101 or 152 layers."""
     kind, depths = DEPTHS[layers]
     sizes = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
     return ResNetConfig(layer_type=kind, depths=depths, hidden_sizes=sizes, num_labels=classes)
 
 
-class Pictures(Dataset):
-    """The pictures FOLDER/CLASS/*: for training a random part of each, mirrored at random; else the centre."""
+def read(folder: Path) -> DatasetDict:
+    """train and validation: pictures and their classes.
 
-    def __init__(self, folder: Path, training: bool) -> None:
-        known = Image.registered_extensions()
-        self.files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in known)
-        self.training = training
-        self.classes = sorted({file.parent.name for file in self.files})
+    Raises:
+        ValueError: no such folder, or other classes in one part.
+    """
+    expected = f"{folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/"
+    try:
+        data = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
+    except (OSError, DatasetsError) as error:
+        raise ValueError(f"{expected} ({error})") from error
+    if set(data) != {"train", "validation"} or len({frozenset(part.unique("label")) for part in data.values()}) > 1:
+        raise ValueError(expected)
+    for name, part in data.items():
+        part.set_transform(partial(tensors, training=name == "train"))
+    return data
 
-    def __len__(self) -> int:
-        return len(self.files)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        """3 x H x W, and the number of the class."""
-        with Image.open(self.files[number]) as file:
-            picture = file.convert("RGB")
-        if self.training:
-            box = random_part(*picture.size)
-            picture = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
-            picture = ImageOps.mirror(picture) if random.random() < 0.5 else picture
-        else:
-            # The centre of a picture whose shorter side has 256 / 224 of SIDE.
-            border = (1 - 224 / 256) / 2
-            picture = ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR, border)
-        pixels = (torch.from_numpy(np.array(picture)) / 255 - MEANS) / DEVIATIONS  # H x W x 3
-        return pixels.permute(2, 0, 1), self.classes.index(self.files[number].parent.name)
+def tensors(rows: dict[str, list], training: bool) -> dict[str, list]:
+    """Pixels, 3 x H x W each: for training a random part of a picture, mirrored at random; else its centre."""
+    return {"pixels": [_pixels(picture, training) for picture in rows["image"]], "labels": rows["label"]}
+
+
+def _pixels(picture: Image.Image, training: bool) -> Tensor:
+    picture = picture.convert("RGB")
+    if training:
+        box = random_part(*picture.size)
+        picture = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
+        picture = ImageOps.mirror(picture) if random.random() < 0.5 else picture
+    else:
+        # The centre of a picture whose shorter side has 256 / 224 of SIDE.
+        border = (1 - 224 / 256) / 2
+        picture = ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR, border)
+    return ((torch.from_numpy(np.array(picture)) / 255 - MEANS) / DEVIATIONS).permute(2, 0, 1)
 
 
 def random_part(width: int, height: int) -> tuple[float, float, float, float]:
@@ -90,66 +102,77 @@ def share_of_rate(epoch: float) -> float:
     return min(1, epoch / 5) * 0.1 ** sum(epoch >= fall for fall in (30, 60, 80, 90))
 
 
-@torch.no_grad()
-def accuracies(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: str) -> list[float]:
-    """Percent of all processes' pictures whose class is the first, and among the first five."""
-    model.eval()
-    counts = torch.zeros(3, device=device)
-    for x, classes in batches:
-        scores = model(x.to(device))
-        hits = scores.topk(min(5, scores.size(1))).indices == classes.to(device)[:, None]  # B x 5
-        counts += torch.stack([hits[:, 0].sum(), hits.sum(), torch.tensor(len(x), device=device)])
-    dist.all_reduce(counts)
-    return (100 * counts[:2] / counts[2]).tolist()
+class PictureTrainer(Trainer):
+    """Hugging Face's Trainer of a model that gives scores, B x classes."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """The cross entropy."""
+        scores = model(inputs["pixels"])
+        loss = F.cross_entropy(scores, inputs["labels"])
+        return (loss, {"scores": scores}) if return_outputs else loss
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Score the model that is saved: its batch normalisation has the first process's statistics."""
+        if dist.is_initialized():
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+        return super().evaluate(*arguments, **options)
 
 
-def fit(args: argparse.Namespace, train: Pictures, valid: Pictures) -> None:
-    """Train, or go on from the state in ``args.out``; print the accuracies after each epoch."""
-    rank, processes = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    sampler = DistributedSampler(train)
-    options = {"batch_size": args.batch, "num_workers": args.workers, "pin_memory": device != "cpu"}
-    draws = torch.Generator()  # of parts and mirrorings, in the processes that read pictures
-    batches = DataLoader(train, sampler=sampler, drop_last=True, generator=draws, **options)
-    if not len(batches):
-        raise SystemExit(
-            f"train: {len(train):,} pictures give no batch of {args.batch} for each of {processes} processes"
-        )
-    tests = DataLoader(Subset(valid, range(rank, len(valid), processes)), **options)
-    config = configuration(args.layers, len(train.classes))
+def accuracies(prediction: EvalPrediction) -> dict[str, float]:
+    """Percent of the pictures whose class is the first, and among the first five."""
+    hits = prediction.predictions == prediction.label_ids[:, None]  # N x 5
+    return {"top-1": 100 * float(hits[:, 0].mean()), "top-5": 100 * float(hits.any(1).mean())}
+
+
+def fit(args: argparse.Namespace, data: DatasetDict) -> None:
+    """Train, or go on from the state in ``args.out``; print the accuracies after each epoch.
+
+    Raises:
+        ValueError: the state is of other settings.
+    """
+    options = TrainingArguments(
+        str(args.out),
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=args.batch,
+        per_device_eval_batch_size=args.batch,
+        dataloader_num_workers=args.workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),  # else its processes would not find each other there
+        max_grad_norm=0,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        report_to="none",
+        seed=0,
+    )
+    settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": options.world_size}
+    file = args.out / "settings.json"
+    if file.exists() and (before := json.loads(file.read_text())) != settings:
+        raise ValueError(f"--out {args.out}: is of a training with {before}, this one has {settings}")
+    if options.process_index == 0:
+        write(file, settings)
+    classes = data["train"].features["label"].num_classes
     torch.manual_seed(0)
-    model = EvolvingResNet(config, SIDE, args.alpha, args.beta, args.rule, args.kernel_size).to(device)
-    parallel = nn.parallel.DistributedDataParallel(model)
+    config = configuration(args.layers, classes)
+    model = EvolvingResNet(config, SIDE, args.alpha, args.beta, args.rule, args.kernel_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.128, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / len(batches)))
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    state = {"epochs": 0}
-    settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": processes}
-    if args.out.exists():
-        state = torch.load(args.out, map_location=device, weights_only=True)
-        if state["settings"] != settings:
-            raise SystemExit(f"--out {args.out}: is of a training with {state['settings']}, this one has {settings}")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    for epoch in range(state["epochs"], args.epochs):
-        sampler.set_epoch(epoch)
-        draws.manual_seed(processes * epoch + rank)
-        random.seed(processes * epoch + rank)  # where this process itself reads them
-        parallel.train()
-        for x, classes in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(parallel(x.to(device)), classes.to(device)).backward()
-            optimizer.step()
-            schedule.step()
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)  # batch normalisation's: score the model that is saved
-        top1, top5 = accuracies(model, tests, device)
-        if rank == 0:
-            print(f"epoch {epoch + 1}: top-1 {top1:.2f}, top-5 {top5:.2f}", flush=True)
-            partial = args.out.with_name(f"{args.out.name}.partial")  # a kill while it is written loses nothing
-            states = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({"epochs": epoch + 1, "settings": settings, **states}, partial)
-            partial.replace(args.out)
+    updates = math.ceil(len(data["train"]) / (args.batch * options.world_size))  # of an epoch
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / updates))
+    trainer = PictureTrainer(
+        model,
+        options,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        compute_metrics=accuracies,
+        preprocess_logits_for_metrics=lambda scores, _: scores.topk(min(5, classes)).indices,
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.out)))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -164,18 +187,16 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
     parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="keep the state here")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="keep the state here")
     args = parser.parse_args(words)
     if args.alpha is None:
         args.alpha = 0.7 if args.layers > 100 and args.rule != "predictive" else 0.5
-    train, valid = Pictures(args.folder / "train", True), Pictures(args.folder / "val", False)
-    if not train.classes or train.classes != valid.classes:
-        parser.error(f"{args.folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/")
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun; see README.md")
-    dist.init_process_group()
-    fit(args, train, valid)
-    dist.destroy_process_group()
+    if torch.cuda.device_count() > 1 and "RANK" not in os.environ:
+        parser.error("several GPUs need torchrun; see README.md")
+    try:
+        fit(args, read(args.folder))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m examples.text.classify DIR --glove glove.840B.300d.txt
 
 DIR has train.tsv and test.tsv without a header, in UTF-8: a class, a tab, a sentence, and for pairs a tab and another
-sentence. SST-2 is GLUE's, with its development set as the test, and downloaded where --data does not give it.
+sentence. SST-2 is GLUE's, with its development set as the test, from the hub where --data does not give it.
 """
 
 import argparse
@@ -32,15 +32,20 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 Row = tuple[list[list[str]], str]  # words of each sentence, class
 
 
-def read(name: str, split: str, data: Path | None) -> list[Row]:
-    """The rows of SST-2, or of a folder.
+def sst2(data: Path | None) -> list[list[Row]]:
+    """The rows of SST-2's training and development sets."""
+    return [
+        [([TOKEN.findall(row["sentence"].lower())], str(row["label"])) for row in split]
+        for split in tasks.load("SST-2", data).values()
+    ]
+
+
+def read(name: str, split: str) -> list[Row]:
+    """The rows of a folder's file.
 
     Raises:
         tasks.DataError: a file or a line that is none.
     """
-    if name == "SST-2":
-        rows = tasks.read(data or Path("data/glue"), name, "dev" if split == "test" else split)
-        return [([TOKEN.findall(sentence.lower()) for sentence in sentences], str(label)) for sentences, label in rows]
     path, rows = Path(name) / f"{split}.tsv", []
     if not path.is_file():
         raise tasks.DataError(f"{path}: no such file; expected SST-2, or a folder with train.tsv and test.tsv")
@@ -105,7 +110,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("name", metavar="SST-2 | DIR", help="what to classify")
-    add("--data", type=Path, metavar="DIR", help="SST-2's files (default: download to data/glue)")
+    add("--data", type=Path, metavar="DIR", help="SST-2's files (default: from the hub)")
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME", help="(default: all)")
     add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
     add("--glove", type=Path, metavar="FILE", help="fixed vectors of words (default: they are learnt)")
@@ -114,9 +119,10 @@ def main(words: list[str] | None = None) -> None:
     add("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     try:
-        if args.name == "SST-2" and args.data is None:
-            tasks.download(args.name, Path("data/glue"))
-        rows, test = (read(args.name, split, args.data) for split in ("train", "test"))
+        if args.name == "SST-2":
+            rows, test = sst2(args.data)
+        else:
+            rows, test = read(args.name, "train"), read(args.name, "test")
         batches = Batches(rows, args.max_length)
         if new := {label for _, label in test}.difference(batches.classes):
             raise tasks.DataError(f"test: has the classes {', '.join(sorted(new))}, which the training rows have not")

@@ -98,7 +98,7 @@ def test_the_command_compares_models_and_methods(folder, capsys):
 def test_a_measure_without_sentences_is_no_number(folder):
     """No sentence has words that people chose beside others."""
     model = explain.Classifier(next(folder.glob("SST-2-stock-*/")))
-    found = explain.measure(model, [(("bad film",), 0)], {}, samples=2)
+    found = explain.measure(model, [{"sentence": "bad film", "label": 0}], {}, samples=2)
     assert {method: sorted(name for name in values if np.isnan(values[name])) for method, values in found.items()} == {
         method: ["AUPRC"] for method in explain.METHODS
     }

@@ -3,16 +3,18 @@
 import gzip
 import json
 import re
-import urllib.error
-import zipfile
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-from examples.glue import fine_tune, speed, tasks
-from examples.glue.tasks import TASKS, DataError
+pytest.importorskip("datasets")
+from datasets import Dataset, config
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
+from examples.glue import fine_tune, speed, tasks
+from examples.glue.tasks import TASKS
+
+SPLITS = {"SST-2": ("train", "validation"), "MNLI": ("train", "validation_matched", "validation_mismatched")}
 PAIRS = "index\tsentence1\tsentence2\tlabel\n"
 FILES = {
     "CoLA": "x\t{label}\t*\ta {noun} .\n",
@@ -101,30 +103,40 @@ def test_mistakes_are_named_before_a_training(tmp_path, options, message, capsys
     assert message in capsys.readouterr().err
 
 
-def test_both_models_see_the_same_batches_in_every_epoch():
-    """Dropout, of which the models take other amounts, has no say."""
-    rows, seen = [(("a",), number) for number in range(6)], []
+def test_both_models_see_the_same_batches_in_every_epoch(tmp_path):
+    """Other draws of random numbers, as evolving attention's new weights are, have no say."""
+    args = fine_tune._arguments(["CoLA", "--from-scratch", "--epochs", "2", "--batch-size", "4"])
+    rows, seen = [{"input_ids": [number], "label": 0} for number in range(6)], []
+    tokenizer = BertTokenizerFast(vocab={"[PAD]": 0, "[UNK]": 1})
     for drawn in (1, 5):
-        torch.manual_seed(3)
-        batches = fine_tune._batches(rows, 4, seed=3)
-        seen.append([(next(batches), torch.rand(drawn))[0] for _ in range(4)])
+        torch.rand(drawn)
+        model = BertForSequenceClassification(BertConfig(**speed.SIZES["lite"], vocab_size=8))
+        learner = fine_tune.trainer(args, model, rows, tokenizer, seed=3)
+        batches, words = learner.get_train_dataloader(), []
+        for epoch in range(2):
+            batches.set_epoch(epoch)
+            words.append([batch["input_ids"][:, 0].tolist() for batch in batches])
+        seen.append((words, torch.rand(2).tolist()))
     assert seen[0] == seen[1]
-    assert seen[0][:2] != seen[0][2:], "each epoch has an order of its own"
+    assert words[0] != words[1], "each epoch has an order of its own"
 
 
 def test_rows_have_sentences_and_classes(tmp_path):
     write(tmp_path, "QNLI")
-    assert tasks.read(tmp_path, "QNLI", "dev")[::2] == [(["a dog", "a cat"], 0), (["a dog", "a cat"], 1)]
+    rows = tasks.load("QNLI", tmp_path)["dev"].to_list()
+    assert rows[::2] == [{"question": "a dog", "sentence": "a cat", "label": label} for label in (0, 1)]
     write(tmp_path, "STS-B")
-    assert tasks.read(tmp_path / "STS-B", "STS-B", "train")[:2] == [(["a dog", "a cat"], 1.25), (["a cat", "a cat"], 5)]
+    (tmp_path / "STS-B/train.tsv").write_text('x\tsentence1\tsentence2\tscore\n0\tthe "NA\tnull\t1.25\n')
+    rows = tasks.load("STS-B", tmp_path / "STS-B")["train"].to_list()
+    assert rows == [{"sentence1": 'the "NA', "sentence2": "null", "label": 1.25}]
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("sentence\tclass\n", "line 1: the header has no column label"),
-        ("sentence\tlabel\na\t2\n", "line 2: the label is '2', expected one of 0, 1"),
-        ("sentence\tlabel\na\n", "line 2: has 1 columns, expected at least 2"),
+        ("sentence\tclass\n", "['label']"),
+        ("sentence\tlabel\na\t2\n", "row 1: the label is '2', expected one of 0, 1"),
+        ("sentence\tlabel\na\t1\nb\n", "row 2: a column is empty or missing"),
         ("sentence\tlabel\n", "has no rows"),
     ],
 )
@@ -132,7 +144,8 @@ def test_wrong_files_are_named(tmp_path, text, message, capsys):
     (tmp_path / "train.tsv").write_text(text)
     with pytest.raises(SystemExit):
         fine_tune.main(["SST-2", "--from-scratch", "--data", str(tmp_path)])
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and str(tmp_path / "train.tsv") in error
 
 
 def test_metrics():
@@ -142,30 +155,27 @@ def test_metrics():
     assert tasks.score("STS-B", [1.0, 2.0, 3.0], [1.0, 2.0, 9.0]) == pytest.approx([91.77, 100], abs=0.01)
 
 
-def test_downloads(tmp_path, monkeypatch):
-    archive = tmp_path / "RTE.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("RTE/train.tsv", PAIRS)
-        file.writestr("RTE/dev.tsv", PAIRS)
-    monkeypatch.setattr(tasks, "URL", f"file://{tmp_path}/")
-    tasks.download("RTE", tmp_path / "data")
-    assert (tmp_path / "data/RTE/train.tsv").read_text() == PAIRS
-    with pytest.raises(DataError, match=r"WNLI\.zip: .* give --data DIR"):
-        tasks.download("WNLI", tmp_path / "data")
-    with pytest.raises(DataError, match="MRPC: no archive holds its files"):
-        tasks.download("MRPC", tmp_path / "data")
+def test_the_hub_gives_the_columns_of_each_task(monkeypatch, tmp_path):
+    """A stand-in for the hub: one folder a task, with the columns that its page shows."""
+    asked = []
+
+    def load_dataset(path, name):
+        asked.append((path, name))
+        columns = {"label": [0], **{column: ["a"] for column in TASKS[task].sentences}}
+        return {split: Dataset.from_dict(columns) for split in SPLITS[task]}
+
+    monkeypatch.setattr(tasks, "load_dataset", load_dataset)
+    for task in ("SST-2", "MNLI"):
+        assert list(tasks.load(task, None)) == ["train", *TASKS[task].dev]
+    assert asked == [("nyu-mll/glue", "sst2"), ("nyu-mll/glue", "mnli")]
 
 
-def test_without_network_one_line_says_what_to_do(monkeypatch, tmp_path, capsys):
-    def refuse(*_, **__):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr(tasks.urllib.request, "urlopen", refuse)
-    monkeypatch.setattr(fine_tune, "DATA", tmp_path)
+def test_without_network_one_line_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit):
         fine_tune.main(["RTE", "--from-scratch"])
     error = capsys.readouterr().err
-    assert "no network" in error and "give --data DIR" in error and error.count("\n") == 1
+    assert "nyu-mll/glue" in error and "give --data DIR" in error and error.count("\n") == 1
 
 
 def test_the_papers_settings_are_complete():

@@ -1,14 +1,16 @@
 """The paper's recipe for ImageNet: the parts of pictures, the rate, and the command on a few pictures."""
 
-import socket
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-pytest.importorskip("transformers")
+pytest.importorskip("datasets")
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import EvalPrediction
 
 from examples.imagenet import train
 from examples.images.resnet import HEADS, EvolvingResNet
@@ -28,16 +30,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """What torchrun tells a single process."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    where = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in where.items():
-        monkeypatch.setenv(name, str(value))
-
-
 def test_parts_of_pictures_have_the_papers_sizes():
     areas = []
     for _ in range(300):
@@ -48,32 +40,34 @@ def test_parts_of_pictures_have_the_papers_sizes():
     assert 0.079 < min(areas) < 0.15 and 0.9 < max(areas) <= 1
 
 
-def test_the_centre_is_that_of_a_picture_of_256_pixels(tmp_path):
+def test_the_centre_is_that_of_a_picture_of_256_pixels():
     """Red grows to the right, and green to the bottom: their values say which part is seen."""
-    (tmp_path / "class").mkdir()
     rows, columns = np.mgrid[:256, :512]
-    Image.fromarray(np.dstack([columns // 2, rows, 0 * rows]).astype(np.uint8)).save(tmp_path / "class" / "1.png")
-    ((pixels, number),) = train.Pictures(tmp_path, training=False)
+    picture = Image.fromarray(np.dstack([columns // 2, rows, 0 * rows]).astype(np.uint8))
+    (pixels,) = train.tensors({"image": [picture], "label": [0]}, training=False)["pixels"]
     red, green, _ = 255 * (pixels * train.DEVIATIONS[:, None, None] + train.MEANS[:, None, None])
-    assert number == 0 and pixels.shape == (3, 224, 224)
+    assert pixels.shape == (3, 224, 224)
     assert_close(green[:, 0], torch.arange(16.0, 240), atol=1, rtol=0)
     assert_close(red[0], torch.arange(144.0, 368) / 2, atol=1, rtol=0)
 
 
 def test_other_files_are_no_pictures(folder):
-    before = len(train.Pictures(folder / "train", training=False))
     (folder / "train" / "n01440764" / ".DS_Store").write_bytes(b"x")
     (folder / "train" / "n01440764" / "list.txt").write_text("x")
-    assert len(train.Pictures(folder / "train", training=False)) == before
+    data = train.read(folder)
+    assert {name: part.with_format(None)["label"][:] for name, part in data.items()} == {
+        "train": [0] * 6 + [1] * 6,
+        "validation": [0, 0, 1, 1],
+    }
 
 
 def test_training_pictures_are_mirrored_at_random(folder, monkeypatch):
-    picture = train.Pictures(folder / "train", training=True)
+    pictures = train.read(folder)["train"]
     monkeypatch.setattr(train, "random_part", lambda width, height: (0, 0, width, height))
     monkeypatch.setattr(train.random, "random", lambda: 0.9)
-    plain, _ = picture[1]
+    plain = pictures[1]["pixels"]
     monkeypatch.setattr(train.random, "random", lambda: 0.1)
-    assert_close(picture[1][0], plain.flip(2))
+    assert_close(pictures[1]["pixels"], plain.flip(2))
 
 
 def test_the_rate_rises_in_five_epochs_and_falls_four_times():
@@ -82,37 +76,34 @@ def test_the_rate_rises_in_five_epochs_and_falls_four_times():
 
 
 @pytest.mark.slow
-def test_the_command_trains_and_goes_on_from_its_state(capsys, folder, monkeypatch, processes):
+def test_the_command_trains_and_goes_on_from_its_state(capsys, folder, monkeypatch):
     monkeypatch.setattr(train, "SIDE", 32)
     words = [str(folder), "--batch", "8", "--workers", "0", "--out"]
     for epoch in (1, 2):
-        train.main([*words, str(folder / "state.pt"), "--epochs", str(epoch)])
-        assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"epoch {epoch}"]
-    with pytest.raises(SystemExit, match=r"is of a training with {.*'alpha': 0.5.*}, this one has {.*'alpha': 0.9"):
-        train.main([*words, str(folder / "state.pt"), "--epochs", "3", "--alpha", "0.9"])
-    torch.distributed.destroy_process_group()
-    train.main([*words, str(folder / "whole.pt"), "--epochs", "2"])
-    state, whole = torch.load(folder / "state.pt"), torch.load(folder / "whole.pt")
-    assert_close(state["model"], whole["model"])  # the same parts of pictures, mirrored alike
-    assert state["schedule"]["last_epoch"] == 2
-    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.128 * 2 / 5)
-    assert state["model"]["resnet.classifier.1.weight"].shape == (2, 512)
-
-
-def test_a_folder_of_another_shape_is_refused(capsys, tmp_path):
+        train.main([*words, str(folder / "parts"), "--epochs", str(epoch)])
+        assert "eval_top-1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        train.main([str(tmp_path), "--out", str(tmp_path / "state.pt")])
-    assert "expected pictures of the same classes in train/CLASS/ and val/CLASS/" in capsys.readouterr().err
+        train.main([*words, str(folder / "parts"), "--epochs", "3", "--alpha", "0.9"])
+    assert re.search(r"is of a training with {.*'alpha': 0.5.*}, this one has {.*'alpha': 0.9", capsys.readouterr().err)
+    train.main([*words, str(folder / "whole"), "--epochs", "2"])
+    # Two epochs of two updates each; the same parts of pictures, mirrored alike.
+    states = [load_file(folder / name / "checkpoint-4" / "model.safetensors") for name in ("parts", "whole")]
+    assert_close(*states)
+    assert states[0]["resnet.classifier.1.weight"].shape == (2, 512)
+    optimizer = torch.load(folder / "parts" / "checkpoint-4" / "optimizer.pt")
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.128 * 2 / 5)
 
 
-def test_accuracies_are_those_of_all_pictures(processes):
-    scores = torch.arange(20.0).view(2, 10)  # class 9 is first, then 8, 7, 6, 5
-    batches = [(scores, torch.tensor([9, 6])), (scores[:1], torch.tensor([4]))]
-    torch.distributed.init_process_group()
-    try:
-        assert train.accuracies(torch.nn.Identity(), batches, "cpu") == pytest.approx([100 / 3, 200 / 3])
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_folder_of_another_shape_is_refused(capsys, folder, tmp_path):
+    for place in ("none", "train"):
+        with pytest.raises(SystemExit):
+            train.main([str(folder / place), "--out", str(tmp_path / "out")])
+        assert "expected pictures of the same classes in train/CLASS/ and val/CLASS/" in capsys.readouterr().err
+
+
+def test_accuracies_are_those_of_all_pictures():
+    found = train.accuracies(EvalPrediction(np.array([[9, 8, 7, 6, 5]] * 3), np.array([9, 6, 4])))
+    assert found == pytest.approx({"top-1": 100 / 3, "top-5": 200 / 3})
 
 
 COUNTS = [(34, 20.7, 24), (50, 25.8, 11), (101, 45.4, 28), (152, 61.6, 45)]

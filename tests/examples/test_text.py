@@ -65,7 +65,7 @@ def test_the_command_classifies_pairs(tmp_path, capsys):
 
 def test_faulty_rows_are_named(tmp_path):
     with pytest.raises(DataError, match=r"train\.tsv: no such file"):
-        classify.read(str(tmp_path), "train", None)
+        classify.read(str(tmp_path), "train")
     (tmp_path / "train.tsv").write_text("yes\ta cat\nno\n")
     with pytest.raises(DataError, match=r"train\.tsv, line 2"):
-        classify.read(str(tmp_path), "train", None)
+        classify.read(str(tmp_path), "train")
