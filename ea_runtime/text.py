@@ -170,7 +170,7 @@ class Text:
         self._source, self._target = (words_of(prepared, code) for code in (source, prepared.target_lang))
         normalise = prepared.rules.get("normalise")
         self._normalizer = Normalizer(prepared.moses_language(source)) if normalise else None
-        self._split = _splitter(folder, prepared.bpe, source)
+        self._split = splitter(folder, prepared.bpe, source)
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""
@@ -194,7 +194,7 @@ class Text:
         return self._target.detokenize(words)
 
 
-def _splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
+def splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
     """The function from words to subwords that the folder's code, or its model of sentencepiece, defines."""
     codes = folder / CODES[kind]
     if kind == "sentencepiece":

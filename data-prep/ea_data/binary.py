@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,20 +32,16 @@ SIZES_AT = TYPE_AT + 9  # where its lengths begin
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
 
-def count_subwords(chunk: Chunk) -> list[Counter[str]]:
-    """The subwords of each side of a chunk."""
-    return [Counter(b"".join(lines).decode().split()) for lines in chunk]
-
-
-def dictionary(counts: Counter[str]) -> Dictionary:
-    """fairseq's dictionary of these subwords."""
+def save_dictionaries(counts: Sequence[Counter[str]], paths: Sequence[Path], separate: bool) -> None:
+    """Writes fairseq's dictionary of each side's subwords, or the joint one twice."""
     from fairseq.data import Dictionary
 
-    result = Dictionary()
-    for word, count in counts.items():
-        result.add_symbol(word, count)
-    result.finalize()
-    return result
+    for side, path in zip(counts, paths, strict=True):
+        dictionary = Dictionary()
+        for word, count in (side if separate else counts[0] + counts[1]).items():
+            dictionary.add_symbol(word, count)
+        dictionary.finalize()
+        dictionary.save(str(path))
 
 
 def load_dictionary(path: Path) -> Dictionary:
@@ -77,8 +73,10 @@ class Encode:
         return np.array(numbers, np.int32), lengths, unknown
 
 
-def write(names: Sequence[Path], dictionaries: Sequence[Dictionary], chunks: Iterable[list[Encoded]]) -> list[int]:
-    """Writes NAME.bin and NAME.idx of each side of what `Encode` makes; returns how many subwords are unknown."""
+def write(
+    names: Sequence[Path], dictionaries: Sequence[Dictionary], chunks: Iterable[list[Encoded]]
+) -> list[dict[str, Any]]:
+    """Writes NAME.bin and NAME.idx of each side of what `Encode` makes; returns each side's numbers for PREP.json."""
     import torch
     from fairseq.data import indexed_dataset
 
@@ -86,32 +84,32 @@ def write(names: Sequence[Path], dictionaries: Sequence[Dictionary], chunks: Ite
     builders = [
         indexed_dataset.make_builder(f"{name}.bin", "mmap", size) for name, size in zip(names, sizes, strict=True)
     ]
-    unknown = [0] * len(builders)
+    lengths, unknown = [Counter[int]() for _ in names], [0 for _ in names]
     for chunk in chunks:
-        for side, (numbers, lengths, more) in enumerate(chunk):
-            for sentence in torch.from_numpy(numbers).split(lengths):
+        for side, (numbers, of_chunk, more) in enumerate(chunk):
+            for sentence in torch.from_numpy(numbers).split(of_chunk):
                 builders[side].add_item(sentence)
+            lengths[side].update(of_chunk)
             unknown[side] += more
     for name, builder in zip(names, builders, strict=True):
         builder.finalize(f"{name}.idx")
-    return unknown
+    return list(map(_facts, lengths, unknown))
 
 
-def _index(path: Path) -> tuple[type, np.ndarray]:
-    """The type of the numbers that an .idx file is of, and the sentences' lengths, end marks included."""
-    with path.open("rb") as file:
-        file.seek(TYPE_AT)
-        code, number = struct.unpack("<BQ", file.read(SIZES_AT - TYPE_AT))
-    return TYPES[code], np.fromfile(path, np.int32, number, offset=SIZES_AT)
+def _facts(lengths: Counter[int], unknown: int) -> dict[str, Any]:
+    """The numbers of a side whose sentences have these lengths, end marks included."""
+    subwords = sum((length - 1) * number for length, number in lengths.items())
+    percent = round(100 * unknown / max(1, subwords), 4)
+    facts = {"subwords": subwords, "longest": max(lengths) - 1, "empty": lengths[1], "unknown_percent": percent}
+    return {"pairs": lengths.total()} | facts
 
 
 def read_sentences(path: Path) -> list[list[int]]:
     """The sentences of PATH.bin and PATH.idx as numbers, each with its end mark."""
-    number_type, sizes = _index(path.with_name(path.name + ".idx"))
-    numbers: np.ndarray = np.fromfile(path.with_name(path.name + ".bin"), number_type)
+    index = path.with_name(path.name + ".idx")
+    with index.open("rb") as file:
+        file.seek(TYPE_AT)
+        code, number = struct.unpack("<BQ", file.read(SIZES_AT - TYPE_AT))
+    sizes = np.fromfile(index, np.int32, number, offset=SIZES_AT)
+    numbers: np.ndarray = np.fromfile(path.with_name(path.name + ".bin"), TYPES[code])
     return [part.tolist() for part in np.split(numbers, np.cumsum(sizes)[:-1])]
-
-
-def count_lengths(index: Path) -> np.ndarray:
-    """How many sentences of an .idx file have 0, 1, 2, ... subwords, end marks not included: int array."""
-    return np.bincount(_index(index)[1] - 1)

@@ -33,11 +33,11 @@ class Rules:
     separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
 
     @classmethod
-    def like(cls, preparation: Preparation, **about_lines: Any) -> Rules:
-        """The rules of prepared text for a line, with other rules that choose lines."""
+    def like(cls, preparation: Preparation) -> Rules:
+        """The rules of prepared text for a line."""
         rules: dict[str, Any] = {name: preparation.rules[name] for name in ABOUT_TEXT if name in preparation.rules}
         rules |= {name: getattr(preparation, name) for name in ("tokenizer", "lowercase", "bpe", "merges")}
-        return cls(**rules, nfc=preparation.unicode == "NFC", **about_lines)
+        return cls(**rules, nfc=preparation.unicode == "NFC")
 
     def fault(self, source_length: int, target_length: int) -> str | None:
         """Why a training pair is dropped, or None; as in Moses' clean-corpus-n."""

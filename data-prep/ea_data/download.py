@@ -7,15 +7,15 @@ import gzip
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from http.client import HTTPException
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ea_artifacts.command import UserError, say
-from ea_artifacts.files import sha256
+from ea_artifacts.files import read_lines, replacing, sha256
 
+from .corpus import Part
 from .parallel import tqdm_options
 from .text import AGAIN, reading
 
@@ -93,32 +93,27 @@ def _read_whole(path: Path) -> None:
             pass
 
 
-def verify(files: Iterable[Path], sums: Path, known: dict[str, tuple[int, str]]) -> None:
-    """Checks files against `known` (name -> size and SHA-256, 0 and "" if not known) and those recorded in `sums`.
+def verify(files: dict[Path, Part], sums: Path) -> None:
+    """Checks files against their published sizes and checksums, if there are, and the checksums recorded in `sums`.
 
     Files not in `sums` yet are recorded there. Raises UserError for the first file that differs.
     """
-    recorded = {}
-    if sums.exists():
-        for line in sums.read_text(encoding="utf-8").split("\n")[:-1]:
-            digest, _, name = line.partition("  ")
-            recorded[name] = digest
+    lines = read_lines(sums) if sums.exists() else []
+    recorded = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     before = dict(recorded)
-    for path in files:
-        size, digest = known.get(path.name, (0, ""))
-        if size and path.stat().st_size != size:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes, but it should have {size:,}; {AGAIN}")
+    for path, part in files.items():
+        if part.size and path.stat().st_size != part.size:
+            raise UserError(f"{path}: {path.stat().st_size:,} bytes, but it should have {part.size:,}; {AGAIN}")
         if path.name not in recorded and path.suffix in (".gz", ".tgz"):
             _read_whole(path)
         actual = sha256(path)
-        if digest and actual != digest:
-            raise UserError(f"{path}: its SHA-256 is {actual}, but should be {digest}; {AGAIN}")
+        if part.sha256 and actual != part.sha256:
+            raise UserError(f"{path}: its SHA-256 is {actual}, but should be {part.sha256}; {AGAIN}")
         if actual != recorded.setdefault(path.name, actual):
             raise UserError(
                 f"{path}: its SHA-256 is {actual}, but was {recorded[path.name]} at first use;\n"
                 f"{AGAIN}, or delete its line from {sums} if the new one is right"
             )
     if recorded != before:
-        temporary = sums.with_name(sums.name + ".tmp")
-        temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in recorded.items()), encoding="utf-8")
-        temporary.replace(sums)
+        with replacing(sums) as temporary:
+            temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in recorded.items()), encoding="utf-8")

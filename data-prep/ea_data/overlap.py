@@ -6,6 +6,7 @@ Sentences are compared by digests of 8 bytes. One digest is kept for each pair o
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -33,11 +34,12 @@ def held_out(rows: Iterable[tuple[bytes, bytes, bytes]]) -> Digests:
     return tuple(map(frozenset, list(zip(*rows, strict=True)) or [(), (), ()]))
 
 
-def seen(held_out: Digests, chunk: Chunk) -> tuple[np.ndarray, Digests]:
-    """A digest of each pair of training text, and which of the held-out sources, targets and pairs are in it."""
+def measure(held_out: Digests, chunk: Chunk) -> tuple[tuple[Counter[str], ...], Digests, np.ndarray]:
+    """Of training text: each side's subwords, the held-out sources, targets and pairs in it, a digest of each pair."""
+    subwords = tuple(Counter(b"".join(lines).decode().split()) for lines in chunk)
     sides = list(zip(*digests(chunk), strict=True))
     pairs = np.frombuffer(b"".join(sides[2]), np.uint64)
-    return pairs, tuple(known.intersection(side) for known, side in zip(held_out, sides, strict=True))
+    return subwords, tuple(known.intersection(side) for known, side in zip(held_out, sides, strict=True)), pairs
 
 
 def faults_and_leaks(rules: Rules, held_out: Digests, chunk: Chunk) -> list[str | None]:
@@ -55,5 +57,5 @@ def count(rows: list[tuple[bytes, bytes, bytes]], seen: tuple[set[bytes], ...]) 
 
 def duplicates(pairs: list[np.ndarray]) -> int:
     """The number of training pairs that repeat another."""
-    digests_of_all = np.concatenate(pairs) if pairs else np.empty(0, np.uint64)
+    digests_of_all = np.concatenate(pairs)
     return len(digests_of_all) - len(np.unique(digests_of_all))

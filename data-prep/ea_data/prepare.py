@@ -73,8 +73,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, C
         corpus = corpus_of(args)
     except UserError as error:
         parser.error(str(error))
-    options = ("bpe", "merges", "vocabulary_threshold", "separate_dictionaries")
-    changes = {key: getattr(args, key) for key in options if getattr(args, key)}
+    options = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Rules)}
+    changes = {name: value for name, value in options.items() if value}
     if args.joint_dictionary:
         changes["separate_dictionaries"] = False
     return args, dataclasses.replace(corpus, rules=dataclasses.replace(corpus.rules, **changes))
@@ -178,10 +178,6 @@ def corpus_of(args: argparse.Namespace) -> Corpus:
     if args.command != "custom":
         make, pairs = corpora.PUBLIC[args.command]
         return make(*args.pair.split("-")) if pairs else make()
-    about_lines = {
-        name: getattr(args, name) for name in ("max_length", "max_ratio", "valid_every", "drop_test_overlap")
-    }
-    about_lines["filter_on"] = "subwords"
     if args.like:
         like = Preparation.like(args.like)
         if like.languages != (args.source_lang, args.target_lang):
@@ -189,14 +185,14 @@ def corpus_of(args: argparse.Namespace) -> Corpus:
                 f"--like {args.like}: is {'-'.join(like.languages)}, and the text is to be "
                 f"{args.source_lang}-{args.target_lang}"
             )
-        rules = Rules.like(like, **about_lines)
+        rules = Rules.like(like)
     else:
         warn_of_unknown(args)
         splitter = tokenizer(args)
-        about_text = {name: getattr(args, name) for name in ("lowercase", "split_dashes", "normalise")}
         bpe = "sentencepiece" if splitter == "none" else "subword_nmt"
-        rules = Rules(tokenizer=splitter, nfc=splitter != "given", bpe=bpe, **about_text, **about_lines)
+        rules = Rules(tokenizer=splitter, nfc=splitter != "given", bpe=bpe)
     name = args.name or (args.out and args.out.resolve().name) or f"custom-{args.source_lang}-{args.target_lang}"
+    rules = dataclasses.replace(rules, filter_on="subwords")
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
     return dataclasses.replace(corpus, codes=args.bpe_given, like=args.like)
 
@@ -217,11 +213,9 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
         return Path.cwd()
     if args.command == "sample":
         pairs = sample.corpus(args.train, 500, 500, args.seed)
-        work = stages.work_folder(out)
-        work.mkdir(parents=True, exist_ok=True)
-        (work / stages.LOCK).touch()  # which marks the folder as made here
-        sample.write(pairs, work / "raw")
-        return work / "raw"
+        raw = stages.work_folder(out) / "raw"
+        sample.write(pairs, raw)
+        return raw
     if args.raw:
         return args.raw.resolve()
     from . import download
@@ -229,7 +223,7 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
     folder = DATA / "downloads" / corpus.downloads
     files = {folder / Path(url).name: (url, part.size) for url, part in corpus.files().items()}
     if not all(path.exists() for path in files):
-        with stages.alone(folder):  # two directions of a corpus share its downloads
+        with stages.locked(folder):  # two directions of a corpus share its downloads
             for path, (url, size) in files.items():
                 if not path.exists():
                     download.fetch(url, path, size)
@@ -244,8 +238,7 @@ def main() -> None:
     from .pipeline import Pipeline
 
     command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
-    with reporting(f"{args.command}.sh"):
-        stages.refuse_others(out)
+    with reporting(f"{args.command}.sh"), stages.alone(out):
         raw = raw_folder(args, corpus, out)
         Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
     print(f"{out}: ready")

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-from .binary import count_lengths
-from .corpus import Corpus
+from collections.abc import Iterator
 
 POSITIONS = 1024  # fairseq's default --max-source-positions and --max-target-positions, end mark included
 #: Shares, in percent, beyond which there is a warning. Short sentences recur in any corpus, whole pairs hardly do.
@@ -22,75 +12,6 @@ MOST_DUPLICATES = 10.0  # of the training pairs
 MOST_UNKNOWN = 1.0  # of a test's subwords
 MOST_DECOMPOSED = 1.0  # of the validation text's lines
 RED, PLAIN = "\033[31m", "\033[0m"
-
-
-def summarise(
-    corpus: Corpus,
-    folder: Path,
-    *,
-    filters: Mapping[str, dict],
-    words: dict[str, dict[str, int]],
-    merges: int,
-    unknown: Mapping[str, list[int]],
-    types: int | dict[str, int],
-    command: Sequence[str],
-    versions: dict[str, str],
-) -> dict:
-    """The contents of PREP.json for the binary data in `folder`.
-
-    Args:
-        filters: the length filter's numbers of pairs, by split.
-        words: each language's words and types of words in the training text.
-        merges: the number of merges of the subwords, or of pieces of sentencepiece.
-        unknown: each split's unknown subwords, by side, in the order of the data's splits.
-        types: the size of the joint dictionary, or of each language's.
-        command: the command line.
-    """
-    rules = corpus.rules
-    dropped: Counter[str] = Counter()
-    for counts in filters.values():
-        dropped.update(counts["dropped"])
-    return {
-        "name": corpus.name,
-        "source_lang": corpus.source_lang,
-        "target_lang": corpus.target_lang,
-        "tokenizer": rules.tokenizer,
-        "lowercase": rules.lowercase,
-        "bpe": rules.bpe,
-        "bpe_merges": merges,
-        "rules": dataclasses.asdict(rules),
-        "splits": {split: _split(corpus, folder, split, by_side) for split, by_side in unknown.items()},
-        "dictionary": types,
-        "train_words": words,
-        "filters": [{"on": rules.filter_on, "split": split} | counts for split, counts in filters.items()],
-        "dropped": dict(dropped),
-        "command": shlex.join(command),
-        "versions": versions,
-    }
-
-
-def _split(corpus: Corpus, folder: Path, split: str, unknown: list[int]) -> dict:
-    """The lines about one split; `unknown` are its unknown subwords by side."""
-    languages = (corpus.source_lang, corpus.target_lang)
-    parts = corpus.splits().get(split, corpus.train)
-    facts: dict[str, Any] = {
-        "pairs": 0,
-        "expected": corpus.expected.get(split),
-        "name": corpus.test_names().get(split, split),
-        "source": [part.url or part.member for part in parts],
-        "subwords": {},
-        "longest": {},
-        "empty": {},
-        "unknown_percent": {},
-    }
-    for lang, number in zip(languages, unknown, strict=True):
-        counts = count_lengths(folder / f"{split}.{'-'.join(languages)}.{lang}.idx")
-        facts["pairs"] = int(counts.sum())
-        facts["subwords"][lang] = int(counts @ np.arange(len(counts)))
-        facts["longest"][lang] = len(counts) - 1
-        facts["empty"][lang] = int(counts[0])
-        facts["unknown_percent"][lang] = round(100 * number / max(1, facts["subwords"][lang]), 4)
-    return facts
 
 
 def table(summary: dict, colour: bool) -> str:

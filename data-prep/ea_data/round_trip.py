@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ea_runtime.text import composed, join_pieces, words
+from ea_runtime.text import composed, join_pieces, splitter, words
 
-from . import subwords
 from .corpus import Rules
 from .parallel import Chunk
 
@@ -33,15 +32,16 @@ class RoundTrip:
     what people would have written, and back to tokens, as text to translate is made into tokens.
 
     Args:
-        codes: the file of subword codes.
+        spoken: the languages by whose rules Moses splits and joins their text.
+        folder: what holds the codes of the subwords.
         escape: see ``ea_runtime.text.Moses``.
     """
 
-    def __init__(self, languages: Sequence[str], rules: Rules, codes: Path, escape: bool = True) -> None:
-        self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in languages]
+    def __init__(self, spoken: Sequence[str], rules: Rules, folder: Path, escape: bool = True) -> None:
+        self._words = [words(rules.tokenizer, language, rules.split_dashes, escape) for language in spoken]
         self._rules = rules
         # subword-nmt only marks where it cut a word; sentencepiece also changes spaces and rare characters.
-        self._pieces = subwords.Apply(codes) if rules.bpe == "sentencepiece" else None
+        self._pieces = splitter(folder, rules.bpe, "") if rules.bpe == "sentencepiece" else None
 
     def __call__(self, chunk: Chunk) -> list[dict[str, Any]]:
         return [self._side(at, [line.decode() for line in lines]) for at, lines in enumerate(chunk)]
@@ -61,7 +61,7 @@ class RoundTrip:
     def _there_and_back(self, at: int, text: str) -> str:
         tokens = self._words[at].tokenize(text)
         if self._pieces:
-            tokens = join_pieces(self._pieces.sides[at].line(tokens.encode() + b"\n").decode())
+            tokens = join_pieces(self._pieces(tokens))
         return " ".join(self._words[at].detokenize(tokens).split())
 
     def _back_and_there(self, at: int, tokens: str) -> str:

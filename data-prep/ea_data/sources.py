@@ -72,7 +72,7 @@ class Side:
     def fingerprint(self) -> list:
         """Changes when the file is replaced."""
         status = self.path.stat()
-        return [str(self.path), self.member, status.st_size, status.st_mtime_ns]
+        return [self.form, str(self.path), self.member, status.st_size, status.st_mtime_ns]
 
     def lines(self) -> Iterator[bytes]:
         """The sentences, as bytes; line ends and bytes are as they are in the file."""

@@ -10,6 +10,7 @@ import pytest
 
 from ea_artifacts.command import UserError
 from ea_data import download, prepare, stages
+from ea_data.corpus import Part
 
 DATA = bytes(range(256)) * 4000
 
@@ -88,17 +89,17 @@ def test_checksums_are_recorded_at_first_use_and_verified_after(tmp_path):
     file, sums = tmp_path / "a.bin", tmp_path / "SHA256SUMS"
     file.write_bytes(DATA)
     digest = hashlib.sha256(DATA).hexdigest()
-    download.verify([file], sums, {})
+    download.verify({file: Part("")}, sums)
     assert sums.read_text() == f"{digest}  a.bin\n", "sha256sum's own format"
-    download.verify([file], sums, {"a.bin": (len(DATA), digest)})
+    download.verify({file: Part("", size=len(DATA), sha256=digest)}, sums)
     file.write_bytes(DATA[:-1] + b"x")
     for known, where, message in (
-        ({}, sums, rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"),
-        ({"a.bin": (0, digest)}, tmp_path / "other", rf"a.bin: its SHA-256 is .*, but should be {digest}"),
-        ({"a.bin": (7, "")}, tmp_path / "other", r"a.bin: 1,024,000 bytes, but it should have 7"),
+        (Part(""), sums, rf"a.bin: its SHA-256 is .*, but was {digest} at first use;\n.*delete its line from"),
+        (Part("", sha256=digest), tmp_path / "other", rf"a.bin: its SHA-256 is .*, but should be {digest}"),
+        (Part("", size=7), tmp_path / "other", r"a.bin: 1,024,000 bytes, but it should have 7"),
     ):
         with pytest.raises(UserError, match=message):
-            download.verify([file], where, known)
+            download.verify({file: known}, where)
     assert not (tmp_path / "other").exists()
 
 
@@ -109,10 +110,10 @@ def test_preparations_that_share_downloads_take_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "fetch", lambda url, path, size: path.touch())
     args, corpus = prepare.parse(["multi30k", "de-en"])
     folder = tmp_path / "downloads/multi30k"
-    with stages.alone(folder), pytest.raises(UserError, match="another run is at work here; wait for its end"):
+    with stages.locked(folder), pytest.raises(UserError, match="another run is at work here; wait for its end"):
         prepare.raw_folder(args, corpus, tmp_path / "out")
     assert prepare.raw_folder(args, corpus, tmp_path / "out") == folder
-    with stages.alone(folder):
+    with stages.locked(folder):
         assert prepare.raw_folder(args, corpus, tmp_path / "out") == folder, "all is there"
 
 

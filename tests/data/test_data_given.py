@@ -28,7 +28,7 @@ def published(tmp_path_factory):
         for split, number in SPLITS.items()
     }
     subwords.learn(sum(subwords.count_words(sides["train"]), subwords.Counter()), 80, folder)
-    apply = subwords.Apply(folder / "code")
+    apply = subwords.Apply(folder, "subword_nmt", ("de", "en"))
     for split, chunk in sides.items():
         for kind, given in (("tokens", chunk), ("subwords", apply(chunk))):
             for lang, lines in zip(("de", "en"), given, strict=True):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from fairseq.data import Dictionary, data_utils
-from helpers.data_toy import Pipeline, parallel, read, script, stages, write
+from helpers.data_toy import Pipeline, parallel, read, script, write
 from helpers.models import model_args
 from helpers.toy import TINY, save_model
 
@@ -151,9 +151,7 @@ def test_a_changed_earlier_preparation_makes_other_data(text, before, tmp_path):
     def key():
         files = ["--train", text / "two/train", "--valid", text / "two/valid", "--out", tmp_path / "new"]
         _, corpus = prepare.parse(["custom", *LANGUAGES, *map(str, files), "--like", str(first)])
-        pipeline = Pipeline(corpus, text, tmp_path / "new")
-        stages.chain(pipeline.chain)
-        return pipeline.chain[-1].key
+        return Pipeline(corpus, text, tmp_path / "new").chain[-1].key
 
     earlier = key()
     assert key() == earlier

@@ -53,9 +53,11 @@ def test_a_data_folder_has_these_files_and_entries(multi30k, tmp_path):
 
 
 def test_sentencepiece_replaces_the_codes(multi30k, tmp_path):
-    _, prep = prepare(multi30k, tmp_path / "out", "--bpe", "sentencepiece", "--merges", "400")
+    for out in ("out", "again"):
+        _, prep = prepare(multi30k, tmp_path / out, "--bpe", "sentencepiece", "--merges", "400")
+    model = "sentencepiece.bpe.model"
+    assert (tmp_path / "out" / model).read_bytes() == (tmp_path / "again" / model).read_bytes()
     assert (prep["bpe"], prep["bpe_merges"]) == ("sentencepiece", 400)
-    assert (tmp_path / "out/sentencepiece.bpe.model").exists()
     assert not (tmp_path / "out/code").exists()
     assert "▁" in (tmp_path / "out/dict.en.txt").read_text()
 

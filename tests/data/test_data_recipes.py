@@ -159,7 +159,8 @@ def test_iwslt14(iwslt, tmp_path):
 def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
     folder, *_ = iwslt
     shutil.unpack_archive(folder / "de-en.tgz", tmp_path / "raw")  # also on Python 3.11.2, where tarfile has no filters
-    ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / raw.name) for raw in (folder, tmp_path / "raw"))
+    sources = {"archive": folder, "files": tmp_path / "raw"}
+    ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / name) for name, raw in sources.items())
     for split in ours.splits():
         for a, b in zip(ours.text("subwords", split), theirs.text("subwords", split), strict=True):
             assert a.read_bytes() == b.read_bytes()

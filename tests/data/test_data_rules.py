@@ -11,6 +11,7 @@ from helpers.data_toy import Rules, pairs, sentences, write
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 from ea_data import rules, subwords
+from ea_runtime import text
 from ea_runtime.text import Normalizer, Tokenizer
 
 CLI = Path(sys.executable).with_name("subword-nmt")
@@ -51,7 +52,7 @@ def chunk(lines):
 
 def apply_bpe(folder, lines, *options):
     """subword-nmt's own command on these lines."""
-    command = [CLI, "apply-bpe", "-c", folder / "theirs", *options]
+    command = [CLI, "apply-bpe", "-c", folder / "code", *options]
     given = write(folder / "in", lines).open("rb")
     return subprocess.run(command, stdin=given, capture_output=True, check=True).stdout
 
@@ -62,10 +63,10 @@ def learnt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
     tokenise = rules.Tokenise(("de", "en"), Rules(lowercase=True))
     source, target = (b"".join(side).decode().split("\n")[:-1] for side in tokenise(tuple(map(chunk, pairs(400)))))
-    text = write(folder / "text", source + target)
-    with (folder / "theirs").open("w") as file:
+    both = write(folder / "text", source + target)
+    with (folder / "code").open("w") as file:
         subprocess.run(
-            [CLI, "learn-bpe", "-s", "150"], stdin=text.open(), stdout=file, check=True, stderr=subprocess.PIPE
+            [CLI, "learn-bpe", "-s", "150"], stdin=both.open(), stdout=file, check=True, stderr=subprocess.PIPE
         )
     return folder, source, target
 
@@ -74,7 +75,7 @@ def test_codes_are_those_that_subword_nmt_learns(learnt, tmp_path):
     folder, source, target = learnt
     words = sum(subwords.count_words((chunk(source), chunk(target))), Counter())
     subwords.learn(words, 150, tmp_path)
-    assert (tmp_path / "code").read_bytes() == (folder / "theirs").read_bytes()
+    assert (tmp_path / "code").read_bytes() == (folder / "code").read_bytes()
 
 
 def test_a_text_of_fewer_pairs_than_merges_says_so_in_words_of_its_flag(tmp_path, capsys):
@@ -83,26 +84,28 @@ def test_a_text_of_fewer_pairs_than_merges_says_so_in_words_of_its_flag(tmp_path
     assert "--merges" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("cache", [subwords.CACHE_WORDS, 7])
-def test_words_are_split_as_subword_nmt_splits_them(learnt, monkeypatch, cache):
-    monkeypatch.setattr(subwords, "CACHE_WORDS", cache)
+@pytest.mark.parametrize("remembered", [text.REMEMBERED, 7])
+def test_words_are_split_as_subword_nmt_splits_them(learnt, monkeypatch, remembered):
+    monkeypatch.setattr(text, "REMEMBERED", remembered)
     folder, source, target = learnt
     unseen = [" ".join(line.split()[::-1]) + " ungesehenes 東 x" for line in target]
     unseen[:5] = [" vorn", "hinten ", "  beides  ", "zwei  in  der Mitte", "   "]
-    applied = subwords.Apply(folder / "theirs")((chunk(source), chunk(unseen)))
+    applied = subwords.Apply(folder, "subword_nmt", ("de", "en"))((chunk(source), chunk(unseen)))
     for lines, ours in zip((source, unseen), applied, strict=True):
         assert b"".join(ours) == apply_bpe(folder, lines)
 
 
-def test_rare_subwords_are_split_as_subword_nmt_splits_them(learnt):
+def test_rare_subwords_are_split_as_subword_nmt_splits_them(learnt, tmp_path):
     folder, source, _ = learnt
     split = apply_bpe(folder, source)
     counts = Counter(split.decode().split())
     write(folder / "counts", [f"{word} {count}" for word, count in counts.items()])
     theirs = apply_bpe(folder, source, "--vocabulary", folder / "counts", "--vocabulary-threshold", "40")
-    allowed = subwords.frequent(subwords.count_words((chunk(source),))[0], folder / "theirs", 40)
+    write(tmp_path / "code", [(folder / "code").read_bytes()[:-1]])
+    subwords.write_vocabularies(tmp_path, ["de"], subwords.count_words((chunk(source),)), 40)
+    allowed = (tmp_path / "vocabulary.de").read_text().splitlines()
     assert set(allowed) == {word for word, count in counts.items() if count >= 40}
-    ours = subwords.Apply(folder / "theirs", [allowed, None])((chunk(source), []))[0]
+    (ours,) = subwords.Apply(tmp_path, "subword_nmt", ["de"])((chunk(source),))
     assert b"".join(ours) == theirs != split
 
 

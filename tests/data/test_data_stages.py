@@ -11,7 +11,7 @@ import time
 
 import pytest
 from helpers import warm
-from helpers.data_toy import PREP, Pipeline, corpus, recipe, stages, text_only, write
+from helpers.data_toy import PREP, Pipeline, corpus, prepared, recipe, stages, text_only, write
 
 from ea_artifacts.command import UserError
 from ea_data import binary, parallel
@@ -37,7 +37,7 @@ else:
         original(self, folder)
         die()
 setattr(Pipeline, stage, dying)
-Pipeline(recipe(), Path({raw!r}), Path({out!r}), workers=2).run()
+prepared(recipe(), Path({raw!r}), Path({out!r}), workers=2)
 """
 
 
@@ -58,7 +58,7 @@ def contents(folder):
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     raw = corpus(folder / "raw", train=1000)
-    Pipeline(recipe(), raw, folder / "out").run()
+    prepared(recipe(), raw, folder / "out")
     return raw, folder / "out"
 
 
@@ -73,7 +73,7 @@ def test_killed_in_every_stage_and_run_again_gives_the_same_data(undisturbed, tm
         assert {path.name for path in work.iterdir() if path.is_dir() and path.suffix != ".tmp"} == finished
         assert list(work.glob("*.tmp"))
         assert not out.exists()
-    Pipeline(recipe(), raw, out, workers=2).run()
+    prepared(recipe(), raw, out, workers=2)
     assert contents(out) == contents(expected)
     assert not list(work.glob("*.tmp"))
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.work"}
@@ -87,7 +87,7 @@ def started(tmp_path, **options):
     command = ["bash", PREP / "custom.sh", *arguments]
     process = subprocess.Popen(command, start_new_session=True, **options)
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "out.work").glob("tokens.*.tmp/train.de")):
+    while not list((tmp_path / "out.work").glob("tokens.*.tmp/new/train.de")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.3)
@@ -147,16 +147,19 @@ def test_a_killed_run_leaves_no_process(tmp_path):
 # --- stages that are made again ---------------------------------------------------------------------------------------
 
 
-def made(rules, raw, out, force=None):
-    """The stages that a run makes, on the text alone."""
-    pipeline, said = Pipeline(rules, raw, out), []
-    with stages.alone(pipeline.work):
-        stages.run(pipeline.chain[:-1], force, said.append)
-    return [line for line in said if line in stages.NAMES]
+@pytest.fixture
+def made(tmp_path, capsys):
+    """A function that prepares tmp_path/raw by these rules: the stages that it makes, on the text alone."""
+    corpus(tmp_path / "raw")
+
+    def make(force=None, **rules):
+        text_only(recipe(**rules), tmp_path / "raw", tmp_path / "out", force=force)
+        return [line for line in capsys.readouterr().err.splitlines() if line in stages.NAMES]
+
+    return make
 
 
-def test_a_change_makes_the_stages_again_that_depend_on_it(tmp_path):
-    raw, out = corpus(tmp_path / "raw"), tmp_path / "out"
+def test_a_change_makes_the_stages_again_that_depend_on_it(tmp_path, made):
     every = list(stages.NAMES[:-1])
     in_subwords = {"merges": 70, "filter_on": "subwords"}
     for rules, first in (
@@ -165,12 +168,12 @@ def test_a_change_makes_the_stages_again_that_depend_on_it(tmp_path):
         ({"merges": 70}, 1),
         ({**in_subwords, "max_length": 30}, 0),
         ({**in_subwords, "max_length": 20}, 1),
-        ({**in_subwords, "max_length": 20, "separate_dictionaries": True}, 2),
+        ({**in_subwords, "max_length": 20, "separate_dictionaries": True}, 1),
     ):
-        assert made(recipe(**rules), raw, out) == every[first:]
-    assert made(recipe(**rules), raw, out, force="subwords") == every[1:]
-    write(raw / "test.de", [f"zeile {i}" for i in range(20)])
-    assert made(recipe(**rules), raw, out) == every
+        assert made(**rules) == every[first:]
+    assert made(force="subwords", **rules) == every[1:]
+    write(tmp_path / "raw/test.de", [f"zeile {i}" for i in range(20)])
+    assert made(**rules) == every
 
 
 @pytest.mark.parametrize(
@@ -189,9 +192,7 @@ def test_every_rule_makes_other_data(tmp_path, rule):
     """Else the old data would be called finished."""
     raw, keys = corpus(tmp_path / "raw"), set()
     for rules in ({}, rule):
-        pipeline = Pipeline(recipe(**rules), raw, tmp_path / "out")
-        stages.chain(pipeline.chain)
-        keys.add(pipeline.chain[-1].key)
+        keys.add(Pipeline(recipe(**rules), raw, tmp_path / "out").chain[-1].key)
     assert len(keys) == 2
 
 
@@ -206,7 +207,7 @@ def test_validation_that_comes_from_the_training_text_is_filtered_like_it(tmp_pa
 def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_path, monkeypatch):
     raw, _ = undisturbed
     out = tmp_path / "out"
-    Pipeline(recipe(), raw, out).run()
+    prepared(recipe(), raw, out)
     before = contents(out)
 
     def fail(*_):
@@ -215,9 +216,9 @@ def test_a_finished_folder_is_replaced_only_by_a_finished_one(undisturbed, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(binary, "write", fail)
         with pytest.raises(UserError, match="no"):
-            Pipeline(recipe(merges=50), raw, out).run()
+            prepared(recipe(merges=50), raw, out)
     assert contents(out) == before
-    Pipeline(recipe(merges=50), raw, out).run()
+    prepared(recipe(merges=50), raw, out)
     assert contents(out) != before
     assert json.loads((out / "PREP.json").read_text())["bpe_merges"] == 50
 
@@ -229,48 +230,31 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path, folder):
     write(raw / "valid.en", ["one line"])
     write(tmp_path / folder / "thesis.tex", ["years of work"])
     with pytest.raises(UserError, match=f"{folder}: exists and was not made here"):
-        Pipeline(recipe(), raw, tmp_path / "out").run()
+        prepared(recipe(), raw, tmp_path / "out")
     assert [path.name for path in (tmp_path / folder).iterdir()] == ["thesis.tex"]
 
 
 def test_own_files_in_a_prepared_folder_are_not_lost(tmp_path):
     raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
-    Pipeline(recipe(), raw, out).run()
+    prepared(recipe(), raw, out)
     write(out / "raw/notes.txt", ["my notes"])
-    Pipeline(recipe(), raw, out).run()  # nothing to do, and nothing to refuse
+    prepared(recipe(), raw, out)  # nothing to do, and nothing to refuse
     with pytest.raises(UserError, match=f"{out}/raw/notes.txt: was not made here, and would be lost"):
-        Pipeline(recipe(lowercase=True), raw, out).run()
+        prepared(recipe(lowercase=True), raw, out)
     assert (out / "raw/notes.txt").exists()
 
 
-def test_a_stage_with_a_damaged_stamp_is_made_again(tmp_path):
-    raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
-    made(recipe(), raw, out)
+def test_a_stage_with_a_damaged_stamp_is_made_again(tmp_path, made):
+    made()
     (tmp_path / "out.work/2-subwords" / stages.STAMP).write_text("{}")
-    assert made(recipe(), raw, out) == ["subwords"]
-
-
-def test_the_stages_of_an_earlier_version_make_room(tmp_path):
-    raw, out = corpus(tmp_path / "raw", train=20), tmp_path / "out"
-    work = tmp_path / "out.work"
-    for name in (
-        stages.LOCK,
-        "1-extract/.stamp.json",
-        "6-filter/raw/test.de",
-        "binarise.17.tmp/train.de",
-        "mine/notes",
-    ):
-        write(work / name, ["{}"])
-    made(recipe(), raw, out)
-    assert {path.name for path in work.iterdir()} == {stages.LOCK, "1-tokens", "2-subwords", "mine"}
+    assert made() == ["subwords"]
 
 
 def test_a_second_run_in_one_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.time, "sleep", lambda seconds: None)
     raw = corpus(tmp_path / "raw")
-    first = Pipeline(recipe(), raw, tmp_path / "out")
-    with stages.alone(first.work), pytest.raises(UserError, match="another run is at work here"):
-        Pipeline(recipe(), raw, tmp_path / "out").run()
+    with stages.alone(tmp_path / "out"), pytest.raises(UserError, match="another run is at work here"):
+        prepared(recipe(), raw, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -278,7 +262,7 @@ def test_neither_workers_nor_chunks_change_the_data(undisturbed, tmp_path, monke
     """Order is preserved and both sides stay in step; fairseq's binary data included."""
     raw, expected = undisturbed
     monkeypatch.setattr(parallel, "CHUNK_LINES", 7)
-    Pipeline(recipe(), raw, tmp_path / "out", workers=3).run()
+    prepared(recipe(), raw, tmp_path / "out", workers=3)
     assert contents(tmp_path / "out") == contents(expected)
 
 

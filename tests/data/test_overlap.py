@@ -1,6 +1,6 @@
 """Leaks between splits, repeated pairs and unknown subwords are counted, warned about, and leaks dropped on request."""
 
-from helpers.data_toy import Pipeline, read, recipe, write
+from helpers.data_toy import prepared, read, recipe, write
 
 from ea_data import report
 
@@ -9,15 +9,14 @@ TARGETS = [f"the {noun} is {look}." for noun in ("dog", "tree", "table", "hill")
 VALID = (["der Hund ist.", "der Tisch ist Berg."], ["the dog is.", "the table is hill."])
 
 
-def prepared(folder, train, test, **rules):
+def checked(folder, train, test, **rules):
     """Prepare these pairs of lists in this process; returns (PREP.json, the training pairs in words, the warnings)."""
     for split, sides in (("train", train), ("valid", VALID), ("test", test)):
         for language, lines in zip(("de", "en"), sides, strict=True):
             write(folder / "raw" / f"{split}.{language}", lines)
     corpus = recipe(**{"filter_on": "subwords", "merges": 40} | rules)
-    pipeline = Pipeline(corpus, folder / "raw", folder / "out")
-    prep = pipeline.run()
-    sides = [read(path) for path in pipeline.text("subwords", "train")]
+    prep = prepared(corpus, folder / "raw", folder / "out")
+    sides = [read(folder / f"out.work/2-subwords/train.{language}") for language in ("de", "en")]
     words = [[line.replace("@@ ", "").replace(" .", ".") for line in side] for side in sides]
     return prep, list(zip(*words, strict=True)), report.warnings(prep)
 
@@ -29,7 +28,7 @@ def test_leaks_repetitions_and_empty_lines_are_counted_and_warned_of(tmp_path):
         [TARGETS[0], "a dog that is new.", TARGETS[3], TARGETS[4], ""],
     )
     train = ([*SOURCES, SOURCES[5], SOURCES[5], ""], [*TARGETS, TARGETS[5], TARGETS[5], ""])
-    prep, pairs, warnings = prepared(tmp_path, train, test)
+    prep, pairs, warnings = checked(tmp_path, train, test)
     assert len(pairs) == 14, "nothing is dropped unasked but the empty pair"
     assert prep["overlap_with_training"] == {
         "valid": {"source": 0, "target": 0, "both": 0},
@@ -48,12 +47,12 @@ def test_leaks_repetitions_and_empty_lines_are_counted_and_warned_of(tmp_path):
 
 
 def test_clean_data_has_no_warning(tmp_path):
-    _, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["der Hund ist rot alt."], ["the dog is red old."]))
+    _, _, warnings = checked(tmp_path, (SOURCES, TARGETS), (["der Hund ist rot alt."], ["the dog is red old."]))
     assert warnings == []
 
 
 def test_unknown_subwords_are_warned_about(tmp_path):
-    prep, _, warnings = prepared(tmp_path, (SOURCES, TARGETS), (["Собака старая."], ["the dog is old red."]))
+    prep, _, warnings = checked(tmp_path, (SOURCES, TARGETS), (["Собака старая."], ["the dog is old red."]))
     assert prep["splits"]["test"]["unknown_percent"]["de"] > 50
     (warning,) = [text for text in warnings if text.startswith("warning: test")]
     assert "of its de subwords are not in the dictionary (more than 1%)" in warning
@@ -63,7 +62,7 @@ def test_overlap_is_dropped_from_the_training_text(tmp_path):
     """Whichever side is shared, with a test or with validation; the tests stay whole."""
     test = ([SOURCES[0], "der See ist neu."], ["a dog that is new.", TARGETS[3]])
     train = ([*SOURCES, VALID[0][0]], [*TARGETS, "that dog is."])
-    prep, pairs, warnings = prepared(tmp_path, train, test, drop_test_overlap=True, merges=5)
+    prep, pairs, warnings = checked(tmp_path, train, test, drop_test_overlap=True, merges=5)
     assert pairs == [pair for at, pair in enumerate(zip(SOURCES, TARGETS, strict=True)) if at not in (0, 3)]
     assert prep["dropped"] == {"in a held-out split": 3}
     assert prep["overlap_with_training"] == {

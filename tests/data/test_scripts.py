@@ -4,7 +4,7 @@ import json
 import unicodedata
 
 import pytest
-from helpers.data_toy import Pipeline, prepare_command, read, recipe, write
+from helpers.data_toy import prepare_command, prepared, read, recipe, write
 from helpers.scripts import SENTENCES
 
 from ea_artifacts.preparation import Preparation
@@ -14,13 +14,13 @@ from ea_runtime.text import Text, words
 from ea_tools import text
 
 
-def prepared(folder, source, target, lines, **changed):
+def uniform(folder, source, target, lines, **changed):
     """A small corpus with `lines` on both sides everywhere, prepared in this process; returns (folder, PREP.json)."""
     for split in ("train", "valid", "test"):
         for language in (source, target):
             write(folder / "raw" / f"{split}.{language}", lines)
     corpus = recipe(source, target, **{"filter_on": "subwords", "nfc": True, "merges": 400} | changed)
-    return folder / "out", Pipeline(corpus, folder / "raw", folder / "out").run()
+    return folder / "out", prepared(corpus, folder / "raw", folder / "out")
 
 
 RAW = {"tokenizer": "none", "bpe": "sentencepiece"}
@@ -30,7 +30,7 @@ RAW = {"tokenizer": "none", "bpe": "sentencepiece"}
 def test_raw_text_survives(tmp_path, language):
     """Prepared with the tokenizer "none", text to translate becomes subwords that join to the very same text."""
     lines = SENTENCES[language]
-    data, prep = prepared(tmp_path, "xx", "yy", lines, **RAW)
+    data, prep = uniform(tmp_path, "xx", "yy", lines, **RAW)
     assert prep["round_trip"]["xx"] == {"lines": len(lines), "same": len(lines), "decomposed": 0, "examples": []}
     translator = Text(data)
     for line in lines:
@@ -42,7 +42,7 @@ def test_raw_text_survives(tmp_path, language):
 @pytest.mark.parametrize("language", ["th", "emoji"])
 def test_text_that_moses_breaks_gives_a_warning(tmp_path, language):
     """The same text by Moses: the report counts the lines that do not come back and shows some."""
-    _, prep = prepared(tmp_path, "xx", "yy", SENTENCES[language], tokenizer="moses", merges=20)
+    _, prep = uniform(tmp_path, "xx", "yy", SENTENCES[language], tokenizer="moses", merges=20)
     side = prep["round_trip"]["xx"]
     assert side["same"] < 0.99 * side["lines"]
     warning = next(text for text in report.warnings(prep) if "come back" in text)
@@ -92,8 +92,8 @@ AWKWARD = ["I don't know, z.B. Nr. 7 isn't", "Das ist ca. 3 km weit.", "No. 5 is
 
 
 def test_a_language_is_prepared_alike_by_any_of_its_codes(tmp_path):
-    short, _ = prepared(tmp_path / "short", "de", "en", AWKWARD, merges=20)
-    long, prep = prepared(tmp_path / "long", "deu_Latn", "eng", AWKWARD, merges=20)
+    short, _ = uniform(tmp_path / "short", "de", "en", AWKWARD, merges=20)
+    long, prep = uniform(tmp_path / "long", "deu_Latn", "eng", AWKWARD, merges=20)
     for one, other in (("de", "deu_Latn"), ("en", "eng")):
         assert read(long.parent / f"out.work/1-tokens/train.{other}") == read(
             short.parent / f"out.work/1-tokens/train.{one}"
@@ -113,7 +113,7 @@ DECOMPOSED = unicodedata.normalize("NFD", "Können Löwen über Zäune springen?
 
 def test_decomposed_text_is_composed_at_every_door(tmp_path):
     lines = ["Der Löwe springt über den Zaun.", DECOMPOSED, "Können wir gehen?"] * 2
-    data, prep = prepared(tmp_path, "de", "en", lines, merges=30)
+    data, prep = uniform(tmp_path, "de", "en", lines, merges=30)
     assert prep["unicode"] == "NFC"
     assert prep["rules"]["nfc"] is True
     assert prep["round_trip"]["de"]["decomposed"] == 2, "what there was is recorded"
@@ -141,14 +141,14 @@ def test_references_of_validation_text_keep_the_apostrophes_of_training_text(tmp
 def test_published_text_keeps_its_bytes(tmp_path):
     """Without nfc, as in every public corpus, only typed text is composed, and that where the corpus is."""
     lines = ["Der Löwe springt über den Zaun.", "Können wir gehen?"] * 60
-    data, prep = prepared(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
+    data, prep = uniform(tmp_path / "one", "de", "en", [*lines, DECOMPOSED], merges=30, nfc=False)
     assert "\u0308" in (tmp_path / "one/out.work/2-subwords/train.de").read_text(), "an umlaut's dots on their own"
     assert prep["unicode"] == "NFC"
     source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
     assert text.references(data / "raw/test.en", Preparation.at(data))[0][-1] == DECOMPOSED
 
-    data, prep = prepared(tmp_path / "other", "de", "en", [lines[0], DECOMPOSED], merges=30, nfc=False)
+    data, prep = uniform(tmp_path / "other", "de", "en", [lines[0], DECOMPOSED], merges=30, nfc=False)
     assert prep["unicode"] == "as given"
     assert any("NFC" in warning for warning in report.warnings(prep))
     source = Text(data).subwords
@@ -157,7 +157,7 @@ def test_published_text_keeps_its_bytes(tmp_path):
 
 def test_old_folders_compose_what_is_typed(tmp_path):
     """A PREP.json from before has neither "unicode" nor the rule."""
-    data, prep = prepared(tmp_path, "de", "en", ["Können Löwen über Zäune springen?"] * 3, merges=30)
+    data, prep = uniform(tmp_path, "de", "en", ["Können Löwen über Zäune springen?"] * 3, merges=30)
     old = {key: value for key, value in prep.items() if key not in ("unicode", "round_trip")} | {"rules": {}}
     (data / "PREP.json").write_text(json.dumps(old))
     source = Text(data).subwords

@@ -72,12 +72,18 @@ def corpus(folder, train=200):
     return folder
 
 
-def text_only(recipe, raw, out, workers=1):
-    """Run every stage but fairseq's, which takes seconds; the pipeline, with the texts that it made."""
+def text_only(recipe, raw, out, workers=1, force=None):
+    """Run the first two stages; the pipeline, with the texts that it made."""
     pipeline = Pipeline(recipe, raw, out, workers)
-    with stages.alone(pipeline.work):
-        stages.run(pipeline.chain[:-1], None, lambda text: None)
+    with stages.alone(out):
+        stages.run(pipeline.chain[:-1], force)
     return pipeline
+
+
+def prepared(recipe, raw, out, workers=1):
+    """Run all stages in this process; the content of PREP.json."""
+    with stages.alone(out):
+        return Pipeline(recipe, raw, out, workers).run()
 
 
 def script(name, *arguments, check=True, **options):

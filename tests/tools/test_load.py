@@ -78,7 +78,7 @@ def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
         *([steps.Normalise((language,))] if stated.get("normalise") else []),
         *([steps.plain_apostrophes] if stated.get("plain_apostrophes") else []),
         steps.Tokenise((language,), chosen),
-        Apply(data / "code", [None]),
+        Apply(data, "subword_nmt", ["de"]),
     ]
     lines = [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD, "\U00011f02x"]
     (made,) = steps.in_turn(prepare, ([f"{line}\n".encode() for line in lines],))
