@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .command import MissingError, UserError
-from .files import read_json, read_lines
+from .files import read_json, read_lines, writable
 from .preparation import Preparation, file_difference, fingerprint
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
@@ -260,5 +260,5 @@ def _check_fingerprint(run: Path, data: Preparation) -> None:
             f"{data.folder} is not what {run} was trained on, or was prepared anew; give the data of its training. "
             f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
         )
-    if stated:
+    if stated and writable(run):
         data.keep(run)

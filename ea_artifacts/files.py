@@ -51,6 +51,12 @@ def replacing(path: Path | str) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which need not be there yet: others' runs may be read-only."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return os.access(there, os.W_OK | os.X_OK, effective_ids=True)
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,7 @@ from pathlib import Path
 from .average import average, holds, save
 from .checkpoints import EPOCH, UPDATE, numbered, updates_of
 from .command import MissingError, UserError
-from .files import write_json
+from .files import writable, write_json
 from .preparation import Preparation
 
 #: RUN/model.json: {"checkpoint": "average10.pt"}. Training and averaging write it; scoring never does.
@@ -104,7 +108,8 @@ class Run:
     def averaged(self, count: int) -> tuple[Path, list[Path]]:
         """The average of the last `count` checkpoints, which is made if need be, and the checkpoints.
 
-        It never changes which checkpoint is the run's model: where RUN/averageN.pt is another, it is in RUN/eval.
+        It never changes which checkpoint is the run's model: where RUN/averageN.pt is another, it is in RUN/eval, or in
+        a temporary folder until this process ends where that cannot be written.
 
         Raises:
             UserError: there are fewer.
@@ -117,9 +122,17 @@ class Run:
             raise UserError(f"{run}: expected {count} checkpoints to average, found {there}; {hint}")
         output, state = run / f"average{count}.pt", average(paths)
         if not holds(output, state):
-            output = run / "eval" / output.name
+            folder = run / "eval"
+            output = (folder if writable(folder) else _temporary_folder()) / output.name
             save(state, output)
         return output, paths
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="average-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _age(average: Path) -> tuple[int, int, str]:

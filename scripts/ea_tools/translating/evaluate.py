@@ -9,7 +9,7 @@ All scores of a model of lower-cased text ignore case, and their signatures say 
 Results are named by their settings, RUN/eval/test.beam5.average10.json and .hyp.txt, so that none overwrites another;
 test.json and test.hyp.txt hold the latest of a split. Results on other data than the run's have the data's name in
 front: law.test.beam5.average10.json, law.test.json. Scoring the same translations again without --comet keeps
-their COMET score.
+their COMET score. Results of a run that you may read and not write are printed alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from ea_artifacts.checkpoints import peek, section, settings
 from ea_artifacts.command import Parser, UserError, listed, portable, positive, reporting, say
-from ea_artifacts.files import digest, read_json, read_lines, replacing, write_json
+from ea_artifacts.files import digest, read_json, read_lines, replacing, writable, write_json
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import AVERAGED, Run
 from ea_data.languages import base_language
@@ -142,10 +142,14 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         result["against"] = {"run": str(args.against), **difference}
     if not args.comet and (comet := comet_of_before(results / stem, result, detokenised)):
         result["scores"]["comet"] = comet
-    for place in (stem, split):
-        write_lines(results / f"{place}.hyp.txt", detokenised)
-        write_json(results / f"{place}.json", result)
     report(result)
+    if not writable(results):
+        say(f"evaluate: note: {results} cannot be written, so nothing is kept")
+        return result
+    for place in (stem, split):
+        with replacing(results / f"{place}.hyp.txt") as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
+        write_json(results / f"{place}.json", result)
     print(f"  written: {results / stem}.json, .hyp.txt beside it; as the last of its split also {split}.json, .hyp.txt")
     return result
 
@@ -323,12 +327,6 @@ def _checkpoint_name(path: Path, run: Path) -> str:
         # --average 10 and --best are called average10 and best, and need not be of these files.
         return f"file-{path.stem}" if re.fullmatch(r"average\d+|best", path.stem) else path.stem
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a text file, which appears under its name only when it is whole."""
-    with replacing(path) as temporary:
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def without_unknown(targets: Iterable[list[int]]) -> list[list[int]]:
