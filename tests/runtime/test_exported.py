@@ -6,7 +6,6 @@ import pty
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import onnx
@@ -133,8 +132,7 @@ def test_an_export_names_its_checkpoint(pair):
 def test_an_empty_source_line_has_an_empty_translation(pair):
     """As in translate.sh and over HTTP, also where a test set is scored."""
     runtime = Translator(pair / "float32", threads=1)
-    model = SimpleNamespace(translator=runtime, settings=runtime.settings({"beam": 2, "max_len_b": 5}))
-    words, _ = evaluate.translate(model, [[2], [5, 6, 2]], 8)
+    words, _ = evaluate.translate(runtime, runtime.settings({"beam": 2, "max_len_b": 5}), [[2], [5, 6, 2]], 8)
     assert words[0] == "" != words[1]
     assert runtime.scored(["", "a"], beam=2, n_best=2)[0] == [("", 0.0), ("", 0.0)]
 

@@ -20,7 +20,6 @@ from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
 from ea_runtime.text import words
 from ea_tools import metrics
-from ea_tools.text import references
 from ea_tools.training import average, provenance
 from ea_tools.translating import evaluate
 
@@ -407,8 +406,10 @@ def test_validation_from_normalised_training_text_has_such_references(data, tmp_
         (tmp_path / f"{split}.fr").write_text("« été »…\u00ad ok\n", encoding="utf-8")
     (tmp_path / "PREP.json").write_text(json.dumps(prep))
     prepared = Preparation.at(tmp_path)
-    assert references(tmp_path / "valid.fr", prepared) == (["« été »…\u00ad ok"], ["&quot; été &quot; ... ok"])
-    assert references(tmp_path / "test.fr", prepared)[1] != ["&quot; été &quot; ... ok"], "which was not training text"
+    assert evaluate.references(tmp_path / "valid.fr", prepared) == (["« été »…\u00ad ok"], ["&quot; été &quot; ... ok"])
+    assert evaluate.references(tmp_path / "test.fr", prepared)[1] != ["&quot; été &quot; ... ok"], (
+        "which was not training text"
+    )
 
 
 def test_every_model_of_an_ensemble_must_know_the_datas_words(data, half_way):

@@ -191,11 +191,11 @@ def test_scores_are_refused_on_other_data(kept, data, tmp_path):
 def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    run_folder.keep_preparation(folder, changed(data, tmp_path, "code", swap_words))
-    run_folder.keep_preparation(folder, data)  # nothing was trained yet: the new data are the run's
+    run_folder.claim(folder, {}, "", changed(data, tmp_path, "code", swap_words))
+    run_folder.claim(folder, {}, "", data)  # nothing was trained yet: the new data are the run's
     assert (folder / "prepared" / "code").read_bytes() == (data / "code").read_bytes()
     (folder / CHECKPOINT).touch()
-    run_folder.keep_preparation(folder, data)
+    run_folder.claim(folder, {}, "", data)
     with pytest.raises(UserError, match=r"lowercase: the run's is True"):
-        run_folder.keep_preparation(folder, changed(data, tmp_path, "PREP.json", other_prep(lowercase=False)))
+        run_folder.claim(folder, {}, "", changed(data, tmp_path, "PREP.json", other_prep(lowercase=False)))
     assert not [path for path in folder.iterdir() if path.name.startswith(".prepared")]

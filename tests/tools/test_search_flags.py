@@ -59,7 +59,7 @@ def test_a_flag_that_contradicts_the_record_is_refused(flag, capsys):
     ],
 )
 def test_flags_of_fairseq_are_settings_of_the_search(run, flags, expected):
-    settings = opened(run, "--lenpen", "1.5", "--", *flags).settings
+    _, settings = opened(run, "--lenpen", "1.5", "--", *flags)
     assert {name: getattr(settings, name) for name in expected} == expected
     assert (settings.beam, settings.lenpen) == (5, 1.5)
 
@@ -111,11 +111,11 @@ def test_translations_are_fairseq_generates(data, run, beam, flags):
     done = subprocess.run([program, data, *map(str, given), *flags], capture_output=True, text=True, check=True)
     lines = dict(re.findall(r"^H-(\d+)\t(.*)$", done.stdout, re.M))
     own, others = (flags, []) if flags[:1] == ["--lenpen"] else ([], flags)
-    ours = opened(run, "--beam", str(beam), *own, "--", "--cpu", *others)
+    translator, settings = opened(run, "--beam", str(beam), *own, "--", "--cpu", *others)
     sources = read_sentences(Preparation.at(data).binary("test", "de"))
-    found = ours.translator.search_all(sources, ours.settings)
+    found = translator.search_all(sources, settings)
     assert len(found) == len(lines) == len(read_lines(data / "raw/test.de"))
     for number, (best, *_) in enumerate(found):
         score, words = lines[str(number)].split("\t")
-        assert " ".join(ours.translator._target[token] for token in best.tokens) == words
+        assert " ".join(translator._target[token] for token in best.tokens) == words
         assert best.score / math.log(2) == pytest.approx(float(score), abs=2e-4)  # it prints four places of some

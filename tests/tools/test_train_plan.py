@@ -291,7 +291,7 @@ def test_the_command_that_makes_a_recipes_data_is_named(capsys, tmp_path, monkey
     sample | RECIPE ARCH
     sample ea_transformer_lit | 'ARCH ea_transformer_lit:' ea_transformer_lite
     sample ea_transformer_lm_base | 'ARCH ea_transformer_lm_base:' translate
-    sample transformer --source-lang en | --source-lang de-en
+    sample transformer --source-lang en | --source-lang RECIPE
     sample transformer --best-checkpoint-metric accuracy | '--best-checkpoint-metric accuracy: add --maximize-best-'
     sample transformer --maximize-best-checkpoint-metric | 'loss: leave out --maximize-best-checkpoint-metric'
     sample transformer --best-checkpoint-metric blue | '--best-checkpoint-metric blue:' loss bleu

@@ -19,8 +19,8 @@ from ea_tools.profile_model import profile
 from ea_tools.tables.records import UNKNOWN, Records
 from ea_tools.tables.records import Row as Score
 from ea_tools.tables.table import Column, Row, Table
-from ea_tools.text import references
 from ea_tools.training import recipes, train
+from ea_tools.translating.evaluate import references
 
 SIGNIFICANT = 0.05
 

@@ -152,8 +152,14 @@ class LongRunTrainer(FlatTrainer):
         """Save with the state of early stopping; a full disk ends the run with a message, and so does divergence."""
         if Path(filename).name == "crash.pt":  # of a step that failed, by this error
             error = sys.exc_info()[1]
-            if isinstance(error, FloatingPointError):  # whose operation fairseq is about to look for
-                _end_diverged(self, error)
+            if isinstance(error, FloatingPointError):  # gradients are no numbers, which no later update can mend
+                done, lr = self.get_num_updates(), self.get_lr()
+                logger.critical(
+                    f"training has diverged after {done:,} updates, with a learning rate of {lr:g}: {error}\nThe "
+                    "checkpoints that there are stay as they are. Start a new run with a lower --lr, more "
+                    "--warmup-updates or a --clip-norm."
+                )
+                sys.exit(1)
             return None  # fairseq raises the error next
         # Plain numbers: torch.load(weights_only=True) takes no others.
         stopping = {name: float(value) for name, value in vars(fairseq_train.should_stop_early).items()}
@@ -189,16 +195,6 @@ def fit_place(place: dict[str, Any], batches: int) -> None:
         f"the epoch goes on after batch {place['iterations_in_epoch']:,} of {batches:,}: the checkpoint was made after "
         f"batch {done:,}{f' of {before:,}' if before else ''}, when batches were of another size"
     )
-
-
-def _end_diverged(trainer: Trainer, error: FloatingPointError) -> None:
-    """End the program: gradients are not numbers any more, and no later update can mend that."""
-    lr, done = trainer.get_lr(), trainer.get_num_updates()
-    logger.critical(
-        f"training has diverged after {done:,} updates, with a learning rate of {lr:g}: {error}\nThe checkpoints that "
-        "there are stay as they are. Start a new run with a lower --lr, more --warmup-updates or a --clip-norm."
-    )
-    sys.exit(1)
 
 
 class Progress:

@@ -55,18 +55,16 @@ def started(run: Path) -> bool:
 
 
 def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
-    """Record the run that owns this folder, or refuse another run's.
-
-    The refusal names the first difference of the data, if nothing else differs.
-    """
+    """Record the run that owns this folder and keep its preparation, or refuse another run's, or data that differ."""
     record = run / "run.json"
     before = read_json(record) if record.exists() and started(run) else {}
     if started(run) and not before:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
+    kept = Preparation.kept_by(run) if before else None
     owner = before.get("identity", this)
     changed = [name for name in sorted(owner.keys() | this.keys()) if differ(owner.get(name), this.get(name))]
-    if changed == ["data"] and (kept := Preparation.kept_by(run)):
-        kept.require_same(Preparation.at(data), run)
+    if kept and changed in ([], ["data"]):
+        kept.require_same(Preparation.at(data), run)  # which names the first difference
     if changed:
         raise UserError(
             f"{run} belongs to another run; choose another --run\n"
@@ -74,13 +72,7 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
         )
     first = before.get("command", command)  # the one that began the run; each start has its own
     write_json(record, {"identity": this, "command": first, "starts": before.get("starts", [])})
-
-
-def keep_preparation(run: Path, data: Path) -> None:
-    """Keep a copy of the files that the model needs; where the run has one, the data must still agree with it."""
-    if started(run) and (kept := Preparation.kept_by(run)):
-        kept.require_same(Preparation.at(data), run)
-    else:
+    if not kept:
         Preparation.at(data).keep(run)
 
 

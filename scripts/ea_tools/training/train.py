@@ -46,6 +46,7 @@ ELSEWHERE = {
     "arch": "ARCH stands after RECIPE",
     "cpu": "use --gpus 0",
     "distributed-world-size": "use --gpus",
+    **dict.fromkeys(("source-lang", "target-lang"), "RECIPE or --data says it; prepare data of another direction anew"),
     "restore-file": "a run goes on from its own checkpoints; use --finetune-from-model to start from another's",
 }
 #: Flags that have no place in a recipe -> what stands for them
@@ -113,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_first:
             run_folder.take(start.run)
             run_folder.claim(start.run, identity(start), args.command, start.data)
-            run_folder.keep_preparation(start.run, start.data)
             if toml and not run_folder.started(start.run):  # later it may have been edited
                 say(made)
                 with replacing(start.run / "recipe.toml") as temporary:
@@ -150,7 +150,6 @@ def prepare(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags, Plan, 
     start = plan(recipe, args, flags, Launch.of(args))
     if flags or args.recipe.endswith(".toml") or args.arch not in flag_faults.ours():
         parsed, left_out = flag_faults.parse(start.fairseq_words, args.own_flags, start.optional)
-        check_direction(parsed, recipe)
         check_metric(parsed)
         useless = flag_faults.useless(parsed)
         for name in filter(useless.get, flags):
@@ -305,17 +304,6 @@ def check_data(data: Path, recipe: Recipe, flags: Flags) -> None:
             f"{data} is {'-'.join(languages)}, the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
             "choose another recipe, or another --data"
         )
-
-
-def check_direction(parsed: argparse.Namespace, recipe: Recipe) -> None:
-    """Refuse flags that train another direction than the recipe's, in which the run would be scored and used."""
-    for side in ("source", "target"):
-        expected, given = getattr(recipe, f"{side}_lang"), getattr(parsed, f"{side}_lang", None)
-        if given not in (None, expected):
-            raise UserError(
-                f"--{side}-lang {given}: the recipe {recipe.name} is {recipe.source_lang}-{recipe.target_lang}; "
-                "prepare data of the other direction, and train on them"
-            )
 
 
 #: Ends of the names of metrics -> whether more is better

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -34,10 +34,12 @@ from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import AVERAGED, Run
 from ea_data.languages import base_language
 from ea_tools import metrics
-from ea_tools.text import as_written, references
 from ea_tools.training.provenance import provenance
 from ea_tools.training.run_folder import LAST, finished, updates
-from ea_tools.translating.model import Model, add_search, open_model, parse_both, whole
+from ea_tools.translating.model import add_search, open_model, parse_both, whole
+
+if TYPE_CHECKING:
+    from ea_runtime.translator import Translator
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,11 +81,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Translate and score one split; returns the content of the JSON file."""
     from ea_data.binary import read_sentences
-    from ea_runtime.text import words_of
 
     data, run = Preparation.at(args.data), Run(args.run)
     source, target = data.languages
-    written, tokens = references(reference_file(args.data, args.subset, target), data)
+    written, tokens = references(reference_file(data, args.subset), data)
     tokenizer = args.tok or metrics.tokenizer_for(target)
     metrics.check_tokenizer(tokenizer, target)
     if args.comet:
@@ -99,23 +100,23 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     results, stem = args.run / "eval", f"{split}.{chosen}"
     refuse_other_text(results / f"{stem}.json", digest(written))
     checkpoints, averaged = choose_checkpoints(args)
-    model = open_model(args, checkpoints, data)
+    translator, search = open_model(args, checkpoints, data)
     sources, targets = (read_sentences(data.binary(args.subset, language)) for language in data.languages)
-    check_references(list(map(model.translator.words, without_unknown(targets))), tokens, data, args.subset)
-    hypotheses, speed = translate(model, sources, whole(args.search_flags, "batch-size"))
-    detokenised = list(map(words_of(data, target).detokenize, hypotheses))
+    check_references(list(map(translator.words, without_unknown(targets))), tokens, data, args.subset)
+    hypotheses, speed = translate(translator, search, sources, whole(args.search_flags, "batch-size"))
+    detokenised = list(map(translator.text.detokenize, hypotheses))
     metric_options: dict[str, Any] = {"references": written, "lowercase": data.lowercase, "tokenizer": tokenizer}
     result = {
         "data": name,
-        "preparation": model.translator.text.preparation.digest(),
+        "preparation": translator.text.preparation.digest(),
         "run": str(args.run),
         "subset": args.subset,
         "sentences": len(written),
         # sources longer than the model reads: the rest of them is left out, as in translate.sh
-        "cut": sum(len(source) - 1 > model.translator.room for source in sources),
+        "cut": sum(len(source) - 1 > translator.room for source in sources),
         "empty_references": sum(not line.strip() for line in written),
         "direction": f"{source}-{target}",
-        **description(model, run, averaged),
+        **description(checkpoints, averaged, run),
         "settings_name": chosen,
         "beam": args.beam,
         "lenpen": args.lenpen,
@@ -131,7 +132,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "references": digest(written),
         "speed": speed,
         "command": portable(args.command),
-        **provenance(model.on_cpu),
+        **provenance(on_cpu=run.is_export or "cpu" in args.search_flags),
     }
     if args.comet:
         raw = as_written(args.data / "raw" / f"{args.subset}.{source}", data, source)
@@ -191,14 +192,15 @@ def choose_checkpoints(args: argparse.Namespace) -> tuple[list[Path], list[Path]
     return [path], averaged
 
 
-def translate(model: Model, sources: Sequence[list[int]], batch: int | None) -> tuple[list[str], dict[str, float]]:
+def translate(
+    translator: Translator, settings: Any, sources: Sequence[list[int]], batch: int | None
+) -> tuple[list[str], dict[str, float]]:
     """The best translation of each sentence of token ids, in words, and the speed."""
-    translator = model.translator
     cut = [translator.cut(source[:-1]) for source in sources]
     begin = time.perf_counter()
     with tqdm(total=len(sources), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         try:
-            found = translator.search_all(cut, model.settings, batch, done=progress.update)
+            found = translator.search_all(cut, settings, batch, done=progress.update)
         except ValueError as error:  # settings that do not go together
             raise UserError(str(error)) from None
     seconds, best = time.perf_counter() - begin, [hypotheses[0].tokens if hypotheses else () for hypotheses in found]
@@ -207,19 +209,16 @@ def translate(model: Model, sources: Sequence[list[int]], batch: int | None) -> 
     return list(map(translator.words, best)), speed
 
 
-#: the entries of a record that describe a model
-DESCRIBED = ("arch", "settings", "training_seed", "updates")
-
-
-def description(model: Model, run: Run, averaged: Sequence[Path]) -> dict[str, Any]:
+def description(checkpoints: Sequence[Path], averaged: Sequence[Path], run: Run) -> dict[str, Any]:
     """A score's record of what translated."""
-    if not model.checkpoints:
+    if not checkpoints:
         stated = read_json(run.path / "model.json")
-        return {name: stated[name] for name in (*DESCRIBED, "checkpoint", "averaged", "int8")}
-    state = peek(model.checkpoints[-1])
+        names = ("arch", "settings", "training_seed", "updates", "checkpoint", "averaged", "int8")
+        return {name: stated[name] for name in names}
+    state = peek(checkpoints[-1])
     return {
         **describe(state),
-        "checkpoint": listed(model.checkpoints, ":"),
+        "checkpoint": listed(checkpoints, ":"),
         "averaged": list(map(str, averaged)),
         # Other checkpoints than averaged ones need not be the run's last.
         "unfinished": unfinished(run.path, state) if averaged else None,
@@ -228,13 +227,12 @@ def description(model: Model, run: Run, averaged: Sequence[Path]) -> dict[str, A
 
 def describe(state: dict) -> dict[str, Any]:
     """A score's record of the model: architecture, its own settings, how it was trained."""
-    values = (
-        settings(state).get("arch"),
-        {name: value for name, value in settings(state).items() if name.startswith("ea_")},
-        section(state, "common").get("seed"),
-        (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
-    )
-    return dict(zip(DESCRIBED, values, strict=True))
+    return {
+        "arch": settings(state).get("arch"),
+        "settings": {name: value for name, value in settings(state).items() if name.startswith("ea_")},
+        "training_seed": section(state, "common").get("seed"),
+        "updates": (state.get("optimizer_history") or [{}])[-1].get("num_updates"),
+    }
 
 
 def unfinished(run: Path, averaged: dict) -> str | None:
@@ -247,25 +245,52 @@ def unfinished(run: Path, averaged: dict) -> str | None:
         state = peek(run / LAST)
     if "train_iterator" not in state.get("extra_state", {}):
         return None
-    optimization, checkpoints = section(state, "optimization"), section(state, "checkpoint")
-    limits = {
-        "max-update": optimization.get("max_update"),
-        "max-epoch": optimization.get("max_epoch"),
-        "patience": checkpoints.get("patience"),
-    }
-    if finished(state, {name: [str(limit or 0)] for name, limit in limits.items()}):
+    every = section(state, "optimization") | section(state, "checkpoint")
+    limits = {name: every.get(name.replace("-", "_")) or 0 for name in ("max-update", "max-epoch", "patience")}
+    if finished(state, {name: [str(limit)] for name, limit in limits.items()}):
         return None
     planned = f" of {limits['max-update']:,}" if limits["max-update"] else ""
     return f"{updates(state):,}{planned} updates"
 
 
-def reference_file(data: Path, subset: str, language: str) -> Path:
+def reference_file(data: Preparation, subset: str) -> Path:
     """The raw references of a split, or an error that names the splits there are."""
-    path = data / "raw" / f"{subset}.{language}"
+    path = data.folder / "raw" / f"{subset}.{data.target_lang}"
     if not path.is_file():
-        there = sorted(path.stem for path in (data / "raw").glob(f"*.{language}"))
+        there = sorted(path.stem for path in path.parent.glob(f"*.{data.target_lang}"))
         raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
     return path
+
+
+def as_written(path: Path, data: Preparation, language: str) -> list[str]:
+    """The lines of a file in DATA/raw as people write them.
+
+    Text that came in tokens is in tokens there, too, and is detokenised. Text of a corpus in Unicode's form NFC is
+    brought to NFC, since a model cannot write any other.
+    """
+    from ea_runtime.text import composed, words_of
+
+    lines = read_lines(path)
+    if data.tokenizer == "given":
+        return list(map(words_of(data, language).detokenize, lines))
+    return [composed(line) for line in lines] if data.rules.get("nfc") else lines
+
+
+def references(path: Path, data: Preparation) -> tuple[list[str], list[str]]:
+    """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens."""
+    from ea_runtime.text import Normalizer, words_of
+
+    language, rules = data.target_lang, data.rules
+    written = as_written(path, data, language)
+    if data.tokenizer == "given":
+        return written, read_lines(path)
+    lines = written
+    was_training_text = rules.get("valid_every") and path.name.startswith("valid.")
+    if was_training_text and rules.get("normalise"):
+        lines = list(map(Normalizer(data.moses_language(language)).clean, lines))
+    if rules.get("plain_apostrophes") and not was_training_text:
+        lines = [line.replace("’", "'") for line in lines]
+    return written, list(map(words_of(data, language).tokenize, lines))
 
 
 def read_baseline(args: argparse.Namespace, data: str, references: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,18 +62,10 @@ def whole(flags: dict[str, list[str]], name: str) -> int | None:
     return int(value)
 
 
-@dataclass(frozen=True)
-class Model:
-    """A translator as the command line asks for it."""
-
-    translator: Translator
-    settings: Any  # of its search
-    checkpoints: tuple[Path, ...]  # () for an export
-    on_cpu: bool
-
-
-def open_model(args: argparse.Namespace, checkpoints: Sequence[Path], data: Preparation | None) -> Model:
-    """The model of an export, or of a run's checkpoints, in the precision of the command line.
+def open_model(
+    args: argparse.Namespace, checkpoints: Sequence[Path], data: Preparation | None
+) -> tuple[Translator, Any]:
+    """A run's checkpoints, or an export, in the precision of the command line; and the settings of its search.
 
     Args:
         checkpoints: none for an export.
@@ -83,11 +74,8 @@ def open_model(args: argparse.Namespace, checkpoints: Sequence[Path], data: Prep
     Raises:
         UserError: a file cannot be used, or a flag has no effect.
     """
-    if checkpoints:
-        translator, on_cpu = _of_run(args, checkpoints, data)
-    else:
-        translator, on_cpu = _of_export(args, data), True
-    return Model(translator, _settings(args, translator), tuple(checkpoints), on_cpu)
+    translator = _of_run(args, checkpoints, data) if checkpoints else _of_export(args, data)
+    return translator, _settings(args, translator)
 
 
 def _of_export(args: argparse.Namespace, data: Preparation | None) -> Translator:
@@ -106,7 +94,7 @@ def _of_export(args: argparse.Namespace, data: Preparation | None) -> Translator
     return translator
 
 
-def _of_run(args: argparse.Namespace, checkpoints: Sequence[Path], data: Preparation | None) -> tuple[Translator, bool]:
+def _of_run(args: argparse.Namespace, checkpoints: Sequence[Path], data: Preparation | None) -> Translator:
     launch = Launch(gpus=0 if "cpu" in args.search_flags else gpus()[0])
     choose_precision(args.precision, launch)
     if args.precision == "bf16" and launch.gpus:
@@ -122,7 +110,7 @@ def _of_run(args: argparse.Namespace, checkpoints: Sequence[Path], data: Prepara
         import torch
 
         torch.manual_seed(seed)
-    return translator.to("cuda" if launch.gpus else "cpu"), not launch.gpus
+    return translator.to("cuda" if launch.gpus else "cpu")
 
 
 def _settings(args: argparse.Namespace, translator: Translator) -> Any:

@@ -189,8 +189,7 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
     if "batch-size" in args.search_flags:
         raise UserError("-- --batch-size: has no effect here; see --batch-size in --help")
     data = Preparation.at(args.data) if args.data else None
-    model = open_model(args, [] if _is_export(args) else [args.checkpoint], data)
-    translator = model.translator
+    translator, settings = open_model(args, [] if _is_export(args) else [args.checkpoint], data)
     at_terminal = args.input is None and sys.stdin.isatty()
     size = args.buffer or (1 if at_terminal else max(1000, args.batch_size or 1))
     prompt = _prompt if at_terminal else lambda text="": None
@@ -199,7 +198,7 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
         for first, sentences in batches(lines, args.input or "standard input", size, done):
             try:
                 sources = translator.sources(sentences, first)
-                translations = translator.scored_ids(sources, model.settings, args.nbest or 1, args.batch_size)
+                translations = translator.scored_ids(sources, settings, args.nbest or 1, args.batch_size)
             except ValueError as error:  # settings that do not go together
                 raise UserError(str(error)) from None
             for number, hypotheses in enumerate(translations, first - 1):
