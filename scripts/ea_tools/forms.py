@@ -23,10 +23,13 @@ class Form(BaseModel):
         """The form with the values of a table.
 
         Raises:
-            UserError: a key is unknown or missing, or a value has another type; the message names it after `where`.
+            UserError: a key is unknown or missing, a value has another type, or a form's own check raised it; the
+                message begins with `where`.
         """
         try:
             return cls.model_validate(content)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
         *places, name = map(str, fault["loc"])

@@ -15,11 +15,12 @@ import types
 import pytest
 from helpers.mistakes import refusal
 from helpers.pages import PAGES
+from helpers.tables import COMMIT, evaluation, write_evaluation, write_recipe
 from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_artifacts.command import REPO, UserError, parse_flags
 from ea_artifacts.files import digest, read_lines
-from ea_tools.tables import cells, page, reproduce, shown, sweep
+from ea_tools.tables import page, reproduce, shown, sweep
 from ea_tools.tables import table as tables
 from ea_tools.tables.records import Records, opened
 from ea_tools.training import launch, recipes, train
@@ -46,15 +47,15 @@ def row_of(table, label):
 
 
 def published(table, row):
-    return tuple(row.published(column) for column in table.columns)
+    return tuple(row.paper.get(column.key) for column in table.columns)
 
 
 def test_tables_hold_the_papers_numbers():
     five, six = tables.read("table5"), tables.read("table6")
     assert {row.label: published(five, row) for row in five.rows} == TABLE_5
     for label, (flags, numbers) in ABLATIONS.items():
-        assert (row_of(six, label).flags, published(six, row_of(six, label))) == (flags, numbers)
-        assert row_of(six, label).baseline == "EA-Transformer-Lite"
+        row = row_of(six, label)
+        assert (row.flags, published(six, row), row.baseline) == (flags, numbers, "EA-Transformer-Lite")
     assert published(six, row_of(six, "EA-Transformer-Lite")) == TABLE_5["EA-Transformer-Lite"]
     assert published(six, row_of(six, "Transformer-Lite")) == (33.21, 21.11, 33.22)
     for table in (five, six):
@@ -65,7 +66,7 @@ def test_tables_hold_the_papers_numbers():
 def test_the_drafts_numbers_and_its_learning_rate():
     """The draft "Predictive Attention Transformer", tables 1 and 5, De-En."""
     table = tables.read("predictive")
-    numbers = [row.published(table.columns[0]) for row in table.rows]
+    numbers = [published(table, row)[0] for row in table.rows]
     assert numbers == [31.64, 32.51, 31.67, 31.55, 32.30, 32.24, 32.48, None]
     draft, paper = (recipes.read(name).flags_for("transformer_lite") for name in ("iwslt14-de-en-pa", "iwslt14-de-en"))
     assert draft == {**paper, "lr": 5e-4}
@@ -79,6 +80,10 @@ def test_tables_share_their_runs():
     for flags, name in ((["--max-update", "9"], "max-update9"), (["--update-freq", "1,2"], "update-freq1_2")):
         run = six.with_flags(flags).run(row, "iwslt14-de-en", 1)
         assert run == f"iwslt14-de-en/ea_transformer_lite-ea-alpha0-{name}-seed1"
+    rows = [tables.Row(label=name, arch="transformer", flags=["--without", name]) for name in ("lr", "dropout")]
+    table = six.model_copy(update={"rows": rows}).with_flags(["--without", "clip-norm"])
+    for row in rows:
+        assert table.run(row, "iwslt14-de-en", 1) == f"iwslt14-de-en/transformer-without{row.label}_clip-norm-seed1"
 
 
 def test_a_rows_own_precision_is_what_it_compares():
@@ -93,58 +98,45 @@ def test_a_rows_own_precision_is_what_it_compares():
 @pytest.fixture
 def toy(data, tmp_path):
     """A table with one column and three rows over the toy corpus, none of which has been run."""
-    (tmp_path / "toy.toml").write_text(
-        f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
-        '[batch]\ntokens = 256\n[flags]\nmax-epoch = 2\n'
-    )  # fmt: skip
+    recipe = write_recipe(tmp_path / "toy.toml", data)
     (tmp_path / "tiny.toml").write_text(
-        f'title = "Tiny"\n[[column]]\nrecipe = "{tmp_path}/toy.toml"\nlabel = "Toy"\nmetric = "tokenised_bleu"\n'
+        f'title = "Tiny"\n[[column]]\nrecipe = "{recipe}"\nlabel = "Toy"\nmetric = "tokenised_bleu"\n'
         f'[[row]]\nlabel = "Plain"\narch = "transformer"\nflags = {json.dumps(TINY)}\n'
-        f'paper = {{ "{tmp_path}/toy.toml" = 12.3 }}\n'
+        f'paper = {{ "{recipe}" = 12.3 }}\n'
         f'[[row]]\nlabel = "Evolving"\narch = "ea_transformer_base"\nflags = {json.dumps(TINY)}\nbaseline = "Plain"\n'
         f'[[row]]\nlabel = "Nobody"\narch = "ea_transformer_lite"\nflags = {json.dumps(TINY)}\n'
     )  # fmt: skip
     return tmp_path
 
 
-def options(toy):
-    return [toy / "tiny.toml", "--runs", toy / "runs", "--results", toy / "results", "--average", 2]
+def options(toy, *arguments):
+    """The words of a command about the toy table."""
+    folders = ["--runs", toy / "runs", "--results", toy / "results", "--average", 2]
+    return [*map(str, [toy / "tiny.toml", *folders, *arguments])]
 
 
 def collect(toy, *arguments):
     """The table that --collect writes."""
-    reproduce.main([*map(str, options(toy)), "--collect", *arguments])
+    reproduce.main(options(toy, "--collect", *arguments))
     return (toy / "results" / "tiny.md").read_text()
 
 
-COMMIT = "c" * 40
+def dry_run(toy, capsys, *arguments):
+    """The output of a dry run."""
+    capsys.readouterr()
+    reproduce.main(options(toy, *arguments, "--dry-run"))
+    return capsys.readouterr()
 
 
-def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
+def pretend(toy, label, seed=1, score=10.0, better=True, commit=COMMIT, **changed):
     """Write the files of a run by the table's recipe, with this score; returns its folder."""
     table = tables.read(str(toy / "tiny.toml"))
-    recipe, found = recipes.read(table.columns[0].recipe), row_of(table, row)
-    folder = toy / "runs" / table.run(found, table.columns[0].recipe, seed)
-    (folder / "eval").mkdir(parents=True)
+    recipe, row = recipes.read(table.columns[0].recipe), row_of(table, label)
+    folder = toy / "runs" / table.run(row, table.columns[0].recipe, seed)
     references = read_lines(recipe.data / "raw" / "test.en")
-    hypotheses = references if better else [line.replace("the", "a") for line in references]
-    kinds = {kind: {"score": score, "signature": "s"} for kind in ("sacrebleu", "tokenised_bleu")}
-    one = {
-        "scores": kinds,
-        "subset": "test",
-        "averaged": [],
-        "settings_name": "beam5.average2",
-        "tokenizer": "13a",
-        "device": "d",
-        "commit": COMMIT,
-        "date": "now",
-        "command": "x",
-    }
-    one |= {"references": digest(references), "updates": 1500}
-    for stem in ("test", "test.beam5.average2"):
-        (folder / "eval" / f"{stem}.json").write_text(json.dumps(one))
-        (folder / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in hypotheses))
-    flags = recipe.flags_for(found.arch) | parse_flags(found.flags) | {"seed": seed, "max-tokens": 256} | changed
+    translations = references if better else [line.replace("the", "a") for line in references]
+    write_evaluation(folder, evaluation(score, references=digest(references)), translations)
+    flags = recipe.flags_for(row.arch) | parse_flags(row.flags) | {"seed": seed, "max-tokens": 256} | changed
     words = parse_flags(recipes.spell_flags(flags))
     start = {"commit": commit, "device": "CPU, two cores", "processes": 1}
     start["flags"] = {name: " ".join(values) for name, values in words.items()}
@@ -155,12 +147,19 @@ def pretend(toy, row, seed, score, better=True, commit=COMMIT, **changed):
     return folder
 
 
+def score_again(run, name, score, translations=("other",) * 10):
+    """Write the files of another evaluation, by other settings."""
+    one = json.loads((run / "eval" / "test.json").read_text())
+    scores = {kind: {**old, "score": score} for kind, old in one["scores"].items()}
+    write_evaluation(run, one | {"settings_name": name, "scores": scores}, translations)
+
+
 def test_numbers_in_the_table(toy):
     """Three seeds and a baseline: mean, deviation, difference and its significance, and each seed's p."""
     for seed, plain, evolving in ((2, 10.0, 11.0), (3, 12.0, 13.0), (4, 14.0, 13.0)):
         pretend(toy, "Plain", seed, plain, better=plain > evolving)
         pretend(toy, "Evolving", seed, evolving, better=evolving > plain)
-    written = collect(toy, "--seeds", "2", "3", "4")
+    written = collect(toy, "--seeds", 2, 3, 4)
     assert "| 12.00 ± 2.00 [12.30] |" in written
     assert "| Evolving | Plain |" in written
     assert "| 12.33 ± 1.15, Δ +0.33 ± 1.15 (2 of 3, 1 the other way) |" in written
@@ -174,22 +173,21 @@ def test_numbers_in_the_table(toy):
 
 def test_a_fresh_clone_writes_the_same_table(toy):
     """From the records alone: without the runs, and without the data that the paired tests were made with."""
-    pretend(toy, "Plain", 1, 10.0, better=False)
-    pretend(toy, "Evolving", 1, 11.0)
+    pretend(toy, "Plain", better=False)
+    pretend(toy, "Evolving", score=11.0)
     first = collect(toy)
-    (toy / "runs").rename(toy / "gone")
-    recipe = (toy / "toy.toml").read_text()
-    (toy / "toy.toml").write_text(re.sub('data = ".*"', 'data = "/nowhere"', recipe))
+    shutil.rmtree(toy / "runs")
+    write_recipe(toy / "toy.toml", "/nowhere")
     assert collect(toy) == first
     assert "p 0.001" in first
 
 
 def test_translations_that_were_not_scored_are_refused(toy):
     """The paired test would be of others than the scores."""
-    pretend(toy, "Plain", 1, 10.0, better=False)
-    pretend(toy, "Evolving", 1, 11.0)
+    pretend(toy, "Plain", better=False)
+    pretend(toy, "Evolving", score=11.0)
     collect(toy)
-    (toy / "runs").rename(toy / "gone")
+    shutil.rmtree(toy / "runs")
     (path,) = (toy / "results/hypotheses").iterdir()
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"the", b"a")))
     scores = toy / "results/scores.jsonl"
@@ -198,21 +196,41 @@ def test_translations_that_were_not_scored_are_refused(toy):
         collect(toy)
 
 
+def test_scores_are_those_of_the_translations(toy, data, capsys):
+    """Each is computed again; a row that differs is named, and rows without their data are counted."""
+    name = json.loads((data / "PREP.json").read_text())["name"]
+    for label in ("Plain", "Evolving"):
+        folder = pretend(toy, label)  # its translations are the references
+        scores = {metric: {"score": 100.0, "signature": "s"} for metric in ("sacrebleu", "chrf", "tokenised_bleu")}
+        one = json.loads((folder / "eval/test.json").read_text()) | {"scores": scores, "data": name}
+        write_evaluation(folder, one, read_lines(folder / "eval/test.hyp.txt"))
+    collect(toy)
+    words = ["scores", *options(toy)[1:], "--data", str(data)]
+    reproduce.main(words)
+    assert capsys.readouterr().out.endswith("rows: 2 recomputed\n")
+    path = toy / "results/scores.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["scores"]["chrf"]["score"] -= 0.001
+    rows.append(rows[0] | {"run": "toy/other", "references": "others"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = refusal(capsys, reproduce.main, *words, writes_to=toy)
+    assert f"2 recomputed, 1 without the references of {name}" in said
+    assert re.findall(r"(\S+), test, beam5.average2: (\w+): ", said) == [(rows[1]["run"], "chrf")]
+    assert "--data: " in refusal(capsys, reproduce.main, "table5", "--data", data)
+
+
 def test_two_commands_at_once_lose_no_row(tmp_path):
     """The second waits until the first has written."""
 
-    def add(records, run):
-        records.add({"run": run, "subset": "test", "settings_name": "s", "averaged": []}, [run])
-
     def second():
         with opened(tmp_path) as records:
-            add(records, "toy/second")
+            records.add(evaluation(run="toy/second"), ["toy/second"])
 
     other = threading.Thread(target=second)
     with opened(tmp_path) as records:
         other.start()
         other.join(timeout=0.5)
-        add(records, "toy/first")
+        records.add(evaluation(run="toy/first"), ["toy/first"])
     other.join(timeout=60)
     records = Records(tmp_path)
     assert {run: records.translations(row) for (run, *_), row in records.rows.items()} == {
@@ -220,27 +238,32 @@ def test_two_commands_at_once_lose_no_row(tmp_path):
     }
 
 
-def test_a_row_that_is_torn_is_named(toy):
-    pretend(toy, "Plain", 1, 10.0)
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("<<<<<<< ours", ""), (json.dumps(evaluation()), "run: "), (json.dumps(evaluation(run=3)), "run: ")],
+    ids=["torn", "without a key", "of another type"],
+)
+def test_a_row_that_is_none_is_named(toy, line, named):
+    pretend(toy, "Plain")
     collect(toy)
     with (toy / "results/scores.jsonl").open("a") as scores:
-        scores.write("<<<<<<< ours\n")
-    with pytest.raises(SystemExit, match=r"scores\.jsonl:2: "):
+        scores.write(f"{line}\n")
+    with pytest.raises(SystemExit, match=rf"scores\.jsonl:2: {named}"):
         collect(toy)
 
 
 def test_settings_have_rows_of_their_own(toy):
     """With the same split and run; the columns of translations that no row names any more go."""
-    folder = pretend(toy, "Plain", 1, 10.0)
+    folder = pretend(toy, "Plain")
     collect(toy)
     score_again(folder, "beam5.average3", 12.0)
-    collect(toy, "--average", "3")
+    collect(toy, "--average", 3)
     rows = Records(toy / "results").rows.values()
     assert [(row["settings_name"], row["scores"]["sacrebleu"]["score"]) for row in rows] == [
         ("beam5.average2", 10.0), ("beam5.average3", 12.0)
     ]  # fmt: skip
-    score_again(folder, "beam5.average3", 13.0, "another\n" * 10)
-    collect(toy, "--average", "3")
+    score_again(folder, "beam5.average3", 13.0, ["another"] * 10)
+    collect(toy, "--average", 3)
     records = Records(toy / "results")
     texts = [records.translations(row) for row in records.rows.values()]
     assert texts[1] == ["another"] * 10 != texts[0]
@@ -249,48 +272,27 @@ def test_settings_have_rows_of_their_own(toy):
 
 
 def test_runs_that_are_not_alike_are_told(toy):
-    pretend(toy, "Plain", 1, 10.0, better=False, lr="0.5")
-    folder = pretend(toy, "Evolving", 1, 11.0, commit="d" * 40 + " with local changes")
+    pretend(toy, "Plain", better=False, lr="0.5")
+    changed = {"commit": "d" * 40 + " with local changes", "bf16-products": True}
+    folder = pretend(toy, "Evolving", score=11.0, **changed)
     record = json.loads((folder / "run.json").read_text())
     record["identity"]["data"] = "xyz"
     record["starts"].append({**record["starts"][0], "commit": "e" * 40})
     (folder / "run.json").write_text(json.dumps(record))
     written = collect(toy)
     unlike = re.search("not alike in everything.*: (.*)", written)[1]
-    assert unlike == "Recipe (Toy); Training data (Toy); Trained at (Toy)."
+    assert unlike == "Recipe (Toy); Training data (Toy); Precision (Toy); Trained at (Toy)."
     assert "| toy; lr 0.5, the recipe says 0.001 | abc |" in written
     assert "| toy | xyz |" in written
-    assert "| dddddddddd with local changes, then eeeeeeeeee |" in written
-
-
-def test_runs_of_another_precision_are_told(toy):
-    pretend(toy, "Plain", 1, 10.0)
-    pretend(toy, "Evolving", 1, 11.0, **{"bf16-products": True})
-    written = collect(toy)
-    assert "not alike in everything**: Precision (Toy)." in written
     assert "| fp32 | CPU, two cores |" in written
-    assert "| bf16-products | CPU, two cores, bf16-products |" in written
-
-
-def score_again(run, name, score, translations="other\n" * 10):
-    """Write the files of another evaluation, by other settings."""
-    one = json.loads((run / "eval" / "test.json").read_text())
-    one |= {"settings_name": name, "scores": {kind: {**old, "score": score} for kind, old in one["scores"].items()}}
-    for stem in ("test", f"test.{name}"):
-        (run / "eval" / f"{stem}.json").write_text(json.dumps(one))
-        (run / "eval" / f"{stem}.hyp.txt").write_text(translations)
-
-
-def dry_run(toy, capsys, *flags):
-    """The output of a dry run of two rows, seed 1."""
-    capsys.readouterr()
-    reproduce.main([*map(str, options(toy)), "--rows", "Plain", "Evolving", *flags, "--dry-run"])
-    return capsys.readouterr()
+    assert (
+        "| bf16-products | CPU, two cores, bf16-products | dddddddddd with local changes, then eeeeeeeeee |" in written
+    )
 
 
 def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     """After evaluate.sh --beam 1 by hand; and --average 3 over results of --average 2."""
-    plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
+    plain, evolving = pretend(toy, "Plain"), pretend(toy, "Evolving")
     (evolving / "eval" / "test.beam5.average2.json").unlink()
     score_again(plain, "beam1.average1", 8.0)
     score_again(evolving, "beam1.average1", 8.0)
@@ -299,39 +301,34 @@ def test_a_score_by_other_settings_is_not_the_tables(toy, capsys):
     assert "| Evolving | Toy | 1 |" not in written
     assert "is by other settings than this table's, beam5.average2: not taken" in capsys.readouterr().err
     score_again(evolving, "beam5.average3", 12.0)
-    written = collect(toy, "--average", "3")
+    written = collect(toy, "--average", 3)
     assert re.search(r"not alike in everything\*\*: .*Settings \(Toy\)", written)
-    assert re.findall(r"^\| (\w+) \| Toy \|.*\| beam5.average(\d) \|", written, re.M) == [
-        ("Plain", "2"),
-        ("Evolving", "3"),
-    ]
+    settings = re.findall(r"^\| (\w+) \| Toy \|.*\| beam5.average(\d) \|", written, re.M)
+    assert settings == [("Plain", "2"), ("Evolving", "3")]
     (plain / "checkpoint1.pt").touch()
-    said = dry_run(toy, capsys, "--average", "3")
+    said = dry_run(toy, capsys, "--average", 3)
     assert said.err.count("done already: Evolving") == 1
     assert f"--run {plain} --average 3 --subset test" in said.out
 
 
 def test_a_training_that_had_not_ended_goes_on(toy, capsys):
     """Its score is in the table, with how far it was, and is none that is done."""
-    plain, evolving = (pretend(toy, row, 1, 10.0) for row in ("Plain", "Evolving"))
+    plain, evolving = pretend(toy, "Plain"), pretend(toy, "Evolving")
     for path in (path for folder in (plain, evolving) for path in folder.glob("eval/*.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"unfinished": "7 of 80 updates"}))
     named = "Plain, toy, seed 1 (7 of 80 updates); Evolving, toy, seed 1 (7 of 80 updates)."
     assert f"**Scored before the end of their training**: {named}" in collect(toy)
     (plain / "checkpoint1.pt").touch()
-    said = dry_run(toy, capsys, "--average", "2")
-    assert f"--run {plain} " in said.out
+    said = dry_run(toy, capsys)
+    assert f"--run {plain}\n" in said.out
     assert "done already: Plain" not in said.err
     assert "Evolving" in next(line for line in said.err.splitlines() if "(7 of 80 updates), and there are no" in line)
 
 
 def test_a_finished_record_is_not_replaced_by_a_training_in_progress(toy, capsys):
-    folder = pretend(toy, "Plain", 1, 10.0)
-    assert "| Plain | Toy | 1 | 10.00 (" in collect(toy)
-    path = folder / "eval/test.beam5.average2.json"
-    one = json.loads(path.read_text())
-    one["scores"]["tokenised_bleu"]["score"] = 5.0
-    path.write_text(json.dumps(one | {"unfinished": "7 of 80 updates"}))
+    folder = pretend(toy, "Plain")
+    collect(toy)
+    write_evaluation(folder, evaluation(5.0, unfinished="7 of 80 updates"), ["other"])
     (folder / "run.json").write_text((folder / "run.json").read_text().replace("toy", "another"))
     (record,) = (toy / "results/logs").iterdir()
     before = record.read_text()
@@ -344,7 +341,7 @@ def test_seeds_choose_what_is_run_and_hide_nothing(toy):
     for seed in (1, 4):
         pretend(toy, "Plain", seed, 10.0 + seed)
     assert "| Plain | Toy | 4 |" not in collect(toy)
-    written = collect(toy, "--seeds", "4")
+    written = collect(toy, "--seeds", 4)
     assert "| Plain | Toy | 1 | 11.00 (" in written
     assert "| Plain | Toy | 4 | 14.00 (" in written
 
@@ -356,8 +353,8 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text("<!-- tiny -->\nold\n<!-- end of tiny -->\n")
     monkeypatch.setattr(page, "REPO", toy)
-    pretend(toy, "Plain", 1, 10.0)
-    reproduce.main([*map(str, options(toy)), "--collect", "--results", str(toy / "mine")])
+    pretend(toy, "Plain")
+    reproduce.main(options(toy, "--collect", "--results", toy / "mine"))
     assert ["old" in path.read_text() for path in pages] == [True, True, False]
     collect(toy)
     assert ["old" in path.read_text() for path in pages] == [False, False, False]
@@ -366,23 +363,24 @@ def test_readme_shows_the_repositorys_own_results_alone(toy, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('"tokenised_bleu"', '"comet"', "tiny.toml: Toy: metric 'comet' is not one of sacrebleu, chrf, tokenised_bleu"),
-        ('"Evolving"', '"Plain"', "tiny.toml: the label 'Plain' is there twice; give each a different one"),
+        ('"tokenised_bleu"', '"comet"', "tiny.toml: column: 0: metric = 'comet': "),
+        ('"tokenised_bleu"', '"compound_split_bleu"', "tiny.toml: Toy: metric compound_split_bleu: "),
+        ('"Evolving"', '"Plain"', "tiny.toml: row: 'Plain' is there twice"),
         ("[[column]]", "seed = [1]\n[[column]]", "tiny.toml: seed: there is no such key here; did you mean seeds"),
-        ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds 1 1: expected different whole numbers"),
-        ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: there is no such architecture; near it"),
+        ("[[column]]", "seeds = [1, 1]\n[[column]]", "tiny.toml: seeds: 1 is there twice"),
+        ('"transformer"', '"transforme"', "tiny.toml: Plain: arch transforme: "),
         ("[[column]]", "[[columns]]", "tiny.toml: column is missing"),
+        ('"transformer"', '"transformer"\npaper = {other = 1}', "tiny.toml: Plain: paper: other is no column"),
         (
-            '"transformer"',
-            '"transformer"\npaper = {other = 1}',
-            "tiny.toml: Plain: paper: other is no column",
+            'baseline = "Plain"',
+            'baseline = "Plai"',
+            "tiny.toml: Evolving: baseline 'Plai' is no row; ",
         ),
         ("flags = [", "flags = [3, ", "tiny.toml: row: 0: flags: 0 = 3: "),
         ("flags = [", 'flags = ["--run", "x", ', "tiny.toml: Plain: flags: --run: use --runs"),
         ('"Toy"', '"Toy"\nsubset = "test9"', "tiny.toml: Toy: subset 'test9' is not in "),
         ('"transformer"', '"ea_transformer_base"', "tiny.toml: the rows 'Plain' and 'Evolving' would share one run"),
     ],
-    ids=["comet", "label", "key", "seeds", "arch", "column", "paper", "type", "flag", "subset", "twice"],
 )
 def test_a_mistake_in_a_table_is_named(toy, before, after, message):
     path = toy / "tiny.toml"
@@ -391,28 +389,25 @@ def test_a_mistake_in_a_table_is_named(toy, before, after, message):
         tables.read(str(path))
 
 
+def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
+    """A model of raw text gives no tokens to score."""
+    monkeypatch.setattr(tables.Preparation, "at", lambda data: types.SimpleNamespace(tokenizer="none"))
+    with pytest.raises(UserError, match=r"Toy: metric tokenised_bleu: needs tokens"):
+        tables.read(str(toy / "tiny.toml"))
+
+
 def test_a_row_without_flags_of_the_recipe(toy, capsys):
     """train.sh takes each --without itself; the page and the comparison with the recipe have no such flag."""
     path = toy / "tiny.toml"
     without = ["--without", "patience", "--without", "keep-last-epochs"]
     path.write_text(path.read_text().replace(json.dumps(TINY), json.dumps([*TINY, *without]), 1))
-    pretend(toy, "Plain", 1, 10.0, patience=False, **{"keep-last-epochs": False, "without": False})
-    written = collect(toy)
-    assert "was not trained by this table's recipe" not in written
-    assert "| Plain | Toy | 1 | 10.00 (" in written
-    reproduce.main([*map(str, options(toy)), "--rows", "Plain", "--seeds", "2", "--dry-run"])
-    assert f"{' '.join(without)} --seed 2\n" in capsys.readouterr().out
+    pretend(toy, "Plain", patience=False, **{"keep-last-epochs": False, "without": False})
+    assert re.search(r"\| Plain \| Toy \| 1 \| 10.00 .*\| toy \| abc \|", collect(toy))
+    said = dry_run(toy, capsys, "--rows", "Plain", "--seeds", 2)
+    assert f"{' '.join(without)} --seed 2 --run " in said.out
 
 
-def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
-    """A model of raw text gives no tokens to score."""
-    raw = types.SimpleNamespace(tokenizer="none")
-    monkeypatch.setattr(tables.Preparation, "at", lambda data: raw)
-    with pytest.raises(UserError, match=r"Toy: metric tokenised_bleu: needs text in tokens, and .* is raw text"):
-        tables.read(str(toy / "tiny.toml"))
-
-
-def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
+def test_flags_of_validation_and_of_the_batch_are_the_recipes(toy):
     """BLEU at validations changes nothing that is learnt; --update-freq may be a list."""
     recipe = toy / "toy.toml"
     recipe.write_text(f"eval-bleu = true\n{recipe.read_text()}")
@@ -423,81 +418,59 @@ def test_flags_of_validation_and_of_the_batch_are_the_recipes(data, toy):
         assert "eval-bleu" in start.flags
         assert recipes.differences(trained, recipes.flags_of(start.recipe, args.arch, flags)) == [], given
         assert trained[recipes.BATCH] == ("512,1024" if "2,4" in given else "256")
+    one = {"max-tokens": "512", "update-freq": "4"}
+    for of_processes in (one, {**one, "distributed-world-size": "2", "update-freq": "2"}):
+        assert recipes.learning_flags(of_processes) == {recipes.BATCH: "2048"}
 
 
 @pytest.mark.parametrize(("of_test", "p"), [(1.2, {1: 0.002}), (-1.2, {})])
-def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(toy, monkeypatch, of_test, p):
+def test_a_test_of_sacrebleu_says_nothing_of_a_score_that_differs_from_it(tmp_path, monkeypatch, of_test, p):
     monkeypatch.setattr(Records, "test_against", lambda *_: {"difference": of_test, "p": 0.002})
     one, other = (page.Entry("chrf", None, {1: {"scores": {"chrf": {"score": score}}}}) for score in (50.5, 50.0))
-    column = tables.Column(recipe=str(toy / "toy.toml"), label="Toy", metric="chrf")
-    compared = one.against(other, Records(toy / "results"), column)
-    assert compared.differences == {1: 0.5}
-    assert compared.p == p
-
-
-def test_the_batch_is_that_of_all_processes():
-    one = {"max-tokens": "512", "update-freq": "4"}
-    for flags in (one, {**one, "distributed-world-size": "2", "update-freq": "2"}):
-        assert recipes.learning_flags(flags) == {recipes.BATCH: "2048"}
+    one.compare(other, Records(tmp_path), None)
+    assert (one.differences, one.p) == ({1: 0.5}, p)
 
 
 @pytest.mark.parametrize(
-    ("p", "shown"),
+    ("p", "said"),
     [({}, "not tested"), ({1: 0.01}, "1 of 1"), ({1: 0.01, 2: 0.3}, "1 of 2"), ({1: 0.3, 2: 0.3}, "0 of 2")],
     ids=["untested", "one of two tested", "tested", "none"],
 )
-def test_a_difference_that_was_not_tested_is_not_called_insignificant(p, shown):
+def test_a_difference_that_was_not_tested_is_not_called_insignificant(p, said):
     """The test needs the reference texts, which are not in the records."""
     scores = {seed: {"scores": {"chrf": {"score": score}}} for seed, score in ((1, 9.0), (2, 10.0))}
     entry = page.Entry("chrf", None, scores, differences={1: 0.5, 2: 1.5}, p=p)
-    assert str(entry) == f"9.50 ± 0.71, Δ +1.00 ± 0.71 ({shown})"
+    assert str(entry) == f"9.50 ± 0.71, Δ +1.00 ± 0.71 ({said})"
 
 
 def test_records_hold_no_path_and_no_date_of_this_machine(tmp_path, monkeypatch):
     """Else every --collect would change files under version control."""
-    folder = tmp_path / "run" / "eval"
-    folder.mkdir(parents=True)
-    one = {"subset": "test", "settings_name": "s", "run": f"{REPO}/runs/x", "command": f"{REPO}/scripts/evaluate.sh"}
-    one |= {"checkpoint": "/tmp/x/1.pt", "averaged": ["/tmp/x/1.pt", "/tmp/x/2.pt"]}
-    (folder / "test.s.json").write_text(json.dumps(one))
-    (folder / "test.s.hyp.txt").write_text("a\n")
+    paths = {"run": f"{REPO}/runs/x", "command": f"{REPO}/scripts/evaluate.sh", "checkpoint": "/tmp/x/1.pt"}
+    one = evaluation(**paths, averaged=["/tmp/x/1.pt", "/tmp/x/2.pt"])
+    write_evaluation(tmp_path / "run", one, ["a"])
     made = []
     for when in (1e9, 2e9):
         monkeypatch.setattr(time, "time", lambda when=when: when)
         with opened(tmp_path / str(when)) as records:
-            records.keep(tmp_path / "run", "toy/x", "test", "s")
+            records.keep(tmp_path / "run", "toy/x", "test", one["settings_name"])
         made.append([path.read_bytes() for path in sorted((tmp_path / str(when)).rglob("*.*"))])
     assert made[0] == made[1]
-    row = Records(tmp_path / str(when)).find("toy/x", "test", "s")
+    (row,) = Records(tmp_path / str(when)).rows.values()
     kept = [row[name] for name in ("run", "command", "checkpoint", "averaged")]
     assert kept == ["toy/x", "scripts/evaluate.sh", "1.pt", ["1.pt", "2.pt"]]
 
 
 def test_runs_with_other_flags_have_a_page_of_their_own(toy):
     """Their scores must not stand where the table's own are expected. Flags of the launch change nothing."""
-    pretend(toy, "Plain", 1, 10.0)
-    own = collect(toy, "--gpus", "0", "--max-tokens-valid", "1000", "--tensorboard-logdir", "tb")
+    pretend(toy, "Plain")
+    own = collect(toy, "--gpus", 0, "--max-tokens-valid", 1000, "--tensorboard-logdir", "tb")
     assert "10.00" in own
-    assert collect(toy, "--encoder-layers", "1") == own
+    assert collect(toy, "--encoder-layers", 1) == own
     other = (toy / "results" / "tiny-encoder-layers1.md").read_text()
     assert other.splitlines()[0].endswith(", all with --encoder-layers 1")
     assert "10.00" not in other
     sizes = [re.search(r"\| Plain \| ([\d,]+) \|", page)[1].replace(",", "") for page in (own, other)]
     assert int(sizes[1]) < int(sizes[0]), "the parameters are those of the flags"
-
-
-def test_flags_by_which_two_rows_become_one_model_are_refused(toy):
-    """Their cells would all show the number of one run."""
-    with pytest.raises(SystemExit, match=r"table6 with --ea-kernel-size 5: the rows .* would share one run"):
-        reproduce.main(["table6", *map(str, options(toy)[1:]), "--collect", "--ea-kernel-size", "5"])
-
-
-def test_flags_left_out_of_all_rows_join_those_of_a_row(toy):
-    rows = [tables.Row(label=name, arch="transformer", flags=["--without", name]) for name in ("lr", "dropout")]
-    table, extra = tables.read("table6").model_copy(update={"rows": rows}), ["--without", "clip-norm"]
-    table = table.with_flags(extra)
-    for row in rows:
-        assert table.run(row, "iwslt14-de-en", 1) == f"iwslt14-de-en/transformer-without{row.label}_clip-norm-seed1"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (REPO / "results").glob("multi30k-*.md")])
@@ -557,48 +530,48 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert cells.slots(None, 0) == [{}]
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["a", "c", "d", "e"]
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0)] == ["a,c", "d,e"]
-    assert cells.slots(None, 0, 3) == [{}] * 3
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(2, 0, 2)] == ["a,c", "d,e", "a,c", "d,e"]
-    with pytest.raises(UserError, match="expected at least 5 free GPUs, found 4"):
-        cells.slots(5, 0)
+    monkeypatch.setattr(launch, "gpus", lambda: (5, (9, 0)))
+
+    def devices(size, at_once=None, on_cpu=False):
+        args = types.SimpleNamespace(gpus_per_run=size, at_once=at_once)
+        return [slot.get("CUDA_VISIBLE_DEVICES") for slot in reproduce.slots(args, on_cpu)]
+
+    assert devices(None) == [None]
+    assert devices(None, 3) == [None] * 3
+    assert devices(1) == ["a", "c", "d", "e"]
+    assert devices(2) == ["a,c", "d,e"]
+    assert devices(2, 2) == ["a,c", "d,e", "a,c", "d,e"]
+    assert devices(None, None, on_cpu=True) == [""] * len(os.sched_getaffinity(0))
+    with pytest.raises(UserError, match="--gpus-per-run 5: 4 GPUs are free"):
+        devices(5)
     with pytest.raises(UserError, match="--gpus-per-run 2: the runs are on the CPU"):
-        cells.slots(2, 1)
+        devices(2, on_cpu=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "c, GPU-d,b")
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in cells.slots(1, 0)] == ["c", "d"]
+    assert devices(1) == ["c", "d"]
 
 
 def test_runs_on_the_cpu(toy, monkeypatch):
-    """--at-once sets their number and --nice their priority; each has one thread."""
+    """--at-once sets their number; each has one thread."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    script = 'cd "$0"; echo $(nice) $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "$1"; sleep 1; ls >> saw'
-    monkeypatch.setattr(cells, "check", lambda *_: None)
-    monkeypatch.setattr(cells, "commands", lambda cell, _: [["sh", "-c", script, str(toy), f"at-{cell.row.arch}"]])
-    reproduce.main(
-        [*map(str, options(toy)), "--nice", "7", "--at-once", "2", "--rows", "Plain", "Evolving", "--gpus", "0"]
-    )
-    assert (toy / "said").read_text() == f"{min(19, os.nice(0) + 7)} 1 []\n" * 2
-    assert (toy / "saw").read_text().count("at-transformer") == 2, "each saw the other begin before it ended"
-    monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
-    for words, count in ((["--gpus", "0"], len(os.sched_getaffinity(0))), (["--at-once", "3"], 0)):
-        args, extra = reproduce.parse([str(toy / "tiny.toml"), *words])
-        table = tables.read(args.table).with_flags(extra)
-        assert cells.cpu_runs([cells.Cell(table, table.rows[0], table.recipes[0], 1)], args) == count
+    script = 'cd "$0"; echo $OMP_NUM_THREADS "[$CUDA_VISIBLE_DEVICES]" >> said; touch "at-$1"; sleep 1; ls >> saw'
+    monkeypatch.setattr(reproduce, "check", lambda *_: None)
+    monkeypatch.setattr(reproduce, "commands", lambda cell, _: [["sh", "-c", script, str(toy), cell.label]])
+    reproduce.main(options(toy, "--at-once", 2, "--rows", "Plain", "Evolving", "--gpus", 0))
+    assert (toy / "said").read_text() == "1 []\n" * 2
+    assert (toy / "saw").read_text().count("at-Plain") == 2, "each saw the other begin before it ended"
 
 
 def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch, capsys):
     """Its checkpoints may be those of the middle of a training. The others are run."""
 
     def commands(cell, *_):
-        return [["false" if cell.row.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.row.label}")]]
+        return [["false" if cell.label == "Plain" else "true"], ["touch", str(toy / f"scored-{cell.label}")]]
 
-    monkeypatch.setattr(cells, "check", lambda *_: None)
-    monkeypatch.setattr(cells, "commands", commands)
+    monkeypatch.setattr(reproduce, "check", lambda *_: None)
+    monkeypatch.setattr(reproduce, "commands", commands)
     with pytest.raises(SystemExit) as end:
-        reproduce.main([*map(str, options(toy)), "--gpus", "0"])
+        reproduce.main(options(toy, "--gpus", 0))
     assert re.fullmatch(r"reproduce: these failed; run .*:\n  Plain, .*, seed 1", end.value.code)
     assert sorted(path.name for path in toy.glob("scored-*")) == ["scored-Evolving", "scored-Nobody"]
     assert "failed: Plain, " in capsys.readouterr().err
@@ -606,10 +579,10 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, monkeypatch
 
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
-    code = "from ea_tools.tables import cells, reproduce\n"
-    code += "cells.check = lambda *_: None\n"
-    code += f"cells.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
-    code += f"reproduce.main({[*map(str, options(toy)), '--at-once', '2', '--gpus', '0']!r})"
+    code = "from ea_tools.tables import reproduce\n"
+    code += "reproduce.check = lambda *_: None\n"
+    code += f"reproduce.commands = lambda *_: [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
+    code += f"reproduce.main({options(toy, '--at-once', 2, '--gpus', 0)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     pids = toy / "pids"
     while not pids.exists() or len(pids.read_text().split()) < 2:
@@ -617,6 +590,7 @@ def test_a_run_does_not_outlive_its_command(toy):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=60)
+    assert len(pids.read_text().split()) == 2, "the third is not begun"
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -629,10 +603,9 @@ def test_a_run_does_not_outlive_its_command(toy):
         (["table5", "--rows", "huge"], "the table has Transformer-Lite"),
         (["table5", "--recipes", "sample"], "--recipes sample: the table has iwslt14-de-en"),
         (["table5", "--seed", "1"], "use --seeds"),
-        (
-            ["table5", "--cpu"],
-            "reproduce: Transformer-Lite: train.sh: error: --cpu cannot be used here: use --gpus 0",
-        ),
+        (["table5", "--cpu"], "reproduce: Transformer-Lite: train.sh: error: --cpu cannot be used here: use --gpus 0"),
+        (["table6", "--ea-kernel-size", "5"], "table6 with --ea-kernel-size 5: the rows "),
+        (["pages", "--lr", "1"], "--lr 1: "),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(arguments, message, capsys):
@@ -648,7 +621,7 @@ def test_missing_cells_are_run_once(toy, run):
     table = tables.read(str(toy / "tiny.toml"))
     made = toy / "runs" / table.run(row_of(table, "Evolving"), table.columns[0].recipe, 1)
     shutil.copytree(run, made, ignore=shutil.ignore_patterns("average*", "eval"))  # what other tests added to it
-    flags = [*options(toy), "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0]
+    flags = options(toy, "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0)
     first = script("reproduce.sh", *flags)
     assert first.returncode == 1, "one run was not made by train.sh, which says so"
     assert "scripts/train.sh did not make" in (made / "reproduce.log").read_text()
@@ -671,7 +644,7 @@ def test_data_that_are_missing_are_one_error_with_the_command_that_makes_them(mo
     """No page is written, which would say "not run" only. A status of 0 would tell a script that cells were run."""
     read = recipes.read
     missing = tmp_path / "multi30k-de-en"
-    monkeypatch.setattr(cells.recipes, "read", lambda name: read(name).model_copy(update={"data": missing}))
+    monkeypatch.setattr(recipes, "read", lambda name: read(name).model_copy(update={"data": missing}))
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     sweep_words = ["sample", "ea_transformer_lite", "--grid", "ea-alpha", "0", "0.1"]
     for main, words in ((reproduce.main, ["multi30k-laptop"]), (sweep.main, sweep_words)):
@@ -683,12 +656,9 @@ def test_data_that_are_missing_are_one_error_with_the_command_that_makes_them(mo
 
 
 def test_cells_without_their_data_fail_beside_others_that_are_done(toy, monkeypatch, capsys):
-    def is_done(cell, *_):
-        return cell.row.label != "Plain"
-
-    monkeypatch.setattr(cells, "is_done", is_done)
-    (toy / "toy.toml").write_text((toy / "toy.toml").read_text().replace("data = ", f'data = "{toy}/nowhere"  # '))
+    monkeypatch.setattr(reproduce, "is_done", lambda cell, *_: cell.label != "Plain")
+    write_recipe(toy / "toy.toml", toy / "nowhere")
     with pytest.raises(SystemExit, match=r"nowhere/PREP\.json"):
-        reproduce.main([*map(str, options(toy)), "--gpus", "0"])
+        reproduce.main(options(toy, "--gpus", 0))
     assert capsys.readouterr().err.count("done already") == 2
     assert (toy / "results" / "tiny.md").exists()

@@ -1,13 +1,13 @@
 """scripts/sweep.sh: every cell once, chosen on the validation set, and the best again with other seeds."""
 
 import itertools
-import json
 import re
 
 import pytest
 from helpers.mistakes import refusal
+from helpers.tables import evaluation, write_evaluation, write_recipe
 
-from ea_tools.tables import cells, sweep
+from ea_tools.tables import reproduce, sweep
 
 GRID = ["--grid", "ea-alpha", "0", "0.1", "0.5", "--grid", "ea-beta", "0", "0.1"]
 # Validation BLEU by (alpha, beta), to which a seed adds its number in SEEDS.
@@ -21,41 +21,30 @@ class Trainings:
     def __init__(self):
         self.calls, self.fail = [], set()
 
-    def __call__(self, cell, args, slot, quiet):
-        train, evaluate = cells.commands(cell, args)
+    def __call__(self, cell, args, *_):
+        train, evaluate = reproduce.commands(cell, args)
         flags = dict(itertools.pairwise(train))
         key, seed = (flags.get("--ea-alpha"), flags.get("--ea-beta")), flags["--seed"]
         self.calls.append((*key, seed))
         if self.calls[-1] in self.fail:
             return False
         assert evaluate[-2:] == ["--subset", "valid"], "the test set has no part in a choice"
-        one = {"scores": {"sacrebleu": {"score": SCORES.get(key, 20.0) + SEEDS[seed], "signature": "s"}}}
-        one |= {"averaged": ["a"] * args.average, "settings_name": f"beam5.average{args.average}", "tokenizer": "13a"}
-        one |= {"device": "d", "commit": "c" * 40, "date": "now", "command": "scripts/evaluate.sh", "updates": 9}
-        one |= {"subset": "valid"}
-        folder = args.runs / cell.run / "eval"
-        folder.mkdir(parents=True, exist_ok=True)
-        for stem in ("valid", "valid.beam5.average10"):
-            (folder / f"{stem}.json").write_text(json.dumps(one))
-            (folder / f"{stem}.hyp.txt").write_text("a\n")
+        score = SCORES.get(key, 20.0) + SEEDS[seed]
+        result = evaluation(score, subset="valid", settings_name=f"beam5.average{args.average}")
+        write_evaluation(args.runs / cell.run, result, ["a"])
         return True
 
 
 @pytest.fixture
 def toy(data, tmp_path):
-    path = tmp_path / "toy.toml"
-    path.write_text(
-        f'inherit = "base"\ndata = "{data}"\nsource-lang = "de"\ntarget-lang = "en"\n'
-        '[batch]\ntokens = 256\n[flags]\nmax-epoch = 2\n'
-    )  # fmt: skip
-    return path
+    return write_recipe(tmp_path / "toy.toml", data)
 
 
 @pytest.fixture
 def trainings(monkeypatch):
     stub = Trainings()
-    monkeypatch.setattr(cells, "run_cell", stub)
-    monkeypatch.setattr(cells, "cpu_runs", lambda cells, args: 1)  # one after another, in their order
+    monkeypatch.setattr(reproduce, "run_cell", stub)
+    monkeypatch.setattr(reproduce, "slots", lambda *_: [{}])  # one after another, in their order
     return stub
 
 
@@ -93,7 +82,10 @@ def test_a_dry_run_runs_nothing(toy, trainings, capsys):
     grid = ["--grid", "adam-betas", "(0.9, 0.98)", "(0.8, 0.98)"]
     assert call(toy, "--dry-run", grid=grid) == ""
     printed = capsys.readouterr()
-    assert re.findall(r"train\.sh .*--adam-betas ('.*?') --seed 1\n", printed.out) == ["'(0.9, 0.98)'", "'(0.8, 0.98)'"]
+    assert re.findall(r"train\.sh .*--adam-betas ('.*?') --seed 1 --run ", printed.out) == [
+        "'(0.9, 0.98)'",
+        "'(0.8, 0.98)'",
+    ]
     assert "and then the baseline and the best 2, with --seeds 2 3" in printed.err
     assert not trainings.calls
 

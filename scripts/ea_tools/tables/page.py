@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ea_artifacts.command import REPO, UserError, quiet
-from ea_artifacts.files import digest, replacing
-from ea_artifacts.preparation import Preparation
+from ea_artifacts.files import replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.profile_model import profile
-from ea_tools.tables.records import UNKNOWN, Records
-from ea_tools.tables.records import Row as Score
+from ea_tools.tables.records import UNKNOWN, Records, Score, Text, Training
 from ea_tools.tables.table import Column, Row, Table
 from ea_tools.training import recipes, train
 from ea_tools.translating.evaluate import references
@@ -27,7 +25,7 @@ SIGNIFICANT = 0.05
 Entries = dict[tuple[str, str], "Entry"]  # by the labels of row and column
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """One row and column of a table: a score for each seed, and its difference from the baseline's."""
 
@@ -37,28 +35,21 @@ class Entry:
     differences: dict[int, float] = field(default_factory=dict)  # of the seeds that the baseline has, too
     p: dict[int, float] = field(default_factory=dict)  # of the differences that were tested
 
-    def value(self, seed: int, metric: str | None = None) -> float:
-        """The seed's score by the column's metric, or by another."""
-        return self.scores[seed]["scores"][metric or self.metric]["score"]
-
     @property
     def values(self) -> list[float]:
         """The score of each seed."""
-        return [self.value(seed) for seed in self.scores]
+        return [score["scores"][self.metric]["score"] for score in self.scores.values()]
 
-    def against(self, baseline: Entry, records: Records, column: Column) -> Entry:
-        """The same with its differences from the baseline's row, and the p of each by a paired bootstrap test."""
-        differences, p = {}, {}
+    def compare(self, baseline: Entry, records: Records, text: Text | None) -> None:
+        """Find the differences from the baseline's row, and the p of each by a paired bootstrap test."""
         for seed in sorted(self.scores.keys() & baseline.scores.keys()):
             one, other = self.scores[seed], baseline.scores[seed]
-            differences[seed] = self.value(seed) - baseline.value(seed)
-            texts, lowercase = _references(column.recipe, column.subset)
-            same = one.get("references") == other.get("references") == digest(texts)
-            test = records.test_against(one, other, texts if same else [], lowercase)
+            difference = one["scores"][self.metric]["score"] - other["scores"][self.metric]["score"]
+            test = records.test_against(one, other, text)
+            self.differences[seed] = difference
             # The test is of sacreBLEU, and holds for this metric only if the same model is the better one by both.
-            if test and differences[seed] * test["difference"] >= 0:
-                p[seed] = test["p"]
-        return Entry(self.metric, self.paper, self.scores, differences, p)
+            if test and difference * test["difference"] >= 0:
+                self.p[seed] = test["p"]
 
     def __str__(self) -> str:
         paper = f" [{self.paper:.2f}]" if self.paper is not None else ""
@@ -71,21 +62,18 @@ class Entry:
 
     def _significance(self) -> str:
         """In how many of the tested seeds the difference is significant: in the mean's direction, and in the other."""
-        if not self.p:
-            return "not tested"
         mean = statistics.mean(self.differences.values())
         significant = [self.differences[seed] * mean > 0 for seed, p in self.p.items() if p < SIGNIFICANT]
-        others = significant.count(False)
-        return f"{significant.count(True)} of {len(self.p)}" + (f", {others} the other way" if others else "")
+        others = f", {significant.count(False)} the other way" if False in significant else ""
+        return f"{significant.count(True)} of {len(self.p)}{others}" if self.p else "not tested"
 
     def of_seed(self, seed: int) -> str:
         """One seed's score, its sacreBLEU where that is another metric, and p."""
-        if seed not in self.scores:
-            return "not run"
-        notes = [] if self.metric == "sacrebleu" else [f"sacreBLEU {self.value(seed, 'sacrebleu'):.2f}"]
+        scores = self.scores[seed]["scores"]
+        notes = [] if self.metric == "sacrebleu" else [f"sacreBLEU {scores['sacrebleu']['score']:.2f}"]
         if seed in self.differences:
             notes.append(f"p {self.p[seed]:.3f}" if seed in self.p else "not tested")
-        return f"{self.value(seed):.2f}" + (f" ({', '.join(notes)})" if notes else "")
+        return f"{scores[self.metric]['score']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
@@ -94,28 +82,20 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return f"{statistics.mean(values):{form}}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-@functools.cache
-def _references(recipe: str, subset: str) -> tuple[list[str], bool]:
-    """The references of a recipe's split, none where the data are not prepared, and whether case is ignored."""
-    with contextlib.suppress(UserError):
-        data = recipes.read(recipe).data
-        prepared = Preparation.at(data)
-        return references(data / "raw" / f"{subset}.{prepared.target_lang}", prepared)[0], prepared.lowercase
-    return [], True
-
-
 def gather(table: Table, records: Records, seeds: Iterable[int], settings: str) -> Entries:
     """The numbers of a table from the records. New paired tests go into the records."""
-    entries = {}
-    for row in table.rows:
-        for column in table.columns:
-            found = {seed: records.find(table.run(row, column.recipe, seed), column.subset, settings) for seed in seeds}
-            scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
-            entries[row.label, column.label] = Entry(column.metric, row.published(column), scores)
-    for row in filter(lambda row: row.baseline, table.rows):
-        for column in table.columns:
-            key = row.label, column.label
-            entries[key] = entries[key].against(entries[str(row.baseline), column.label], records, column)
+    entries: Entries = {}
+    for row, column in itertools.product(table.rows, table.columns):
+        found = {seed: records.find(table.run(row, column.recipe, seed), column.subset, settings) for seed in seeds}
+        scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
+        entries[row.label, column.label] = Entry(column.metric, row.paper.get(column.key), scores)
+    for column in table.columns:
+        text = None
+        with contextlib.suppress(UserError):  # the data are not prepared
+            text = Text.of(recipes.read(column.recipe).data, column.subset)
+        for row in table.rows:
+            if row.baseline:
+                entries[row.label, column.label].compare(entries[row.baseline, column.label], records, text)
     return entries
 
 
@@ -147,11 +127,10 @@ def show_in(page: Path, name: str, shown: str) -> bool:
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     _, has_end, after = rest.partition(end)
-    if not (has_begin and has_end):
-        return False
-    with replacing(page) as temporary:
-        temporary.write_text(f"{before}{begin}{shown}\n{end}{after}", encoding="utf-8")
-    return True
+    if has_begin and has_end:
+        with replacing(page) as temporary:
+            temporary.write_text(f"{before}{begin}{shown}\n{end}{after}", encoding="utf-8")
+    return bool(has_begin and has_end)
 
 
 def markdown(table: Table, entries: Entries, picture: bool) -> str:
@@ -183,25 +162,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int
 def _model_rows(table: Table, entries: Entries, sizes: bool = False) -> list[str]:
     """The table itself, a line for each row; where asked for with parameters and FLOPs."""
     head = ["Model", "Δ from", *(["Parameters", "FLOPs"] * sizes), *(column.label for column in table.columns)]
-    rows = (
-        [
-            *(row.label, row.baseline or ""),
-            *(_size(row.arch, tuple(_of_model(table.flags(row, table.recipes[0])))) if sizes else ()),
-            *(str(entries[row.label, column.label]) for column in table.columns),
-        ]
-        for row in table.rows
-    )
+    rows = []
+    for row in table.rows:
+        flags = table.flags(row, table.recipes[0])
+        model = {name: value or True for name, value in flags.items() if name.startswith(train.IDENTITY)}
+        size = _size(row.arch, *recipes.spell_flags(model)) if sizes else ()
+        scores = (str(entries[row.label, column.label]) for column in table.columns)
+        rows.append([row.label, row.baseline or "", *size, *scores])
     return markdown_table(head, rows, left=2)
 
 
-def _of_model(flags: Mapping[str, str]) -> list[str]:
-    """The words of the flags that define the model."""
-    model = {name: value for name, value in flags.items() if name.startswith(train.IDENTITY)}
-    return recipes.spell_flags({name: value or True for name, value in model.items()})
-
-
 @functools.cache
-def _size(arch: str, flags: tuple[str, ...]) -> tuple[str, str]:
+def _size(arch: str, *flags: str) -> tuple[str, str]:
     quiet()
     size = profile(arch, flags)
     return f"{size['parameters']:,}", f"{size['flops'] / 1e6:,.1f} M"
@@ -217,8 +189,6 @@ def _early(table: Table, entries: Entries) -> list[str]:
     return [f"**Scored before the end of their training**: {'; '.join(early)}.", ""] if early else []
 
 
-# --- where the numbers come from --------------------------------------------------------------------------------------
-
 #: what should be alike in all runs of a column
 ALIKE = ("Recipe", "Training data", "References", "Settings", "Precision", "Trained at")
 
@@ -232,59 +202,66 @@ def _scores(table: Table, entries: Entries) -> Iterator[tuple[Row, Column, int, 
 
 def provenance(table: Table, entries: Entries) -> list[str]:
     """The lines of a report that say of every number how and where it was made."""
-    lines = ["## Where the numbers come from", ""]
-    facts = [(one, _facts(table, *one)) for one in _scores(table, entries)]
-    if not facts:
-        return [*lines, "Nothing has been run yet."]
-    unlike: dict[str, dict[str, None]] = {}  # fact -> the columns in which it differs, or is not recorded
-    for column, fact in itertools.product(table.columns, ALIKE):
-        values = {of_one[fact] for (_, its, *_), of_one in facts if its is column}
-        if len(values) > 1 or UNKNOWN in values:
-            unlike.setdefault(fact, {})[column.label] = None
-    said = "; ".join(f"{fact} ({', '.join(columns)})" for fact, columns in unlike.items())
-    lines += [
-        f"**The runs of a column are not alike in everything**: {said}."
-        if said
-        else f"Alike in all runs of a column: {', '.join(ALIKE)}.",
-        "",
-    ]
-    rows = [
-        [row.label, column.label, str(seed), entries[row.label, column.label].of_seed(seed), *of_one.values()]
-        for (row, column, seed, _), of_one in facts
-    ]
-    head = ["Model", "Column", "Seed", "Score", *facts[0][1]]
-    lines += [*markdown_table(head, rows, left=len(head)), ""]
-    lines += [
-        "Hours: wall-clock time by the speeds in the log; a run may have waited for other work on the machine.",
-        "",
-    ]
+    rows: list[dict[str, str]] = []
     signatures: dict[str, dict[str, None]] = {}
     commands: dict[str, None] = {}
-    for (*_, score), _ in facts:
+    for row, column, seed, score in _scores(table, entries):
+        trained = score.get("training", NOTHING)
+        shown = entries[row.label, column.label].of_seed(seed)
+        names = {"Model": row.label, "Column": column.label, "Seed": str(seed), "Score": shown}
+        rows.append(names | _facts(score, trained, table.flags(row, column.recipe, seed)))
         for name, metric in score["scores"].items():
             signatures.setdefault(LABELS[name], {})[f"`{metric['signature']}`"] = None
-        commands |= dict.fromkeys([score.get("training", {}).get("command", UNKNOWN), score["command"]])
-    lines += [*(f"- {name}: {', '.join(its)}" for name, its in signatures.items()), ""]
-    return [*lines, *(f"- `{command}`" for command in commands)]
+        commands |= dict.fromkeys([trained["command"], score["command"]])
+    title = ["## Where the numbers come from", ""]
+    if not rows:
+        return [*title, "Nothing has been run yet."]
+    unlike = []
+    for fact in ALIKE:
+        values = {one.label: {row[fact] for row in rows if row["Column"] == one.label} for one in table.columns}
+        if differing := [label for label, its in values.items() if len(its) > 1 or UNKNOWN in its]:
+            unlike.append(f"{fact} ({', '.join(differing)})")
+    return [
+        *title,
+        f"**The runs of a column are not alike in everything**: {'; '.join(unlike)}."
+        if unlike
+        else f"Alike in all runs of a column: {', '.join(ALIKE)}.",
+        "",
+        *markdown_table(list(rows[0]), [list(row.values()) for row in rows], left=len(rows[0])),
+        "",
+        "Hours: wall-clock time by the speeds in the log; a run may have waited for other work on the machine.",
+        "",
+        *(f"- {name}: {', '.join(its)}" for name, its in signatures.items()),
+        "",
+        *(f"- `{command}`" for command in commands),
+    ]
 
 
-def _facts(table: Table, row: Row, column: Column, seed: int, score: Score) -> dict[str, str]:
-    """The origin of a score. Several starts of a training stand one after the other."""
-    trained, wanted = score.get("training", {}), table.flags(row, column.recipe, seed)
-    others = [one for flags in trained.get("flags", []) for one in recipes.differences(flags, wanted)]
-    devices = _then(trained.get("devices", []))
+#: of a score without a training's record
+NOTHING = Training(
+    recipe=UNKNOWN, data=UNKNOWN, commits=[], devices=[], precisions=[], hours=None, command=UNKNOWN, flags=[]
+)
+
+
+def _facts(score: Score, trained: Training, wanted: Mapping[str, str]) -> dict[str, str]:
+    """The origin of a score. Several starts of a training stand one after the other.
+
+    Args:
+        wanted: the learning flags that the table asks for.
+    """
+    others = [one for flags in trained["flags"] for one in recipes.differences(flags, wanted)]
     return {
-        "Updates": f"{score['updates']:,}" if score.get("updates") else UNKNOWN,
+        "Updates": f"{score['updates']:,}" if score["updates"] else UNKNOWN,
         "Averaged": str(len(score["averaged"]) or 1),
-        "Hours": f"{trained['hours']:.2f}" if trained.get("hours") else UNKNOWN,
-        "Recipe": "; ".join(dict.fromkeys([trained.get("recipe", UNKNOWN), *others])),
-        "Training data": trained.get("data", UNKNOWN),
-        "References": score.get("references", UNKNOWN),
+        "Hours": f"{trained['hours']:.2f}" if trained["hours"] else UNKNOWN,
+        "Recipe": "; ".join(dict.fromkeys([trained["recipe"], *others])),
+        "Training data": trained["data"],
+        "References": score["references"],
         "Settings": score["settings_name"],
-        "Precision": _then(trained.get("precisions", [])),
-        "Trained on": f"{UNKNOWN}; scored on {score['device']}" if devices == UNKNOWN else devices,
-        "Trained at": _then(map(short_commit, trained.get("commits", []))),
-        "Scored at": f"{short_commit(score['commit'])}, {score['date'][:10]}",
+        "Precision": _then(trained["precisions"]),
+        "Trained on": _then(trained["devices"] or [f"{UNKNOWN}; scored on {score['device']}"]),
+        "Trained at": _then(map(_short, trained["commits"])),
+        "Scored at": f"{_short(score['commit'] or UNKNOWN)}, {score['date'][:10]}",
     }
 
 
@@ -292,9 +269,9 @@ def _then(values: Iterable[str]) -> str:
     return ", then ".join(values) or UNKNOWN
 
 
-def short_commit(commit: str | None) -> str:
+def _short(commit: str) -> str:
     """The first ten digits of a commit, and the words after it."""
-    first, _, rest = (commit or UNKNOWN).partition(" ")
+    first, _, rest = commit.partition(" ")
     return f"{first[:10]} {rest}".strip()
 
 

@@ -11,22 +11,95 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gzip
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # typing has none that pydantic takes before Python 3.12
 
 from ea_artifacts.command import REPO, UserError, say
 from ea_artifacts.files import digest, read_json, read_lines, replacing
+from ea_artifacts.preparation import Preparation
 from ea_tools.metrics import compare
+from ea_tools.text import references
 from ea_tools.training import logs, recipes
 
 UNKNOWN = "not recorded"
 
-Row = dict[str, Any]  # of scores.jsonl: what evaluate.sh writes, with "training", "hypotheses" and "log" besides
+
+class Training(TypedDict):
+    """How a run was trained. A list has one item, or one for each change from start to start."""
+
+    recipe: str
+    data: str  # a digest
+    commits: list[str]  # the first runs' records lack them, and devices
+    devices: list[str]
+    precisions: list[str]
+    hours: float | None  # by the speeds in the log
+    command: str
+    flags: list[dict[str, str]]
+
+
+class Score(TypedDict):
+    """A row of scores.jsonl: what tables read of evaluate.sh's result, whose other entries it has too, and the rest."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    run: str
+    data: str
+    subset: str
+    direction: str
+    arch: str
+    training_seed: int | None
+    settings_name: str
+    scores: dict[str, dict[str, Any]]  # by metric: score, signature, ...
+    tokenizer: str
+    references: str  # a digest, as is `hypotheses`
+    averaged: list[str]
+    updates: int | None
+    command: str
+    commit: str | None
+    device: str
+    date: str
+    unfinished: NotRequired[str | None]
+    against: NotRequired[dict[str, Any]]
+    paired: NotRequired[dict[str, dict[str, Any]]]  # by the other run's name: difference, p, ...
+    hypotheses: NotRequired[str]
+    training: NotRequired[Training]
+    log: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The references of a split, as people write them and in tokens."""
+
+    data: Preparation
+    written: list[str]
+    tokens: list[str]
+
+    @property
+    def digest(self) -> str:
+        """As a row names its references."""
+        return digest(self.written)
+
+    @classmethod
+    @functools.cache
+    def of(cls, folder: Path, subset: str) -> Text:
+        """Those of prepared data.
+
+        Raises:
+            UserError: the data are not there.
+        """
+        data = Preparation.at(folder)
+        return cls(data, *references(folder / "raw" / f"{subset}.{data.target_lang}", data))
 
 
 def log_name(run: str) -> str:
@@ -39,14 +112,14 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows: dict[tuple[str, str, str], Row] = {_key(row): row for row in _read(folder / "scores.jsonl")}
+        self.rows = {_key(row): row for row in _read(folder / "scores.jsonl")}
         self._hypotheses: dict[str, dict[str, list[str]]] = {}  # file -> digest -> lines, of the files that were needed
         self._changed: set[str] = set()
 
-    def find(self, run: str, subset: str, settings: str) -> Row | None:
+    def find(self, run: str, subset: str, settings: str) -> Score | None:
         """The row of a run's split: by these settings, else by others, where a run was only scored by those."""
-        rows = [row for (*names, _), row in self.rows.items() if names == [run, subset]]
-        return self.rows.get((run, subset, settings), rows[0] if rows else None)
+        others = (row for (*names, _), row in self.rows.items() if names == [run, subset])
+        return self.rows.get((run, subset, settings)) or next(others, None)
 
     def keep(self, folder: Path, run: str, subset: str, settings: str) -> None:
         """Take the scores of a run's folder by these settings, with its translations, run.json and log.
@@ -58,27 +131,26 @@ class Records:
             if last.exists():
                 say(f"note: {last} is by other settings than this table's, {settings}: not taken; leave out --collect")
             return
-        scored, kept = read_json(evaluation), self.rows.get((run, subset, settings), {})
-        if kept and scored.get("unfinished") and not kept.get("unfinished"):
+        scored, earlier = read_json(evaluation), self.rows.get((run, subset, settings))
+        if earlier and scored.get("unfinished") and not earlier.get("unfinished"):
             say(f"note: {evaluation} is of a training that has not ended: not taken; the record is of a finished one")
             return
-        lines = read_lines(evaluation.with_suffix(".hyp.txt"))
-        self.add({**scored, "run": run, "paired": kept.get("paired", {})}, lines)
+        paired = earlier.get("paired", {}) if earlier else {}
+        # The machine's paths say nothing elsewhere; the run's name stands before each checkpoint.
+        row = {"run": run} | scored | {"run": run, "averaged": [Path(path).name for path in scored["averaged"]]}
+        if "checkpoint" in row:
+            row["checkpoint"] = Path(row["checkpoint"]).name
+        row = json.loads(json.dumps(row | {"paired": paired}, ensure_ascii=False).replace(f"{REPO}/", ""))
+        self.add(row, read_lines(evaluation.with_suffix(".hyp.txt")))
         if (folder / "run.json").exists():
             log = folder / "log.jsonl"
             self.add_training(run, read_json(folder / "run.json"), log.read_text("utf-8") if log.exists() else "")
 
-    def add(self, row: Row, lines: list[str] | None) -> None:
+    def add(self, row: Score, lines: list[str]) -> None:
         """Put a row in its place, and its translations into a column."""
-        # The machine's paths say nothing elsewhere; the run's name stands before each checkpoint.
-        row = {"run": row["run"], **row, "averaged": [Path(path).name for path in row["averaged"]]}
-        if "checkpoint" in row:
-            row["checkpoint"] = Path(row["checkpoint"]).name
-        row = json.loads(json.dumps(row, ensure_ascii=False).replace(f"{REPO}/", ""))
-        if lines is not None:
-            row["hypotheses"] = digest(lines)
-            self._columns(row)[row["hypotheses"]] = lines
-            self._changed.add(_hypotheses_name(row))
+        row["hypotheses"] = digest(lines)
+        self._columns(row)[row["hypotheses"]] = lines
+        self._changed.add(_hypotheses_name(row))
         self.rows[_key(row)] = row
 
     def add_training(self, run: str, started: dict[str, Any], log: str) -> None:
@@ -86,10 +158,11 @@ class Records:
         name = log_name(run)
         with replacing(self.folder / "logs" / name) as temporary:
             temporary.write_text(json.dumps(started, ensure_ascii=False) + "\n" + log, encoding="utf-8")
-        facts = {"training": training(started, log), "log": name}
-        self.rows = {key: row | (facts if row["run"] == run else {}) for key, row in self.rows.items()}
+        for row in self.rows.values():
+            if row["run"] == run:
+                row["training"], row["log"] = training(started, log), name
 
-    def translations(self, row: Row) -> list[str] | None:
+    def translations(self, row: Score) -> list[str] | None:
         """The translations of a row, or None where none are kept.
 
         Raises:
@@ -104,10 +177,10 @@ class Records:
             )
         return lines
 
-    def test_against(self, row: Row, baseline: Row, references: list[str] | None, lowercase: bool) -> Row | None:
-        """The paired bootstrap test of two rows' translations, by sacreBLEU: {"difference", "p", "signature", ...}.
+    def test_against(self, row: Score, baseline: Score, text: Text | None) -> dict[str, Any] | None:
+        """The paired bootstrap test of two rows' translations, by sacreBLEU; None where they or `text` lack.
 
-        It is computed once and kept in the row, so that it is there without `references`, too. A test of other
+        It is computed once and kept in the row, so that it is there without the text, too. A test of other
         translations is made again.
         """
         name, digests = Path(baseline["run"]).name, [row.get("hypotheses"), baseline.get("hypotheses")]
@@ -115,9 +188,9 @@ class Records:
         if test and test["translations"] == digests:
             return test
         system, other = self.translations(row), self.translations(baseline)
-        if not references or not system or not other or not len(system) == len(other) == len(references):
+        if not text or not system or not other or {row["references"], baseline["references"]} != {text.digest}:
             return None
-        texts = {"system": system, "baseline": other, "references": references}
+        texts, lowercase = {"system": system, "baseline": other, "references": text.written}, text.data.lowercase
         test = compare(**texts, lowercase=lowercase, tokenizer=row["tokenizer"], kinds=["sacrebleu"])["sacrebleu"]
         row.setdefault("paired", {})[name] = {"translations": digests, **test}
         return row["paired"][name]
@@ -134,7 +207,7 @@ class Records:
             rows = (json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(self.rows.items()))
             temporary.write_text("".join(rows), encoding="utf-8")
 
-    def _columns(self, row: Row) -> dict[str, list[str]]:
+    def _columns(self, row: Score) -> dict[str, list[str]]:
         """The translations in the file of a row's recipe and split, by their digests."""
         name = _hypotheses_name(row)
         path = self.folder / "hypotheses" / name
@@ -159,50 +232,50 @@ def opened(folder: Path) -> Iterator[Records]:
         os.close(lock)
 
 
-def _read(path: Path) -> Iterator[Row]:
+def _read(path: Path) -> Iterator[Score]:
+    form = TypeAdapter(Score)
     for number, line in enumerate(read_lines(path) if path.exists() else (), 1):
         try:
-            yield json.loads(line)
-        except ValueError as error:  # after a merge, perhaps
-            raise UserError(f"{path}:{number}: not JSON: {error}") from None
+            form.validate_json(line)
+        except ValidationError as error:  # torn, after a merge perhaps, or without an entry that is needed
+            fault = error.errors(include_url=False)[0]
+            place = ": ".join(map(str, (f"{path}:{number}", *fault["loc"])))
+            raise UserError(f"{place}: {fault['msg']}") from None
+        yield json.loads(line)  # as it is there: the form would change the order of its entries
 
 
-def _key(row: Row) -> tuple[str, str, str]:
+def _key(row: Score) -> tuple[str, str, str]:
     return row["run"], row["subset"], row["settings_name"]
 
 
-def _hypotheses_name(row: Row) -> str:
+def _hypotheses_name(row: Score) -> str:
     return f"{Path(row['run']).parent}.{row['subset']}.tsv.gz"
 
 
-# --- how a run was trained --------------------------------------------------------------------------------------------
+def training(started: dict[str, Any], log: str) -> Training:
+    """The facts of a training by run.json and log.jsonl."""
 
+    def changes(values: list) -> list:
+        return [value for value, _ in itertools.groupby(values)]
 
-def training(started: dict[str, Any], log: str) -> Row:
-    """The facts of a training by run.json and log.jsonl, where several starts differ one for each change.
-
-    The first runs' records lack commits and devices.
-    """
     starts = started["starts"]
+    precisions = [recipes.precision_of(start["flags"]) for start in starts]
     _, hours = logs.clock(logs.entries_of(log))
     return {
         "recipe": started["identity"]["recipe"],
-        "data": started["identity"]["data"],  # a digest
-        "commits": _changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
-        "devices": _changes([_device(start) for start in starts if "device" in start]),
-        "precisions": _changes([recipes.precision_of(start["flags"]) for start in starts]),
-        "hours": float(hours[-1]) if len(hours) else None,  # by the speeds in the log
+        "data": started["identity"]["data"],
+        "commits": changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
+        "devices": changes(
+            [
+                (f"{start['processes']} x " if start["processes"] > 1 else "")
+                + start["device"]
+                + (f", {precision}" if precision != "fp32" else "")
+                for start, precision in zip(starts, precisions, strict=True)
+                if "device" in start
+            ]
+        ),
+        "precisions": changes(precisions),
+        "hours": float(hours[-1]) if len(hours) else None,
         "command": started["command"],
-        "flags": _changes([recipes.learning_flags(start["flags"]) for start in starts]),
+        "flags": changes([recipes.learning_flags(start["flags"]) for start in starts]),
     }
-
-
-def _changes(values: list) -> list:
-    """The values without those that repeat the one before."""
-    return [value for number, value in enumerate(values) if number == 0 or value != values[number - 1]]
-
-
-def _device(start: dict[str, Any]) -> str:
-    several = f"{start['processes']} x " if start["processes"] > 1 else ""
-    precision = recipes.precision_of(start["flags"])
-    return f"{several}{start['device']}" + ("" if precision == "fp32" else f", {precision}")

@@ -6,25 +6,78 @@ training run, whose table is then another page: --max-update 300 writes results/
 Without a GPU, each core trains one run, on one thread. The scores of finished runs are kept in results/scores.jsonl,
 from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting
 its run.json, log.jsonl and eval/ into its folder below --runs, before --collect. The TABLE "pages" stands for the
-tables of speed and of scores that README.md and docs/ show besides.
+tables of speed and of scores that README.md and docs/ show besides; "scores" computes each score of results/ again.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import io
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
-from ea_artifacts.command import Parser, UserError, reporting
-from ea_tools.tables import cells, shown
+from tqdm import tqdm
+
+from ea_artifacts.command import REPO, Parser, UserError, parse_flags, positive, reporting
+from ea_artifacts.files import read_json
+from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import AVERAGED
+from ea_tools.tables import page, rescore, shown
 from ea_tools.tables import table as tables
+from ea_tools.tables.records import Records, opened
+from ea_tools.tables.table import Row, Table, check_flags, check_once
+from ea_tools.training import launch, recipes, train
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: a row on a recipe with a seed."""
+
+    name: str  # for people
+    label: str  # of the row
+    run: str  # RECIPE/NAME
+    data: Path
+    subsets: list[str]  # to score
+    training: list[str]  # words after train.sh, without --run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     with reporting("reproduce"):
-        args, extra = parse(arguments)
+        parser = Parser(
+            prog="reproduce.sh",
+            usage="reproduce.sh TABLE [options] [fairseq-train flags]",
+            description=__doc__,
+            allow_abbrev=False,
+        )
+        add, words = parser.add_argument, f"{', '.join(tables.names())}, pages, scores, or a .toml file of your own"
+        add("table", metavar="TABLE", help=words)
+        seeds = "to run (default: the table's, which are always shown)"
+        add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
+        add("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
+        add("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
+        of_scores = "prepared data for the TABLE scores (default: all in data/)"
+        add("--data", type=Path, nargs="+", metavar="DIR", help=of_scores)
+        args, extra = parse(parser, arguments, "reproduce")
+        if args.data and args.table != "scores":
+            raise UserError(f"--data: {tables.ELSEWHERE['data']}")
+        if extra and args.table in ("pages", "scores"):
+            raise UserError(f"{' '.join(extra)}: {args.table} takes no flags of fairseq-train")
         if args.table == "pages":
             shown.write(args.results)
+            return
+        if args.table == "scores":
+            folders = args.data or [path.parent for path in sorted(REPO.glob("data/*/PREP.json"))]
+            print(rescore.check(Records(args.results), folders))
             return
         table = tables.read(args.table)
         rows = [row for row in table.rows if not args.rows or any(word in row.label for word in args.rows)]
@@ -32,27 +85,226 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
         if unknown := set(args.recipes) - set(table.recipes):
             raise UserError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(table.recipes)}")
-        failed = cells.fill(table.with_flags(extra), rows, args.seeds or table.seeds, args, args.recipes)
-    cells.end("reproduce", failed)
+        failed = fill(table.with_flags(extra), rows, args.seeds or table.seeds, args, args.recipes)
+    end("reproduce", failed)
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and flags for every training run."""
-    parser = Parser(
-        prog="reproduce.sh",
-        usage="reproduce.sh TABLE [options] [fairseq-train flags]",
-        description=__doc__,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "table", metavar="TABLE", help=f"{', '.join(tables.names())}, pages, or a .toml file of your own"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", metavar="N", help="to run (default: the table's, which are always shown)"
-    )
-    parser.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
-    parser.add_argument("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
-    return cells.parse(parser, arguments, "reproduce")
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, folder: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command that trains the cells of a table, and flags for every training run.
+
+    Args:
+        parser: has the command's own options, --seeds among them.
+        folder: in runs/, for the runs.
+    """
+    add = parser.add_argument
+    add("--average", type=positive, default=AVERAGED, metavar="N", help=f"checkpoints averaged (default: {AVERAGED})")
+    add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
+    at_once = "runs at once: of one thread on the CPU (default: one per core), or on the same GPUs (default: 1)"
+    add("--at-once", type=positive, metavar="N", help=at_once)
+    add("--runs", type=Path, default=REPO / "runs" / folder, metavar="DIR", help=f"default: runs/{folder}")
+    add("--results", type=Path, default=REPO / "results", metavar="DIR", help="where reports go (default: results)")
+    add("--collect", action="store_true", help="run nothing, write the report from what there is")
+    add("--dry-run", action="store_true", help="print what would be run")
+    args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        check_flags("--", parse_flags(extra))
+        check_once("--seeds ", args.seeds or [])
+    except UserError as error:
+        parser.error(str(error))
+    return args, extra
+
+
+def fill(
+    table: Table, rows: Sequence[Row], seeds: Sequence[int], args: argparse.Namespace, only: Sequence[str] = ()
+) -> list[str]:
+    """Run the missing cells of these rows, and of `only` these recipes, and write the page; returns the failed cells.
+
+    The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
+    """
+    cells = [
+        Cell(
+            name=f"{row.label}, {recipe}, seed {seed}",
+            label=row.label,
+            run=table.run(row, recipe, seed),
+            data=recipes.read(recipe).data,
+            subsets=table.subsets(recipe),
+            training=[recipe, row.arch, *row.flags, *table.extra, "--seed", str(seed)],
+        )
+        for seed in seeds
+        for recipe in table.recipes
+        for row in rows
+        if not only or recipe in only
+    ]
+    failed = [] if args.collect else run_missing(cells, args, parse_flags(table.extra).get("gpus") == ["0"])
+    if not args.dry_run:
+        with opened(args.results) as records:
+            for cell in cells:
+                for subset in cell.subsets:
+                    records.keep(args.runs / cell.run, cell.run, subset, settings(args))
+            entries = page.gather(table, records, dict.fromkeys([*table.seeds, *seeds]), settings(args))
+        page.write(table, entries, args.results)
+    return failed
+
+
+def end(command: str, failed: Sequence[str]) -> None:
+    """End the program with a status that says whether cells failed, and their names."""
+    if failed:
+        sys.exit(f"{command}: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
+
+
+def settings(args: argparse.Namespace) -> str:
+    """The name that evaluate.sh gives to the settings in `commands`: its default beam, and --average."""
+    return f"beam5.average{args.average}"
+
+
+def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -> list[str]:
+    """Run the cells that have no result yet; returns those that failed, and faults of data, as text.
+
+    Raises:
+        UserError: no cell is done, and none has its data.
+    """
+    missing, without_data, records = [], Counter[str](), Records(args.results)
+    for cell in cells:
+        if is_done(cell, records, args):
+            say(f"done already: {cell.name}")
+            continue
+        try:
+            if not args.dry_run:
+                Preparation.at(cell.data)
+            missing.append(cell)
+        except UserError as error:  # it names the command that makes the data
+            without_data[str(error)] += 1
+    if without_data and without_data.total() == len(cells):
+        raise UserError("\n".join(without_data))
+    for fault, count in without_data.items():
+        say(f"{count} cells are not run: {fault}")
+    check(missing, args)
+    if args.dry_run:
+        for cell in missing:
+            for command in commands(cell, args):
+                print(shlex.join(command))
+        return []
+    environments, here, ending = slots(args, on_cpu), threading.local(), threading.Event()
+    quiet, free = len(environments) > 1, [*environments]
+
+    def enter() -> None:
+        here.slot = free.pop()
+
+    with ThreadPoolExecutor(len(environments), initializer=enter) as pool:
+        try:
+            outcomes = pool.map(lambda cell: run_cell(cell, args, here.slot, quiet, ending), missing)
+            went_well = list(tqdm(outcomes, total=len(missing), unit=" cells", disable=not missing))
+        finally:  # at Ctrl-C and SIGTERM the runs end, too; they go on when the command is given again
+            ending.set()
+    return [*without_data, *(cell.name for cell, well in zip(missing, went_well, strict=True) if not well)]
+
+
+def is_done(cell: Cell, records: Records, args: argparse.Namespace) -> bool:
+    """Whether each split of a cell has an evaluation, in the records or its run.
+
+    An evaluation by other settings, or from before the end of its training, is made again where the run's checkpoints
+    are still there; else it stays.
+    """
+    for subset in cell.subsets:
+        last = args.runs / cell.run / "eval" / f"{subset}.json"
+        row = records.find(cell.run, subset, settings(args))
+        evaluations = [*([row] if row else []), *([read_json(last)] if last.exists() else [])]
+        if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in evaluations):
+            continue
+        if not evaluations or any((args.runs / cell.run).glob("checkpoint*.pt")):
+            return False
+        first = evaluations[0]
+        early = f", before the end of its training ({first['unfinished']})" if first.get("unfinished") else ""
+        say(
+            f"note: {cell.name}: the evaluation of {subset} is by {first['settings_name']}{early}, and there are no "
+            f"checkpoints to make one by {settings(args)}; to train it from nothing, remove its row from "
+            f"{args.results}/scores.jsonl"
+        )
+    return True
+
+
+def check(cells: Iterable[Cell], args: argparse.Namespace) -> None:
+    """Refuse a row that train.sh would refuse, before the first of them is started."""
+    gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
+    for label, cell in {cell.label: cell for cell in cells}.items():
+        words, printed = commands(cell, args)[0][1:], io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                train.prepare([*words, *gpus, "--dry-run"])
+        except (UserError, SystemExit) as error:  # the latter from argparse, which has printed the reason
+            reason = error if isinstance(error, UserError) else printed.getvalue().strip()
+            raise UserError(f"{label}: {reason}") from None
+
+
+def slots(args: argparse.Namespace, on_cpu: bool) -> list[dict[str, str]]:
+    """The environments in which cells run side by side: one thread each on the CPU, or a few GPUs each.
+
+    Several may share the same GPUs, as small models do. Empty ones are for the whole machine.
+    """
+    if on_cpu or not launch.gpus()[0]:
+        if args.gpus_per_run:
+            raise UserError(
+                f"--gpus-per-run {args.gpus_per_run}: the runs are on the CPU, where --at-once N says how many"
+            )
+        one_thread = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        return [one_thread] * (args.at_once or len(os.sched_getaffinity(0)))
+    size, of_same = args.gpus_per_run, args.at_once or 1
+    if not size:
+        return [{}] * of_same
+    gpus = free_gpus()
+    if len(gpus) < size:
+        raise UserError(f"--gpus-per-run {size}: {len(gpus)} GPUs are free; wait, or give fewer")
+    groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups] * of_same
+
+
+def free_gpus() -> list[str]:
+    """The numbers of the GPUs in CUDA_VISIBLE_DEVICES on which nothing runs, by nvidia-smi."""
+
+    def ask(what: str) -> list[str]:
+        command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+
+    busy = {line.strip() for line in ask("compute-apps=gpu_uuid")}
+    gpus = [line.split(", ") for line in ask("gpu=index,uuid")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    allowed = {name.strip() for name in visible.split(",")} if visible is not None else {index for index, _ in gpus}
+    return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
+
+
+def commands(cell: Cell, args: argparse.Namespace) -> list[list[str]]:
+    """The commands of one cell: train, then translate and score each split."""
+    run = ["--run", str(args.runs / cell.run)]
+    evaluate = [str(REPO / "scripts/evaluate.sh"), "--data", str(cell.data), *run, "--average", str(args.average)]
+    return [
+        [str(REPO / "scripts/train.sh"), *cell.training, *run],
+        *([*evaluate, "--subset", subset] for subset in cell.subsets),
+    ]
+
+
+def run_cell(cell: Cell, args: argparse.Namespace, slot: dict[str, str], quiet: bool, ending: threading.Event) -> bool:
+    """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
+    folder = args.runs / cell.run
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
+        for command in commands(cell, args):
+            say("+ " + shlex.join(command))
+            with subprocess.Popen(command, env={**os.environ, **slot}, stdout=output, stderr=output) as process:
+                while process.poll() is None:
+                    if ending.wait(0.1):
+                        process.terminate()
+                        return False
+            if process.returncode:
+                say(f"failed: {cell.name}" + (f"; see {output.name}" if output else ""))
+                return False
+    return True
+
+
+def say(text: str) -> None:
+    """Print a line on standard error, above the progress bar."""
+    tqdm.write(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

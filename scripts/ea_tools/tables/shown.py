@@ -6,6 +6,7 @@ scripts/reproduce.sh pages --collect writes them between their marks, from resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from ea_tools.tables.records import Records
 
 Result = Mapping[str, Any]  # of a benchmark
 
-BOTH_PASSES = "forward + backward"
-IN_BFLOAT16 = "beam5.average10.bf16"
+SIZES = ("lite", "base")
 BATCHES = [(beam, batch) for beam in (1, 5) for batch in ("1", "8", "32")]
 
 
@@ -47,17 +47,14 @@ def readme(folder: Path) -> list[str]:
     return markdown_table(["BLEU, Multi30k 2016", "Transformer", "EA", "Conv", "EA-Conv"], shown)
 
 
-# --- speeds -----------------------------------------------------------------------------------------------------------
-
-
-def results(folder: Path, name: str) -> list[Result]:
-    """The results of a benchmark, results/speed/NAME.json."""
-    return read_json(folder / "speed" / f"{name}.json")["results"]
+def results(folder: Path, *names: str) -> list[Result]:
+    """The results of benchmarks, results/speed/NAME.json."""
+    return [result for name in names for result in read_json(folder / "speed" / f"{name}.json")["results"]]
 
 
 def pick(found: Iterable[Result], **wanted: Any) -> Result:
     """The result with these settings."""
-    return next(one for one in found if all(one[name] == value for name, value in wanted.items()))
+    return next(one for one in found if wanted.items() <= one.items())
 
 
 def ratio(result: Result) -> str:
@@ -70,36 +67,40 @@ def mebibytes(result: Result) -> str:
     return " / ".join(f"{round(result['memory'][model]['peak'] / 2**20):,}" for model in ("ours", "stock"))
 
 
-def measured(folder: Path) -> Iterator[tuple[str, list[list[Result]]]]:
-    """A label, and the results in float32 and in bfloat16, each of lite and of base."""
+def training(folder: Path) -> Iterator[tuple[str, list[Result]]]:
+    """A label, and the results of lite and base."""
     for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
-        of_sizes = [results(folder, f"training-{size}-{threads}") for size in ("lite", "base")]
-        yield f"training, {label}", [[pick(one, precision=name) for one in of_sizes] for name in ("fp32", "bf16")]
-    found = results(folder, "decoding")
+        yield label, results(folder, *(f"training-{size}-{threads}" for size in SIZES))
+
+
+def decoding(folder: Path) -> Iterator[tuple[str, list[Result]]]:
+    """The same."""
     for beam, batch in BATCHES:
         sentences = "one sentence at a time" if batch == "1" else f"{batch} sentences"
-        settings = [
-            [pick(found, beam=beam, batch=batch, size=size, precision=name) for size in ("lite", "base")]
-            for name in ("fp32", "bf16")
-        ]
-        yield f"decoding, {'greedy' if beam == 1 else f'beam {beam}'}, {sentences}", settings
+        found = [one for one in results(folder, "decoding") if (one["beam"], one["batch"]) == (beam, batch)]
+        yield f"{'greedy' if beam == 1 else f'beam {beam}'}, {sentences}", found
 
 
 def speed(folder: Path) -> list[str]:
     """Ours against stock's in float32; of products in bfloat16 the ratio of medians of the same batches."""
     rows = []
-    for label, (plain, rounded) in measured(folder):
-        medians = zip(rounded, plain, strict=True)
-        speeds = [(a["tokens_per_second"]["ours"], b["tokens_per_second"]["stock"]) for a, b in medians]
-        rows.append([label, *map(ratio, plain), *(f"{a['median'] / b['median']:.2f}" for a, b in speeds)])
-    head = ["ours", "`lite`", "`base`", "`lite`, `--precision bf16`", "`base`, `--precision bf16`"]
-    return markdown_table(head, rows)
+    for kind in (training, decoding):
+        for label, found in kind(folder):
+            plain, rounded = ([pick(found, precision=one, size=size) for size in SIZES] for one in ("fp32", "bf16"))
+            medians = [
+                a["tokens_per_second"]["ours"]["median"] / b["tokens_per_second"]["stock"]["median"]
+                for a, b in zip(rounded, plain, strict=True)
+            ]
+            rows.append([f"{kind.__name__}, {label}", *map(ratio, plain), *(f"{median:.2f}" for median in medians)])
+    return markdown_table(["ours", "`lite`", "`base`", *(f"`{size}`, `--precision bf16`" for size in SIZES)], rows)
 
 
 def memory(folder: Path) -> list[str]:
     """Peak memory of training."""
-    training = [(label.partition(", ")[2], plain) for label, (plain, _) in measured(folder) if "training" in label]
-    rows = [[label, *map(mebibytes, plain)] for label, plain in training]
+    rows = [
+        [label, *(mebibytes(pick(found, precision="fp32", size=size)) for size in SIZES)]
+        for label, found in training(folder)
+    ]
     return markdown_table(["training's peak memory, MiB, ours / stock", "`lite`", "`base`"], rows)
 
 
@@ -115,24 +116,23 @@ def bfloat16(folder: Path) -> list[str]:
     """Scores of translations by products in bfloat16 against those by float32."""
     rows = []
     for (run, subset, settings), row in Records(folder).rows.items():
-        if settings == IN_BFLOAT16:
+        if settings == "beam5.average10.bf16":
             test = row["against"]["sacrebleu"]
             trained = " trained with `--precision bf16`" if "precisionbf16" in run else ""
-            label = f"{row['direction'].title()}, `{row['arch']}`{trained}, seed {row['training_seed']}"
             if subset == "test":
-                rows.append([label])
-            rows[-1].append(
-                f"{test['baseline']:.2f} -> {test['baseline'] + test['difference']:.2f} (p {test['p']:.2f})"
-            )
-    head = ["sacreBLEU, translated in float32 -> by products in bfloat16", "Multi30k 2016", "2017"]
-    return markdown_table(head, rows)
+                rows.append([f"{row['direction'].title()}, `{row['arch']}`{trained}, seed {row['training_seed']}"])
+            after = test["baseline"] + test["difference"]
+            rows[-1].append(f"{test['baseline']:.2f} -> {after:.2f} (p {test['p']:.2f})")
+    return markdown_table(
+        ["sacreBLEU, translated in float32 -> by products in bfloat16", "Multi30k 2016", "2017"], rows
+    )
 
 
 def on_a_gpu(folder: Path) -> list[str]:
     """Speed and memory on an H200."""
-    in_bf16, in_fp16 = results(folder, "h200-training")
-    alone, full, lite = results(folder, "h200-decoding")
-    (large,), (peak,) = results(folder, "h200-training-16384"), results(folder, "h200-memory")
+    in_bf16, in_fp16, alone, full, lite, large, peak = results(
+        folder, "h200-training", "h200-decoding", "h200-training-16384", "h200-memory"
+    )
     rows = [
         ["training, 4,096 tokens a batch", "not run", ratio(in_bf16)],
         ["training, 4,096 tokens, float16", "not run", ratio(in_fp16)],
@@ -147,28 +147,29 @@ def on_a_gpu(folder: Path) -> list[str]:
 def attention(folder: Path) -> list[str]:
     """One attention alone, by the length of sentences."""
     found, rows = results(folder, "attention"), []
-    for heads in (4, 8):
-        for kind, name in (("encoder", "encoder"), ("decoder", "decoder"), ("cross", "encoder-decoder")):
-            paths = [one["paths"] for one in found if (one["kind"], one["heads"]) == (kind, heads)]
-            times = [{path: one[path][BOTH_PASSES]["milliseconds"]["median"] for path in one} for one in paths]
-            label = f"{name}, K = {heads}"
-            for path, other in (("plain", "plain composition"), ("sdpa", "stock attention")):
-                rows.append([f"{label}: {other} / ours", *(f"{one[path] / one['ours']:.2f}" for one in times)])
-            floors = [one["ours"][BOTH_PASSES]["floor"]["milliseconds"] for one in paths]
-            shares = (floor / one["ours"] for floor, one in zip(floors, times, strict=True))
-            rows.append([f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares)])
-    lengths = [f"{length:,}" for length in sorted({one["length"] for one in found})]
-    head = ["forward + backward, sentences of N tokens", f"N = {lengths[0]}", *lengths[1:]]
-    return markdown_table(head, rows)
+    names = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
+    for heads, kind in [(heads, kind) for heads in (4, 8) for kind in names]:
+        paths = [
+            {path: passes["forward + backward"] for path, passes in one["paths"].items()}
+            for one in found
+            if (one["kind"], one["heads"]) == (kind, heads)
+        ]
+        times = [{path: cost["milliseconds"]["median"] for path, cost in one.items()} for one in paths]
+        label = f"{names[kind]}, K = {heads}"
+        for path, other in (("plain", "plain composition"), ("sdpa", "stock attention")):
+            rows.append([f"{label}: {other} / ours", *(f"{one[path] / one['ours']:.2f}" for one in times)])
+        shares = (a["ours"]["floor"]["milliseconds"] / b["ours"] for a, b in zip(paths, times, strict=True))
+        rows.append([f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares)])
+    first, *lengths = (f"{length:,}" for length in sorted({one["length"] for one in found}))
+    return markdown_table(["forward + backward, sentences of N tokens", f"N = {first}", *lengths], rows)
 
 
-def exported(folder: Path, size: str, *names: str) -> list[str]:
+def exported(size: str, names: tuple[str, ...], folder: Path) -> list[str]:
     """Exported models against stock's in fairseq."""
-    found = [result for name in names for result in results(folder, name)]
     paths = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8")
     rows = []
     for beam, batch in BATCHES:
-        ratios = pick(found, beam=beam, batch=batch)["ratios"]
+        ratios = pick(results(folder, *names), beam=beam, batch=batch)["ratios"]
         rows.append([f"{beam}, {batch}", *(f"{ratios[path]['median']:.2f}" for path in paths)])
     head = [f"`{size}`: beam, sentences", "EA in fairseq", "exported", "exported, int8"]
     return markdown_table([*head, "CTranslate2, plain", "CTranslate2, plain, int8"], rows)
@@ -183,8 +184,6 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "bfloat16": bfloat16,
     "gpu": on_a_gpu,
     "attention": attention,
-    "exported lite": lambda folder: exported(folder, "lite", "exported"),
-    "exported base": lambda folder: exported(
-        folder, "base", "exported-base", "exported-base-beam-1", "exported-base-32"
-    ),
+    "exported lite": partial(exported, "lite", ("exported",)),
+    "exported base": partial(exported, "base", ("exported-base", "exported-base-beam-1", "exported-base-32")),
 }

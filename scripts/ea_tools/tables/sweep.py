@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Sequence
 
 from ea_artifacts.command import Parser, UserError, listed, parse_flags, reporting
-from ea_tools.tables import cells
+from ea_tools.tables import reproduce
 from ea_tools.tables.page import gather
 from ea_tools.tables.records import Records
-from ea_tools.tables.table import TABLED, Column, Row, Table, check, check_flags, file_name
+from ea_tools.tables.table import METRICS, Row, Table, check_flags, file_name
 from ea_tools.training import recipes
 
 CONFIRMED = 2  # this many of the best combinations are run with the other seeds
@@ -27,14 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with reporting("sweep"):
         args, extra = parse(arguments)
         table = grid(args).with_flags(extra)
-        check("--grid", table)
         first, *others = args.seeds
-        failed = cells.fill(table, table.rows, [first], args)
+        failed = reproduce.fill(table, table.rows, [first], args)
         if others and args.dry_run:
-            cells.say(f"and then the baseline and the best {CONFIRMED}, with --seeds {listed(others, ' ')}")
+            reproduce.say(f"and then the baseline and the best {CONFIRMED}, with --seeds {listed(others, ' ')}")
         elif others:
-            failed += cells.fill(table, best(table, args), others, args)
-    cells.end("sweep", failed)
+            failed += reproduce.fill(table, best(table, args), others, args)
+    reproduce.end("sweep", failed)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -46,22 +45,21 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         allow_abbrev=False,
         epilog="recipes: " + ", ".join(recipes.names()),
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="one of the recipes below, or a .toml file of your own")
-    parser.add_argument("arch", metavar="ARCH", help="ea_transformer_lite, ea_transformer_base, ...")
-    pair = ("FLAG", "VALUE")
-    parser.add_argument(
-        "--grid", action="append", nargs="+", required=True, metavar=pair, help="a flag without dashes, its values"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    parser.add_argument("--metric", choices=TABLED, default="sacrebleu", help="what decides (default: sacrebleu)")
-    parser.add_argument("--name", help="of the page (default: recipe, architecture and flags)")
-    args, extra = cells.parse(parser, arguments, "sweep")
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="one of the recipes below, or a .toml file of your own")
+    add("arch", metavar="ARCH", help="ea_transformer_lite, ea_transformer_base, ...")
+    values, pair = "a flag without dashes, its values", ("FLAG", "VALUE")
+    add("--grid", action="append", nargs="+", required=True, metavar=pair, help=values)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
+    add("--metric", choices=METRICS, default="sacrebleu", help="what decides (default: sacrebleu)")
+    add("--name", help="of the page (default: recipe, architecture and flags)")
+    args, extra = reproduce.parse(parser, arguments, "sweep")
     try:
-        given = parse_flags(extra)
+        names = [*parse_flags(extra), *(name for name, *_ in args.grid)]
         for name, *values in args.grid:
-            if not values or name in given or [other for other, *_ in args.grid].count(name) > 1:
+            if not values or names.count(name) > 1:
                 raise UserError(f"--grid {name}: expected all the flag's values after it, and the flag nowhere else")
-        check_flags("--grid ", [name for name, *_ in args.grid])
+        check_flags("--grid ", names)
     except UserError as error:
         parser.error(str(error))
     return args, extra
@@ -69,27 +67,30 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 def grid(args: argparse.Namespace) -> Table:
     """The table of one column, with a row for each combination."""
-    recipe = recipes.read(args.recipe)
-    names = [name for name, *_ in args.grid]
-    rows: list[Row] = []
+    recipe, names = recipes.read(args.recipe), [name for name, *_ in args.grid]
+    rows = []
     for values in itertools.product(*(values for _, *values in args.grid)):
         chosen = dict(zip(names, values, strict=True))
         label = ", ".join(f"{name} {value}" for name, value in chosen.items())
-        flags, baseline = recipes.spell_flags(chosen), rows[0].label if rows else None
-        rows.append(Row(label=label, arch=args.arch, flags=flags, baseline=baseline))
-    name = args.name or file_name([recipe.name, args.arch, *names])
-    title = f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}"
-    column = Column(recipe=args.recipe, label=recipe.name, metric=args.metric, subset="valid")
-    return Table(name=f"sweep-{name}", title=title, column=[column], row=rows, seeds=args.seeds)
+        rows.append({"label": label, "arch": args.arch, "flags": recipes.spell_flags(chosen)})
+    for row in rows[1:]:
+        row["baseline"] = rows[0]["label"]
+    content = {
+        "name": f"sweep-{args.name or file_name([recipe.name, args.arch, *names])}",
+        "title": f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}",
+        "column": [{"recipe": args.recipe, "label": recipe.name, "metric": args.metric, "subset": "valid"}],
+        "row": rows,
+        "seeds": args.seeds,
+    }
+    return Table.filled(content, "--grid")
 
 
 def best(table: Table, args: argparse.Namespace) -> list[Row]:
-    """The rows to confirm: the baseline, and those with the highest means of the metric by the first seed."""
-    (column,) = table.columns
-    entries = gather(table, Records(args.results), args.seeds[:1], cells.settings(args))
-    scores = {row.label: entries[row.label, column.label].values for row in table.rows}
-    ranked = sorted((row for row in table.rows if scores[row.label]), key=lambda row: scores[row.label], reverse=True)
-    return [row for row in table.rows if row is table.rows[0] or row in ranked[:CONFIRMED]]
+    """The rows to confirm: the baseline, and those with the highest metric by the first seed."""
+    entries = gather(table, Records(args.results), args.seeds[:1], reproduce.settings(args))
+    scored = {row.label: entries[row.label, table.columns[0].label].values for row in table.rows}
+    ranked = sorted((label for label, values in scored.items() if values), key=scored.__getitem__, reverse=True)
+    return [row for row in table.rows if row is table.rows[0] or row.label in ranked[:CONFIRMED]]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
-[[column]]    recipe, label, metric (see TABLED), subset (default: "test")
+[[column]]    recipe, label, metric (see Metric), subset (default: "test")
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
@@ -14,18 +14,19 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ea_artifacts.command import Flags, UserError, parse_flags
+from ea_artifacts.command import Flags, UserError, hint, parse_flags
 from ea_artifacts.preparation import Preparation
 from ea_data.languages import base_language
 from ea_tools.forms import Form
-from ea_tools.metrics import LABELS
 from ea_tools.training import flag_faults, recipes
 
 FOLDER = recipes.FOLDER / "tables"
-TABLED = tuple(name for name in LABELS if name not in ("comet", "exact_match"))  # these are for evaluate.sh alone
+Metric = Literal["sacrebleu", "chrf", "tokenised_bleu", "compound_split_bleu"]  # the others are for evaluate.sh alone
+METRICS = get_args(Metric)
 # As flags for every run of a table or a sweep these would misdirect each.
 ELSEWHERE = {
     "seed": "use --seeds",
@@ -42,13 +43,31 @@ class Column(Form):
 
     recipe: str
     label: str
-    metric: str
+    metric: Metric
     subset: str = "test"
 
     @property
     def key(self) -> str:
         """Its name among the published numbers of a row."""
         return self.recipe if self.subset == "test" else f"{self.recipe}/{self.subset}"
+
+    @model_validator(mode="after")
+    def _is_scored(self) -> Self:
+        """Refuse a split that is not there, and a metric that evaluate.sh does not compute for this text."""
+        recipe = recipes.read(self.recipe)
+        texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
+        if texts and self.subset not in texts:
+            raise UserError(
+                f"{self.label}: subset {self.subset!r} is not in {recipe.data}; available: {', '.join(texts)}"
+            )
+        pair, raw = (recipe.source_lang, recipe.target_lang), False
+        with contextlib.suppress(UserError):  # the data need not be prepared yet
+            raw = Preparation.at(recipe.data).tokenizer == "none"
+        if self.metric == "compound_split_bleu" and tuple(map(base_language, pair)) != ("en", "de"):
+            raise UserError(f"{self.label}: metric {self.metric}: is of en-de alone, {recipe.name} is {'-'.join(pair)}")
+        if self.metric in ("tokenised_bleu", "compound_split_bleu") and raw:
+            raise UserError(f"{self.label}: metric {self.metric}: needs tokens, {recipe.data} is raw; use sacrebleu")
+        return self
 
 
 class Row(Form):
@@ -60,9 +79,11 @@ class Row(Form):
     baseline: str | None = None
     paper: dict[str, float] = Field(default_factory=dict)
 
-    def published(self, column: Column) -> float | None:
-        """The paper's number for this row and column, or None."""
-        return self.paper.get(column.key)
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> Self:
+        flag_faults.check_architecture(self.arch, f"{self.label}: arch ")
+        check_flags(f"{self.label}: flags: --", parse_flags(self.flags))
+        return self
 
 
 class Table(Form):
@@ -72,8 +93,34 @@ class Table(Form):
     title: str
     columns: list[Column] = Field(alias="column", min_length=1)
     rows: list[Row] = Field(alias="row", min_length=1)
-    seeds: list[int] = Field(default_factory=lambda: [1])
+    seeds: list[int] = Field(default_factory=lambda: [1], min_length=1)
     extra: list[str] = Field(default_factory=list)  # flags of train.sh for every row
+
+    @model_validator(mode="after")
+    def _has_names_once(self) -> Self:
+        labels = [row.label for row in self.rows]
+        check_once("seeds: ", self.seeds)
+        check_once("row: ", labels)
+        check_once("column: ", [column.label for column in self.columns])
+        for row in self.rows:
+            if unknown := row.paper.keys() - {column.key for column in self.columns}:
+                raise UserError(f"{row.label}: paper: {min(unknown)} is no column")
+            if row.baseline and row.baseline not in labels:
+                raise UserError(f"{row.label}: baseline {row.baseline!r} is no row; {hint(row.baseline, labels)}")
+        self._check_apart()
+        return self
+
+    def _check_apart(self) -> None:
+        """Refuse rows that would share one run."""
+        learnt: dict[tuple, Row] = {}
+        for row in self.rows:
+            flags = self._learnt_by(row).items()
+            other = learnt.setdefault((row.arch, *((name, *map(recipes.plain, value)) for name, value in flags)), row)
+            if other is not row:
+                raise UserError(
+                    f"the rows {other.label!r} and {row.label!r} would share one run: they have the same architecture "
+                    "and flags"
+                )
 
     @property
     def recipes(self) -> list[str]:
@@ -86,27 +133,31 @@ class Table(Form):
 
     def run(self, row: Row, recipe: str, seed: int) -> str:
         """The name of a run, RECIPE/NAME. It describes the model, so that tables share runs."""
-        return f"{recipes.read(recipe).name}/{file_name([row.arch, *_slug(self.learnt_by(row))])}-seed{seed}"
+        return f"{recipes.read(recipe).name}/{file_name([row.arch, *_slug(self._learnt_by(row))])}-seed{seed}"
 
-    def learnt_by(self, row: Row) -> Flags:
+    def _learnt_by(self, row: Row) -> Flags:
         """The settings of the model in a row's flags and in those of all rows.
 
         A row that asks for a precision is there to compare it.
         """
-        return learning([*row.flags, *recipes.spell_flags(learning(self.extra))], recipes.LAUNCH - {"precision"})
+        return _learning([*row.flags, *recipes.spell_flags(_learning(self.extra))], recipes.LAUNCH - {"precision"})
 
     def with_flags(self, extra: list[str]) -> Table:
         """The table of runs that have these flags besides their own, which has its own page and a title that says so.
 
         Flags by which no other model is learnt change neither. Flags by which two rows become one model are refused.
         """
-        table, given = self.model_copy(update={"extra": extra}), learning(extra)
-        if not given:
-            return table
+        given = _learning(extra)
         words = " ".join(recipes.spell_flags(given))
-        check_apart(f"{self.name} with {words}", table)
-        name = file_name([self.name, *_slug(given)])
-        return table.model_copy(update={"name": name, "title": f"{self.title}, all with {words}"})
+        named = (
+            {"name": file_name([self.name, *_slug(given)]), "title": f"{self.title}, all with {words}"} if given else {}
+        )
+        table = self.model_copy(update={"extra": extra, **named})
+        try:
+            table._check_apart()
+        except UserError as error:
+            raise UserError(f"{self.name} with {words}: {error}") from None
+        return table
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
@@ -114,7 +165,7 @@ class Table(Form):
         return recipes.flags_of(recipes.read(recipe), row.arch, given)
 
 
-def learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> Flags:
+def _learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> Flags:
     """The words about the model and its learning, without those of `launch`."""
     return {name: values for name, values in parse_flags(words).items() if name not in launch}
 
@@ -142,51 +193,7 @@ def read(name: str) -> Table:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         raise UserError(f"{name}: no such table; expected {', '.join(names())}, or a .toml file of your own")
-    table = Table.filled({"name": path.stem, **recipes.read_toml(path)}, str(path))
-    check_seeds(f"{path}: seeds", table.seeds)
-    check(str(path), table)
-    return table
-
-
-def check(where: str, table: Table) -> None:
-    """Refuse a table that would fail only when it is trained, or when its page is written."""
-    labels = [row.label for row in table.rows]
-    for row in table.rows:
-        flag_faults.check_architecture(row.arch, f"{where}: {row.label}: arch ")
-        check_flags(f"{where}: {row.label}: flags: --", parse_flags(row.flags))
-        if unknown := row.paper.keys() - {column.key for column in table.columns}:
-            raise UserError(f"{where}: {row.label}: paper: {min(unknown)} is no column")
-        if row.baseline and row.baseline not in labels:
-            raise UserError(
-                f"{where}: the baseline {row.baseline!r} of {row.label!r} is no row; available: {', '.join(labels)}"
-            )
-    check_apart(where, table)
-    for its_labels in (labels, [column.label for column in table.columns]):
-        if twice := next((label for label in its_labels if its_labels.count(label) > 1), None):
-            raise UserError(f"{where}: the label {twice!r} is there twice; give each a different one")
-    for column in table.columns:
-        recipe = recipes.read(column.recipe)
-        check_metric(f"{where}: {column.label}: metric", column.metric, recipe)
-        texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
-        if texts and column.subset not in texts:
-            raise UserError(
-                f"{where}: {column.label}: subset {column.subset!r} is not in {recipe.data}; available: "
-                f"{', '.join(texts)}"
-            )
-
-
-def check_apart(where: str, table: Table) -> None:
-    """Refuse rows that would share one run."""
-    learnt: dict[tuple, Row] = {}
-    for row in table.rows:
-        flags = table.learnt_by(row).items()
-        model = (row.arch, *((name, *map(recipes.plain, values)) for name, values in flags))
-        other = learnt.setdefault(model, row)
-        if other is not row:
-            raise UserError(
-                f"{where}: the rows {other.label!r} and {row.label!r} would share one run: they have the same "
-                "architecture and flags"
-            )
+    return Table.filled({"name": path.stem, **recipes.read_toml(path)}, str(path))
 
 
 def check_flags(where: str, names: Iterable[str]) -> None:
@@ -196,20 +203,7 @@ def check_flags(where: str, names: Iterable[str]) -> None:
             raise UserError(f"{where}{name}: {ELSEWHERE[name]}")
 
 
-def check_seeds(where: str, seeds: Sequence[int]) -> None:
-    """Refuse a seed that is given twice: two runs would train it in one folder."""
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"{where} {' '.join(map(str, seeds))}: expected different whole numbers")
-
-
-def check_metric(where: str, metric: str, recipe: recipes.Recipe) -> None:
-    """Refuse a metric that evaluate.sh does not compute for this recipe's text."""
-    languages, raw = (recipe.source_lang, recipe.target_lang), False
-    with contextlib.suppress(UserError):  # the data need not be prepared yet
-        raw = Preparation.at(recipe.data).tokenizer == "none"
-    if metric not in TABLED:
-        raise UserError(f"{where} {metric!r} is not one of {', '.join(TABLED)}")
-    if metric == "compound_split_bleu" and tuple(map(base_language, languages)) != ("en", "de"):
-        raise UserError(f"{where} {metric}: is computed for en-de alone, and {recipe.name} is {'-'.join(languages)}")
-    if metric in ("tokenised_bleu", "compound_split_bleu") and raw:
-        raise UserError(f"{where} {metric}: needs text in tokens, and {recipe.data} is raw text; choose sacrebleu")
+def check_once(where: str, values: Sequence) -> None:
+    """Refuse a label that is there twice, or a seed: two runs would train it in one folder."""
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise UserError(f"{where}{twice[0]!r} is there twice; give each a different one")

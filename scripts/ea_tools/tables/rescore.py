@@ -1,0 +1,71 @@
+"""Every score of the records again, from the translations that are kept: scripts/reproduce.sh scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ea_artifacts.command import UserError, listed
+from ea_artifacts.preparation import Preparation
+from ea_tools.metrics import compute
+from ea_tools.tables.records import Records, Score, Text
+
+#: Tokens of translations are not kept, and those of the same text again differ in a few words.
+OF_TOKENS = dict.fromkeys(("tokenised_bleu", "compound_split_bleu"), 0.05)
+
+
+def check(records: Records, folders: Iterable[Path]) -> str:
+    """Compute the scores of all rows whose references are in these folders of prepared data; says of how many.
+
+    COMET is left out, and so are metrics of tokens where the text came in tokens.
+
+    Raises:
+        UserError: scores differ, or no row could be checked; the message names each.
+    """
+    texts = {(text.data.name, text.digest): text for text in _texts(records, folders)}
+    counts = Counter[str]()
+    faults: list[str] = []
+    for row in tqdm(records.rows.values(), unit=" rows"):
+        lines, text = records.translations(row), texts.get((row["data"], row["references"]))
+        if lines is None:
+            counts["without translations"] += 1
+        elif text is None:
+            counts[f"without the references of {row['data']}"] += 1
+        else:
+            counts["recomputed"] += 1
+            faults += differences(row, lines, text)
+    said = f"rows: {listed(f'{count} {what}' for what, count in counts.items())}"
+    if faults or not counts["recomputed"]:
+        raise UserError("\n  ".join([said, *faults]))
+    return said
+
+
+def differences(row: Score, lines: list[str], text: Text) -> Iterator[str]:
+    """The scores of a row that are not those of its translations."""
+    from ea_runtime.text import words_of
+
+    words = words_of(text.data, text.data.target_lang)
+    again = compute(
+        tokenised=[words.tokenize(line) for line in lines] if text.data.tokenizer == "moses" else None,
+        detokenised=lines,
+        references=text.written,
+        tokenised_references=text.tokens,
+        lowercase=text.data.lowercase,
+        tokenizer=row["tokenizer"],
+        compounds="compound_split_bleu" in row["scores"],
+    )
+    for name in row["scores"].keys() & again.keys():
+        stored, computed = row["scores"][name]["score"], again[name]["score"]
+        if abs(stored - computed) > OF_TOKENS.get(name, 1e-6):
+            run = f"{row['run']}, {row['subset']}, {row['settings_name']}"
+            yield f"{run}: {name}: {stored:.4f} in the records, {computed:.4f} by its translations"
+
+
+def _texts(records: Records, folders: Iterable[Path]) -> Iterator[Text]:
+    splits = {row["subset"].rpartition(".")[2] for row in records.rows.values()}  # of other data than a run's: law.test
+    for folder in folders:
+        target = Preparation.at(folder).target_lang
+        yield from (Text.of(folder, name) for name in splits if (folder / "raw" / f"{name}.{target}").is_file())
