@@ -29,27 +29,22 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
     """Downloads `url` to `path` by way of path.part, which a later run takes up. `size` is checked if it is not 0."""
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    last: Exception | None = None
-    for attempt in range(ATTEMPTS):
-        if last:
-            pause = PAUSE * 2 ** (attempt - 1)
-            say(f"{url}: {last}; attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s")
-            time.sleep(pause)
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             _continue(url, part)
             break
-        except urllib.error.HTTPError as error:
-            if error.code < 500:
-                raise _unavailable(url, path, error) from error
-            last = error
         except (OSError, HTTPException) as error:  # no network, or cut off: try again from where it stopped
             if isinstance(error, OSError) and error.errno in OF_THE_DISK:
                 raise
-            last = error
-    else:
-        raise _unavailable(url, path, last or OSError("no attempt")) from last
-    if size and part.stat().st_size != size:
-        arrived = part.stat().st_size
+            if attempt == ATTEMPTS or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
+                raise UserError(
+                    f"{path.name} is missing, and could not be fetched from {url}\n  ({error})\n"
+                    f"Get it from there or from elsewhere, put it into a folder, and say --raw FOLDER."
+                ) from error
+            pause = PAUSE * 2 ** (attempt - 1)
+            say(f"{url}: {error}; attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s")
+            time.sleep(pause)
+    if size and (arrived := part.stat().st_size) != size:
         part.unlink()
         raise UserError(f"{url}: {arrived:,} bytes, but {size:,} were expected; nothing was kept")
     part.rename(path)
@@ -79,20 +74,6 @@ def _continue(url: str, part: Path) -> None:
         raise HTTPException(f"connection lost after {part.stat().st_size:,} of {total:,} bytes")
 
 
-def _unavailable(url: str, path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path.name} is missing, and could not be fetched from {url}\n  ({error})\n"
-        f"Get it from there or from elsewhere, put it into a folder, and say --raw FOLDER."
-    )
-
-
-def _read_whole(path: Path) -> None:
-    """Decompresses a file to its end, where its checksum is: stopping at the last member misses it."""
-    with reading(path), gzip.open(path) as file:
-        while file.read(BLOCK):
-            pass
-
-
 def verify(files: dict[Path, Part], sums: Path) -> None:
     """Checks files against their published sizes and checksums, if there are, and the checksums recorded in `sums`.
 
@@ -105,7 +86,9 @@ def verify(files: dict[Path, Part], sums: Path) -> None:
         if part.size and path.stat().st_size != part.size:
             raise UserError(f"{path}: {path.stat().st_size:,} bytes, but it should have {part.size:,}; {AGAIN}")
         if path.name not in recorded and path.suffix in (".gz", ".tgz"):
-            _read_whole(path)
+            with reading(path), gzip.open(path) as file:  # to its end, where its checksum is
+                while file.read(BLOCK):
+                    pass
         actual = sha256(path)
         if part.sha256 and actual != part.sha256:
             raise UserError(f"{path}: its SHA-256 is {actual}, but should be {part.sha256}; {AGAIN}")

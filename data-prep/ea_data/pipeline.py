@@ -97,8 +97,8 @@ class Pipeline:
         folder = self.chain[stages.NAMES.index(stage)].folder
         return self._files(folder / "raw" if raw else folder, split)
 
-    def _files(self, folder: Path, split: str) -> list[Path]:
-        return [folder / f"{split}.{lang}" for lang in self.languages]
+    def _files(self, folder: Path, stem: str, end: str = "") -> list[Path]:
+        return [folder / f"{stem}.{lang}{end}" for lang in self.languages]
 
     def _with_raw(self, folder: Path, split: str) -> list[Path]:
         """The files of a split in a stage's folder: both sides, and of validation and tests also the raw text."""
@@ -237,7 +237,9 @@ class Pipeline:
             for shared, more in zip(seen, known, strict=True):
                 shared |= more
         if not self.earlier:
-            binary.save_dictionaries(counts, self._dictionaries(folder / LEARNT), self.rules.separate_dictionaries)
+            binary.save_dictionaries(
+                counts, self._files(folder / LEARNT, "dict", ".txt"), self.rules.separate_dictionaries
+            )
         return {
             "words": words,
             "filters": {split: filters[split] for split in self.splits() if filters[split]},
@@ -304,24 +306,21 @@ class Pipeline:
         counts = self._write(outputs, rows, f"subwords {split}", steps, find, count_lines(paths[0]))
         return counts if filtered else None
 
-    def _dictionaries(self, folder: Path) -> list[Path]:
-        return [folder / f"dict.{lang}.txt" for lang in self.languages]
-
     # --- binary -----------------------------------------------------------------------------------------------------
 
     def make_binary(self, folder: Path) -> dict:
         text, rules = self.chain[1].folder, self.rules
-        self._require({split: count_lines(self.text("subwords", split)[0]) for split in self.required})
+        for split, number in self.required.items():
+            if (pairs := count_lines(self.text("subwords", split)[0])) != number:
+                raise UserError(f"--strict: {split}: expected {number:,} pairs, found {pairs:,}")
         _copy((text / LEARNT).iterdir(), folder)
         _copy((text / "raw").iterdir(), folder / "raw")
-        dictionaries = list(map(binary.load_dictionary, self._dictionaries(folder)))
+        dictionaries = list(map(binary.load_dictionary, self._files(folder, "dict", ".txt")))
         sizes = dict(zip(self.languages, map(len, dictionaries), strict=True))
         tokens, in_subwords = (stage.report() or {} for stage in self.chain[:2])
         filters = tokens | in_subwords["filters"]
         dropped = sum((Counter(counts["dropped"]) for counts in filters.values()), Counter[str]())
-        merges = rules.merges
-        if self.codes:
-            merges = sum(not line.startswith(b"#version") for line in self.codes.splitlines())
+        escape, sides = self._round_trip(folder)
         summary = {
             "name": self.corpus.name,
             "source_lang": self.corpus.source_lang,
@@ -329,7 +328,7 @@ class Pipeline:
             "tokenizer": rules.tokenizer,
             "lowercase": rules.lowercase,
             "bpe": rules.bpe,
-            "bpe_merges": merges,
+            "bpe_merges": subwords.count_merges(self.codes) if self.codes else rules.merges,
             "rules": dataclasses.asdict(rules),
             "splits": {split: self._binary(folder, split, dictionaries) for split in self.splits()},
             "dictionary": sizes if rules.separate_dictionaries else sizes[self.languages[0]],
@@ -338,29 +337,20 @@ class Pipeline:
             "dropped": dict(dropped),
             "command": shlex.join(self.command),
             "versions": versions(),
-            **self._round_trip(folder),
+            **({"escape": escape} if rules.tokenizer == "given" else {}),
+            "round_trip": sides,
             **in_subwords["shared"],
             "languages": dict(zip(self.languages, self.spoken, strict=True)),
+            "unicode": self.earlier.unicode if self.earlier else report.unicode_form(sides, rules.nfc),
         }
-        measured = report.unicode_form(summary, rules.nfc)
-        summary["unicode"] = self.earlier.unicode if self.earlier else measured
         content = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         # Names of files need not be UTF-8.
         (folder / FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
         return {}
 
-    def _require(self, pairs: dict[str, int]) -> None:
-        wrong = (
-            f"{split} {pairs[split]:,} pairs (not {number:,})"
-            for split, number in self.required.items()
-            if pairs[split] != number
-        )
-        if numbers := ", ".join(wrong):
-            raise UserError(f"--strict: {numbers}")
-
     def _binary(self, folder: Path, split: str, dictionaries: Sequence[binary.Dictionary]) -> dict[str, Any]:
         """Writes .bin and .idx of both sides of a split; its entry in PREP.json."""
-        names = [folder / f"{split}.{'-'.join(self.languages)}.{lang}" for lang in self.languages]
+        names = self._files(folder, f"{split}.{'-'.join(self.languages)}")
         encoded = self._read(binary.Encode(dictionaries), self.text("subwords", split), f"binary {split}")
         sides = binary.write(names, dictionaries, encoded)
         parts = self.corpus.splits().get(split, self.corpus.train)
@@ -371,16 +361,17 @@ class Pipeline:
             "source": [part.url or part.member for part in parts],
         } | {name: dict(zip(self.languages, (side[name] for side in sides), strict=True)) for name in sides[0]}
 
-    def _round_trip(self, folder: Path) -> dict[str, Any]:
-        """Whether validation text survives, and of text in tokens also whether it has Moses' escapes."""
-        paths, given = self.text("subwords", "valid", raw=True), self.rules.tokenizer == "given"
+    def _round_trip(self, folder: Path) -> tuple[bool, dict[str, dict]]:
+        """Whether the text has Moses' escapes, and how much of each side of the validation text survives."""
+        paths = self.text("subwords", "valid", raw=True)
         if self.earlier:
             escape = self.earlier.escape
         else:
-            escape = not given or round_trip.escaped(path.read_text(encoding="utf-8") for path in paths)
+            texts = (path.read_text(encoding="utf-8") for path in paths)
+            escape = self.rules.tokenizer != "given" or round_trip.escaped(texts)
         trip = round_trip.RoundTrip(self.spoken, self.rules, folder, escape)
         sides = reduce(round_trip.add, self._read(trip, paths, "check valid"))
-        return ({"escape": escape} if given else {}) | {"round_trip": dict(zip(self.languages, sides, strict=True))}
+        return escape, dict(zip(self.languages, sides, strict=True))
 
 
 def _copy(files: Iterable[Path], folder: Path) -> None:

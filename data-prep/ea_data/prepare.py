@@ -45,9 +45,8 @@ def folder_name(text: str) -> str:
     return text
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Corpus]:
-    """The arguments (default: those of the command line), a corpus's name first, and the corpus that they describe."""
-    command, *words = sys.argv[1:] if arguments is None else arguments
+def parse(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, Corpus]:
+    """The options of a command of data-prep/, and the corpus that they describe."""
     parser = Parser(prog=f"{command}.sh")
     if command == "sample":
         parser.description = sample.__doc__
@@ -230,15 +229,16 @@ def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
     return folder
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: a corpus's name and its options."""
-    args, corpus = parse()
+    name, *words = sys.argv[1:] if arguments is None else arguments
+    args, corpus = parse(name, words)
     out = (args.out or DATA / corpus.name).resolve()
     # Only now, so that --help works before scripts/setup.sh has run.
     from .pipeline import Pipeline
 
-    command = [f"data-prep/{args.command}.sh", *sys.argv[2:]]
-    with reporting(f"{args.command}.sh"), stages.alone(out):
+    command = [f"data-prep/{name}.sh", *words]
+    with reporting(f"{name}.sh"), stages.alone(out):
         raw = raw_folder(args, corpus, out)
         Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
     print(f"{out}: ready")

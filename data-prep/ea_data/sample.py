@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ea_artifacts.command import UserError
+from ea_artifacts.files import replacing
 
 # --- words ----------------------------------------------------------------------------------------------------------
 
@@ -303,12 +304,10 @@ def corpus(train: int, valid: int, test: int, seed: int) -> dict[str, list[tuple
 
 def write(splits: dict[str, list[tuple[str, str]]], folder: Path) -> None:
     """Write SPLIT.de and SPLIT.en for each split; files that have that text already stay untouched."""
-    folder.mkdir(parents=True, exist_ok=True)
     for split, pairs in splits.items():
         for side, language in enumerate(("de", "en")):
             path = folder / f"{split}.{language}"
             text = "".join(pair[side] + "\n" for pair in pairs).encode()
             if not path.exists() or path.read_bytes() != text:
-                temporary = path.with_name(path.name + ".tmp")
-                temporary.write_bytes(text)
-                temporary.replace(path)
+                with replacing(path) as temporary:
+                    temporary.write_bytes(text)

@@ -37,6 +37,11 @@ def given_codes(path: Path) -> bytes:
     return content
 
 
+def count_merges(codes: bytes) -> int:
+    """The number of merges in the contents of a file of codes."""
+    return sum(not line.startswith(b"#version") for line in codes.splitlines())
+
+
 def joined(line: bytes) -> bytes:
     """A line of subwords in words."""
     return (line[:-1] + b" ").replace(b"@@ ", b"").rstrip(b" ") + b"\n"

@@ -108,7 +108,7 @@ def test_preparations_that_share_downloads_take_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DATA", tmp_path)
     monkeypatch.setattr(stages.time, "sleep", lambda _: None)
     monkeypatch.setattr(download, "fetch", lambda url, path, size: path.touch())
-    args, corpus = prepare.parse(["multi30k", "de-en"])
+    args, corpus = prepare.parse("multi30k", ["de-en"])
     folder = tmp_path / "downloads/multi30k"
     with stages.locked(folder), pytest.raises(UserError, match="another run is at work here; wait for its end"):
         prepare.raw_folder(args, corpus, tmp_path / "out")

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 from xml.sax.saxutils import escape
 
 import pytest
 from helpers import REPO
-from helpers.data_toy import Rules, pairs, read, script, write
+from helpers.data_toy import Rules, custom, pairs, read, script, uniform, write
 
 from ea_artifacts.preparation import Preparation
 from ea_data import rules, subwords
@@ -37,19 +38,15 @@ def published(tmp_path_factory):
     return folder
 
 
-def prepare(folder, out, *options, check=True):
-    return script(
-        "custom", "--source-lang", "de", "--target-lang", "en", "--train", folder / "train",
-        "--valid", folder / "valid", "--test", folder / "news.2016", "--workers", "1", "--out", out, "--tokenised",
-        *options, check=check,
-    )  # fmt: skip
+def prepare(folder, out, *options):
+    return custom(folder, out, "--tokenised", *options, test="news.2016")
 
 
 @pytest.fixture(scope="module")
 def in_subwords(published, tmp_path_factory):
     """Data of the published subwords, and what the command said."""
     out = tmp_path_factory.mktemp("in-subwords") / "out"
-    return out, prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase").stderr
+    return out, prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase")
 
 
 def same_lines(one, other):
@@ -68,18 +65,17 @@ def test_subwords_are_taken_as_they_are(published, in_subwords):
     assert (out / "code").read_bytes() == (published / "code").read_bytes()
     prep = json.loads((out / "PREP.json").read_text())
     expected = {"tokenizer": "given", "bpe": "subword_nmt", "bpe_merges": 80, "lowercase": True}
-    assert {name: prep[name] for name in expected} == expected
-    assert "the tokens that Moses makes" not in said
+    assert prep | expected == prep
+    assert "Moses" not in said
     assert prep["round_trip"]["de"]["same"] == SPLITS["valid"]
 
 
 def test_tokens_are_taken_as_they_are(published, tmp_path):
     """BPE is learnt from them; with validation taken from the training text, raw/ has the same lines as the data."""
     out = tmp_path / "out"
-    script(
-        "custom", "--source-lang", "de", "--target-lang", "en", "--train", published / "tokens/train", "--workers", "1",
-        "--valid-every", "10", "--test", published / "tokens/news.2016", "--out", out, "--tokenised", "--merges", "50",
-    )  # fmt: skip
+    files = ("--train", published / "tokens/train", "--valid-every", "10", "--test", published / "tokens/news.2016")
+    languages = ("--source-lang", "de", "--target-lang", "en")
+    script("custom", *languages, *files, "--out", out, "--tokenised", "--merges", "50")
     assert read(out / "raw/valid.de") == read(published / "tokens/train.de")[9::10]
     assert same_lines(out / "raw/test.en", published / "tokens/news.2016.en")
     joined = subwords.join(
@@ -112,61 +108,47 @@ def test_white_space_of_any_kind_separates_tokens():
 
 
 def test_upper_case_is_refused_where_lower_case_was_promised(published, tmp_path):
-    for lang in ("de", "en"):
-        for split in SPLITS:
-            write(tmp_path / "raw" / f"{split}.{lang}", read(published / f"subwords/{split}.{lang}"))
-    lines = read(published / "subwords/train.en")
-    write(tmp_path / "raw/train.en", [*lines[:6], "The house", *lines[7:]])
-    done = prepare(tmp_path / "raw", tmp_path / "out", "--bpe-given", published / "code", "--lowercase", check=False)
-    assert done.returncode == 1
-    assert f"{tmp_path}/raw/train.en, line 7: is not lower-case" in done.stderr
+    raw = shutil.copytree(published / "subwords", tmp_path / "raw")
+    lines = read(raw / "train.en")
+    write(raw / "train.en", [*lines[:6], "The house", *lines[7:]])
+    with pytest.raises(SystemExit, match=f"{raw}/train.en, line 7: .*--lowercase"):
+        prepare(raw, tmp_path / "out", "--bpe-given", published / "code", "--lowercase")
     assert not (tmp_path / "out").exists()
 
 
-def test_tokens_without_moses_escapes_stay_without(tmp_path):
+BARE = [f'she " has " & {number} < b >' for number in range(40)]
+
+
+@pytest.mark.parametrize(("lines", "escapes"), [(BARE, False), ([escape(line, ESCAPES) for line in BARE], True)])
+def test_tokens_without_moses_escapes_stay_without(tmp_path, lines, escapes):
     """A model that read bare apostrophes in training reads them in translation."""
-    lines = [f'she " has " & {number} < b >' for number in range(40)]
-    for split in SPLITS:
-        for lang in ("de", "en"):
-            write(tmp_path / "bare" / f"{split}.{lang}", lines)
-            write(tmp_path / "moses" / f"{split}.{lang}", [escape(line, ESCAPES) for line in lines])
-    for kind, expected in (("bare", False), ("moses", True)):
-        out = tmp_path / f"{kind}-data"
-        done = prepare(tmp_path / kind, out, "--merges", "60")
-        assert Preparation.at(out).escape is expected
-        prep = json.loads((out / "PREP.json").read_text())
-        assert prep["round_trip"]["en"]["same"] == 40
-        assert "the tokens that Moses makes" not in done.stderr
-        given = read(tmp_path / kind / "valid.de")[7]
-        one_side = ["bash", REPO / "data-prep/one-side.sh", out, "en", tmp_path / f"{kind}-en"]
-        subprocess.run(one_side, check=True, capture_output=True)
-        for data in (out, tmp_path / f"{kind}-en"):
-            assert Text(data).subwords('she "has" & 7 < b >').replace("@@ ", "").split() == given.split()
+    uniform(tmp_path / "raw", lines)
+    out, one_side = tmp_path / "data", tmp_path / "one-side"
+    assert "Moses" not in prepare(tmp_path / "raw", out, "--merges", "60")
+    assert Preparation.at(out).escape is escapes
+    assert json.loads((out / "PREP.json").read_text())["round_trip"]["en"]["same"] == 40
+    command = ["bash", REPO / "data-prep/one-side.sh", out, "en", one_side]
+    subprocess.run(command, check=True, capture_output=True)
+    for data in (out, one_side):
+        assert Text(data).subwords('she "has" & 7 < b >').replace("@@ ", "").split() == lines[7].split()
 
 
 def test_tokens_that_moses_does_not_make_give_a_warning(tmp_path):
-    for split in SPLITS:
-        for lang in ("de", "en"):
-            write(tmp_path / "raw" / f"{split}.{lang}", [f"do n't 4.5% {number} ( a)b" for number in range(40)])
-    done = prepare(tmp_path / "raw", tmp_path / "out", "--merges", "60")
-    assert "valid: only 0.0% of its en lines" in done.stderr and "the tokens that Moses makes" in done.stderr
+    uniform(tmp_path / "raw", [f"do n't 4.5% {number} ( a)b" for number in range(40)])
+    said = prepare(tmp_path / "raw", tmp_path / "out", "--merges", "60")
+    assert "warning: valid: only 0.0% of its en lines" in said and "Moses" in said
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (
-            "#version: 0.2\na b\na b c\n",
-            "code, line 3: a merge of BPE is two subwords with a space between, not 'a b c'",
-        ),
+        ("#version: 0.2\na b\na b c\n", "code, line 3: .* 'a b c'"),
         ("", "code: is empty"),
-        ("#version: 0.2\nw o\n", "of 40 lines of the validation text are not in the subwords of these codes"),
+        ("#version: 0.2\nw o\n", "code: .* of 40 lines of the validation text"),
     ],
 )
 def test_wrong_codes_are_refused(published, tmp_path, code, message):
     (tmp_path / "code").write_text(code)
-    done = prepare(published / "subwords", tmp_path / "out", "--bpe-given", tmp_path / "code", check=False)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit, match=message):
+        prepare(published / "subwords", tmp_path / "out", "--bpe-given", tmp_path / "code")
     assert not (tmp_path / "out").exists()

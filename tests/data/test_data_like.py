@@ -5,22 +5,15 @@ import shutil
 
 import pytest
 from fairseq.data import Dictionary, data_utils
-from helpers.data_toy import Pipeline, parallel, read, script, write
+from helpers.data_toy import CUSTOM, Pipeline, corpus_of, custom, parallel, prepare, read, write
+from helpers.mistakes import check_refusal, mistakes
 from helpers.models import model_args
 from helpers.toy import TINY, save_model
 
 from ea_artifacts.command import UserError
 from ea_artifacts.preparation import Preparation
-from ea_data import prepare
 from ea_runtime.text import Text
 from ea_tools.training.train import check_first_model
-
-LANGUAGES = ("--source-lang", "de", "--target-lang", "en")
-
-
-def custom(folder, out, *options, check=True):
-    files = ("--train", folder / "train", "--valid", folder / "valid", "--test", folder / "test")
-    return script("custom", *LANGUAGES, *files, "--workers", "1", "--out", out, *options, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -86,71 +79,65 @@ def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
     assert prep["splits"]["test"]["unknown_percent"]["de"] > 0
 
 
+@pytest.fixture
+def changed(before, tmp_path):
+    """A function that changes PREP.json in a copy of the data of the first text; returns the copy."""
+
+    def change(rules, **entries):
+        folder = shutil.copytree(before, tmp_path / "first")
+        prep = json.loads((folder / "PREP.json").read_text())
+        (folder / "PREP.json").write_text(json.dumps(prep | entries | {"rules": prep["rules"] | rules}))
+        return folder
+
+    return change
+
+
 @pytest.mark.parametrize("unicode", ["NFC", "as given"])
-def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode):
+def test_data_of_a_corpus_whose_bytes_were_kept(text, changed, tmp_path, unicode):
     """Published corpora are not brought to NFC; text like theirs has the form that text to translate gets."""
-    first, new = shutil.copytree(before, tmp_path / "first"), tmp_path / "new"
-    prep = json.loads((first / "PREP.json").read_text())
-    prep["rules"]["nfc"], prep["unicode"] = False, unicode
-    (first / "PREP.json").write_text(json.dumps(prep))
+    first, new = changed({"nfc": False}, unicode=unicode), tmp_path / "new"
     Preparation.at(first).keep(tmp_path / "run")
     custom(text / "two", new, "--like", first, "--drop-test-overlap")
     require_same(tmp_path / "run", new)
-    (tokens,) = read(tmp_path / "new.work/1-tokens/test.de")[1:2]
+    tokens = read(tmp_path / "new.work/1-tokens/test.de")[1]
     assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
 
-def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, tmp_path):
+def test_validation_text_that_is_given_has_plain_apostrophes_too(text, changed, tmp_path):
     """As in WMT'14: the model's training text had them from Moses' normalisation."""
-    first, new = shutil.copytree(before, tmp_path / "first"), tmp_path / "new"
-    prep = json.loads((first / "PREP.json").read_text())
-    prep["rules"]["plain_apostrophes"] = True
-    (first / "PREP.json").write_text(json.dumps(prep))
-    shutil.copytree(text / "two", tmp_path / "two")
+    raw = shutil.copytree(text / "two", tmp_path / "two")
     for split in ("valid", "train"):
-        path = tmp_path / f"two/{split}.de"
-        write(path, ["Nr. 7 don’t", *read(path)[1:]])
-    custom(tmp_path / "two", new, "--like", first)
+        write(raw / f"{split}.de", ["Nr. 7 don’t", *read(raw / f"{split}.de")[1:]])
+    custom(raw, tmp_path / "new", "--like", changed({"plain_apostrophes": True}))
     assert read(tmp_path / "new.work/1-tokens/valid.de")[0] == "Nr. 7 don &apos; t"
     assert read(tmp_path / "new.work/1-tokens/train.de")[0] == "Nr. 7 don ’ t", "as the corpus's own training text"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--lowercase"], "--lowercase conflicts with --like"),
-        (["--source-lang", "fr"], "is de-en, and the text is to be fr-en"),
-        (["--like", "{tmp}/nothing"], "{tmp}/nothing/PREP.json: no such file"),
-        (["--like", "{tmp}/differ"], "{tmp}/differ: the dictionaries of its two languages differ"),
-        (["--like", "{tmp}/lacks"], "{tmp}/lacks/dict.en.txt: no such file"),
-        (["--like", "{tmp}/other"], "{tmp}/other/PREP.json: source_lang: expected a language, found None"),
-        (["--out", "{before}"], "is the folder that the new data would replace"),
-    ],
-)
-def test_an_earlier_preparation_that_cannot_be_used_is_named(text, before, tmp_path, options, message):
+@mistakes("""
+    --lowercase | --lowercase --like
+    --source-lang fr | 'is de-en' fr-en
+    --like {tmp}/nothing | {tmp}/nothing/PREP.json
+    --like {tmp}/differ | '{tmp}/differ: the dictionaries'
+    --like {tmp}/lacks | {tmp}/lacks/dict.en.txt
+    --like {tmp}/other | '{tmp}/other/PREP.json: source_lang' None
+    --out {before} | '--like {before}: is the folder' --out
+""")
+def test_an_earlier_preparation_that_cannot_be_used_is_named(before, tmp_path, words, named, capsys):
     for name in ("differ", "lacks"):
         shutil.copytree(before, tmp_path / name)
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
     (tmp_path / "lacks/dict.en.txt").unlink()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/PREP.json").write_text('{"task": "CoLA"}')  # as of data for other tasks
-    names = {"tmp": tmp_path, "before": before}
-    bytes_before = {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
-    options = [option.format(**names) for option in options]
-    done = custom(text / "two", tmp_path / "out", "--like", before, *options, check=False)
-    assert done.returncode != 0
-    assert message.format(**names) in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-    assert bytes_before == {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
+    write(tmp_path / "other/PREP.json", ['{"task": "CoLA"}'])  # as of data for other tasks
+    words = [*CUSTOM, "--out", tmp_path / "out", "--like", before, *words]
+    check_refusal(capsys, prepare.main, words, named, writes_to=tmp_path, tmp=tmp_path, before=before)
 
 
 def test_a_changed_earlier_preparation_makes_other_data(text, before, tmp_path):
     first = shutil.copytree(before, tmp_path / "first")
 
     def key():
-        files = ["--train", text / "two/train", "--valid", text / "two/valid", "--out", tmp_path / "new"]
-        _, corpus = prepare.parse(["custom", *LANGUAGES, *map(str, files), "--like", str(first)])
+        files = ("--train", text / "two/train", "--valid", text / "two/valid")
+        corpus = corpus_of(*files, "--out", tmp_path / "new", "--like", first)
         return Pipeline(corpus, text, tmp_path / "new").chain[-1].key
 
     earlier = key()

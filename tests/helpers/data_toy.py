@@ -1,12 +1,13 @@
 """Helpers of the tests of data-prep/: small made-up corpora, and the pipeline on them."""
 
+import contextlib
+import io
 import random
-import sys
 
-from ea_data import corpora, sample, stages  # noqa: F401  (the tests take them from here)
+from ea_data import corpora, prepare, sample, stages  # noqa: F401  (the tests take them from here)
 from ea_data.corpus import Corpus, Part, Rules
 from ea_data.pipeline import Pipeline
-from helpers import REPO, warm
+from helpers import REPO
 
 PREP = REPO / "data-prep"
 
@@ -53,6 +54,13 @@ def parallel(folder, prefix, number=40, seed=0):
         write(folder / f"{prefix}.{lang}", lines)
 
 
+def uniform(folder, lines, languages=("de", "en"), splits=("train", "valid", "test", "news.2016")):
+    """Writes the same lines for each split and language."""
+    for split in splits:
+        for language in languages:
+            write(folder / f"{split}.{language}", lines)
+
+
 def recipe(source="de", target="en", **rules):
     """Training, validation and a test below the raw folder, as plain files."""
     return Corpus(
@@ -86,17 +94,23 @@ def prepared(recipe, raw, out, workers=1):
         return Pipeline(recipe, raw, out, workers).run()
 
 
-def script(name, *arguments, check=True, **options):
-    """Runs what data-prep/NAME.sh does, with fairseq imported before; returns the finished process, with its output."""
-    command = [sys.executable, "-P", "-m", "ea_data.prepare", name, *map(str, arguments)]
-    done = warm.run(command, capture_output=True, text=True, check=False, **options)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+def script(name, *options):
+    """Does what data-prep/NAME.sh does, in this process; returns its messages. It ends like a program if it fails."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        prepare.main([name, "--workers", "1", *map(str, options)])
+    return said.getvalue()
 
 
-def prepare_command(*options):
-    """The corpus that custom.sh makes of these options, in this process; text is named where none is."""
-    from ea_data import prepare
+#: A command that lacks nothing; a later word replaces an earlier one.
+CUSTOM = "custom --source-lang de --target-lang en --train x --valid y".split()
 
-    arguments = ["--train", "train", *([] if "--valid-every" in options else ["--valid", "valid"])]
-    return prepare.parse(["custom", *arguments, *map(str, options)])[1]
+
+def custom(folder, out, *options, test="test"):
+    """The messages of custom.sh for a folder's texts."""
+    files = ("--train", folder / "train", "--valid", folder / "valid", "--test", folder / test)
+    return script(*CUSTOM, *files, "--out", out, *options)
+
+
+def corpus_of(*options):
+    """The corpus that custom.sh makes of these options."""
+    return prepare.parse(CUSTOM[0], [*CUSTOM[1:], *map(str, options)])[1]

@@ -137,7 +137,7 @@ def parse(line):
         if name == "fairseq-train":
             options.parse_args_and_arch(options.get_training_parser(), words)
         elif "custom.sh --" in line:
-            prepare.parse(["custom", *words])
+            prepare.parse("custom", words)
         elif door := warm.DOOR.search((REPO / name).read_text()):
             module = importlib.import_module(f"ea_tools.{door[1]}")
             if hasattr(module, "parse"):
