@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for precision in args.precision:
             peaks = machine(device, common.DTYPES[precision])
             print(f"{precision}: copies {peaks['bytes'] / 1e9:,.0f} GB/s, products {peaks['flops'] / 1e9:,.0f} GFLOP/s")
-            yield from itertools.product([precision], args.kind, args.heads, lengths)
+            yield from itertools.product([precision], KINDS, args.heads, lengths)
 
     common.run("attention", args, cases, measure, report)
 
@@ -70,7 +70,7 @@ def measure(
     """Times, memory and floor of all paths on one problem."""
     peaks = machine(device, common.DTYPES[precision])
     batch = max(1, args.tokens // length)
-    problem = make_problem(args.seed, device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
+    problem = make_problem(device, common.DTYPES[precision], kind, heads, length, batch)
     runs = {name: PATHS[name](problem) for name in dict.fromkeys(["plain", *args.paths])}
     found = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
     # Not Python's max, which may pass over a NaN.
@@ -101,18 +101,16 @@ def measure(
     }
 
 
-def make_problem(
-    seed: int, device: str, dtype: torch.dtype, kind: str, heads: int, length: int, batch: int, kernel_size: int
-) -> Problem:
+def make_problem(device: str, dtype: torch.dtype, kind: str, heads: int, length: int, batch: int) -> Problem:
     """Random inputs; half of the sentences end in padding, up to a fifth of their length."""
-    chance = torch.Generator().manual_seed(seed)
+    chance = torch.Generator().manual_seed(common.SEED)
     dim = heads * options.HEAD_DIM[heads]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=chance).to(device, dtype)
 
-    torch.manual_seed(seed)
-    settings = {"alpha": 0.5, "beta": 0.1, "kernel_size": kernel_size}
+    torch.manual_seed(common.SEED)
+    settings = {"alpha": 0.5, "beta": 0.1}
     if kind == "encoder":
         attention = EncoderSelfAttention(dim, heads, **settings)
     else:
@@ -249,7 +247,7 @@ def relative_difference(result: Tensor, expected: Tensor) -> float:
 
 def fastest(call: Callable[[], Any], count: int, device: str) -> float:
     """Seconds of the fastest of `count` calls."""
-    return min(common.timed(lambda _: call(), None, device)["seconds"] for _ in range(count))
+    return min(common.timed(lambda _: call(), None, device)[0] for _ in range(count))
 
 
 def repeat(run: Path, problem: Problem, loops: Mapping[str, int], which: str) -> int:

@@ -15,7 +15,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -41,7 +40,7 @@ from ea_tools.training.provenance import provenance
 
 Batch = dict[str, Any]  # as fairseq collates it
 Candidate = Callable[[Any], int]  # does something with a batch, and gives the number of tokens that it did
-Times = dict[str, dict[str, list[list[float]]]]  # kind of measurement -> candidate -> repetition -> batch
+Times = dict[str, dict[str, list[list[float]]]]  # "seconds", "tokens" -> candidate -> repetition -> batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,6 +54,7 @@ LONGEST, RATIO = 175, 1.5  # the recipe's filter, there in words
 SENTENCES = 160_239  # IWSLT'14's training text
 WORDS = 10_148  # of a joint dictionary of 10k merges, about
 POSITIONS = 1024  # fairseq's own number for a model
+SEED = 1
 
 
 def prepare(args: argparse.Namespace) -> str:
@@ -62,8 +62,6 @@ def prepare(args: argparse.Namespace) -> str:
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     if args.device == "cuda" != device:
         raise UserError("--device cuda: PyTorch sees no GPU here")
-    if getattr(args, "data", None) and not (args.data / "PREP.json").is_file():
-        raise UserError(f"--data {args.data}: no prepared data there (it has no PREP.json)")
     if "fp16" in args.precision and device == "cpu":
         raise UserError("--precision fp16 needs a GPU")
     if device == "cpu":
@@ -72,7 +70,7 @@ def prepare(args: argparse.Namespace) -> str:
             require_bf16_units()
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(SEED)
     torch.backends.cudnn.allow_tf32 = False  # float32 is float32, in the plain composition's convolutions as elsewhere
     return device
 
@@ -85,7 +83,7 @@ def type_of_numbers(precision: str, device: str) -> str:
     return "fp32"
 
 
-def generate_lengths(count: int, seed: int) -> numpy.ndarray:
+def generate_lengths(count: int, seed: int = SEED) -> numpy.ndarray:
     """count x 2 integers: lengths of source and target as in IWSLT'14 De-En, in subwords, without end of sentence."""
     chance = numpy.random.default_rng(seed)
     covariance = numpy.outer(LOG_DEVIATION, LOG_DEVIATION) * ((1, CORRELATION), (CORRELATION, 1))
@@ -99,10 +97,17 @@ def generate_lengths(count: int, seed: int) -> numpy.ndarray:
 
 
 def configuration(
-    model: str, *flags: Any, data: Path | str = "data", device: str = "cpu", precision: str = "fp32"
+    model: str, *flags: Any, longest: int = POSITIONS, device: str = "cpu", precision: str = "fp32"
 ) -> DictConfig:
-    """The configuration that fairseq-train makes of these flags; `model`: words after --arch, as in options.PAIRS."""
-    words = [str(data), "--arch", *model.split(), "--distributed-world-size", "1", *map(str, flags)]
+    """The configuration of translation that fairseq-train makes of these flags.
+
+    Args:
+        model: words after --arch, as in options.PAIRS.
+        longest: tokens of a sentence.
+    """
+    task = ["--task", "translation", "--max-source-positions", longest, "--max-target-positions", longest]
+    words = ["data", "--arch", *model.split(), "--distributed-world-size", "1", "--share-all-embeddings"]
+    words += map(str, [*task, *flags])
     words += ["--cpu"] if device == "cpu" else []
     words += [] if precision == "fp32" else [f"--{precision}"]
     return copy.deepcopy(_configuration(*words))
@@ -116,33 +121,18 @@ def _configuration(*words: str) -> DictConfig:
     return convert_namespace_to_omegaconf(args)
 
 
-def task_flags(longest: int = POSITIONS) -> list[str]:
-    """The flags of translation, for sentences of at most so many tokens."""
-    return ["--task", "translation", "--max-source-positions", str(longest), "--max-target-positions", str(longest)]
-
-
-def make_task(args: argparse.Namespace, config: DictConfig) -> TranslationTask:
-    """The task of --data; without it, one whose dictionary has WORDS words and no file."""
-    if args.data:
-        return TranslationTask.setup_task(config.task)
+def make_task(config: DictConfig) -> TranslationTask:
+    """A task whose dictionary has WORDS words and no file."""
     words = Dictionary()
     for number in range(WORDS - len(words)):
         words.add_symbol(str(number))
     return TranslationTask(config.task, words, words)
 
 
-def corpus(args: argparse.Namespace, task: FairseqTask, split: str) -> FairseqDataset:
-    """The data set of --data, or random words in sentences of generated lengths."""
-    if args.data:
-        task.load_dataset(split)
-        return task.dataset(split)
-    return random_sentences(task, generate_lengths(SENTENCES, args.seed), args.seed)
-
-
-def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> FairseqDataset:
-    """A data set of random words; lengths, count x 2, as `generate_lengths` gives them."""
-    words, chance = task.source_dictionary, torch.Generator().manual_seed(seed)
-    sides = []
+def random_sentences(task: FairseqTask, lengths: numpy.ndarray | None = None) -> FairseqDataset:
+    """A data set of random words; lengths: count x 2 (default: a corpus of `generate_lengths`)."""
+    words, chance = task.source_dictionary, torch.Generator().manual_seed(SEED)
+    lengths, sides = generate_lengths(SENTENCES) if lengths is None else lengths, []
     for side in (lengths[:, 0], lengths[:, 1]):
         sizes = side + 1  # with end of sentence
         tokens = torch.randint(words.nspecial, len(words), (int(sizes.sum()),), generator=chance)
@@ -151,9 +141,9 @@ def random_sentences(task: FairseqTask, lengths: numpy.ndarray, seed: int) -> Fa
     return LanguagePairDataset(*sides)
 
 
-def batches_of(dataset: FairseqDataset, seed: int, **limits: int) -> list[Sequence[int]]:
+def batches_of(dataset: FairseqDataset, **limits: int) -> list[Sequence[int]]:
     """The rows of an epoch's batches, made by fairseq's own rules; limits: max_tokens or max_sentences of a batch."""
-    with numpy_seed(seed):
+    with numpy_seed(SEED):
         order = dataset.ordered_indices()  # by length
     longest = min(POSITIONS, limits.get("max_tokens", POSITIONS))  # or what fits into a batch
     order, _ = dataset.filter_indices_by_size(order, (longest, longest))
@@ -162,10 +152,10 @@ def batches_of(dataset: FairseqDataset, seed: int, **limits: int) -> list[Sequen
     return dataset.batch_by_size(order, **limits)
 
 
-def pick(dataset: FairseqDataset, batches: Sequence[Sequence[int]], count: int, seed: int) -> list[Batch]:
+def pick(dataset: FairseqDataset, batches: Sequence[Sequence[int]], count: int) -> list[Batch]:
     """`count` of these batches, which are sorted by length: spread evenly, in random order."""
     places = numpy.unique(((numpy.arange(count) + 0.5) * len(batches) / count).astype(int))
-    numpy.random.default_rng(seed).shuffle(places)
+    numpy.random.default_rng(SEED).shuffle(places)
     return [dataset.collater([dataset[index] for index in batches[place]]) for place in places]
 
 
@@ -192,12 +182,10 @@ def interleave(
         label: of the progress bar.
 
     Returns:
-        {"seconds", "cpu_seconds", "tokens"}, each {name: table[repetition][item]}; cpu_seconds: of this process.
+        {"seconds", "tokens"}, each {name: table[repetition][item]}.
     """
     names = list(candidates)
-    times: dict[str, dict[str, list]] = {
-        kind: {name: [] for name in names} for kind in ("seconds", "cpu_seconds", "tokens")
-    }
+    times: Times = {kind: {name: [] for name in names} for kind in ("seconds", "tokens")}
     rounds = len(items) * (1 + repetitions)
     with tqdm(total=rounds, desc=label, unit=" rounds", mininterval=1, leave=False) as progress:
         for item in items:  # memory is taken, kernels are chosen and compiled for each shape
@@ -210,23 +198,20 @@ def interleave(
             for number, item in enumerate(items):
                 first = (repetition + number) % len(names)
                 for name in names[first:] + names[:first]:
-                    for kind, value in timed(candidates[name], item, device).items():
-                        times[kind][name][repetition].append(value)
+                    seconds, tokens = timed(candidates[name], item, device)
+                    times["seconds"][name][repetition].append(seconds)
+                    times["tokens"][name][repetition].append(tokens)
                 progress.update(1)
     return times
 
 
-def timed(candidate: Candidate, item: Any, device: str) -> dict[str, float]:
-    """One call: {"seconds", "cpu_seconds", "tokens"}."""
+def timed(candidate: Candidate, item: Any, device: str) -> tuple[float, int]:
+    """One call: its seconds and tokens."""
     synchronize(device)
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     tokens = candidate(item)
     synchronize(device)
-    return {
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - cpu_start,
-        "tokens": tokens,
-    }
+    return time.perf_counter() - start, tokens
 
 
 def run(
@@ -261,22 +246,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def speeds(times: Times) -> dict[str, Any]:
     """Tokens per second of each candidate, and its speed as a share of stock's, from what `interleave` gives.
 
-    A pass is one repetition over all batches. CPU time leaves out other work on the machine, and counts threads that
-    wait.
+    A pass is one repetition over all batches.
     """
     passes = {
-        clock: {
-            name: numpy.array(times["tokens"][name]).sum(axis=1) / numpy.array(table).sum(axis=1)
-            for name, table in times[clock].items()
-        }
-        for clock in ("seconds", "cpu_seconds")
+        name: numpy.array(times["tokens"][name]).sum(axis=1) / numpy.array(table).sum(axis=1)
+        for name, table in times["seconds"].items()
     }
-    by_wall, by_cpu = (
-        {name: spread(speed / of_all["stock"]) for name, speed in of_all.items() if name != "stock"}
-        for of_all in passes.values()
-    )
-    per_second = {name: spread(speed) for name, speed in passes["seconds"].items()}
-    return {"tokens_per_second": per_second, "ratio": by_wall["ours"], "ratios": by_wall, "cpu_ratios": by_cpu}
+    ratios = {name: spread(speed / passes["stock"]) for name, speed in passes.items() if name != "stock"}
+    per_second = {name: spread(speed) for name, speed in passes.items()}
+    return {"tokens_per_second": per_second, "ratio": ratios["ours"], "ratios": ratios}
 
 
 def report_speeds(result: Mapping[str, Any]) -> None:
@@ -284,11 +262,8 @@ def report_speeds(result: Mapping[str, Any]) -> None:
     print(result["label"])
     for name, speed in result["tokens_per_second"].items():
         label = result["architectures"].get(name, name)
-        line = f"  {label:<30} {show(speed, 0):>30} target tokens/s"
-        if name != "stock":
-            by_cpu = show(result["cpu_ratios"][name])
-            line += f", {show(result['ratios'][name])} of stock's, by CPU time {by_cpu}"
-        print(line)
+        of_stock = f", {show(result['ratios'][name])} of stock's" if name != "stock" else ""
+        print(f"  {label:<30} {show(speed, 0):>30} target tokens/s{of_stock}")
 
 
 def show(quartiles: Mapping[str, float], digits: int = 2) -> str:

@@ -22,6 +22,7 @@ from ea_tools.bench import common, exported, options
 
 #: a further candidate on a GPU: our model, each step launched by the host
 NO_GRAPHS = "ours, no graphs"
+FULL = 12_000  # tokens of a full batch
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(args: argparse.Namespace, device: str, size: str, precision: str, beam: int, batch: str) -> dict[str, Any]:
     """Speed of one pair of models."""
     architectures = options.PAIRS[size]
-    config, task = configured(args, size, beam, device)
-    models = {name: random_model(args, task, words) for name, words in architectures.items()}
+    config, task = configured(size, beam, device)
+    models = {name: random_model(task, words) for name, words in architectures.items()}
     batches = choose(args, task, batch)
     decoders = {
         name: decoder(task, ready(model, config, precision, device), config, device) for name, model in models.items()
     }
     if graphs.for_device(torch.device(device)) is not None:
-        eager = ready(random_model(args, task, architectures["ours"]), config, precision, device)
+        eager = ready(random_model(task, architectures["ours"]), config, precision, device)
         eager.decoder.graphs = False
         decoders[NO_GRAPHS] = decoder(task, eager, config, device)
     label = f"{size} {precision}, beam {beam}, batch {batch}"
@@ -68,19 +69,18 @@ def measure(args: argparse.Namespace, device: str, size: str, precision: str, be
     }
 
 
-def configured(args: argparse.Namespace, size: str, beam: int, device: str) -> tuple[DictConfig, FairseqTask]:
+def configured(size: str, beam: int, device: str) -> tuple[DictConfig, FairseqTask]:
     """fairseq's configuration and task, which do for both models of a pair."""
-    stock = options.PAIRS[size]["stock"]
-    config = common.configuration(stock, *common.task_flags(), data=args.data or "data", device=device)
+    config = common.configuration(options.PAIRS[size]["stock"], device=device)
     config.generation.beam = beam
-    return config, common.make_task(args, config)
+    return config, common.make_task(config)
 
 
 def choose(args: argparse.Namespace, task: FairseqTask, batch: str) -> list[common.Batch]:
     """The batches to decode."""
-    limits = {"max_tokens": args.max_tokens} if batch == "full" else {"max_sentences": int(batch)}
-    data = common.corpus(args, task, args.subset)
-    return common.pick(data, common.batches_of(data, args.seed, **limits), args.batches, args.seed)
+    limits = {"max_tokens": FULL} if batch == "full" else {"max_sentences": int(batch)}
+    data = common.random_sentences(task)
+    return common.pick(data, common.batches_of(data, **limits), args.batches)
 
 
 #: the folders of exported models, which a process writes once for each pair of models
@@ -95,11 +95,10 @@ def _exports(size: str, models: Mapping[str, FairseqModel], task: FairseqTask) -
     return _EXPORTS[size]
 
 
-def random_model(args: argparse.Namespace, task: FairseqTask, words: str) -> FairseqModel:
+def random_model(task: FairseqTask, words: str) -> FairseqModel:
     """A model as if it came from a checkpoint: loading may change which path fairseq's encoder takes."""
-    config = common.configuration(words, *common.task_flags(), "--share-all-embeddings", data=args.data or "data")
-    torch.manual_seed(args.seed)
-    model = task.build_model(config.model)
+    torch.manual_seed(common.SEED)
+    model = task.build_model(common.configuration(words).model)
     model.load_state_dict(model.state_dict())
     return model
 

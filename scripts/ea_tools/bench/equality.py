@@ -58,7 +58,7 @@ class Setting:
         data, rows = training.epoch(args, trainer.task, None)
         sizes = step.sizes_of(data, rows)
         assert sizes is not None  # they are pairs of sentences
-        return common.pick(data, rows, count, args.seed), step.table_of(sizes, 4 if self.dry_run else step.SHAPES)
+        return common.pick(data, rows, count), step.table_of(sizes, 4 if self.dry_run else step.SHAPES)
 
 
 def rows(report: Setting) -> Iterator[Row]:
@@ -78,7 +78,7 @@ def rows(report: Setting) -> Iterator[Row]:
         for place in attention.KINDS:
             heads, length = (4, 12) if report.dry_run else (8, 32)
             batch, dtype = (3 if report.dry_run else 128), common.DTYPES[precision]
-            problem = attention.make_problem(1, report.device, dtype, place, heads, length, batch, 3)
+            problem = attention.make_problem(report.device, dtype, place, heads, length, batch)
             pair = [attention.results_of(attention.PATHS[name](problem), problem) for name in ("ours", "plain")]
             worst = torch.tensor([*map(attention.relative_difference, *pair)]).max().item()  # a NaN stays one
             yield {"label": f"attention, {place}, {precision}", "difference": worst, "ok": worst <= LIMIT[precision]}
@@ -138,8 +138,8 @@ def weights(trainer: FlatTrainer) -> torch.Tensor:
 def hypotheses(report: Setting, precision: str) -> Row:
     """Decoding by graphs beside decoding without; `same`: the share of sentences with the same best hypothesis."""
     args = report.decoding_settings()
-    config, task = decoding.configured(args, "base", 5, report.device)
-    model = decoding.random_model(args, task, options.PAIRS["base"]["ours"])
+    config, task = decoding.configured("base", 5, report.device)
+    model = decoding.random_model(task, options.PAIRS["base"]["ours"])
     model = decoding.ready(model, config, precision, report.device)
     search = decoding.searcher(task, model, config, report.device)
     batches = decoding.choose(args, task, "12")  # a graph has at most 64 hypotheses

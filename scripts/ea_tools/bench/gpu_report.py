@@ -119,7 +119,7 @@ def capture(report: Setting) -> Iterator[Row]:
             trainer.optimizer  # noqa: B018  (built when it is first asked for)
             trainer.model.train()
             graphed = trainer.graphed
-            seconds = common.timed(partial(capture_all, graphed, batches[0]), shapes, report.device)["seconds"]
+            seconds = common.timed(partial(capture_all, graphed, batches[0]), shapes, report.device)[0]
             row |= {"shapes": len(shapes), "seconds": seconds}
         with training.fairseq_keeps_peak():
             training.training_step(trainer)(batches)
@@ -146,7 +146,7 @@ def speed(size: str, precision: str, tokens: int) -> Callable[[Setting], Iterato
 
     def rows(report: Setting) -> Iterator[Row]:
         args = report.settings(size, precision, tokens)
-        result = training.measure([], args, report.device, size, report.precision(precision))
+        result = training.measure(args, report.device, size, report.precision(precision))
         updates = len(result["batches"])
         for name, table in result["times"]["seconds"].items():
             yield {
@@ -190,7 +190,7 @@ def attention_alone(report: Setting) -> Iterator[Row]:
             heads, batch, length = 4, 2, length // 10
         replays = {}
         for name in ("ours", "plain", "sdpa"):
-            problem = attention.make_problem(1, report.device, dtype, kind, heads, length, batch, 3)
+            problem = attention.make_problem(report.device, dtype, kind, heads, length, batch)
             graph = Tape() if report.dry_run else graphs.CudaGraph()
             replays[name] = attention.recorded(attention.PATHS[name](problem), problem, graph)
         times = common.interleave(replays, [count], 3, report.device, kind)["seconds"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ea_artifacts.command import REPO, Parser, at_least, positive
-from ea_tools.maps import KINDS
 
 #: Pairs of models, ours and stock, as words after --arch: the papers' two sizes, fairseq's other Transformers, and the
 #: papers' other translation systems.
@@ -68,16 +67,11 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = _parser("attention", attention)
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(default: fp32)")
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="of attention (default: all)")
     parser.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="N, in tokens (default: 1024)")
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
-    parser.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
-    args = parser.parse_args(arguments)
-    if args.kernel_size % 2 == 0:
-        parser.error(f"--kernel-size {args.kernel_size} is not odd")
-    return args
+    return parser.parse_args(arguments)
 
 
 def _sentences(text: str) -> str:
@@ -94,17 +88,14 @@ def decoding(arguments: Sequence[str] | None) -> argparse.Namespace:
     model exported, in float32 and in 8 bits. It adds CTranslate2 with the plain one, where that is installed.
 
         scripts/benchmark_decoding.sh --size lite --threads 2
-        scripts/benchmark_decoding.sh --size base --beam 5 --data data/multi30k-de-en
+        scripts/benchmark_decoding.sh --size base --beam 5 --batch 1 8 32
     """
     parser = _parser("decoding", decoding)
     _add_models(parser)
     parser.add_argument("--beam", nargs="+", type=positive, default=[1, 5], metavar="N", help="(default: 1 5)")
-    batch, tokens = "sentences at once, or full for --max-tokens (default: 1 full)", "of a full batch (default: 12000)"
+    batch = "sentences at once, or full for 12,000 tokens (default: 1 full)"
     parser.add_argument("--batch", nargs="+", type=_sentences, default=["1", "full"], metavar="N", help=batch)
-    parser.add_argument("--max-tokens", type=positive, default=12000, metavar="N", help=tokens)
-    parser.add_argument("--subset", default="test", metavar="SPLIT", help="of --data (default: test)")
     parser.add_argument("--exported", action="store_true", help="also exported models, and CTranslate2 if it is there")
-    _add_corpus(parser)
     return parser.parse_args(arguments)
 
 
@@ -115,7 +106,7 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     --optimizer flat_adam, too, as in scripts/train.sh. On a GPU so do stock with flat_adam, and ours with captured
     steps; a turn is then all batches in a row. A process for each model measures its peak memory, over many
     batches of many shapes, as in a real epoch. With --growth, batches of one length each, from 16 to 2048 tokens,
-    replace the corpus.
+    replace those that are as long as IWSLT'14's.
 
         scripts/benchmark_training.sh --size lite --threads 2 --max-tokens 2048
         scripts/benchmark_training.sh --size lite base --precision fp32 bf16 fp16
@@ -126,13 +117,11 @@ def training(arguments: Sequence[str] | None) -> argparse.Namespace:
     recipe = "flags of training (default: iwslt14-de-en)"
     parser.add_argument("--recipe", default="iwslt14-de-en", metavar="NAME", help=recipe)
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of a batch (default: the recipe's)")
-    _add_corpus(parser)
     memory = "to measure memory on; 0: do not (default: 60)"
     parser.add_argument("--memory-batches", type=at_least(0), default=60, metavar="N", help=memory)
-    parser.add_argument("--growth", action="store_true", help="batches of one length each, instead of a corpus")
+    parser.add_argument("--growth", action="store_true", help="batches of one length each")
     longest = "where --growth ends, in tokens (default: 2048)"
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=2048, help=longest)
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # the process that measures memory: model and precision
     args = parser.parse_args(arguments)
     if args.growth and args.output == parser.get_default("output"):
         args.output = args.output.with_name("benchmark_growth.json")
@@ -180,7 +169,6 @@ def _parser(name: str, options: Callable) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
-    parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
     output, times = REPO / "results" / f"benchmark_{name}.json", "JSON with every time (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE", help=times)
     return parser
@@ -192,10 +180,4 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", nargs="+", choices=PAIRS, default=["lite"], metavar="PAIR", help=sizes)
     precision = "on a CPU bf16 is that of matrix products alone (default: fp32)"
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help=precision)
-
-
-def _add_corpus(parser: argparse.ArgumentParser) -> None:
-    """Options that say which sentences; `corpus` and `pick` read them."""
-    data = "prepared data, data/NAME (default: generated sentences, as long as in IWSLT'14 De-En)"
-    parser.add_argument("--data", type=Path, metavar="DIR", help=data)
     parser.add_argument("--batches", type=positive, default=10, metavar="N", help="how many to time (default: 10)")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
-from ea_artifacts.command import UserError, reporting
+from ea_artifacts.command import UserError, quiet
 from ea_fairseq import optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench import common, options
@@ -32,34 +31,24 @@ FLAT, STOCK_FLAT, CAPTURED = f"ours, {optim.NAME}", f"stock, {optim.NAME}", "our
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: time, measure memory, print, and keep everything in --output."""
-    arguments = sys.argv[1:] if arguments is None else [str(word) for word in arguments]
     args = options.training(arguments)
-    if args.memory_of:
-        with reporting("benchmark_training"):
-            print(json.dumps(memory(args, common.prepare(args), **json.loads(args.memory_of))))
-        return
     lengths = options.LENGTHS[: options.LENGTHS.index(args.longest) + 1] if args.growth else [None]
 
     def cases(device: str) -> Iterator[tuple[str, str, int | None]]:
         return itertools.product(args.size, args.precision, lengths)
 
-    common.run("growth" if args.growth else "training", args, cases, partial(measure, arguments), report)
+    common.run("growth" if args.growth else "training", args, cases, measure, report)
 
 
 def measure(
-    arguments: Sequence[str],
-    args: argparse.Namespace,
-    device: str,
-    size: str,
-    precision: str,
-    length: int | None = None,
+    args: argparse.Namespace, device: str, size: str, precision: str, length: int | None = None
 ) -> dict[str, Any]:
     """Speed and memory of one pair of models; `length`: on sentences of so many tokens."""
     pair = options.PAIRS[size]
     trainers = {name: trainer(args, arch, device, precision) for name, arch in pair.items()}
     trainers[FLAT] = trainer(args, pair["ours"], device, precision, optim.NAME)
     data, rows = epoch(args, trainers["ours"].task, length)
-    batches = common.pick(data, rows, args.batches, args.seed)
+    batches = common.pick(data, rows, args.batches)
     sizes = step.sizes_of(data, rows)
     if has_graphs(device) and sizes is not None:
         trainers[STOCK_FLAT] = trainer(args, pair["stock"], device, precision, optim.NAME)
@@ -82,7 +71,7 @@ def measure(
     }
     if args.memory_batches:
         result["memory"] = {
-            name: memory_alone(arguments, arch=arch, precision=precision, length=length)
+            name: memory_alone(args, arch, precision, length)
             for name, arch in tqdm(pair.items(), desc=f"{label}, memory", unit=" models")
         }
     if captured := getattr(trainers.get(CAPTURED), "_step", None):
@@ -119,22 +108,19 @@ def trainer(
         others: flags that replace the recipe's.
     """
     recipe = read(args.recipe)
-    precision = common.type_of_numbers(precision, device)
-    flags = {name: value for name, value in recipe.flags_for(model.split()[0]).items() if name != "task"}
-    if not args.data:  # the benchmark's words are one dictionary
-        flags = {**flags, "share-all-embeddings": True, "share-decoder-input-output-embed": False}
-    flags["optimizer"] = optimizer
-    longest = max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS
-    words = [
-        *common.task_flags(longest),
+    # The benchmark's task has one dictionary.
+    flags = recipe.flags_for(model.split()[0]) | {"task": False, "share-decoder-input-output-embed": False}
+    flags |= {"optimizer": optimizer, "max-tokens": args.max_tokens or recipe.batch.tokens}
+    config = common.configuration(
+        model,
         *spell_flags(flags),
-        "--max-tokens",
-        args.max_tokens or recipe.batch.tokens,
         *others,
-    ]
-    config = common.configuration(model, *words, data=args.data or "data", device=device, precision=precision)
-    torch.manual_seed(args.seed)
-    task = common.make_task(args, config)
+        longest=max(common.POSITIONS, args.longest) if args.growth else common.POSITIONS,
+        device=device,
+        precision=common.type_of_numbers(precision, device),
+    )
+    torch.manual_seed(common.SEED)
+    task = common.make_task(config)
     trainer = kind(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
     trainer.save_checkpoint = lambda *_: None  # a step that fails would leave a checkpoint before it says why
     return trainer
@@ -153,7 +139,7 @@ def training_step(trainer: Trainer) -> common.Candidate:
 
 def choose(args: argparse.Namespace, task: FairseqTask, length: int | None, count: int) -> list[common.Batch]:
     """The batches to train on: `count` of an epoch."""
-    return common.pick(*epoch(args, task, length), count, args.seed)
+    return common.pick(*epoch(args, task, length), count)
 
 
 def epoch(
@@ -163,24 +149,25 @@ def epoch(
     max_tokens = args.max_tokens or read(args.recipe).batch.tokens
     if length:
         sentences = max(1, max_tokens // length)
-        dataset = common.random_sentences(task, numpy.full((sentences, 2), length - 1), args.seed)
+        dataset = common.random_sentences(task, numpy.full((sentences, 2), length - 1))
         return dataset, [range(sentences)]
-    dataset = common.corpus(args, task, "train")
-    return dataset, common.batches_of(dataset, args.seed, max_tokens=max_tokens)
+    dataset = common.random_sentences(task)
+    return dataset, common.batches_of(dataset, max_tokens=max_tokens)
 
 
-def memory_alone(arguments: Sequence[str], **what: Any) -> dict[str, int]:
+def memory_alone(*what: Any) -> dict[str, int]:
     """`memory` in a fresh process: memory that one model has had is no measure for the next."""
-    command = [sys.executable, "-P", "-m", "ea_tools.bench", "training", *arguments, "--memory-of", json.dumps(what)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        said = [line for line in result.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        raise UserError(f"the process that measures the memory of {what} ended: {said[-1]}")
-    return json.loads(result.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(memory, *what).result()
+        except BrokenProcessPool:
+            raise UserError(f"the process that measures the memory of {what[1]} was killed; is there enough?") from None
 
 
-def memory(args: argparse.Namespace, device: str, arch: str, precision: str, length: int | None) -> dict[str, int]:
+def memory(args: argparse.Namespace, arch: str, precision: str, length: int | None) -> dict[str, int]:
     """{"peak", "before"}: bytes at most while training, and before the first step. On the CPU: of the whole process."""
+    quiet()
+    device = common.prepare(args)
     of_model = trainer(args, arch, device, precision)
     # A GPU's allocator is asked for its own count; three steps of one shape are enough for the optimizer to exist.
     batches = choose(args, of_model.task, length, args.memory_batches) * (3 if length else 1)

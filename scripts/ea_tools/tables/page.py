@@ -18,7 +18,6 @@ from ea_tools.profile_model import profile
 from ea_tools.tables.records import UNKNOWN, Records, Score, Text, Training
 from ea_tools.tables.table import Column, Row, Table
 from ea_tools.training import recipes, train
-from ea_tools.translating.evaluate import references
 
 SIGNIFICANT = 0.05
 
