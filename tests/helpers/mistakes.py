@@ -8,12 +8,17 @@ import pytest
 
 def refusal(capsys, main, *arguments, writes_to=None):
     """The message of a command's main(), which must refuse these arguments and leave a folder as it is."""
-    before = sorted(writes_to.rglob("*")) if writes_to else []
+    before = _contents(writes_to)
     with pytest.raises(SystemExit) as end:
         main([*map(str, arguments)])
     assert end.value.code not in (0, None)
-    assert not writes_to or sorted(writes_to.rglob("*")) == before
+    assert _contents(writes_to) == before
     return f"{end.value.code} {capsys.readouterr().err}"
+
+
+def _contents(folder):
+    paths = folder.rglob("*") if folder else ()
+    return {path: path.read_bytes() if path.is_file() else path.is_symlink() for path in paths}
 
 
 def mistakes(table):

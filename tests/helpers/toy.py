@@ -153,6 +153,20 @@ def save_model(data, path, arch, *flags, size=TINY):
     return save_untrained(args, data, path)
 
 
+def made_checkpoint(path, updates, **extra_state):
+    """A checkpoint as fairseq lays it out, of no use but to be found."""
+    import torch
+
+    state = {
+        "model": {"w": torch.full((64,), float(updates))},
+        "optimizer_history": [{"num_updates": updates}],
+        "last_optimizer_state": {},
+        "extra_state": {"val_loss": 1.0, "best": 1.0, "train_iterator": {"epoch": 1}, **extra_state},
+    }
+    torch.save(state, path)
+    return path
+
+
 def untrained_run(data, folder, arch, *flags, size=TINY):
     """A run with random weights and all that its model needs."""
     from ea_artifacts.preparation import Preparation

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 import torch
-from helpers import warm
-from helpers.toy import tool
+from helpers.mistakes import check_refusal, mistakes
 
 from ea_artifacts.checkpoints import DamagedError, load
 from ea_artifacts.command import UserError
@@ -13,7 +12,7 @@ from ea_artifacts.run import Run
 from ea_tools.training import average as average_checkpoints
 
 
-def checkpoint(path, value, *, dtype=torch.float32, tensors=None, seed=1, task=None, updates=None, **settings):
+def checkpoint(path, value=1.0, *, dtype=torch.float32, tensors=None, seed=1, task=None, updates=None, **settings):
     """Write a small checkpoint of the layout that fairseq writes, with tied embeddings and a counter."""
     embedding = torch.full((3, 2), value, dtype=dtype)
     model = {
@@ -110,115 +109,64 @@ def test_two_trainings_of_one_model_and_seed_are_told_apart_by_how_they_learnt(t
         for place, one in (("one/a.pt", 0.1), ("one/b.pt", value), ("other/b.pt", value))
     )
     average_checkpoints.average([first, resumed])
+    more = {"data": "elsewhere", "eval_bleu": True}  # which say nothing about the model
+    average_checkpoints.average([first, checkpoint(tmp_path / "one/c.pt", task=more, **{name: 0.1})])
     with pytest.raises(UserError, match=f"{name} is 0.1"):
         average_checkpoints.average([first, other])
 
 
-def test_a_checkpoint_counts_once(tmp_path):
-    one = checkpoint(tmp_path / "checkpoint1.pt", 1.0, updates=100)
-    (tmp_path / "link.pt").symlink_to(one)
-    with pytest.raises(UserError, match=r"--inputs \S+link\.pt: is given twice"):
-        average_checkpoints.select([one, tmp_path / "link.pt"])
-    last = checkpoint(tmp_path / "checkpoint_last.pt", 1.0, updates=100)
-    with pytest.raises(UserError, match=r"checkpoint1\.pt and \S+checkpoint_last\.pt were both made after 100 updates"):
-        average_checkpoints.average([one, last])
-    may_differ = {"data": "elsewhere", "eval_bleu": True}
-    average_checkpoints.average([one, checkpoint(tmp_path / "checkpoint2.pt", 1.0, updates=200, task=may_differ)])
-
-
-def test_refuses_fewer_than_n(tmp_path):
-    epochs(tmp_path, 3)
-    with pytest.raises(UserError, match="expected 4 epoch checkpoints, found 3"):
-        average_checkpoints.select([tmp_path], num_epochs=4)
-
-
-def test_the_last_n_are_of_one_run(tmp_path):
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        epochs(tmp_path / name, 2)
-    with pytest.raises(UserError, match="those of one run; give its folder alone"):
-        average_checkpoints.select([tmp_path / "one", tmp_path / "other"], num_epochs=1)
-
-
-def test_an_input_is_never_written_over(tmp_path):
-    epochs(tmp_path, 2)
-    path, link = tmp_path / "checkpoint2.pt", tmp_path / "link.pt"
-    before = path.read_bytes()
-    link.symlink_to(path)
-    for output in (path, link):
-        with pytest.raises(SystemExit, match="is one of the checkpoints to average"):
-            average_checkpoints.main(
-                ["--inputs", str(tmp_path), "--num-epoch-checkpoints", "2", "--output", str(output)]
-            )
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ["checkpoint9.pt", "checkpoint_best.pt", "link.pt"])
-def test_a_training_checkpoint_is_not_written_over(tmp_path, name):
-    inputs = epochs(tmp_path, 3)[1:]
-    (tmp_path / "checkpoint_best.pt").write_bytes(b"kept")
-    (tmp_path / "link.pt").symlink_to("checkpoint_best.pt")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    result = run("--inputs", *inputs, "--output", tmp_path / name)
-    assert result.returncode == 1
-    assert f"--output {tmp_path / name}: " in result.stderr and "training's own checkpoints" in result.stderr
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_an_average_in_a_run_is_its_model_from_then_on(tmp_path):
+def test_an_average_in_a_run_is_its_model_from_then_on(tmp_path, capsys):
     """And one that is written elsewhere changes nothing."""
     folder = tmp_path / "run"
     folder.mkdir()
     epochs(folder, 3)
-    for number in (2, 1):
-        result = run("--inputs", folder, "--num-epoch-checkpoints", number, "--output", folder / f"average{number}.pt")
-        assert f"it is the model of {folder}" in result.stdout
-        assert Run(folder).model().name == f"average{number}.pt"
-    result = run("--inputs", folder, "--num-epoch-checkpoints", 3, "--output", tmp_path / "average3.pt")
-    assert "is the model" not in result.stdout
-    assert Run(folder).model().name == "average1.pt"
+    for number, output, model in ((2, folder, 2), (1, folder, 1), (3, tmp_path, 1)):
+        words = ["--inputs", folder, "--num-epoch-checkpoints", number, "--output", output / f"average{number}.pt"]
+        average_checkpoints.main([*map(str, words)])
+        assert (f"it is the model of {folder}" in capsys.readouterr().out) == (output == folder)
+        assert Run(folder).model() == folder / f"average{model}.pt"
     assert not (tmp_path / "model.json").exists()
 
 
-def test_a_full_disk_is_one_line(tmp_path):
-    result = run("--inputs", checkpoint(tmp_path / "checkpoint1.pt", 1.0), "--output", "/dev/full")
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert "average_checkpoints: /dev/full: could not be written" in result.stderr.splitlines()[-1]
-
-
-def test_refuses_weights_that_are_not_finite(tmp_path):
-    path = checkpoint(tmp_path / "checkpoint1.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
-    with pytest.raises(UserError, match="w holds NaN"):
-        average_checkpoints.average([path])
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (lambda whole: b"", "empty"),
-        (lambda whole: whole[: int(0.9 * len(whole))], "torn or damaged"),
-        (lambda whole: b"torn", "torn or damaged, or not a checkpoint"),
-        (lambda whole: b"\x80", "torn or damaged, or not a checkpoint"),
-        (lambda whole: b"hello, I am not a checkpoint at all\n", "torn or damaged, or not a checkpoint"),
-    ],
-    ids=["empty", "torn", "four bytes", "one byte", "text"],
-)
-def test_any_bytes_are_damaged_and_nothing_worse(tmp_path, content, reason):
+def test_any_bytes_are_damaged_and_nothing_worse(tmp_path):
     path = checkpoint(tmp_path / "c.pt", 1.0)
-    path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(DamagedError, match=rf"c\.pt: .*{reason}"):
-        load(path)
+    torn = path.read_bytes()[:-1000]
+    for content in (b"", torn, b"torn", b"\x80", b"hello, I am not a checkpoint at all\n"):
+        path.write_bytes(content)
+        with pytest.raises(DamagedError, match=r"c\.pt: "):
+            load(path)
 
 
-def test_other_files_are_refused(tmp_path):
-    torch.save({"weights": torch.ones(1)}, tmp_path / "weights.pt")
-    (tmp_path / "folder.pt").mkdir()
-    for name in ("weights.pt: not a fairseq checkpoint", "absent.pt: no such file", "folder.pt: is a folder"):
-        with pytest.raises(UserError, match=name):
-            load(tmp_path / name.partition(":")[0])
-
-
-def run(*arguments):
-    command = [*tool("training.average"), *map(str, arguments)]
-    return warm.run(command, capture_output=True, text=True, check=False)
+@mistakes("""
+    {run} --num-epoch-checkpoints 4 | {run}: 4 3
+    {run} {run}/other --num-epoch-checkpoints 1 | '--inputs {run} {run}/other:'
+    {run} | {run}: --num-epoch-checkpoints --num-update-checkpoints
+    {run}/checkpoint2.pt --checkpoint-upper-bound 2 | --checkpoint-upper-bound --num-epoch-checkpoints
+    {run}/checkpoint1.pt {run}/link.pt | '--inputs {run}/link.pt:'
+    {run}/checkpoint1.pt {run}/checkpoint_last.pt | {run}/checkpoint1.pt {run}/checkpoint_last.pt 100
+    {run}/nan.pt | {run}/nan.pt w NaN
+    {run}/weights.pt | {run}/weights.pt:
+    {run}/absent.pt | {run}/absent.pt:
+    {run}/checkpoint1.pt {run}/folder.pt | {run}/folder.pt:
+    {run}/checkpoint2.pt --output {run}/checkpoint2.pt | '--output {run}/checkpoint2.pt: '
+    {run}/checkpoint1.pt --output {run}/link.pt | '--output {run}/link.pt: '
+    {run}/checkpoint2.pt --output {run}/checkpoint9.pt | '--output {run}/checkpoint9.pt: ' checkpoint9.pt average10.pt
+    {run}/checkpoint2.pt --output {run}/checkpoint_best.pt | '--output {run}/checkpoint_best.pt: '
+    {run}/checkpoint2.pt --output {run}/best.pt | '--output {run}/best.pt: ' checkpoint_best.pt
+    {run}/checkpoint2.pt --output /dev/full | 'average_checkpoints: /dev/full: '
+""")
+def test_mistakes_are_named_and_no_checkpoint_is_written_over(tmp_path, capsys, words, named):
+    run = tmp_path / "run"
+    for folder in (run, run / "other", run / "folder.pt"):
+        folder.mkdir()
+    for number, path in enumerate(epochs(run, 3), 1):
+        checkpoint(path, 1.0, updates=100 * number)
+    checkpoint(run / "checkpoint_last.pt", 1.0, updates=100)
+    checkpoint(run / "nan.pt", 1.0, tensors={"w": torch.tensor([float("nan")])})
+    torch.save({"weights": torch.ones(1)}, run / "weights.pt")
+    (run / "checkpoint_best.pt").write_bytes(b"kept")
+    (run / "link.pt").symlink_to("checkpoint1.pt")
+    (run / "best.pt").symlink_to("checkpoint_best.pt")
+    output = [] if "--output" in words else ["--output", str(run / "average.pt")]
+    words = ["--inputs", *words, *output]
+    check_refusal(capsys, average_checkpoints.main, words, named, writes_to=tmp_path, run=run)

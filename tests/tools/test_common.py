@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from helpers.toy import made_checkpoint
 
 from ea_artifacts.command import UserError, reporting, say
 from ea_artifacts.files import read_json, read_lines, replacing, write_json
@@ -128,17 +128,13 @@ def test_a_terminal_that_lacks_a_letter_ends_nothing():
     assert done.stdout == "39.95 ? 0.59\ndone\n"
 
 
-def checkpoint(path, updates):
-    torch.save({"model": {}, "optimizer_history": [{"num_updates": updates}]}, path)
-
-
 def test_without_a_record_a_runs_model_is_the_average_of_the_most_updates(tmp_path):
     """Then the best, then the last; whatever the times of the files are."""
     with pytest.raises(UserError, match="has no checkpoint"):
         Run(tmp_path).model()
     updates = {"average3.pt": 200, "average10.pt": 100, "average9.pt": 100, "checkpoint_best.pt": 300}
     for when, (name, number) in enumerate((updates | {"checkpoint_last.pt": 200}).items(), 1):
-        checkpoint(tmp_path / name, number)
+        made_checkpoint(tmp_path / name, number)
         os.utime(tmp_path / name, (1000 * when, 1000 * when))
     for name in (*updates, "checkpoint_last.pt"):
         assert Run(tmp_path).model().name == name
@@ -147,7 +143,7 @@ def test_without_a_record_a_runs_model_is_the_average_of_the_most_updates(tmp_pa
 
 def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
     for name in ("average2.pt", "average3.pt", "checkpoint_last.pt"):
-        checkpoint(tmp_path / name, 100)
+        made_checkpoint(tmp_path / name, 100)
     Run(tmp_path).record_model("average2.pt")
     copy = shutil.copytree(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
     for folder in (tmp_path, copy):
@@ -162,8 +158,8 @@ def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
 
 
 def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):
-    checkpoint(tmp_path / "average3.pt", 100)
+    made_checkpoint(tmp_path / "average3.pt", 100)
     for updates, noted in ((100, False), (150, True)):
-        checkpoint(tmp_path / "checkpoint_last.pt", updates)
+        made_checkpoint(tmp_path / "checkpoint_last.pt", updates)
         assert Run(tmp_path).choose(say) == tmp_path / "average3.pt"
         assert ("was made after 100 updates, and the training went on to 150" in capsys.readouterr().err) == noted

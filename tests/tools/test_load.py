@@ -179,11 +179,8 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
 def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
     with pytest.raises(ValueError, match=message):
         translator.translate(sentences)
-
-
-def test_letters_of_one_text_are_not_taken_for_sentences(translator):
     with pytest.raises(ValueError, match="lines: expected several"):
-        translator.hypotheses("Hund.")
+        translator.hypotheses("Hund.")  # whose letters are no sentences
 
 
 def test_lines_of_a_file_and_other_iterables_are_sentences(translator):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fairseq.trainer import Trainer
 from helpers import warm
-from helpers.toy import ENVIRONMENT, TINY, Payload, script, tool
+from helpers.toy import ENVIRONMENT, TINY, Payload, made_checkpoint, script, tool
 
 from ea_artifacts.checkpoints import load
 from ea_artifacts.command import UserError
@@ -32,18 +32,6 @@ def command(data, run, *flags):
     return ["sample", "ea_transformer_lite", "--data", data, "--run", run, *FLAGS, *flags]
 
 
-def checkpoint(path, updates, *, val_loss=1.0, best=1.0):
-    """A checkpoint as fairseq lays it out, of no use but to be found."""
-    state = {
-        "model": {"w": torch.full((64,), float(updates))},
-        "optimizer_history": [{"num_updates": updates}],
-        "last_optimizer_state": {},
-        "extra_state": {"val_loss": val_loss, "best": best, "train_iterator": {"epoch": 1}},
-    }
-    torch.save(state, path)
-    return path
-
-
 def last_updates(run):
     return run_folder.updates(load(run / "checkpoint_last.pt"))
 
@@ -52,9 +40,9 @@ def last_updates(run):
 
 
 def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys):
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
-    checkpoint(tmp_path / "checkpoint2.pt", 20)
-    os.truncate(checkpoint(tmp_path / "checkpoint_last.pt", 30), 100)
+    made_checkpoint(tmp_path / "checkpoint1.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint2.pt", 20)
+    os.truncate(made_checkpoint(tmp_path / "checkpoint_last.pt", 30), 100)
     assert run_folder.updates(run_folder.mend(tmp_path)) == 20
     assert last_updates(tmp_path) == 20
     assert "checkpoint_last.pt.damaged" in capsys.readouterr().err
@@ -62,11 +50,11 @@ def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys):
 
 
 def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
-    checkpoint(tmp_path / "checkpoint_last.pt", 20)
-    checkpoint(tmp_path / "checkpoint2.pt", 20)
-    checkpoint(tmp_path / "checkpoint_3_25.pt", 25)
-    os.truncate(checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
-    os.truncate(checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
+    made_checkpoint(tmp_path / "checkpoint_last.pt", 20)
+    made_checkpoint(tmp_path / "checkpoint2.pt", 20)
+    made_checkpoint(tmp_path / "checkpoint_3_25.pt", 25)
+    os.truncate(made_checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
+    os.truncate(made_checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
     halves = [tmp_path / "checkpoint4.pt.tmp", tmp_path / ".average10.pt.123.tmp"]
     for path in halves:
         path.write_text("half")
@@ -78,11 +66,11 @@ def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
 def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
     """A kill between writing checkpointN.pt and copying it to checkpoint_best.pt and checkpoint_last.pt."""
     for name in ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
-        checkpoint(tmp_path / name, 10, val_loss=2.0, best=2.0)
-    checkpoint(tmp_path / "checkpoint2.pt", 20, val_loss=1.5, best=1.5)
+        made_checkpoint(tmp_path / name, 10, val_loss=2.0, best=2.0)
+    made_checkpoint(tmp_path / "checkpoint2.pt", 20, val_loss=1.5, best=1.5)
     run_folder.mend(tmp_path)
     assert run_folder.updates(load(tmp_path / "checkpoint_best.pt")) == 20
-    checkpoint(tmp_path / "checkpoint3.pt", 30, val_loss=1.8, best=1.5)
+    made_checkpoint(tmp_path / "checkpoint3.pt", 30, val_loss=1.8, best=1.5)
     run_folder.mend(tmp_path)
     assert run_folder.updates(load(tmp_path / "checkpoint_best.pt")) == 20
     assert last_updates(tmp_path) == 30
@@ -90,7 +78,7 @@ def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
 
 def test_the_best_may_be_all_that_is_left(tmp_path):
     """fairseq's --no-last-checkpoints, or a user who made room."""
-    checkpoint(tmp_path / "checkpoint_best.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint_best.pt", 10)
     assert run_folder.updates(run_folder.mend(tmp_path)) == last_updates(tmp_path) == 10
 
 
@@ -160,7 +148,7 @@ def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
 def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
     """The next command scores the average of the last checkpoints, else the best, else the last."""
     for number, name in enumerate(names, 1):
-        checkpoint(tmp_path / name, number)
+        made_checkpoint(tmp_path / name, number)
     assert run_folder.settle_model(tmp_path) == Run(tmp_path).model() == tmp_path / model
     assert run_folder.updates(load(tmp_path / model)) == updates
 
@@ -191,7 +179,7 @@ def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
     by_loss, by_bleu = {"lr": ["1"]}, {"lr": ["1"], "best-checkpoint-metric": ["bleu"]}
     (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": {"lr": "1"}}]}))
     run_folder.require_same_metric(tmp_path, by_bleu)  # nothing was saved yet
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.require_same_metric(tmp_path, by_loss)
     run_folder.require_same_metric(tmp_path, {**by_bleu, "reset-meters": []})
     with pytest.raises(UserError, match=r"was chosen by loss, and would now be by bleu .*--reset-meters"):
@@ -201,7 +189,7 @@ def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
 def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
     run_folder.say_what_differs({"lr": "0.001"}, {"lr": "1e-3"})
     run_folder.claim(tmp_path, {"encoder-layers": "1", "arch": "x"}, "", data)
-    checkpoint(tmp_path / "checkpoint1.pt", 1)
+    made_checkpoint(tmp_path / "checkpoint1.pt", 1)
     run_folder.claim(tmp_path, {"encoder-layers": "01", "arch": "x"}, "", data)
     assert not capsys.readouterr().err
     with pytest.raises(UserError, match="encoder-layers: there 01, now 2"):
@@ -210,7 +198,7 @@ def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
 
 def test_another_machine_does_not_stop_at_what_the_first_will_mend(tmp_path):
     assert run_folder.whole_last(tmp_path) is None
-    path = checkpoint(tmp_path / "checkpoint_last.pt", 30)
+    path = made_checkpoint(tmp_path / "checkpoint_last.pt", 30)
     assert run_folder.updates(run_folder.whole_last(tmp_path)) == 30
     os.truncate(path, 100)
     assert run_folder.whole_last(tmp_path) is None
@@ -218,7 +206,7 @@ def test_another_machine_does_not_stop_at_what_the_first_will_mend(tmp_path):
 
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
-    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    made_checkpoint(tmp_path / "checkpoint4.pt", 40)
     assert run_folder.updates(run_folder.mend(tmp_path)) == 40
     assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
     assert (tmp_path / "checkpoint5.pt").exists(), "it is whole, and may be scored"
@@ -237,7 +225,7 @@ def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_pa
     words = [str(word) for word in command(data, tmp_path, "--max-update", 60)]
     with pytest.raises(Begun):
         train.main(words)
-    state = load(checkpoint(tmp_path / "checkpoint_last.pt", 52))
+    state = load(made_checkpoint(tmp_path / "checkpoint_last.pt", 52))
     with pytest.raises(Begun):
         train.main(words)
     del state["last_optimizer_state"]
@@ -252,7 +240,7 @@ def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_pa
 def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     """It may be a good one of another version: it is refused, runs nothing, and stays where it is."""
     trace = tmp_path / "trace"
-    checkpoint(tmp_path / "checkpoint4.pt", 40)
+    made_checkpoint(tmp_path / "checkpoint4.pt", 40)
     torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
     content = (tmp_path / "checkpoint_last.pt").read_bytes()
     with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused: it references "):
@@ -265,8 +253,8 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
 def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch):
     """The next start may read it. A torn one beside it is set aside."""
     for number in (1, 2):
-        checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
-    os.truncate(checkpoint(tmp_path / "checkpoint3.pt", 30), 100)
+        made_checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
+    os.truncate(made_checkpoint(tmp_path / "checkpoint3.pt", 30), 100)
     read = torch.load
 
     def unreadable(path, **options):
@@ -289,7 +277,7 @@ def test_a_folder_belongs_to_one_run(tmp_path, data):
     mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
     run_folder.claim(tmp_path, {**mine, "arch": "mistyped"}, "", data)
     run_folder.claim(tmp_path, mine, "", data)  # nothing was saved yet
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.claim(tmp_path, mine, "", data)
     with pytest.raises(UserError, match="belongs to another run") as refusal:
         run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"}, "", data)
@@ -304,7 +292,7 @@ def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     Preparation.at(data).keep(run)
     run_folder.claim(run, {"data": "x"}, "", data)
-    checkpoint(run / "checkpoint1.pt", 10)
+    made_checkpoint(run / "checkpoint1.pt", 10)
     shutil.copytree(data, other)
     lines = (data / "dict.en.txt").read_text().splitlines(keepends=True)
     (other / "dict.en.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
@@ -328,7 +316,7 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     assert (first["processes"], first["updates"]) == (1, 0)
     assert len(first["commit"].split()[0]) == 40 and first["date"]
     assert first["device"].startswith("CPU, ")
-    checkpoint(tmp_path / "checkpoint1.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.settle_model(tmp_path)
     capsys.readouterr()
     record = start("0.3", 10, fp16=[])
@@ -346,7 +334,7 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
 
 def test_a_run_whose_starts_were_not_recorded_goes_on(tmp_path, data):
     """Version 0.1.0 recorded none."""
-    checkpoint(tmp_path / "checkpoint_last.pt", 10)
+    made_checkpoint(tmp_path / "checkpoint_last.pt", 10)
     (tmp_path / "run.json").write_text(json.dumps({"identity": {"arch": "a"}, "command": "c", "starts": []}))
     run_folder.claim(tmp_path, {"arch": "a"}, "now", data)
     run_folder.require_same_metric(tmp_path, {"best-checkpoint-metric": ["bleu"]})
