@@ -13,7 +13,7 @@ from helpers.data_toy import Rules, custom, pairs, read, script, uniform, write
 from ea_artifacts.preparation import Preparation
 from ea_data import rules, subwords
 from ea_runtime.text import Text, words_of
-from ea_tools import text
+from ea_tools.translating import evaluate
 
 ESCAPES = {"'": "&apos;", '"': "&quot;"}
 SPLITS = {"train": 200, "valid": 20, "news.2016": 15}
@@ -91,7 +91,7 @@ def test_references_are_the_given_tokens(published, in_subwords):
     """Tokenised BLEU compares with the very tokens that were given; sacreBLEU with their detokenised text."""
     out, _ = in_subwords
     prep, given = Preparation.at(out), read(published / "tokens/news.2016.en")
-    raw, tokens = text.references(out / "raw/test.en", prep)
+    raw, tokens = evaluate.references(out / "raw/test.en", prep)
     assert [line.split() for line in tokens] == [line.split() for line in given]
     assert raw == list(map(words_of(prep, "en").detokenize, given)) != tokens
     split = Text(out).subwords

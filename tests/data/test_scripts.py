@@ -11,7 +11,7 @@ from ea_artifacts.preparation import Preparation
 from ea_data import report
 from ea_data.languages import default_tokenizer
 from ea_runtime.text import Text, words
-from ea_tools import text
+from ea_tools.translating import evaluate
 
 
 def alike(folder, source, target, lines, **changed):
@@ -33,7 +33,7 @@ def test_raw_text_survives(tmp_path, language):
     translator = Text(data)
     for line in lines:
         assert translator.detokenize(translator.join(translator.subwords(line))) == " ".join(line.split())
-    references, _ = text.references(data / "raw/test.yy", Preparation.at(data))
+    references, _ = evaluate.references(data / "raw/test.yy", Preparation.at(data))
     assert references == lines
 
 
@@ -89,7 +89,7 @@ def test_a_language_is_prepared_alike_by_any_of_its_codes(tmp_path):
         )
     assert prep["languages"] == {"deu_Latn": "de", "eng": "en"}
     tokens = read(short.parent / "out.work/1-tokens/test.en")
-    assert text.references(long / "raw/test.eng", Preparation.at(long))[1] == tokens
+    assert evaluate.references(long / "raw/test.eng", Preparation.at(long))[1] == tokens
 
 
 def test_spaces_of_any_kind_are_spaces():
@@ -112,7 +112,7 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
     source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
     assert unicodedata.is_normalized("NFC", source(DECOMPOSED))
-    references, tokens = text.references(data / "raw/test.en", Preparation.at(data))
+    references, tokens = evaluate.references(data / "raw/test.en", Preparation.at(data))
     assert all(unicodedata.is_normalized("NFC", line) for line in references + tokens)
     assert read(data / "raw/test.en")[1] == DECOMPOSED, "raw text stays as it was given"
 
@@ -124,7 +124,7 @@ def test_references_of_validation_text_keep_the_apostrophes_of_training_text(tmp
     (tmp_path / "PREP.json").write_text(json.dumps(prep))
     for split, tokens in (("valid", "It ’ s here ."), ("test", "It &apos;s here .")):
         write(tmp_path / f"{split}.en", ["It’s here."])
-        assert text.references(tmp_path / f"{split}.en", Preparation.at(tmp_path))[1] == [tokens]
+        assert evaluate.references(tmp_path / f"{split}.en", Preparation.at(tmp_path))[1] == [tokens]
 
 
 def test_published_text_keeps_its_bytes(tmp_path):
@@ -135,7 +135,7 @@ def test_published_text_keeps_its_bytes(tmp_path):
     assert prep["unicode"] == "NFC"
     source = Text(data).subwords
     assert source(DECOMPOSED) == source(unicodedata.normalize("NFC", DECOMPOSED))
-    assert text.references(data / "raw/test.en", Preparation.at(data))[0][-1] == DECOMPOSED
+    assert evaluate.references(data / "raw/test.en", Preparation.at(data))[0][-1] == DECOMPOSED
 
     data, prep = alike(tmp_path / "other", "de", "en", [lines[0], DECOMPOSED], merges=30, nfc=False)
     assert prep["unicode"] == "as given"

@@ -29,8 +29,8 @@ from ea_artifacts.command import REPO, UserError, say
 from ea_artifacts.files import digest, read_json, read_lines, replacing
 from ea_artifacts.preparation import Preparation
 from ea_tools.metrics import compare
-from ea_tools.text import references
 from ea_tools.training import logs, recipes
+from ea_tools.translating.evaluate import references
 
 UNKNOWN = "not recorded"
 
