@@ -225,6 +225,7 @@ def test_floor_counts_what_must_be_done(kind):
         (benchmark_training, ["--recipe", "nonsense"], "there is no recipe 'nonsense'"),
         (benchmark_training, ["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
         (benchmark_training, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
+        (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, capsys, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def measure(
     """Times, memory and floor of all paths on one problem."""
     peaks = machine(device, common.DTYPES[precision])
     batch = max(1, args.tokens // length)
-    problem = make_problem(device, common.DTYPES[precision], kind, heads, length, batch)
+    problem = make_problem(device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
     runs = {name: PATHS[name](problem) for name in dict.fromkeys(["plain", *args.paths])}
     found = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
     # Not Python's max, which may pass over a NaN.
@@ -101,7 +101,9 @@ def measure(
     }
 
 
-def make_problem(device: str, dtype: torch.dtype, kind: str, heads: int, length: int, batch: int) -> Problem:
+def make_problem(
+    device: str, dtype: torch.dtype, kind: str, heads: int, length: int, batch: int, kernel_size: int = 3
+) -> Problem:
     """Random inputs; half of the sentences end in padding, up to a fifth of their length."""
     chance = torch.Generator().manual_seed(common.SEED)
     dim = heads * options.HEAD_DIM[heads]
@@ -110,7 +112,7 @@ def make_problem(device: str, dtype: torch.dtype, kind: str, heads: int, length:
         return torch.randn(shape, generator=chance).to(device, dtype)
 
     torch.manual_seed(common.SEED)
-    settings = {"alpha": 0.5, "beta": 0.1}
+    settings = {"alpha": 0.5, "beta": 0.1, "kernel_size": kernel_size}
     if kind == "encoder":
         attention = EncoderSelfAttention(dim, heads, **settings)
     else:

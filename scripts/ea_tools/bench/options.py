@@ -70,8 +70,12 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", type=int, choices=HEAD_DIM, default=[4, 8], help="K (default: 4 8)")
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=1024, help="N, in tokens (default: 1024)")
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of a batch (default: 4096)")
+    parser.add_argument("--kernel-size", type=positive, default=3, metavar="N", help="odd (default: 3)")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="(default: all)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.kernel_size % 2 == 0:
+        parser.error(f"--kernel-size {args.kernel_size} is not odd")
+    return args
 
 
 def _sentences(text: str) -> str:
