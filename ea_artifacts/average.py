@@ -80,7 +80,7 @@ def holds(path: Path, state: dict[str, Any]) -> bool:
     return kept.keys() == weights.keys() and all(kept[key].equal(value) for key, value in weights.items())
 
 
-def _skeleton(state: dict, learning: bool) -> dict[str, dict]:
+def _skeleton(state: dict, learning: bool) -> dict[str, Any]:
     """Averaged checkpoints must share these: settings, seed, the task's options, and each key's shape and type.
 
     learning: and how they learnt, as one run need not have done from its beginning to its end.
@@ -96,7 +96,7 @@ def _skeleton(state: dict, learning: bool) -> dict[str, dict]:
         every = [(name, value) for of in (*sections, settings(state)) for name, value in of.items()]
         # Limits of the training say when it ends. A section of the model may hold all options of the command line.
         learnt = {name: value for name, value in every if name in _LEARNING or "dropout" in name}
-    return {"settings": {**of_task, **structure(state), **learnt, "seed": seed}, "tensors": tensors}
+    return {**of_task, **structure(state), **learnt, "seed": seed, **tensors}
 
 
 def _refuse_twice(updates: dict[int, Path], state: dict, path: Path) -> None:
@@ -108,10 +108,9 @@ def _refuse_twice(updates: dict[int, Path], state: dict, path: Path) -> None:
 
 def _require_same(one: dict, one_path: Path, other: dict, other_path: Path) -> None:
     """Refuse two checkpoints that are not of one model, naming both files and the first difference."""
-    for kind in ("settings", "tensors"):
-        for name in sorted(one[kind].keys() | other[kind].keys()):
-            left, right = (side[kind].get(name, "absent") for side in (one, other))
-            if left != right:
-                raise UserError(
-                    f"not checkpoints of one training: {name} is {left} in {one_path} but {right} in {other_path}"
-                )
+    for name in {**one, **other}:
+        left, right = (side.get(name, "absent") for side in (one, other))
+        if left != right:
+            raise UserError(
+                f"not checkpoints of one training: {name} is {left} in {one_path} but {right} in {other_path}"
+            )

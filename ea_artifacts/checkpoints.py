@@ -146,14 +146,16 @@ def numbered(paths: Iterable[Path], pattern: re.Pattern) -> list[tuple[int, Path
 
 def settings(state: dict) -> dict[str, Any]:
     """Every model setting of a checkpoint as one flat dict, whichever way fairseq stored it."""
-    stored = state.get("args") or (state.get("cfg") or {}).get("model") or {}
-    return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
+    return _options(state.get("args")) or section(state, "model")
 
 
 def section(state: dict, name: str) -> dict[str, Any]:
     """One section of a checkpoint's configuration ("common", "task", ...); {} where there is none."""
-    stored = (state.get("cfg") or {}).get(name) or {}
-    return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored)
+    return _options((state.get("cfg") or {}).get(name))
+
+
+def _options(stored: argparse.Namespace | dict[str, Any] | None) -> dict[str, Any]:
+    return dict(vars(stored)) if isinstance(stored, argparse.Namespace) else dict(stored or {})
 
 
 def task_of(state: dict) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Run:
         run = self.path
         if self.is_export:
             raise UserError(f"{run}: is an exported model; give the run that it came from")
-        if (run / RECORD).is_file():
+        if self.has_model_recorded:
             name = self._recorded()
             if not (run / name).is_file():
                 raise MissingError(

@@ -34,10 +34,10 @@ def watched(monkeypatch, caplog):
     def steps(number, seconds):
         for _ in range(number):
             epoch, batch = trainer.updates // 100 + 1, trainer.updates % 100 + 1
-            shown.before_a_step(epoch, batch, 100)
+            shown.reached(epoch, batch - 1, 100)
             clock.now += seconds
             trainer.updates += 1
-            shown.after_a_step(epoch, batch, 100)
+            shown.reached(epoch, batch, 100)
 
     yield SimpleNamespace(clock=clock, trainer=trainer, shown=shown, steps=steps)
     shown.close()

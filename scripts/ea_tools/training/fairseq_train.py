@@ -208,37 +208,28 @@ class Progress:
         self._began = self._logged = time.monotonic()
         self._at_start: int | None = None  # updates
         self._left: float = math.inf  # updates
-        self._epoch, self._batches = "", 0
+        self._epoch = ""
         form = "{desc}: {percentage:3.0f}%|{bar}| {n:,} of {total:,} updates [{elapsed}<{remaining}{postfix}]"
         self._bar = tqdm(bar_format=form, leave=False, dynamic_ncols=True, disable=not has_bar, delay=1e-9)
 
-    def before_a_step(self, epoch: int, batch: int, batches: int) -> None:
-        """`batch` of `batches` in this epoch comes next."""
-        now, most = self._trainer.get_num_updates(), self._limits.max_epoch
+    def reached(self, epoch: int, batch: int, batches: int) -> None:
+        """`batch` of `batches` in this epoch are done: move the bar; log a line where it is time for one."""
+        done, most, now = self._trainer.get_num_updates(), self._limits.max_epoch, time.monotonic()
         if self._at_start is None:
-            self._at_start = self._bar.initial = self._bar.n = now
-            self._began = time.monotonic()
+            self._at_start = self._bar.initial = self._bar.n = done
+            self._began = now
         self._epoch = f"epoch {epoch}" + (f" of at most {most}" if most else "")
-        self._count_left(epoch, batch - 1, batches)
-
-    def _count_left(self, epoch: int, batch: int, batches: int) -> None:
-        now, most = self._trainer.get_num_updates(), self._limits.max_epoch
         of_epochs = batches - batch + (most - epoch) * batches if most else math.inf
-        of_updates = self._limits.max_update - now if self._limits.max_update else math.inf
+        of_updates = self._limits.max_update - done if self._limits.max_update else math.inf
         self._left = min(of_epochs, of_updates)
         # With --patience alone the end is unknown: the bar shows the epoch.
-        self._bar.total = now + int(self._left if self._left < math.inf else batches - batch)
+        self._bar.total = done + int(self._left if self._left < math.inf else batches - batch)
         self._bar.set_description_str(self._epoch, refresh=False)
-        self._bar.update(now - self._bar.n)
-
-    def after_a_step(self, epoch: int, batch: int, batches: int) -> None:
-        """`batch` of `batches` in this epoch are done: move the bar; log a line where it is time for one."""
-        self._count_left(epoch, batch, batches)
-        now = time.monotonic()
-        if now - self._logged < min(600, max(10, (now - self._began) / 12)):
+        self._bar.update(done - self._bar.n)
+        if not batch or now - self._logged < min(600, max(10, (now - self._began) / 12)):
             return
         self._logged = now
-        line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {self._trainer.get_num_updates():,}"
+        line = f"epoch {epoch}, batch {batch:,} of {batches:,}, update {done:,}"
         if self._limits.max_update:
             line += f" of {self._limits.max_update:,}"
         if measured := self._measured("loss"):
@@ -253,7 +244,7 @@ class Progress:
         return f"{loss} {float(values['loss']):.3f}, {float(values['wps']):,.0f} tokens a second"
 
     def validating(self, batch: int, batches: int) -> None:
-        """Show on the bar which batch is validated."""
+        """Show on the bar how many batches are validated."""
         self._bar.set_postfix_str(f"validation {batch:,} of {batches:,}")
 
     def after_a_validation(self, subset: str, stats: Mapping[str, Any]) -> None:
@@ -308,15 +299,17 @@ class Journal(progress_bar.BaseProgressBar):
         self.bar, self.batches, self.epoch, self.training = bar, batches, epoch or 0, training
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.bar, getattr(self.batches, "n", 0) + 1):
-            place = (number, len(self.batches))
-            if self.progress and self.training:
-                self.progress.before_a_step(self.epoch, *place)
-            elif self.progress:
-                self.progress.validating(*place)
+        first, batches = getattr(self.batches, "n", 0), len(self.batches)
+        self._reached(first, batches)
+        for done, batch in enumerate(self.bar, first + 1):
             yield batch
-            if self.progress and self.training:
-                self.progress.after_a_step(self.epoch, *place)
+            self._reached(done, batches)
+
+    def _reached(self, done: int, batches: int) -> None:
+        if self.progress and self.training:
+            self.progress.reached(self.epoch, done, batches)
+        elif self.progress:
+            self.progress.validating(done, batches)
 
     def log(self, stats: Mapping[str, Any], tag: str | None = None, step: int | None = None) -> None:
         """Log in the middle of an epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -111,17 +112,13 @@ def _recipe(path: Path, merged: dict[str, Any]) -> Recipe:
 
 #: For a corpus of one's own: up to so many training pairs, what differs from recipes/base.toml. Our choice, between the
 #: recipes for sample, Multi30k, IWSLT'14 and WMT'14: small text wants dropout and patience, large text large batches.
-FOR_SIZE = (
-    (
-        5_000,
-        1000,
-        1,
-        {"warmup-updates": 400, "dropout": 0.3, "patience": 10, "max-epoch": 100, "max-tokens-valid": 4096},
-    ),
-    (50_000, 4096, 1, {"warmup-updates": 2000, "dropout": 0.3, "patience": 10, "max-epoch": 100}),
-    (1_000_000, 4096, 1, {"warmup-updates": 4000, "dropout": 0.2, "patience": 5, "max-epoch": 100}),
-    (float("inf"), 4096, 16, {"warmup-updates": 4000, "dropout": 0.1, "patience": 5, "max-epoch": 50}),
-)
+FOR_SIZE = {  # -> tokens, accumulation, warm-up, dropout, patience, epochs
+    5_000: (1000, 1, 400, 0.3, 10, 100),
+    50_000: (4096, 1, 2000, 0.3, 10, 100),
+    1_000_000: (4096, 1, 4000, 0.2, 5, 100),
+    math.inf: (4096, 16, 4000, 0.1, 5, 50),
+}
+SMALL = 50_000  # pairs, of which validations show translations and BLEU
 
 
 def for_data(data: Path) -> tuple[Recipe, str]:
@@ -130,7 +127,8 @@ def for_data(data: Path) -> tuple[Recipe, str]:
     pairs, separate = preparation.pairs, preparation.separate_dictionaries
     if not isinstance(pairs, int):
         raise UserError(f"{data / FILE}: does not say how many training pairs there are; give a RECIPE")
-    _, tokens, accumulation, flags = next(row for row in FOR_SIZE if pairs <= row[0])
+    row = next(row for most, row in FOR_SIZE.items() if pairs <= most)
+    tokens, accumulation, warmup, dropout, patience, epochs = row
     folder = data.resolve()
     place = folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
     toml = "\n".join(
@@ -138,12 +136,12 @@ def for_data(data: Path) -> tuple[Recipe, str]:
             f"# For a corpus of {pairs:,} pairs, by its size. Change it as you like, and give it as RECIPE.",
             'inherit = "base"',
             f"data = {json.dumps(str(place), ensure_ascii=False)}",
-            *(["eval-bleu = true"] if pairs <= FOR_SIZE[1][0] else []),
+            *(["eval-bleu = true"] if pairs <= SMALL else []),
             f'source-lang = "{preparation.source_lang}"',
             f'target-lang = "{preparation.target_lang}"',
             f"\n[batch]\ntokens = {tokens}\ngpus = 1\naccumulation = {accumulation}",
-            "\n[flags]",
-            *(f"{name} = {value}" for name, value in flags.items()),
+            f"\n[flags]\nwarmup-updates = {warmup}\ndropout = {dropout}\npatience = {patience}\nmax-epoch = {epochs}",
+            "max-tokens-valid = 4096",
             *(["share-all-embeddings = false", "share-decoder-input-output-embed = true"] * separate),
             "",
         ]
