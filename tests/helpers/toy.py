@@ -1,6 +1,5 @@
 """Tests of the scripts need a prepared data folder and a trained run: here are tiny ones."""
 
-import json
 import random
 import shutil
 import subprocess
@@ -10,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from subword_nmt.apply_bpe import BPE
-from subword_nmt.learn_bpe import learn_bpe
 
-from helpers import REPO, warm
+from helpers import REPO, data_toy, warm
 from helpers.warm import ENVIRONMENT
 
 TINY = [
@@ -34,35 +31,13 @@ def sentences(count, seed):
 
 
 def prepare(folder, train=120, valid=12, test=10, separate_dictionaries=False):
-    """Make `folder` as data-prep/ would: binary data, code, raw text of the held-out splits, PREP.json."""
-    (folder / "raw").mkdir(parents=True)
-    scratch = folder.with_name(folder.name + ".scratch")
-    scratch.mkdir()
+    """Prepare made-up text in `folder` by data-prep/custom.sh."""
+    raw = folder.with_name(f"{folder.name}.raw")
     for seed, (split, count) in enumerate((("train", train), ("valid", valid), ("test", test))):
         for language, lines in zip(("de", "en"), zip(*sentences(count, seed), strict=True), strict=True):
-            if split != "train":
-                (folder / "raw" / f"{split}.{language}").write_text("".join(f"{line}\n" for line in lines))
-            tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in lines]
-            (scratch / f"{split}.tok.{language}").write_text("".join(f"{line}\n" for line in tokens))
-    with (folder / "code").open("w") as codes:
-        both = [line for language in ("de", "en") for line in (scratch / f"train.tok.{language}").open()]
-        learn_bpe(both, codes, 20)
-    with (folder / "code").open() as codes:
-        bpe = BPE(codes)
-    for path in scratch.glob("*.tok.*"):
-        lines = path.read_text().splitlines()
-        path.with_name(path.name.replace(".tok", "")).write_text(
-            "".join(bpe.process_line(line) + "\n" for line in lines)
-        )
-    joined = [] if separate_dictionaries else ["--joined-dictionary"]
-    fairseq(
-        *("preprocess", "-s", "de", "-t", "en", *joined, "--destdir", folder),
-        *(word for split in ("train", "valid", "test") for word in (f"--{split}pref", scratch / split)),
-    )
-    prep = {"name": folder.name, "source_lang": "de", "target_lang": "en", "tokenizer": "moses"}
-    prep |= {"lowercase": True, "bpe": "subword_nmt", "splits": {"test": {"pairs": test}}}
-    prep["rules"] = {"separate_dictionaries": separate_dictionaries}
-    (folder / "PREP.json").write_text(json.dumps(prep))
+            data_toy.write(raw / f"{split}.{language}", lines)
+    dictionaries = ["--separate-dictionaries"] * separate_dictionaries
+    data_toy.custom(raw, folder, "--merges", 20, "--lowercase", "--max-ratio", 9, "--name", folder.name, *dictionaries)
     return folder
 
 
