@@ -179,7 +179,7 @@ def test_statistics_of_every_model(trained, tmp_path, name):
 def test_statistics_do_not_depend_on_batches(trained):
     for name in ("lm", "roberta"):
         loaded = load_model(getattr(trained, name))
-        sample = statistics.Sample(loaded, "valid", 5)
+        sample = statistics.read_sample(loaded, "valid", 5)
         together, alone = statistics.tally(loaded, sample, tokens=10_000), statistics.tally(loaded, sample, tokens=1)
         for place in together:
             numpy.testing.assert_allclose(together[place], alone[place], rtol=1e-4, atol=1e-6, err_msg=str(place))

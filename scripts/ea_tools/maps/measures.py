@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
@@ -94,23 +93,12 @@ def _numpy(x: Tensor) -> np.ndarray:
     return x.double().numpy()
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(TypedDict):
     """A mean over the rows of all sentences, and its 95% interval by bootstrap over sentences."""
 
     mean: float
     low: float
     high: float
-
-    @property
-    def half(self) -> float:
-        """Half the width of the interval."""
-        return (self.high - self.low) / 2
-
-    @property
-    def clear(self) -> bool:
-        """As a difference: zero is not in the interval."""
-        return self.low > 0 or self.high < 0
 
 
 @functools.cache
@@ -125,7 +113,7 @@ def estimate(one: Sums, other: Sums | None = None) -> Estimate:
     with np.errstate(invalid="ignore"):  # a sample may hold no sentence that counts
         mean, *values = _quotient(times, one) - (0 if other is None else _quotient(times, other))
     low, high = np.nanpercentile(values, [2.5, 97.5])
-    return Estimate(float(mean), float(low), float(high))
+    return {"mean": float(mean), "low": float(low), "high": float(high)}
 
 
 def _quotient(times: np.ndarray, statistic: Sums) -> np.ndarray:

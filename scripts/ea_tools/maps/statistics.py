@@ -15,7 +15,7 @@ import contextlib
 import io
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, Place, Sums, estimate, statistics_of
-from ea_tools.sides import BOTH, NAMES
+from ea_tools.sides import NAMES
 from ea_tools.training.provenance import provenance
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
@@ -56,6 +56,8 @@ STATISTICS = {
 LOOKS = {kind: (style.COLOURS[number], style.MARKERS[number]) for number, kind in enumerate(KINDS)}
 #: of the models: line, inside of the markers
 STYLES: dict[str, tuple[Any, str | None]] = {"run": ("-", None), "compare": ("--", "white")}
+#: By statistic, kind of attention, layer, and "run", "compare" or "difference".
+Statistics = dict[str, dict[str, dict[int, dict[str, Estimate]]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,90 +98,57 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A sentence pair of the test set."""
-
-    number: int  # its line, from 0
-    # The word that each subword of source and target belongs to, without the ends of sentences; None without gold.
-    words: tuple[np.ndarray, np.ndarray] | None
-    gold: Gold | None
-
-
 class Sample:
-    """The first sentences of a prepared split, as fairseq's data set holds them, and their gold alignments."""
+    """The first sentences of a prepared split."""
 
-    def __init__(self, loaded: Loaded, subset: str, most: int, gold: Sequence[Gold] | None = None) -> None:
-        self._dataset = _load(loaded, subset)
-        self.pairs = [
-            self._pair(loaded, number, gold[number] if gold else None)
-            for number in range(min(most, len(self._dataset)))
-        ]
-        self.aligned = sum(pair.gold is not None for pair in self.pairs)
+    dataset: FairseqDataset
+    size: int
+    # Sentence -> the words that subwords of source and target belong to, without the ends of sentences, and the links.
+    gold: dict[int, tuple[np.ndarray, np.ndarray, Gold]]
 
-    def _pair(self, loaded: Loaded, number: int, gold: Gold | None) -> Pair:
-        if gold is None:
-            return Pair(number, None, None)
-        pair, words = self._dataset[number], []
-        for side in ("source", "target"):
-            dictionary, ids = getattr(loaded.task, f"{side}_dictionary"), pair[side][:-1].tolist()
-            if dictionary.unk() in ids:
-                return Pair(number, None, None)  # an unknown subword hides the end of its word
-            words.append(loaded.words([dictionary[word] for word in ids], side).numbers)
-        check_range(gold, [word[-1] + 1 if len(word) else 0 for word in words], f"--gold, sentence {number + 1}")
-        return Pair(number, (words[0], words[1]), gold)
-
-    def check(self, loaded: Loaded) -> None:
-        """Refuse sentences that this model cannot read."""
-        sides = ("source", "target") if loaded.sides == BOTH else ("source",)
-        for pair in self.pairs:
-            # Tasks of one text state the number of tokens alone.
-            item = self._dataset[pair.number] if loaded.sides == BOTH else {}
-            for side in sides:
-                length = len(item[side]) if side in item else self._length(pair.number)
-                if length > (most := loaded.longest(side)):
-                    raise UserError(
-                        f"sentence {pair.number + 1}: its {loaded.called(side) or 'text '}has {length:,} tokens, "
-                        f"{loaded.checkpoint} takes {most:,}; give fewer --sentences"
-                    )
-
-    def _length(self, number: int) -> int:
-        return int(self._dataset.num_tokens(number))
-
-    def batches(self, tokens: int = BATCH_TOKENS) -> Iterator[tuple[list[Pair], dict[str, Any]]]:
-        """(pairs, fairseq's batch) with sentences of about the same length, the rows in the order of the pairs."""
-        batch: list[Pair] = []
-        for pair in sorted(self.pairs, key=lambda pair: self._length(pair.number)):
-            if batch and self._length(pair.number) * (len(batch) + 1) > tokens:
-                yield self._collate(batch)
+    def batches(self, tokens: int = BATCH_TOKENS) -> Iterator[dict[str, Any]]:
+        """fairseq's batches, of sentences of about the same length."""
+        batch: list[Any] = []
+        for number in sorted(range(self.size), key=self.dataset.num_tokens):
+            if batch and int(self.dataset.num_tokens(number)) * (len(batch) + 1) > tokens:
+                yield self.dataset.collater(batch)
                 batch = []
-            batch.append(pair)
-        yield self._collate(batch)
-
-    def _collate(self, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
-        sample = self._dataset.collater([self._dataset[pair.number] for pair in pairs])
-        by_number = {pair.number: pair for pair in pairs}  # fairseq puts the longest first
-        return [by_number[int(number)] for number in sample["id"]], sample
+            batch.append(self.dataset[number])
+        yield self.dataset.collater(batch)
 
 
-def _load(loaded: Loaded, subset: str) -> FairseqDataset:
-    """A split as fairseq reads it."""
-    stem = loaded.stem
-    path = loaded.data / stem.format(subset)
-    if not path.is_file():
-        ending = path.name.removeprefix(subset)
-        there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
-        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
-    loaded.task.load_dataset(subset)
-    dataset = loaded.task.dataset(subset)
-    if len(dataset) < 2:
-        raise UserError(f"--subset {subset}: {path} holds one sentence; the intervals need several")
-    return dataset
+def read_sample(
+    loaded: Loaded, subset: str, most: int, gold: Path | None = None, gold_from: int | None = None
+) -> Sample:
+    """The first sentences of a split, at most `most`, with the alignments of those whose words are all known."""
+    if gold:
+        _check_gold(loaded)
+    dataset = _load(loaded, subset)
+    sample = Sample(dataset, min(most, len(dataset)), {})
+    if not gold:
+        return sample
+    alignments = read_gold(gold, gold_from)
+    if len(alignments) != len(dataset):
+        raise UserError(
+            f"{gold}: has {len(alignments):,} lines, and {subset} {len(dataset):,} sentences; the alignments of the "
+            "whole subset are needed, a sentence a line"
+        )
+    for number in range(sample.size):
+        source, target = (_words(loaded, side, dataset[number][side][:-1].tolist()) for side in ("source", "target"))
+        if source is not None and target is not None:
+            sizes = [side[-1] + 1 if len(side) else 0 for side in (source, target)]
+            check_range(alignments[number], sizes, f"--gold, sentence {number + 1}")
+            sample.gold[number] = source, target, alignments[number]
+    if not sample.gold:
+        raise UserError(
+            f"{gold}: each of the {sample.size} sentences has a word that is not in the dictionaries; give more "
+            "--sentences"
+        )
+    return sample
 
 
-def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | None:
-    """The alignments of --gold, one for each sentence of the subset; None where there are none to be read."""
-    if not args.gold:
-        return None
+def _check_gold(loaded: Loaded) -> None:
+    """Refuse alignments where there is no encoder-decoder attention between words."""
     if loaded.task_name != "translation":
         raise UserError(
             f"--gold: {loaded.checkpoint} was trained for {loaded.task_name}; alignments are of sentences and their "
@@ -191,14 +160,26 @@ def _read_alignments(args: argparse.Namespace, loaded: Loaded) -> list[Gold] | N
                 f"--gold: subwords of {loaded.language(side)} do not show where a word begins; prepare the data "
                 "from text in tokens (custom.sh --tokenised)"
             )
-    sentences = len(_load(loaded, args.subset))
-    gold = read_gold(args.gold, args.gold_from)
-    if len(gold) != sentences:
-        raise UserError(
-            f"{args.gold}: has {len(gold):,} lines, and {args.subset} {sentences:,} sentences; the alignments of the "
-            "whole subset are needed, a sentence a line"
-        )
-    return gold
+
+
+def _words(loaded: Loaded, side: str, ids: list[int]) -> np.ndarray | None:
+    """The word that each subword belongs to; None with an unknown one, which hides the end of its word."""
+    dictionary = getattr(loaded.task, f"{side}_dictionary")
+    return None if dictionary.unk() in ids else loaded.words([dictionary[word] for word in ids], side).numbers
+
+
+def _load(loaded: Loaded, subset: str) -> FairseqDataset:
+    """A split as fairseq reads it."""
+    path = loaded.data / loaded.stem.format(subset)
+    if not path.is_file():
+        ending = path.name.removeprefix(subset)
+        there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
+        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
+    loaded.task.load_dataset(subset)
+    dataset = loaded.task.dataset(subset)
+    if len(dataset) < 2:
+        raise UserError(f"--subset {subset}: {path} holds one sentence; the intervals need several")
+    return dataset
 
 
 def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Place, Sums]:
@@ -207,42 +188,41 @@ def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Pl
 
     from ea_tools.maps.collect import collect
 
-    sums = {}
-    with tqdm(total=len(sample.pairs), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
-        for pairs, batch in sample.batches(tokens):
+    most = loaded.model.max_positions()
+    _, too_long = sample.dataset.filter_indices_by_size(np.arange(sample.size), most)
+    if len(too_long):
+        raise UserError(
+            f"sentence {min(too_long) + 1}: {loaded.checkpoint} takes at most {most} tokens; give fewer --sentences"
+        )
+    sums: dict[Place, Sums] = {}
+    with tqdm(total=sample.size, unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
+        for batch in sample.batches(tokens):
             with torch.no_grad(), collect(loaded.model) as collected:
                 loaded.model(**batch["net_input"], features_only=True)
-            places = [pair.number for pair in pairs]
-            for place, *sums_and_counts in _of_batch(collected.layers, pairs):
-                if place not in sums:
-                    sums[place] = np.zeros((2, len(sample.pairs)))
-                sums[place][:, places] = sums_and_counts
-            progress.update(len(pairs))
+            numbers = batch["id"].tolist()
+            before: dict[str, LayerMaps] = {}  # kind -> its map in the layer before
+            for maps in collected.layers:
+                measured = [*statistics_of(maps, before.get(maps.kind))]
+                if maps.kind == "cross" and sample.gold:
+                    errors = [_errors(maps, row, sample.gold.get(number)) for row, number in enumerate(numbers)]
+                    measured.append(("aer", *np.array(errors).T))
+                for name, *of_sentences in measured:
+                    place = (name, maps.kind, maps.layer)
+                    sums.setdefault(place, np.zeros((2, sample.size)))[:, numbers] = of_sentences
+                before[maps.kind] = maps
+            progress.update(len(numbers))
     return sums
 
 
-def _of_batch(layers: Iterable[LayerMaps], pairs: Sequence[Pair]) -> Iterator[tuple[Place, np.ndarray, np.ndarray]]:
-    """(place, sums, counts) of every layer, over the sentences of a batch."""
-    before: dict[str, LayerMaps] = {}  # kind -> its map in the layer before
-    for maps in layers:
-        for name, sums, counts in statistics_of(maps, before.get(maps.kind)):
-            yield (name, maps.kind, maps.layer), sums, counts
-        if maps.kind == "cross" and any(pair.gold for pair in pairs):
-            errors = [_sentence_errors(maps, number, pair) for number, pair in enumerate(pairs)]
-            yield ("aer", "cross", maps.layer), *np.array(errors).T
-        before[maps.kind] = maps
-
-
-def _sentence_errors(maps: LayerMaps, number: int, pair: Pair) -> tuple[int, int]:
-    """(errors, links) of a sentence of the batch: the row that predicts a token is the row of that token."""
-    if pair.gold is None or pair.words is None:
+def _errors(maps: LayerMaps, row: int, gold: tuple[np.ndarray, np.ndarray, Gold] | None) -> tuple[int, int]:
+    """(errors, links) of a sentence of the batch: the row of a map that predicts a token is the row of that token."""
+    if gold is None:
         return 0, 0
-    visible = ~maps.masked[number, 0]  # T x S
-    weights = maps.weights[number].mean(dim=0)[visible.any(dim=1)][:, visible.any(dim=0)]
-    source, target = pair.words
+    source, target, links = gold
+    visible = ~maps.masked[row, 0]  # T x S
+    weights = maps.weights[row].mean(dim=0)[visible.any(dim=1)][:, visible.any(dim=0)]
     # The last row predicts the end of the sentence, the last column is it.
-    links = hard_alignment(weights[:-1, :-1].double().numpy(), source, target)
-    return alignment_errors(links, *pair.gold)
+    return alignment_errors(hard_alignment(weights[:-1, :-1].double().numpy(), source, target), *links)
 
 
 def examine(args: argparse.Namespace) -> Report:
@@ -258,43 +238,30 @@ def examine(args: argparse.Namespace) -> Report:
                 f"--compare {models[1].checkpoint}: has {NAMES[models[1].sides]}, and {models[0].checkpoint} "
                 f"{NAMES[models[0].sides]}"
             )
-    sample = Sample(models[0], args.subset, args.sentences, _read_alignments(args, models[0]))
-    for loaded in models:
-        sample.check(loaded)
-    if args.gold and not sample.aligned:
-        raise UserError(
-            f"{args.gold}: each of the {len(sample.pairs)} sentences has a word that is not in the dictionaries; give "
-            "more --sentences"
-        )
-    tallies = [tally(loaded, sample) for loaded in models]
-    counted = [{place: sums for place, sums in of_model.items() if sums[1].any()} for of_model in tallies]
-    estimates = {
-        who: {place: estimate(sums) for place, sums in of_model.items()}
-        for who, of_model in zip(STYLES, counted, strict=False)
-    }
-    if args.compare:
-        model, baseline = counted
-        both = {place: (sums, baseline[place]) for place, sums in model.items() if place in baseline}
-        estimates["difference"] = {place: estimate(*pair) for place, pair in both.items()}
-    rows: dict[tuple[str, str, str], dict[int, Estimate]] = {}
-    for kind in KINDS:
-        for who, of_model in estimates.items():
-            for (statistic, its, layer), one in sorted(of_model.items()):
-                if its == kind:
-                    rows.setdefault((statistic, kind, who), {})[layer] = one
+    sample = read_sample(models[0], args.subset, args.sentences, args.gold, args.gold_from)
+    tallies = dict(zip(STYLES, (tally(loaded, sample) for loaded in models), strict=False))
+    statistics: Statistics = {}
+    places = dict.fromkeys(place for sums in tallies.values() for place in sums)
+    for place in sorted(places, key=lambda place: [*KINDS].index(place[1])):
+        counted = {who: sums[place] for who, sums in tallies.items() if place in sums and sums[place][1].any()}
+        estimates = {who: estimate(sums) for who, sums in counted.items()}
+        if len(counted) == 2:
+            estimates["difference"] = estimate(*counted.values())
+        if estimates:
+            statistic, kind, layer = place
+            statistics.setdefault(statistic, {}).setdefault(kind, {})[layer] = estimates
     facts = {
         "data": models[0].preparation.name,
         "subset": args.subset,
-        "sentences": len(sample.pairs),
+        "sentences": sample.size,
         "checkpoints": [str(loaded.checkpoint) for loaded in models],
         "gold": str(args.gold) if args.gold else None,
-        "aligned_sentences": sample.aligned,
+        "aligned_sentences": len(sample.gold),
         "command": portable(args.command),
         **provenance(on_cpu=True),
     }
     names = dict(zip(STYLES, told_apart([loaded.checkpoint for loaded in models]), strict=False))
-    mixes = {who: learnt_mixes(loaded.model) for who, loaded in zip(names, models, strict=True)}
-    return Report(facts, names, rows, mixes)
+    return Report(facts, names, statistics, [learnt_mixes(loaded.model) for loaded in models])
 
 
 # ---- the report
@@ -306,26 +273,16 @@ class Report:
 
     facts: dict[str, Any]  # the source of the numbers
     names: dict[str, str]  # of the models: "run" and, where there is a baseline, "compare"
-    rows: dict[tuple[str, str, str], dict[int, Estimate]]  # statistic, kind, and a model or "difference"; by layer
-    mixes: dict[str, dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
+    statistics: Statistics
+    mixes: list[dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
 
 
 def render(report: Report, suffix: str) -> bytes:
     """The contents of a file of this kind."""
     if suffix == ".json":
-        return json_text(as_json(report)).encode()
+        results = {"statistics": report.statistics, "learnt_mixes": report.mixes}
+        return json_text({**report.facts, "names": list(report.names.values()), **results}).encode()
     return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """{..., "statistics": {statistic: {kind: {layer: {"run": ..., "compare": ..., "difference": ...}}}}}"""
-    statistics: dict[str, dict[str, dict[str, dict]]] = {}
-    for (statistic, kind, who), by_layer in report.rows.items():
-        layers = statistics.setdefault(statistic, {}).setdefault(kind, {})
-        for layer, one in by_layer.items():
-            layers.setdefault(str(layer), {})[who] = vars(one)
-    mixes = list(report.mixes.values())
-    return {**report.facts, "names": list(report.names.values()), "statistics": statistics, "learnt_mixes": mixes}
 
 
 def table(report: Report) -> str:
@@ -338,64 +295,55 @@ def table(report: Report) -> str:
         f"rows{in_means}, ± half of the 95% interval by bootstrap over sentences."
     )
     if "compare" in names:
-        head += " Differences: {run} - {compare}, paired by sentence; bold: zero is not in the interval.".format(
-            **names
-        )
+        head += f" Differences: {' - '.join(names.values())}, paired by sentence; bold: zero is not in the interval."
     lines = [head]
     for statistic, title in STATISTICS.items():
         rows = {
-            f"{kind}: {names[who]}" if who in names else f"{kind}: {who}": {
-                layer: _cell(one, "" if who in names else "+") for layer, one in by_layer.items()
+            f"{kind}: {names.get(who, who)}": {
+                layer: _cell(ones[who], "" if who in names else "+") for layer, ones in layers.items() if who in ones
             }
-            for (its, kind, who), by_layer in report.rows.items()
-            if its == statistic
+            for kind, layers in report.statistics.get(statistic, {}).items()
+            for who in (*STYLES, "difference")
         }
         lines += _markdown(title, rows)
-    for who, mixes in report.mixes.items():
+    for name, mixes in zip(names.values(), report.mixes, strict=True):
         rows = {}
         for place, value in mixes.items():
             share, kind, layer = place.split("_")
             rows.setdefault(f"{kind}: {share}", {})[int(layer)] = f"{value:.4f}"
-        lines += _markdown(f"learnt by {names[who]}", rows)
+        lines += _markdown(f"learnt by {name}", rows)
     lines += ["", *(f"- {name}: `{path}`" for name, path in zip(names.values(), facts["checkpoints"], strict=True))]
     lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
     return "\n".join(lines) + "\n"
 
 
 def _markdown(title: str, rows: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Lines of Markdown: a row for each name, a column for each layer; none without any row."""
+    """Lines of Markdown: a row for each name that has any cell, a column for each layer; none without any row."""
     layers = sorted({layer for cells in rows.values() for layer in cells})
     if not layers:
         return []
-    body = [[name, *(cells.get(layer, "-") for layer in layers)] for name, cells in rows.items()]
+    body = [[name, *(cells.get(layer, "-") for layer in layers)] for name, cells in rows.items() if cells]
     head = ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
     return head + [f"| {' | '.join(row)} |" for row in body]
 
 
 def _cell(one: Estimate, sign: str) -> str:
-    mean = f"{one.mean:{sign}.3f}"
-    return f"{f'**{mean}**' if sign and one.clear else mean} ± {one.half:.3f}"
+    mean = f"{one['mean']:{sign}.3f}"
+    clear = sign and (one["low"] > 0 or one["high"] < 0)
+    return f"{f'**{mean}**' if clear else mean} ± {(one['high'] - one['low']) / 2:.3f}"
 
 
 def picture(report: Report, form: str) -> bytes:
     """PNG or SVG: a panel for each statistic, layers across."""
-    from matplotlib.lines import Line2D
-
-    measured = {statistic for statistic, _, _ in report.rows}
-    shown = [name for name in STATISTICS if name != "own" and name in measured]
+    shown = [name for name in STATISTICS if name != "own" and name in report.statistics]
     columns = 3 if len(shown) < 7 else 4
     rows = -(-len(shown) // columns)
     figure, panels = style.panels(rows, columns, (3.6 * columns, 0.9 + 2.9 * rows), sharex=True)
     for panel, statistic in zip(panels.flat, [*shown, *[None] * (rows * columns - len(shown))], strict=True):
         _panel(panel, report, statistic) if statistic else panel.remove()
-    kinds = [Line2D([], [], color=colour, marker=marker, label=KINDS[kind]) for kind, (colour, marker) in LOOKS.items()]
-    models = [
-        Line2D([], [], color="0.2", linestyle=dashes, marker="o", markerfacecolor=fill, label=textwrap.fill(name, 40))
-        for name, (dashes, fill) in zip(report.names.values(), STYLES.values(), strict=False)
-    ]
-    models += [Line2D([], [], linestyle="", label=" ") for _ in range(len(kinds) - len(models))]
-    handles = [handle for column in zip(kinds, models, strict=True) for handle in column]  # matplotlib fills columns
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(LOOKS), fontsize=9, frameon=False)
+    lines = {line.get_label(): line for panel in figure.axes for line in panel.lines}
+    columns = len(KINDS) if len(report.names) == 1 else len(report.names)
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     file = io.BytesIO()
     style.save(figure, file, form)
     return file.getvalue()
@@ -405,13 +353,15 @@ def _panel(panel: Axes, report: Report, statistic: str) -> None:
     """Lines over layers: a colour for each kind of attention, a style for each model; the interval is shaded."""
     from matplotlib.ticker import MaxNLocator
 
-    for (its, kind, who), by_layer in report.rows.items():
-        if its == statistic and who in STYLES:
+    for who, name in report.names.items():
+        for kind, layers in report.statistics[statistic].items():
             (dashes, fill), (colour, marker) = STYLES[who], LOOKS[kind]
-            means, low, high = ([getattr(one, name) for one in by_layer.values()] for name in ("mean", "low", "high"))
-            face: dict[str, Any] = {"markerfacecolor": fill or colour, "markersize": 5}
-            panel.plot(list(by_layer), means, dashes, color=colour, marker=marker, **face)
-            panel.fill_between(list(by_layer), low, high, color=colour, alpha=0.2, linewidth=0)
+            ones = {layer: of_models[who] for layer, of_models in layers.items() if who in of_models}
+            means, low, high = np.array([[*one.values()] for one in ones.values()]).reshape(-1, 3).T
+            look: dict[str, Any] = {"color": colour, "marker": marker, "markerfacecolor": fill or colour}
+            label = textwrap.fill(f"{KINDS[kind]}: {name}" if len(report.names) > 1 else KINDS[kind], 60)
+            panel.plot(list(ones), means, dashes, markersize=5, label=label, **look)
+            panel.fill_between(list(ones), low, high, color=colour, alpha=0.2, linewidth=0)
     panel.set_title(STATISTICS[statistic].replace(": ", ":\n"), fontsize=10)
     panel.set_xlabel("layer", fontsize=9)
     panel.tick_params(labelsize=9, labelbottom=True)
