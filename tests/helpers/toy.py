@@ -81,6 +81,13 @@ def script(name, *arguments, cold=False, **options):
     )
 
 
+def done(name, *arguments, **options):
+    """`script`, of a command that has to succeed."""
+    result = script(name, *arguments, **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """One prepared folder for all the tests of a session; no test writes to it."""

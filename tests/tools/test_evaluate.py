@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.mistakes import check_refusal, fake_command, mistakes
-from helpers.toy import save_model, script
+from helpers.toy import done, save_model
 
 from ea_artifacts.checkpoints import load
 from ea_artifacts.command import UserError
@@ -480,10 +480,9 @@ def test_a_prep_of_another_form_is_refused(tmp_path, content, message):
 
 @pytest.mark.slow
 def test_end_to_end(data, run, tmp_path):
-    result = script(
+    result = done(
         "evaluate.sh", "--data", data, "--run", run, "--average", 2, "--", "--max-len-b", 30, cwd=tmp_path, cold=True
     )
-    assert result.returncode == 0, result.stderr
     record = json.loads((run / "eval" / "test.json").read_text())
     assert [Path(path).name for path in record["averaged"]] == ["checkpoint2.pt", "checkpoint3.pt"]
     assert {"sacrebleu", "chrf", "tokenised_bleu"} == record["scores"].keys()
@@ -508,8 +507,7 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
     folder.mkdir()
     torch.save(state, folder / "checkpoint_best.pt")
     flags = ["--data", data, "--run", folder, "--best", "--beam", 1, "--lenpen", 1.2]
-    result = script("evaluate.sh", *flags, "--", "--max-len-b", 10)
-    assert result.returncode == 0, result.stderr
+    result = done("evaluate.sh", *flags, "--", "--max-len-b", 10)
     record = json.loads((folder / "eval" / "test.json").read_text())
     assert (record["beam"], record["lenpen"]) == (1, 1.2)
     assert record["cut"] > 0
@@ -518,8 +516,7 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
 
     paths = f"{run / 'checkpoint3.pt'}:{run / 'checkpoint2.pt'}"
     flags = ["--checkpoint", paths, "--against", folder, "--other-settings", "--", "--max-len-b", 15]
-    result = script("evaluate.sh", "--data", data, "--run", run, *flags)
-    assert result.returncode == 0, result.stderr
+    result = done("evaluate.sh", "--data", data, "--run", run, *flags)
     record = json.loads((run / "eval" / "test.json").read_text())
     assert (record["checkpoint"], record["against"]["run"]) == (paths, str(folder))
     assert 0 <= record["against"]["sacrebleu"]["p"] <= 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import REPO
 from helpers.data_toy import sentences as awkward
-from helpers.toy import script
+from helpers.toy import done
 
 import ea_fairseq
 from ea_artifacts.checkpoints import load
@@ -211,6 +211,5 @@ def test_a_missing_file_is_named(data, run, tmp_path):
 @pytest.mark.slow
 def test_it_translates_as_the_script_does(kept):
     text = "".join(f"{line}\n" for line in SENTENCES)
-    result = script("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
-    assert result.returncode == 0, result.stderr
+    result = done("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
     assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)

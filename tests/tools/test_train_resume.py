@@ -16,7 +16,7 @@ import pytest
 import torch
 from fairseq.trainer import Trainer
 from helpers import warm
-from helpers.toy import ENVIRONMENT, TINY, Payload, made_checkpoint, script, tool
+from helpers.toy import ENVIRONMENT, TINY, Payload, done, made_checkpoint, script, tool
 
 from ea_artifacts.checkpoints import load
 from ea_artifacts.command import UserError
@@ -126,8 +126,7 @@ def test_finetuning_begins_with_a_whole_epoch(monkeypatch, reset_meters, flags, 
 def test_going_on_in_the_middle_of_an_epoch_with_larger_batches(data, tmp_path):
     run = tmp_path / "run"
     for flags in (["--max-update", 6], ["--max-update", 9, "--max-tokens", 2048]):  # of 9 batches, then of 2
-        result = script("train.sh", *command(data, run), *flags)
-        assert result.returncode == 0, result.stderr
+        done("train.sh", *command(data, run), *flags)
     said = [line for line in (run / "train.log").read_text().splitlines() if "when batches were of another" in line]
     assert len(said) == 1 and "goes on after batch 1 of 2" in said[0]
     assert last_updates(run) == 9
@@ -389,8 +388,7 @@ def test_kills_change_nothing(data, tmp_path):
     size = ["--max-epoch", 5, "--save-interval-updates", 4, "--keep-interval-updates", 2, "--encoder-embed-dim", 256]
     size += ["--decoder-embed-dim", 256, "--num-workers", 0]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    result = script("training.train", *command(data, undisturbed, *size))
-    assert result.returncode == 0, result.stderr[-2000:]
+    done("training.train", *command(data, undisturbed, *size))
 
     rng, struck, went_on = random.Random(1), 0, 0
     for number in range(4):
@@ -416,8 +414,7 @@ def test_kills_change_nothing(data, tmp_path):
     assert struck, "no kill came while a checkpoint was being written"
     assert went_on, "no kill came after a checkpoint"
 
-    result = script("training.train", *command(data, killed, *size))
-    assert result.returncode == 0, result.stderr[-2000:]
+    done("training.train", *command(data, killed, *size))
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint5.pt"):
         torch.testing.assert_close(contents(killed / name), contents(undisturbed / name), rtol=0, atol=0, msg=name)
     assert not list(killed.glob("*.tmp"))
@@ -432,8 +429,8 @@ def test_kills_change_nothing(data, tmp_path):
 def test_the_count_of_patience_survives_a_resume(data, tmp_path):
     """With a learning rate of 0 nothing ever improves: the second validation without is in epoch 3."""
     still = ["--lr", 0, "--patience", 2, "--num-workers", 0]
-    assert script("training.train", *command(data, tmp_path, *still, "--max-epoch", 2)).returncode == 0
-    assert script("training.train", *command(data, tmp_path, *still, "--max-epoch", 9)).returncode == 0
+    done("training.train", *command(data, tmp_path, *still, "--max-epoch", 2))
+    done("training.train", *command(data, tmp_path, *still, "--max-epoch", 9))
     state = load(tmp_path / "checkpoint_last.pt")
     assert state["extra_state"]["train_iterator"]["epoch"] == 4, "the next epoch would have been the fourth"
     assert state["extra_state"]["early_stopping"]["num_runs"] == 2
@@ -456,7 +453,7 @@ def test_own_data_get_a_run_like_any_other(data, tmp_path):
     run.mkdir()
     (run / "run.json").write_text("{}")
     (run / "recipe.toml").write_text("of a training that ended before its first checkpoint")
-    assert script("training.train", *own, "--num-workers", 0, "--max-epoch", 1).returncode == 0
+    done("training.train", *own, "--num-workers", 0, "--max-epoch", 1)
     assert recipes.read(str(run / "recipe.toml")).data == data
     assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}
     assert '"bleu"' in (run / "log.jsonl").read_text()  # small text is scored at validations
@@ -484,8 +481,7 @@ def test_a_full_disk(data, tmp_path):
     assert not list(saved.glob("*.tmp"))
     # With room again, the same command goes on.
     shutil.move(saved, disk / "run")
-    result = script("training.train", *arguments)
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = done("training.train", *arguments)
     assert "goes on after" in result.stderr
 
 

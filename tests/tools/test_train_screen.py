@@ -161,25 +161,16 @@ def test_a_checkpoint_is_copied_in_one_step(tmp_path, monkeypatch, caplog):
 
 def test_a_write_that_fails_once_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
     """fairseq would write again behind the first half, and say that it had saved."""
-    for owner, name in [
-        (fairseq_train.fairseq_train, "Trainer"),
-        (fairseq_train.fairseq_train, "convert_namespace_to_omegaconf"),
-        (fairseq_train.PathManager, "copy"),
-        (fairseq_train.progress_bar, "progress_bar"),
-        (checkpoint_utils, "_torch_persistent_save"),
-    ]:
-        monkeypatch.setattr(owner, name, vars(owner)[name])  # so that it is as before afterwards
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    fairseq_train._change_fairseq()
-    part = tmp_path / "checkpoint1.pt.tmp"
-    with part.open("wb") as file:
-        whole, failed = file.write, []
+    for change in fairseq_train.CHANGES:
+        monkeypatch.setattr(*change)
+    failed = []
+    with (tmp_path / "checkpoint1.pt.tmp").open("wb") as file:
 
         def write(block):
             if not failed and file.tell() > 100:
                 failed.append(True)
                 raise OSError(28, "No space left on device")
-            return whole(block)
+            return file.write(block)
 
         stream = SimpleNamespace(write=write, flush=file.flush)
         with pytest.raises((OSError, RuntimeError)):
@@ -291,14 +282,9 @@ def ended_by(error, monkeypatch, folder):
 
 
 @pytest.fixture
-def no_journal(monkeypatch):
-    """As in a new process: trainings in this one, by other tests, may have left a journal open."""
-    monkeypatch.setattr(fairseq_train.Journal, "file", None)
-
-
-@pytest.fixture
-def logged(tmp_path, caplog, no_journal):
+def logged(tmp_path, caplog, monkeypatch):
     """A run's folder; its logs are closed again. fairseq-train logs from INFO on, pytest from WARNING."""
+    monkeypatch.setattr(fairseq_train.Journal, "file", None)  # as in a new process
     caplog.set_level(logging.INFO)
     handlers, show = list(logging.getLogger().handlers), fairseq_train.warnings.showwarning
     yield tmp_path
@@ -306,7 +292,8 @@ def logged(tmp_path, caplog, no_journal):
     for handler in set(logging.getLogger().handlers) - set(handlers):
         logging.getLogger().removeHandler(handler)
         handler.close()
-    fairseq_train.Journal.file.close()
+    if fairseq_train.Journal.file:
+        fairseq_train.Journal.file.close()
 
 
 def test_an_interruption_says_how_to_go_on(logged, monkeypatch, capsys):
@@ -340,9 +327,9 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatc
     assert "+ " in log, "the command"
 
 
-def test_products_of_bfloat16_and_memory_are_set_before_fairseq_starts(tmp_path, monkeypatch, no_journal):
+def test_products_of_bfloat16_and_memory_are_set_before_fairseq_starts(logged, monkeypatch):
     """And fairseq, which does not know the flag, does not see it."""
-    matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(tmp_path / "none")]
+    matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(logged / "none")]
     found, kept = [], []
     products.use_bf16_products(False)
     monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: kept.append(len(found)))

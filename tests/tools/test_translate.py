@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.mistakes import check_refusal, mistakes
-from helpers.toy import ENVIRONMENT, Payload, script, tool
+from helpers.toy import ENVIRONMENT, Payload, done, script, tool
 
 from ea_artifacts.command import UserError
 from ea_tools.translating import translate
@@ -150,17 +150,13 @@ def test_lines_stay_in_step(data, run, tmp_path):
     text = "".join(f"{line}\n" for line in lines)
     flags = ["--run", run, "--checkpoint", run / "checkpoint3.pt", "--beam", 2]
     flags_after = ["--", "--max-len-b", 20]
-    piped = script("translate.sh", *flags, *flags_after, input=text)
-    assert piped.returncode == 0, piped.stderr
+    piped = done("translate.sh", *flags, *flags_after, input=text)
     out = piped.stdout.split("\n")[:-1]
     assert [bool(line) for line in out] == [bool(line.strip()) for line in lines]
     assert out[2] == out[5]
 
     (tmp_path / "in").write_text(text, newline="")
-    into_file = script(
-        "translate.sh", *flags, "--buffer", 1, "--input", tmp_path / "in", "--output", tmp_path / "out", *flags_after
-    )
-    assert into_file.returncode == 0, into_file.stderr
+    done("translate.sh", *flags, "--buffer", 1, "--input", tmp_path / "in", "--output", tmp_path / "out", *flags_after)
     assert (tmp_path / "out").read_text().split("\n")[:-1] == out
 
 
@@ -176,8 +172,7 @@ def test_what_came_before_a_fault_is_kept(run, tmp_path):
     (tmp_path / "in").write_text("Hund.\nKatze.\n")
     again = script("translate.sh", "--run", run, *flags)
     assert "out.partial: holds 1 lines of an interrupted run; go on with --resume" in again.stderr
-    resumed = script("translate.sh", "--run", run, *flags, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    done("translate.sh", "--run", run, *flags, "--resume")
     assert (tmp_path / "out").read_text().count("\n") == 2
     assert not list(tmp_path.glob("out.*"))
 

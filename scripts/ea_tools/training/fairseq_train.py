@@ -396,14 +396,21 @@ class Terminal(logging.StreamHandler):
         tqdm.write(record.getMessage(), file=self.stream)
 
 
+#: This file's parts, and their places in fairseq: owner, name, part.
+CHANGES: tuple[tuple[Any, str, Any], ...] = (
+    (fairseq_train, "Trainer", LongRunTrainer),
+    (fairseq_train, "convert_namespace_to_omegaconf", _configuration_without_tpu),
+    (PathManager, "copy", staticmethod(copy_in_one_step)),
+    (progress_bar, "progress_bar", _journal),
+    # fairseq tries a failed write twice more, in the same open file: behind the first half of the checkpoint.
+    (checkpoint_utils, "_torch_persistent_save", torch.save),
+)
+
+
 def _change_fairseq() -> None:
     """Put this file's parts in the place of fairseq's, in this process."""
-    fairseq_train.Trainer = LongRunTrainer
-    PathManager.copy = staticmethod(copy_in_one_step)
-    # fairseq tries a failed write twice more, in the same open file: behind the first half of the checkpoint.
-    checkpoint_utils._torch_persistent_save = torch.save
-    fairseq_train.convert_namespace_to_omegaconf = _configuration_without_tpu
-    progress_bar.progress_bar = _journal
+    for change in CHANGES:
+        setattr(*change)
     if _has_terminal(sys.argv):
         logging.getLogger().handlers[:] = [Terminal(sys.stdout)]
     for screen in logging.getLogger().handlers:
