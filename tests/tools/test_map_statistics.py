@@ -4,11 +4,12 @@ import json
 import math
 import shutil
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.mistakes import refusal
+from helpers.mistakes import check_refusal, mistakes
 from helpers.toy import save_model
 
 from ea_artifacts.command import UserError
@@ -40,32 +41,26 @@ def test_subwords_are_summed_before_the_largest_is_taken():
     assert hard_alignment(weights[:, :0], np.array([]), np.array([0, 1, 1])) == set()
 
 
-@pytest.mark.parametrize(
-    "content, options",
-    [
-        ("0-0 1?2 3p1\n2-10\n", {}),
-        ("1-1 2?3 4p2\n3-11\n", {"first": 1}),  # RWTH's German-English alignments are written in this way
-    ],
-)
-def test_words_of_gold_count_from_0_or_from_1(tmp_path, content, options):
-    path = tmp_path / "gold"
-    path.write_text(content)
-    assert read_gold(path, **options) == [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), ({(2, 10)}, {(2, 10)})]
+GOLD = [({(0, 0)}, {(0, 0), (1, 2), (3, 1)}), ({(2, 10)}, {(2, 10)})]
 
 
 @pytest.mark.parametrize(
-    "content, options, message",
+    ("content", "first", "expected"),
     [
-        ("0-0\n0-1 a-b\n", {}, "gold:2: 'a-b' is no link"),
-        ("1-1 2-2\n1-2\n", {}, r"gold: no link is of word 0, .* give --gold-from 1, or 0 if not"),
-        ("1-1\n0-1\n", {"first": 1}, "gold:2: the link 0-1: expected words from 1 on"),
+        ("0-0 1?2 3p1\n2-10\n", None, GOLD),
+        ("1-1 2?3 4p2\n3-11\n", 1, GOLD),  # RWTH's German-English alignments are written in this way
+        ("0-0\n0-1 a-b\n", None, "gold:2: 'a-b'"),
+        ("1-1 2-2\n1-2\n", None, "gold: .* --gold-from 1"),
+        ("1-1\n0-1\n", 1, "gold:2: the link 0-1: .* from 1"),
     ],
 )
-def test_gold_that_does_not_fit_is_named(tmp_path, content, options, message):
-    path = tmp_path / "gold"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message):
-        read_gold(path, **options)
+def test_words_of_gold_count_from_0_or_from_1(tmp_path, content, first, expected):
+    (tmp_path / "gold").write_text(content)
+    if expected is GOLD:
+        assert read_gold(tmp_path / "gold", first) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            read_gold(tmp_path / "gold", first)
 
 
 # ---- intervals
@@ -168,11 +163,13 @@ def gold_of(folder):
 
 @pytest.fixture(scope="module")
 def there(data, tmp_path_factory):
-    """A folder with two runs and the test set's gold alignments."""
+    """A folder with runs, one of them for short sentences, and the test set's gold alignments."""
     folder = tmp_path_factory.mktemp("statistics")
-    for name, arch in (("toy-ea", "ea_transformer_base"), ("toy-stock", "transformer")):
-        (folder / name).mkdir()
-        save_model(data, folder / name / "checkpoint_best.pt", arch, "--encoder-layers", "3", "--decoder-layers", "2")
+    layers = ("--encoder-layers", "3", "--decoder-layers", "2")
+    short = ("--max-source-positions", "3", "--max-target-positions", "3")
+    for name, *flags in (("ea", "ea_transformer_base"), ("stock", "transformer"), ("short", "transformer", *short)):
+        (folder / f"toy-{name}").mkdir()
+        save_model(data, folder / f"toy-{name}/checkpoint_best.pt", *flags, *layers)
     (folder / "gold").write_text("".join(f"{line}\n" for line in gold_of(data)))
     return folder
 
@@ -203,33 +200,28 @@ def test_a_row_in_which_nothing_varies_has_no_shares():
 @pytest.mark.slow
 def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = ["out/a.md", "out/a.png", "out/a.svg", "out/a.json"]
+    files = [f"out/a{suffix}" for suffix in map_statistics.SUFFIXES]
     command = ["--run", there / "toy-ea", "--compare", there / "toy-stock", "--gold", there / "gold", "--out", *files]
     main([*map(str, command)])
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.json", "a.md", "a.png", "a.svg"]
-    assert (tmp_path / "out" / "a.png").read_bytes().startswith(b"\x89PNG")
-    svg = (tmp_path / "out" / "a.svg").read_text()
-    assert svg.count('<g id="axes_') == 7
-    found = json.loads((tmp_path / "out" / "a.json").read_text())
+    assert "written: out/a.md" in capsys.readouterr().out
+    assert sorted(f"out/{path.name}" for path in (tmp_path / "out").iterdir()) == sorted(files)
+    assert Path("out/a.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("out/a.svg").read_text().count('<g id="axes_') == 7
+    found = json.loads(Path("out/a.json").read_text())
     assert (found["names"], found["sentences"], found["aligned_sentences"]) == (RUNS, 10, 10)
     numbers = found["statistics"]
     for layers in numbers["entropy"].values():
         for one in layers.values():
             assert one["difference"]["mean"] == pytest.approx(one["run"]["mean"] - one["compare"]["mean"])
-    assert list(numbers["aer"]) == ["cross"]
-    assert list(numbers["aer"]["cross"]) == ["1", "2"]
-    assert list(numbers["same_head"]["encoder"]) == ["2", "3"]
-    assert list(numbers["skip"]) == ["encoder"]
-    assert list(numbers["skip"]["encoder"]["2"]) == ["run"]
-    table = (tmp_path / "out" / "a.md").read_text()
-    lines = table.splitlines()
+    layers = {name: {kind: list(layers) for kind, layers in kinds.items()} for name, kinds in numbers.items()}
+    assert (layers["aer"], layers["same_head"]["encoder"]) == ({"cross": ["1", "2"]}, ["2", "3"])
+    assert (layers["skip"], list(numbers["skip"]["encoder"]["2"])) == ({"encoder": ["2", "3"]}, ["run"])
+    lines = Path("out/a.md").read_text().splitlines()
     assert "10 sentences, 10 of them with gold alignments" in lines[0]
-    aer = numbers["aer"]["cross"]
-    cells = [f"{one['run']['mean']:.3f} ± {(one['run']['high'] - one['run']['low']) / 2:.3f}" for one in aer.values()]
+    runs = [one["run"] for one in numbers["aer"]["cross"].values()]
+    cells = [f"{run['mean']:.3f} ± {(run['high'] - run['low']) / 2:.3f}" for run in runs]
     assert f"| cross: {RUNS[0]} | {' | '.join(cells)} |" in lines
     assert sum(line.startswith("| encoder: difference") for line in lines) == 4
-    assert "checkpoint_best.pt" in table
-    assert "written: out/a.md" in capsys.readouterr().out
 
 
 def test_one_model_without_gold(there, tmp_path):
@@ -255,34 +247,29 @@ def test_a_run_that_keeps_its_preparation_finds_its_text(there, data, tmp_path):
     main([*command, "--data", str(data)])
 
 
-def refused(capsys, tmp_path, *flags):
-    out = tmp_path / "refused"
-    return refusal(capsys, main, *flags, "--out", out / "a.md", out / "a.json", writes_to=tmp_path)
-
-
-def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, data, tmp_path, capsys):
+@mistakes("""
+    --run {tmp}/empty-run | '{tmp}/empty-run: has no checkpoint'
+    --run {runs}/toy-ea --compare {tmp}/none | '{tmp}/none: no such file'
+    --run {runs}/toy-ea --subset test7 | '--subset test7: ' 'available: test, train, valid'
+    --run {runs}/toy-ea --sentences 1 | --sentences 'at least 2'
+    --run {runs}/toy-ea --gold {tmp}/short | '{tmp}/short: has 9 lines' 'test 10'
+    --run {runs}/toy-ea --gold {tmp}/wrong | '--gold, sentence 5: ' '77 and 0'
+    --run {runs}/toy-short | 'sentence 1: ' toy-short/checkpoint_best.pt '(3, 3)' --sentences
+    --run {runs}/toy-ea --compare {runs}/toy-short | 'sentence 1: ' toy-short/checkpoint_best.pt --sentences
+""")
+def test_a_run_subset_or_alignment_that_cannot_be_used_is_named(there, tmp_path, capsys, words, named):
     (tmp_path / "empty-run").mkdir()
-    assert "empty-run: has no checkpoint" in refused(capsys, tmp_path, "--run", tmp_path / "empty-run")
-    run = ("--run", there / "toy-ea")
-    assert "none: no such file" in refused(capsys, tmp_path, *run, "--compare", tmp_path / "none")
-    found = refused(capsys, tmp_path, *run, "--subset", "test7")
-    assert "--subset test7" in found
-    assert "available: test, train, valid" in found
-    assert "--sentences: must be at least 2" in refused(capsys, tmp_path, *run, "--sentences", "1")
-    gold = tmp_path / "gold"
-    lines = (there / "gold").read_text().splitlines()
-    gold.write_text("\n".join(lines[:-1]) + "\n")
-    found = refused(capsys, tmp_path, *run, "--gold", gold)
-    assert f"{gold}: has 9 lines, and test 10 sentences" in found
-    gold.write_text("\n".join([*lines[:4], lines[4] + " 77-0", *lines[5:]]) + "\n")
-    found = refused(capsys, tmp_path, *run, "--gold", gold)
-    assert "--gold, sentence 5: the link between words 77 and 0, counted from 0, is out of range" in found
+    lines = (there / "gold").read_text().splitlines(keepends=True)
+    (tmp_path / "short").write_text("".join(lines[:-1]))
+    (tmp_path / "wrong").write_text("".join([*lines[:4], f"77-0 {lines[4]}", *lines[5:]]))
+    words = [*words, "--out", tmp_path / "new/a.md", tmp_path / "new/a.json"]
+    check_refusal(capsys, main, words, named, writes_to=tmp_path, tmp=tmp_path, runs=there)
 
 
-def test_gold_for_a_language_without_spaces_is_refused(there, tmp_path, capsys, monkeypatch):
+def test_gold_for_a_language_without_spaces_is_refused(there, monkeypatch):
     monkeypatch.setattr(Loaded, "has_words", lambda loaded, side: side == "source")
-    found = refused(capsys, tmp_path, "--run", there / "toy-ea", "--gold", there / "gold")
-    assert "--gold: subwords of en do not show where a word begins" in found
+    with pytest.raises(UserError, match="--gold: subwords of en "):
+        read_sample(load_model(there / "toy-ea"), "test", 3, there / "gold")
 
 
 def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):

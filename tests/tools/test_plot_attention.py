@@ -12,7 +12,7 @@ import numpy
 import pytest
 from helpers import browser
 from helpers.maps import inputs, maps_of
-from helpers.mistakes import refusal
+from helpers.mistakes import check_refusal, mistakes
 from helpers.models import amplify_, build
 from matplotlib import font_manager
 from matplotlib.text import Text
@@ -23,7 +23,7 @@ from ea_tools.figures.labels import families
 from ea_tools.maps import draw, picture
 from ea_tools.maps.draw import chosen, main, parse
 from ea_tools.maps.exports import numbers, page
-from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, parts_of
+from ea_tools.maps.look import AXES, PARTS, Look, Row, of_words, one_head, parts_of
 from ea_tools.maps.models import load_model
 from ea_tools.maps.words import merged, starts, words_of
 
@@ -141,19 +141,15 @@ def test_one_colour_scale_per_row_and_the_right_maps():
         assert shown[0].get_clim() == (0, max(image.get_array().max() for image in shown))
 
 
-def test_pictures_are_the_same_again():
-    there, rows, parts = look(), ROWS[:1], ["map", "own"]
-    first = picture.picture(there, rows, parts, "svg")
-    assert picture.picture(there, rows, parts, "svg") == first
-    assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
-    assert picture.picture(there, rows, parts, "png").startswith(b"\x89PNG")
-
-
-def test_a_kind_without_a_part_is_drawn():
+def test_pictures_are_the_same_again_also_of_a_kind_without_a_part():
     there = look(flags=("--ea-cross-beta", "0"), compare=False)
     assert there.parts == ["map", "own", "convolution"]
-    assert picture.picture(there, [Row("cross", 3, 1)], there.parts, "svg")
     assert look(arch="transformer", compare=False).parts == ["map"]
+    rows = [Row("cross", 3, 1)]
+    first = picture.picture(there, rows, there.parts, "svg")
+    assert picture.picture(there, rows, there.parts, "svg") == first
+    assert xml.fromstring(first).tag == "{http://www.w3.org/2000/svg}svg"
+    assert picture.picture(there, rows, ["map"], "png").startswith(b"\x89PNG")
 
 
 # ---- the numbers
@@ -202,11 +198,6 @@ def test_words_and_rollout_as_numbers():
 # ---- the command
 
 
-def arguments(checkpoint, tmp_path, *more):
-    flags = {"--checkpoint": checkpoint, "--source": "Hund, Katze.", "--out": tmp_path / "new" / "a.png"}
-    return [*(str(word) for flag in flags.items() for word in flag), *more]
-
-
 @pytest.mark.slow
 def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     files = [tmp_path / "new" / f"a{suffix}" for suffix in draw.SUFFIXES]
@@ -227,26 +218,19 @@ def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     assert '"start": {"kind": "encoder", "layer": 1, "head": 0, "words": true}' in files[2].read_text()
 
 
-@pytest.mark.parametrize(
-    "model, more, message",
-    [
-        (
-            "evolving",
-            ["--kind", "encoder", "--layer", "3"],
-            r"--layer 3: .*evolving\.pt has 2 layers with encoder self",
-        ),
-        ("evolving", ["--head", "3"], r"--head 3: .*evolving\.pt has 2 heads"),
-        ("mixed", ["--kind", "cross", "--part", "convolution"], r"has no convolution in encoder-decoder attention"),
-        ("evolving", ["--kind", "decoder", "--part", "rollout"], r"--part rollout: follows .* choose --kind encoder"),
-        ("evolving", ["--source", "  "], r"the source sentence is empty"),
-        ("evolving", ["--source", "\udcfcber"], r"the source sentence is not UTF-8: \?ber"),
-        ("evolving", ["--source", "Hund. " * 9], r"the source sentence is too long: it has \d+ subwords.* takes 11"),
-        ("evolving", ["--compare", "none.pt"], r"none\.pt: no such file"),
-    ],
-)
-def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, capsys, model, more, message):
-    said = refusal(capsys, main, *arguments(getattr(checkpoints, model), tmp_path, *more), writes_to=tmp_path)
-    assert re.search(f"plot_attention: .*{message}", said)
+@mistakes("""
+    {evolving} --kind encoder --layer 3 | '--layer 3: ' evolving.pt '2 layers with encoder self'
+    {evolving} --head 3 | '--head 3: ' evolving.pt '2 heads'
+    {mixed} --kind cross --part convolution | '--part convolution: ' encoder-decoder --kind
+    {evolving} --kind decoder --part rollout | '--part rollout: ' '--kind encoder'
+    {evolving} --source '  ' | 'the source sentence is empty'
+    {evolving} --source '\udcfcber' | 'UTF-8: ?ber'
+    {evolving} --source 'Hund. Hund. Hund. Hund. Hund. Hund.' | 'the source sentence' evolving.pt 'takes 11'
+    {evolving} --compare none.pt | 'none.pt: no such file'
+""")
+def test_mistakes_leave_nothing_behind(checkpoints, tmp_path, capsys, words, named):
+    words = ["--checkpoint", words[0], "--source", "Hund, Katze.", "--out", tmp_path / "new/a.png", *words[1:]]
+    check_refusal(capsys, main, words, named, writes_to=tmp_path, **vars(checkpoints))
 
 
 def test_a_baseline_with_fewer_heads_is_named():
@@ -299,23 +283,25 @@ def chromium(tmp_path_factory):
 
 def value(there, kind, layer, head, part, row, column):
     """The value that the page should show."""
-    if part.endswith("rollout"):
-        return there.rollouts["rollout" if part.startswith("attention") else "baseline_rollout"][kind, layer][
-            row, column
-        ]
-    maps = there.maps[kind, layer]
-    values = {
-        "map in use": maps.weights,
-        "own query-key logits": maps.alone("logits"),
-        "convolution": maps.alone("convolution"),
-        "baseline": there.baseline[kind, layer].weights,
-    }[part][0]
-    return (values.mean(0) if head == "mean" else values[head - 1])[row, column].item()
+    (name,) = (name for name, title in PARTS.items() if title == part)
+    return one_head(parts_of(there, kind, layer)[name], head)[row, column]
 
 
 def shown(text):
     """{part: number} of the page's text."""
     return {name: float(number) for name, number in re.findall(r"([a-z][a-z '-]+) ([0-9.]+)(?:,|$)", text)}
+
+
+@pytest.fixture
+def opened(chromium, tmp_path):
+    """A function that opens the page of a look in the browser, which has nothing to complain about at the end."""
+
+    def open_page(there, row):
+        (tmp_path / "a.html").write_text(page(there, row), encoding="utf-8")
+        chromium.open(tmp_path / "a.html")
+
+    yield open_page
+    assert chromium.complaints() == []
 
 
 def hover_labelled(page, part, row, column):
@@ -327,11 +313,10 @@ def hover_labelled(page, part, row, column):
     return page.text("#readout")
 
 
-def test_the_page_in_a_browser(chromium, tmp_path):
+def test_the_page_in_a_browser(chromium, opened):
     """Hover, read the value; switch head and layer, by pointer and by key."""
     there = look(12, 9, words=["ein", "שלום", "كتاب", "猫", "😀", "naïve"])
-    (tmp_path / "a.html").write_text(page(there, Row("encoder", 3, 1)), encoding="utf-8")
-    chromium.open(tmp_path / "a.html")
+    opened(there, Row("encoder", 3, 1))
     place = "document.querySelector('#place h2').textContent"
 
     def check(kind, layer, head, row, column, part="map"):
@@ -369,14 +354,12 @@ def test_the_page_in_a_browser(chromium, tmp_path):
     chromium.hover(canvas, width * 7.5 / 12, height * 2.5 / 12)
     found = shown(chromium.text("#readout").split("\u2069: ")[1])
     assert found == {"convolution": pytest.approx(value(there, "encoder", 4, 2, "convolution", 2, 7), abs=1e-4)}
-    assert chromium.complaints() == []
 
 
-def test_words_in_a_browser(chromium, tmp_path):
+def test_words_in_a_browser(chromium, opened):
     """By button and by key; the merged maps are those of the picture."""
     there = look(9, 9)
-    (tmp_path / "a.html").write_text(page(there, Row("cross", 6, 3)), encoding="utf-8")
-    chromium.open(tmp_path / "a.html")
+    opened(there, Row("cross", 6, 3))
     before = shown(hover_labelled(chromium, "map", 4, 5).split("\u2069: ")[1])["map in use"]
     assert before == pytest.approx(there.maps["cross", 6].weights[0, 2, 4, 5].item(), abs=1e-4)
     chromium.press("w")
@@ -393,19 +376,16 @@ def test_words_in_a_browser(chromium, tmp_path):
     assert "map in use –" in hover_labelled(chromium, "map", 1, 2)
     chromium.click("#tokens")
     assert "query: token to predict" in chromium.text("#most")
-    assert chromium.complaints() == []
 
 
-def test_a_baseline_alone_in_a_browser(chromium, tmp_path):
+def test_a_baseline_alone_in_a_browser(chromium, opened):
     """A model without convolutions, whose decoder has fewer layers: fewer buttons, no errors."""
     small = [*EIGHT_HEADS[:-4], "--decoder-layers", "2", "--dropout", "0"]
     there = look(arch="transformer", compare=False, size=small)
-    (tmp_path / "a.html").write_text(page(there, Row("encoder", 6, "mean")), encoding="utf-8")
-    chromium.open(tmp_path / "a.html")
+    opened(there, Row("encoder", 6, "mean"))
     assert chromium.run("return [...document.querySelectorAll('#parts button')].map(b => b.textContent)") == [
         "map in use",
         "attention rollout",
     ]
     chromium.press("ArrowDown")  # to the decoder, which has no layer 6
     assert chromium.text("#place h2") == "decoder self-attention, layer 2, mean over heads"
-    assert chromium.complaints() == []

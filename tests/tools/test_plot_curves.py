@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.mistakes import refusal
+from helpers.mistakes import check_refusal, mistakes
 from matplotlib.figure import Figure
 
 from ea_tools.figures import curves as plot_curves
@@ -83,7 +83,7 @@ def journal(updates, level=10.0, wps=100.0, wpb=200.0):
             yield json.dumps({"time": 1.0, "tag": "train", **numbers})
 
 
-def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags=None, **level):
+def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags=None, data="1925d0", **level):
     """The files of a run's folder that are read, as scripts/train.sh leaves them."""
     folder.mkdir(parents=True)
     lines = list(journal(range(1, 61), **level)) if lines is None else lines
@@ -91,7 +91,7 @@ def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags=None, **l
     (folder / "train.log").write_text(
         "x | train_inner | epoch 001:  10 / 30 loss=9\nx | train_inner | epoch 002:  1 / 30 loss=8\n"
     )
-    ours = {"recipe": "toy", "arch": arch, "data": "1925d0", "seed": str(seed)}
+    ours = {"recipe": "toy", "arch": arch, "data": data, "seed": str(seed)}
     ours |= {"ea-alpha": "0.1"} if arch.startswith("ea_") else {}
     starts = [{"flags": {"seed": str(seed), "cpu": "", **(flags or {})}}]
     (folder / "run.json").write_text(json.dumps({"identity": ours, "starts": starts}))
@@ -165,68 +165,58 @@ def test_a_log_of_plain_fairseq(tmp_path):
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def lines_of(*folders):
-    return [(line.label, len(line.runs)) for line in plot_curves.group([plot_curves.read(path) for path in folders])]
+OURS, PLAIN = "ea_transformer_lite", "transformer_lite"
 
 
-def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path):
-    ours = [make(tmp_path / f"ours{seed}", seed=seed) for seed in (1, 2, 3)]
-    other = make(tmp_path / "other", seed=1, flags={"ea-beta": "0.3", "num-workers": "4"})
-    precise = make(tmp_path / "precise", seed=4, flags={"bf16-products": ""})
-    plain = [make(tmp_path / f"plain{seed}", seed=seed, arch="transformer_lite") for seed in (1, 2)]
-    assert lines_of(*ours) == [("ea_transformer_lite (seeds 1, 2, 3)", 3)]
-    assert len(lines_of(*ours, precise)) == 2, "another precision is another model"
-    assert lines_of(*ours, *plain) == [("ea_transformer_lite (seeds 1, 2, 3)", 3), ("transformer_lite (seeds 1, 2)", 2)]
-    assert lines_of(plain[0], *ours[:2], other) == [
-        ("transformer_lite", 1),
-        ("ea_transformer_lite (seeds 1, 2)", 2),
-        ("ea_transformer_lite, ea-beta 0.3", 1),
-    ]
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([{}, {"seed": 2}, {"seed": 3}], {f"{OURS} (seeds 1, 2, 3)": 3}),
+        (
+            [{}, {"seed": 2}, {"seed": 4, "flags": {"bf16-products": ""}}],
+            {f"{OURS}, precision fp32 (seeds 1, 2)": 2, f"{OURS}, precision bf16-products": 1},
+        ),
+        (
+            [{"arch": PLAIN}, {}, {"seed": 2}, {"flags": {"ea-beta": "0.3", "num-workers": "4"}}],
+            {PLAIN: 1, f"{OURS} (seeds 1, 2)": 2, f"{OURS}, ea-beta 0.3": 1},
+        ),
+        ([{"folder": "before"}, {"folder": "after"}], {f"{OURS}, before": 1, f"{OURS}, after": 1}),
+        ([{"folder": "a/run"}, {"folder": "b/run"}], {f"{OURS}, run, {{}}/{name}/run": 1 for name in "ab"}),
+        ([{"folder": "one"}, {"folder": "two", "data": "77aa01"}], {f"{OURS}, {{}}/one": 1, f"{OURS}, {{}}/two": 1}),
+        (
+            [{"arch": "ea_bart", "flags": {"lr": "0.1"}}, {"arch": "bart", "flags": {"lr": "0.2"}}],
+            {"ea_bart, lr 0.1": 1, "bart, lr 0.2": 1},
+        ),
+    ],
+    ids=["seeds", "another precision", "another flag", "a seed twice", "a name twice", "other data", "architectures"],
+)  # fmt: skip
+def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, runs, expected):
+    """The label of any other line says in what it differs; data by the run's folder, and not by a digest."""
+    folders = [make(tmp_path / run.pop("folder", str(number)), **run) for number, run in enumerate(runs)]
+    lines = plot_curves.group([plot_curves.read(path) for path in folders])
+    assert {line.label.replace(str(tmp_path), "{}"): len(line.runs) for line in lines} == expected
 
 
-def test_the_same_seed_twice_is_two_lines(tmp_path):
-    twice = [make(tmp_path / name, seed=1) for name in ("before", "after")]
-    assert lines_of(*twice) == [("ea_transformer_lite, before", 1), ("ea_transformer_lite, after", 1)]
-
-
-def test_the_same_name_in_other_folders_is_two_labels(tmp_path):
-    runs = [make(tmp_path / name / "run", seed=1) for name in ("one", "other")]
-    assert [label for label, _ in lines_of(*runs)] == [f"ea_transformer_lite, run, {run}" for run in runs]
-
-
-def test_other_data_are_told_by_the_runs_folder_and_not_by_a_digest(tmp_path):
-    runs = [make(tmp_path / name) for name in ("one", "two")]
-    record = json.loads((runs[1] / "run.json").read_text())
-    record["identity"]["data"] = "77aa01"
-    (runs[1] / "run.json").write_text(json.dumps(record))
-    assert [label for label, _ in lines_of(*runs)] == [f"ea_transformer_lite, {run}" for run in runs]
-
-
-def test_what_differs_between_architectures_is_named(tmp_path):
-    runs = [make(tmp_path / arch, arch=arch, flags={"lr": lr}) for arch, lr in (("ea_bart", "0.1"), ("bart", "0.2"))]
-    assert lines_of(*runs) == [("ea_bart, lr 0.1", 1), ("bart, lr 0.2", 1)]
+def line_of(*folders):
+    """The one line of these runs."""
+    (line,) = plot_curves.group([plot_curves.read(folder) for folder in folders])
+    return line
 
 
 def test_no_mean_leaves_out_a_seed(tmp_path):
-    validated, young = make(tmp_path / "1"), make(tmp_path / "2", list(journal(range(1, 11))), seed=2)
-    (line,) = plot_curves.group([plot_curves.read(validated), plot_curves.read(young)])
-    assert len(plot_curves.band(line, "valid", "updates")[0]) == 0
-    assert len(plot_curves.band(line, "train", "updates")[0]) == 1
+    line = line_of(make(tmp_path / "1"), make(tmp_path / "2", list(journal(range(1, 11))), seed=2))
+    assert [len(plot_curves.band(line, name, "updates")[0]) for name in ("valid", "train")] == [0, 1]
 
 
 def test_mean_and_range_as_far_as_all_seeds_have_got(tmp_path):
-    long = make(tmp_path / "long", seed=1)
-    short = make(tmp_path / "short", list(journal(range(1, 41), level=12)), seed=2)
-    (line,) = plot_curves.group([plot_curves.read(long), plot_curves.read(short)])
-    x, mean, lowest, highest = plot_curves.band(line, "train", "updates")
-    assert x.tolist() == [5, 15, 25, 35]
-    assert mean.tolist() == [10, 9, 8, 7]
-    assert (lowest.tolist(), highest.tolist()) == ([9, 8, 7, 6], [11, 10, 9, 8])
+    line = line_of(make(tmp_path / "long"), make(tmp_path / "short", list(journal(range(1, 41), level=12)), seed=2))
+    x, mean, lowest, highest = (values.tolist() for values in plot_curves.band(line, "train", "updates"))
+    assert x == [5, 15, 25, 35]
+    assert (mean, lowest, highest) == ([10, 9, 8, 7], [9, 8, 7, 6], [11, 10, 9, 8])
 
 
 def test_seeds_with_other_updates_are_compared_at_the_same_ones(tmp_path):
-    fast, slow = make(tmp_path / "fast", seed=1), make(tmp_path / "slow", seed=2, wps=50.0)
-    (line,) = plot_curves.group([plot_curves.read(fast), plot_curves.read(slow)])
+    line = line_of(make(tmp_path / "fast"), make(tmp_path / "slow", seed=2, wps=50.0))
     x, _, lowest, highest = plot_curves.band(line, "valid", "hours")
     np.testing.assert_allclose(x * 3600 / 2, [40, 60])  # from the first of the slow one to the last of the fast one
     np.testing.assert_allclose(lowest, 10 - x * 3600 / 2 / 20)
@@ -249,29 +239,26 @@ def test_picture_and_table(tmp_path, capsys, suffix):
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys):
-    run = make(tmp_path / "run")
-    empty, silent, foreign = (tmp_path / name for name in ("empty", "silent", "foreign"))
-    empty.mkdir()
-    make(silent, lines=[])
-    make(foreign)
-    (foreign / "run.json").write_text('{"arch": "x"}')
+@mistakes("""
+    {tmp}/nowhere | {tmp}/nowhere:
+    {tmp}/run {tmp}/empty | '{tmp}/empty: has no log.jsonl' scripts/train.sh
+    {tmp}/silent | {tmp}/silent/log.jsonl:
+    {tmp}/notes.txt | {tmp}/notes.txt: fairseq-train
+    {tmp}/foreign | {tmp}/foreign/run.json: "'identity'"
+    {tmp}/run {tmp}/silent/../run | twice {tmp}/run
+    {tmp}/run --out {tmp}/curves.gif | curves.gif: '.png, .svg, .pdf'
+    {tmp}/run --out {tmp}/folder.png | folder.png:
+    {tmp}/run --x days | days
+""")
+def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys, words, named):
+    make(tmp_path / "run")
+    make(tmp_path / "silent", lines=[])
+    (make(tmp_path / "foreign") / "run.json").write_text('{"arch": "x"}')
     (tmp_path / "notes.txt").write_text("what to buy: 3 apples")
-    out, folder = tmp_path / "out" / "curves.png", tmp_path / "folder.png"
-    folder.mkdir()
-    for arguments, message in [
-        ([tmp_path / "nowhere"], "nowhere: no such run folder or log file"),
-        ([run, empty], "empty: has no log.jsonl, so scripts/train.sh did not make this run; give the file"),
-        ([silent], "silent/log.jsonl: holds no loss"),
-        ([tmp_path / "notes.txt"], "notes.txt: holds no loss; is it fairseq-train's log"),
-        ([foreign], "run.json: not what scripts/train.sh writes: 'identity'"),
-        ([run, run.parent / "silent" / ".." / "run"], f"given twice: {run}"),
-        ([run, "--out", tmp_path / "curves.gif"], "curves.gif: the name must end in .png, .svg, .pdf"),
-        ([run, "--out", folder], "folder.png: is a folder; give the name of a file"),
-        ([run, "--x", "days"], "invalid choice: 'days'"),
-    ]:
-        words = [*arguments, *([] if "--out" in arguments else ["--out", out])]
-        assert message in refusal(capsys, plot_curves.main, *words, writes_to=tmp_path)
+    for name in ("empty", "folder.png"):
+        (tmp_path / name).mkdir()
+    out = [] if "--out" in words else ["--out", tmp_path / "out/curves.png"]
+    check_refusal(capsys, plot_curves.main, [*words, *out], named, writes_to=tmp_path, tmp=tmp_path)
 
 
 def drawn(monkeypatch, tmp_path, *runs):
@@ -282,16 +269,21 @@ def drawn(monkeypatch, tmp_path, *runs):
     return figures[0]
 
 
-def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("updates", "lines", "said"),
+    [
+        (200, [*journal(range(1, 11), level=1e6)], "above the picture: "),
+        (60, [line.replace('"loss": 4.0', '"loss": NaN') for line in journal(range(1, 61))], "diverged: "),
+    ],
+)
+def test_a_run_that_diverged_is_seen_and_said(monkeypatch, tmp_path, updates, lines, said):
     """Also one that ended in the first tenth of the others' time, all of which the picture used to crop."""
-    good = make(tmp_path / "good", list(journal(range(1, 201), level=30.0)))
-    lines = [*journal(range(1, 11), level=1e6)]
+    good = make(tmp_path / "good", list(journal(range(1, updates + 1), level=updates / 6)))
     figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "wild", lines, arch="transformer_lite"))
-    panel = figure.axes[0]
-    assert panel.get_ylim()[1] < 40, "it does not press the others together"
+    assert figure.axes[0].get_ylim()[1] < 40, "it does not press the others together"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[0] == "ea_transformer_lite"
-    assert labels[1].startswith("transformer_lite (above the picture: ")
+    assert labels[1].startswith(f"transformer_lite ({said}")
 
 
 def test_a_log_without_a_loss_is_left_out(tmp_path, capsys):
@@ -305,11 +297,3 @@ def test_a_log_without_a_loss_is_left_out(tmp_path, capsys):
     assert "silent/log.jsonl: holds no loss" in said.err
     assert str(new) in said.err
     assert "silent" not in said.out
-
-
-def test_a_loss_that_is_no_number_is_said(monkeypatch, tmp_path):
-    good = make(tmp_path / "good")
-    lines = [line.replace('"loss": 4.0', '"loss": NaN') for line in journal(range(1, 61))]
-    figure = drawn(monkeypatch, tmp_path, good, make(tmp_path / "lost", lines, arch="transformer_lite"))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert "transformer_lite (diverged: " in labels[1]
