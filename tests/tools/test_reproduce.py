@@ -182,6 +182,16 @@ def test_a_fresh_clone_writes_the_same_table(toy):
     assert "p 0.001" in first
 
 
+def test_scores_by_other_references_are_not_compared(toy):
+    """The baseline was scored before the data were prepared anew."""
+    folder = pretend(toy, "Plain", better=False)
+    pretend(toy, "Evolving", score=11.0)
+    write_evaluation(folder, evaluation(references="of before"), read_lines(folder / "eval/test.hyp.txt"))
+    written = collect(toy)
+    assert "Δ +1.00 (not tested)" in written
+    assert "not alike in everything**: References (Toy)" in written
+
+
 def test_translations_that_were_not_scored_are_refused(toy):
     """The paired test would be of others than the scores."""
     pretend(toy, "Plain", better=False)
@@ -216,6 +226,7 @@ def test_scores_are_those_of_the_translations(toy, data, capsys):
     said = refusal(capsys, reproduce.main, *words, writes_to=toy)
     assert f"2 recomputed, 1 without the references of {name}" in said
     assert re.findall(r"(\S+), test, beam5.average2: (\w+): ", said) == [(rows[1]["run"], "chrf")]
+    assert "rows: none" in refusal(capsys, reproduce.main, *words, "--results", toy / "empty", writes_to=toy)
     assert "--data: " in refusal(capsys, reproduce.main, "table5", "--data", data)
 
 

@@ -37,7 +37,7 @@ def check(records: Records, folders: Iterable[Path]) -> str:
         else:
             counts["recomputed"] += 1
             faults += differences(row, lines, text)
-    said = f"rows: {listed(f'{count} {what}' for what, count in counts.items())}"
+    said = f"rows: {listed(f'{count} {what}' for what, count in counts.items()) or 'none'}"
     if faults or not counts["recomputed"]:
         raise UserError("\n  ".join([said, *faults]))
     return said
