@@ -53,21 +53,7 @@ class Cell:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     with reporting("reproduce"):
-        parser = Parser(
-            prog="reproduce.sh",
-            usage="reproduce.sh TABLE [options] [fairseq-train flags]",
-            description=__doc__,
-            allow_abbrev=False,
-        )
-        add, words = parser.add_argument, f"{', '.join(tables.names())}, pages, scores, or a .toml file of your own"
-        add("table", metavar="TABLE", help=words)
-        seeds = "to run (default: the table's, which are always shown)"
-        add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
-        add("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
-        add("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
-        of_scores = "prepared data for the TABLE scores (default: all in data/)"
-        add("--data", type=Path, nargs="+", metavar="DIR", help=of_scores)
-        args, extra = parse(parser, arguments, "reproduce")
+        args, extra = parse(arguments)
         if args.data and args.table != "scores":
             raise UserError(f"--data: {tables.ELSEWHERE['data']}")
         if extra and args.table in ("pages", "scores"):
@@ -89,7 +75,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end("reproduce", failed)
 
 
-def parse(
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and flags for every training run."""
+    parser = Parser(
+        prog="reproduce.sh",
+        usage="reproduce.sh TABLE [options] [fairseq-train flags]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    add, words = parser.add_argument, f"{', '.join(tables.names())}, pages, scores, or a .toml file of your own"
+    add("table", metavar="TABLE", help=words)
+    seeds = "to run (default: the table's, which are always shown)"
+    add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
+    add("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
+    add("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
+    of_scores = "prepared data for the TABLE scores (default: all in data/)"
+    add("--data", type=Path, nargs="+", metavar="DIR", help=of_scores)
+    return parse_with(parser, arguments, "reproduce")
+
+
+def parse_with(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, folder: str
 ) -> tuple[argparse.Namespace, list[str]]:
     """The options of a command that trains the cells of a table, and flags for every training run.

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     add("--metric", choices=METRICS, default="sacrebleu", help="what decides (default: sacrebleu)")
     add("--name", help="of the page (default: recipe, architecture and flags)")
-    args, extra = reproduce.parse(parser, arguments, "sweep")
+    args, extra = reproduce.parse_with(parser, arguments, "sweep")
     try:
         names = [*parse_flags(extra), *(name for name, *_ in args.grid)]
         for name, *values in args.grid:
