@@ -77,8 +77,6 @@ def select(
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-    if twice := next((path for at, path in enumerate(paths) if path.resolve() in map(Path.resolve, paths[:at])), None):
-        raise UserError(f"--inputs {twice}: is given twice, which would count it twice")
     folders = [path for path in paths if path.is_dir()]
     if num_epochs is None and num_updates is None:
         if folders:
