@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -78,30 +79,25 @@ def write_json(path: Path, content: Any) -> None:
 
 def json_text(content: Any) -> str:
     """JSON: what fits stands on one line, and so does each item of a list, however long."""
-    return "\n".join(_json_lines(content, "", "")) + "\n"
+    return _json(content) + "\n"
 
 
-def _json_lines(value: Any, indent: str, name: str) -> Iterator[str]:
-    """The lines of a value; `name` is what precedes it on its first line."""
-    line = indent + name + _json_line(value)
-    if not isinstance(value, (dict, list, tuple)) or not value or (indent and len(line) < MOST_LETTERS):
-        yield line
-        return
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    yield indent + name + opening
+_json_line = functools.partial(json.dumps, ensure_ascii=False, default=os.fspath)
+
+
+def _json(value: Any, indent: str = "", name: str = "") -> str:
+    """A value behind its name, in lines of which all but the first begin with the indent."""
+    line = name + _json_line(value)
+    if not isinstance(value, (dict, list, tuple)) or not value or (indent and len(indent + line) < MOST_LETTERS):
+        return line
     inner = indent + " "
     if isinstance(value, dict):
-        items = [list(_json_lines(each, inner, f"{_json_line(str(key))}: ")) for key, each in value.items()]
+        items = [_json(each, inner, f"{_json_line(str(key))}: ") for key, each in value.items()]
     else:
-        items = [[inner + _json_line(each)] for each in value]
-    for number, lines in enumerate(items, 1):
-        yield from lines[:-1]
-        yield lines[-1] + ("," if number < len(items) else "")
-    yield indent + closing
-
-
-def _json_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=os.fspath)
+        items = list(map(_json_line, value))
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    body = ",\n".join(inner + item for item in items)
+    return f"{name}{opening}\n{body}\n{indent}{closing}"
 
 
 def read_lines(path: Path | str) -> list[str]:
