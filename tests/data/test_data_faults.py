@@ -9,7 +9,6 @@ import signal
 import pytest
 from helpers.data_toy import (
     CUSTOM,
-    corpora,
     corpus,
     corpus_of,
     custom,
@@ -175,9 +174,3 @@ def test_strict_refuses_unexpected_numbers_of_pairs(tmp_path):
     with pytest.raises(SystemExit, match="--strict"):
         script(*common, "--strict")
     assert (tmp_path / "out").exists()
-
-
-def test_expected_counts_are_the_published_ones():
-    assert corpora.multi30k("de", "en").expected == {"train": 29_000, "valid": 1_014, "test": 1_000, "test1": 1_000}
-    assert corpora.iwslt14_de_en().expected == {"train": 160_239, "valid": 7_283, "test": 6_750}
-    assert corpora.wmt14_en_de().expected == corpora.wmt14_en_fr().expected == {"test": 3_003}

@@ -68,9 +68,8 @@ def subword_nmt(folder, merges, train, *others):
     for lines in [*train, *others]:
         apply = [SUBWORD_NMT, "apply-bpe", "-c", codes]
         given = write(folder / "in", lines).open("rb")
-        result.append(
-            subprocess.run(apply, stdin=given, capture_output=True, check=True).stdout.decode().split("\n")[:-1]
-        )
+        done = subprocess.run(apply, stdin=given, capture_output=True, check=True)
+        result.append(done.stdout.decode().split("\n")[:-1])
     return result
 
 
@@ -85,9 +84,14 @@ def in_bounds(source, target, longest):
     return 1 <= a <= longest and 1 <= b <= longest and a / b <= 1.5 and b / a <= 1.5
 
 
-def assert_text(pipeline, stage, split, expected):
-    for path, lines in zip(pipeline.text(stage, split), expected, strict=True):
+def assert_text(pipeline, stage, split, expected, raw=False):
+    for path, lines in zip(pipeline.text(stage, split, raw), expected, strict=True):
         assert read(path) == lines
+
+
+def only(kept, *sides):
+    """The lines of each side that are kept."""
+    return [[line for line, ok in zip(side, kept, strict=True) if ok] for side in sides]
 
 
 # --- IWSLT'14 --------------------------------------------------------------------------------------------------------
@@ -134,15 +138,14 @@ def test_iwslt14(iwslt, tmp_path):
     valid = kept[22::23]
     train = [pair for number, pair in enumerate(kept, 1) if number % 23]
     test_sides = [[line for name in IWSLT_TESTS for line in tests[name][which]] for which in (0, 1)]
-    expected = {"train": [[pair[i][1].lower() for pair in train] for i in (0, 1)]}
-    expected["valid"] = [[pair[i][1].lower() for pair in valid] for i in (0, 1)]
+    parts = {"train": train, "valid": valid}
+    expected = {split: [[pair[i][1].lower() for pair in part] for i in (0, 1)] for split, part in parts.items()}
     expected["test"] = [
         [line.lower() for line in tokens([line.replace("’", "'") for line in side], lang)]
         for lang, side in zip(("de", "en"), test_sides, strict=True)
     ]
-    assert any(
-        "&amp; amp ;" in line for line in expected["test"][0]
-    )  # entities are not undone: so in the real test set
+    # Entities are not undone: so in the real test set.
+    assert any("&amp; amp ;" in line for line in expected["test"][0])
 
     pipeline = text_only(corpora.iwslt14_de_en(), folder, tmp_path / "out", workers=2)
     for split, lines in expected.items():
@@ -150,10 +153,8 @@ def test_iwslt14(iwslt, tmp_path):
     every = subword_nmt(tmp_path, 10_000, expected["train"], *expected["valid"], *expected["test"])
     for number, split in enumerate(expected):
         assert_text(pipeline, "subwords", split, every[2 * number : 2 * number + 2])
-    for i, path in enumerate(pipeline.text("subwords", "valid", raw=True)):
-        assert read(path) == [pair[i][0] for pair in valid]
-    for side, path in zip(test_sides, pipeline.text("subwords", "test", raw=True), strict=True):
-        assert read(path) == side
+    assert_text(pipeline, "subwords", "valid", [[pair[i][0] for pair in valid] for i in (0, 1)], raw=True)
+    assert_text(pipeline, "subwords", "test", test_sides, raw=True)
 
 
 def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
@@ -162,8 +163,7 @@ def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
     sources = {"archive": folder, "files": tmp_path / "raw"}
     ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / name) for name, raw in sources.items())
     for split in ours.splits():
-        for a, b in zip(ours.text("subwords", split), theirs.text("subwords", split), strict=True):
-            assert a.read_bytes() == b.read_bytes()
+        assert_text(ours, "subwords", split, map(read, theirs.text("subwords", split)))
 
 
 # --- WMT'14 ----------------------------------------------------------------------------------------------------------
@@ -234,42 +234,46 @@ def test_wmt14(recipe, sizes, test_set, every, tmp_path):
     for name, sides, raw in (("train", split[:2], None), ("valid", split[2:4], raw_valid)):
         kept = [in_bounds(a, b, 250) for a, b in zip(*sides, strict=True)]
         assert name == "valid" or 0 < sum(kept) < len(kept)
-        assert_text(
-            pipeline, "subwords", name, [[line for line, ok in zip(side, kept, strict=True) if ok] for side in sides]
-        )
+        assert_text(pipeline, "subwords", name, only(kept, *sides))
         if raw:
-            for path, side in zip(pipeline.text("subwords", name, raw=True), raw, strict=True):
-                assert read(path) == [line for line, ok in zip(side, kept, strict=True) if ok]
+            assert_text(pipeline, "subwords", name, only(kept, *raw), raw=True)
     assert_text(pipeline, "subwords", "test", split[4:])
-    for path, side in zip(pipeline.text("subwords", "test", raw=True), test, strict=True):
-        assert read(path) == side
+    assert_text(pipeline, "subwords", "test", test, raw=True)
 
 
 # --- archives that are not right -------------------------------------------------------------------------------------
 
 
-def test_truncated_archive(iwslt, tmp_path):
-    folder, *_ = iwslt
-    data = (folder / "de-en.tgz").read_bytes()
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/de-en.tgz").write_bytes(data[: int(len(data) * 0.9)])
-    with pytest.raises(UserError, match=r"raw/de-en\.tgz: truncated or damaged"):
-        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+def truncated_archive(folder, iwslt):
+    content = (iwslt / "de-en.tgz").read_bytes()
+    (folder / "de-en.tgz").write_bytes(content[: int(len(content) * 0.9)])
 
 
-def test_missing_member(tmp_path):
-    archive(tmp_path / "raw/de-en.tgz", {"de-en/train.tags.de-en.de": "a\n", "de-en/other": "b\n"})
-    with pytest.raises(UserError, match=r"has no member de-en/IWSLT14.*dev2010.*; it has de-en/train.*de, de-en/other"):
-        text_only(corpora.iwslt14_de_en(), tmp_path / "raw", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+def archive_without_tests(folder, iwslt):
+    archive(folder / "de-en.tgz", {"de-en/train.tags.de-en.de": "a\n", "de-en/other": "b\n"})
 
 
-def test_a_missing_archive_and_one_of_another_size_are_named(tmp_path):
-    recipe = corpora.wmt14_en_de()
-    (tmp_path / "raw").mkdir()
-    with pytest.raises(UserError, match=r"has no .*europarl.* download it from https://.*europarl-v7.tgz"):
-        text_only(recipe, tmp_path / "raw", tmp_path / "out")
-    wmt(tmp_path / "raw", recipe, (10, 10, 10), "newstest2014-deen")
-    with pytest.raises(UserError, match=r"europarl-v7.tgz: [\d,]+ bytes, but it should have 657,632,379"):
-        text_only(recipe, tmp_path / "raw", tmp_path / "out")
+def archives_of_another_size(folder, iwslt):
+    wmt(folder, corpora.wmt14_en_de(), (10, 10, 10), "newstest2014-deen")
+
+
+@pytest.mark.parametrize(
+    ("fault", "recipe", "message"),
+    [
+        (truncated_archive, corpora.iwslt14_de_en(), r"raw/de-en\.tgz: truncated or damaged"),
+        (
+            archive_without_tests,
+            corpora.iwslt14_de_en(),
+            r"no member .*dev2010.*; .* de-en/train.*de, de-en/other",
+        ),
+        (lambda *_: None, corpora.wmt14_en_de(), r"raw: has no .*europarl.*https://.*europarl-v7.tgz"),
+        (archives_of_another_size, corpora.wmt14_en_de(), r"europarl-v7.tgz: [\d,]+ bytes, .*657,632,379"),
+    ],
+)
+def test_an_archive_that_is_not_the_published_one_is_named(iwslt, tmp_path, fault, recipe, message):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    fault(raw, iwslt[0])
+    with pytest.raises(UserError, match=message):
+        text_only(recipe, raw, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]

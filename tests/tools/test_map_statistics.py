@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,15 @@ import pytest
 import torch
 from helpers.mistakes import check_refusal, mistakes
 from helpers.toy import save_model
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import entropy
 
 from ea_artifacts.command import UserError
 from ea_artifacts.preparation import Preparation
 from ea_tools.maps import statistics as map_statistics
 from ea_tools.maps.alignments import alignment_errors, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, estimate, resamples, shares
-from ea_tools.maps.models import Loaded, load_model
+from ea_tools.maps.models import Loaded, Sentence, load_model
 from ea_tools.maps.statistics import main, read_sample, tally
 
 RUNS = ["toy-ea/checkpoint_best.pt", "toy-stock/checkpoint_best.pt"]
@@ -85,55 +86,36 @@ def test_intervals_over_sentences():
 
 
 def naive(loaded, number, dataset, gold):
-    """{(statistic, kind, layer): (sum, count)} of one sentence alone, pixel by pixel."""
+    """{(statistic, kind, layer): (sum, count)} of one sentence alone, row by row."""
     pair, out, before = dataset[number], {}, {}
-    forced = loaded.force(_ids(pair["source"]), _ids(pair["target"]))
-    for maps in forced:
-        w, heads = maps.weights[0].double(), maps.weights.size(1)
-        earlier = before.get(maps.kind)
-        for row in range(w.size(1)):
-            keys = [column for column in range(w.size(2)) if not maps.masked[0, 0, row, column]]
+    for maps in loaded.force(*(Sentence(pair[side], [], None) for side in ("source", "target"))):
+
+        def add(name, value, maps=maps):
+            total, count = out.get((name, maps.kind, maps.layer), (0, 0))
+            out[name, maps.kind, maps.layer] = total + value, count + 1
+
+        w, earlier = maps.weights[0].double().numpy(), before.get(maps.kind)
+        for row in range(w.shape[1]):
+            keys = np.flatnonzero(~maps.masked[0, 0, row].numpy())
             if len(keys) < 2:
                 continue
-            for head in range(heads):
-                _add(out, maps, "entropy", h := _entropy([w[head, row, key] for key in keys]))
-                _add(out, maps, "normalised", h / math.log(len(keys)))
+            for head in range(len(w)):
+                add("entropy", entropy(w[head, row, keys]))
+                add("normalised", entropy(w[head, row, keys]) / math.log(len(keys)))
                 if earlier is not None:
-                    _add(out, maps, "same_head", _similarity(w[head, row], earlier[head, row], keys))
-                spreads = {
-                    PARTS[name]: statistics.pstdev(float(part.share * part.map[0, head, row, key]) for key in keys)
-                    for name, part in maps.parts.items()
-                }
-                for name in spreads if len(spreads) > 1 else ():
-                    _add(out, maps, name, spreads[name] / sum(spreads.values()))
+                    add("same_head", 1 - jensenshannon(w[head, row, keys], earlier[head, row, keys], base=2) ** 2)
+                parts = maps.parts.items()
+                spreads = {name: (part.share * part.map[0, head, row, keys]).std(correction=0) for name, part in parts}
+                for name, value in spreads.items() if len(spreads) > 1 else ():
+                    add(PARTS[name], float(value / sum(spreads.values())))
             if earlier is not None:
-                _add(out, maps, "head_mean", _similarity(w.mean(0)[row], earlier.mean(0)[row], keys))
+                means = (one.mean(0)[row, keys] for one in (w, earlier))
+                add("head_mean", 1 - jensenshannon(*means, base=2) ** 2)
         before[maps.kind] = w
         if maps.kind == "cross":
             words = [_words(pair[side], side, loaded) for side in ("source", "target")]
             out["aer", "cross", maps.layer] = _aer(w.mean(0), *words, *gold)
     return out
-
-
-def _ids(ids):
-    from ea_tools.maps.models import Sentence
-
-    return Sentence(ids, [], None)
-
-
-def _add(out, maps, name, value):
-    total, count = out.get((name, maps.kind, maps.layer), (0, 0))
-    out[name, maps.kind, maps.layer] = total + float(value), count + 1
-
-
-def _entropy(row):
-    return -sum(float(p) * math.log(p) for p in row if p > 0)
-
-
-def _similarity(one, other, keys):
-    one, other = [one[key] for key in keys], [other[key] for key in keys]
-    middle = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
-    return 1 - (_entropy(middle) - (_entropy(one) + _entropy(other)) / 2) / math.log(2)
 
 
 def _words(ids, side, loaded):
