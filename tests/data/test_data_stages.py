@@ -224,9 +224,17 @@ def test_own_files_in_a_prepared_folder_are_not_lost(tmp_path):
     assert notes.exists()
 
 
-def test_a_stage_with_a_damaged_stamp_is_made_again(tmp_path, made):
+def test_a_stage_that_is_damaged_or_half_removed_is_made_again(tmp_path, made, monkeypatch):
     made()
     (tmp_path / "out.work/2-subwords" / stages.STAMP).write_text("{}")
+    assert made() == ["subwords"]
+
+    def interrupted(*_, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # before the stage's files are removed
+        patch.setattr(stages.shutil, "rmtree", interrupted)
+        made(merges=70)
     assert made() == ["subwords"]
 
 
