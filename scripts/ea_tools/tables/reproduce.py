@@ -1,7 +1,7 @@
 """Fill a table: train and evaluate the models that are missing, then write results/TABLE.md and .png.
 
-Finished runs stay; interrupted ones go on. Cells without a run say "not run". Flags of fairseq-train go to every
-training run, whose table is then another page: --max-update 300 writes results/TABLE-max-update300.md.
+Finished runs stay; interrupted ones go on. Cells without a run say "not run". Flags of the launch go to every training:
+--gpus 0, --precision bf16. Flags that make another model belong into the rows of a table of your own.
 
 Without a GPU, each core trains one run, on one thread. The scores of finished runs are kept in results/scores.jsonl,
 from which --collect writes the table, on a fresh clone, too. A run that was made elsewhere is brought in by putting
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ea_artifacts.command import REPO, Parser, UserError, parse_flags, positive, reporting
+from ea_artifacts.command import REPO, Parser, UserError, hint, parse_flags, positive, reporting
 from ea_artifacts.files import read_json
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import AVERAGED
@@ -54,10 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
     with reporting("reproduce"):
         args, extra = parse(arguments)
-        if args.data and args.table != "scores":
-            raise UserError(f"--data: {tables.ELSEWHERE['data']}")
-        if extra and args.table in ("pages", "scores"):
-            raise UserError(f"{' '.join(extra)}: {args.table} takes no flags of fairseq-train")
         if args.table == "pages":
             shown.write(args.results)
             return
@@ -71,15 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--rows {' '.join(args.rows)}: the table has {', '.join(row.label for row in table.rows)}")
         if unknown := set(args.recipes) - set(table.recipes):
             raise UserError(f"--recipes {' '.join(sorted(unknown))}: the table has {', '.join(table.recipes)}")
-        failed = fill(table.with_flags(extra), rows, args.seeds or table.seeds, args, args.recipes)
+        failed = fill(table, rows, args.seeds or table.seeds, args, extra, args.recipes)
     end("reproduce", failed)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and flags for every training run."""
+    """The options, and flags of the launch for every training."""
     parser = Parser(
         prog="reproduce.sh",
-        usage="reproduce.sh TABLE [options] [fairseq-train flags]",
+        usage="reproduce.sh TABLE [options] [train.sh's flags of the launch]",
         description=__doc__,
         allow_abbrev=False,
     )
@@ -91,7 +87,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     add("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
     of_scores = "prepared data for the TABLE scores (default: all in data/)"
     add("--data", type=Path, nargs="+", metavar="DIR", help=of_scores)
-    return parse_with(parser, arguments, "reproduce")
+    args, extra = parse_with(parser, arguments, "reproduce")
+    if args.data and args.table != "scores":
+        parser.error(f"--data: {tables.ELSEWHERE['data']}")
+    allowed = ["none"] if args.table in ("pages", "scores") else sorted(recipes.LAUNCH)
+    for name in parse_flags(extra):
+        if name not in allowed:
+            parser.error(f"--{name}: expected flags of the launch alone, for all rows; {hint(name, allowed)}")
+    return args, extra
 
 
 def parse_with(
@@ -122,9 +125,14 @@ def parse_with(
 
 
 def fill(
-    table: Table, rows: Sequence[Row], seeds: Sequence[int], args: argparse.Namespace, only: Sequence[str] = ()
+    table: Table,
+    rows: Sequence[Row],
+    seeds: Sequence[int],
+    args: argparse.Namespace,
+    extra: Sequence[str] = (),  # words for every training, about its launch
+    only: Sequence[str] = (),  # recipes; empty for all
 ) -> list[str]:
-    """Run the missing cells of these rows, and of `only` these recipes, and write the page; returns the failed cells.
+    """Run the missing cells of these rows, and write the page; returns the failed cells.
 
     The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
     """
@@ -135,14 +143,15 @@ def fill(
             run=table.run(row, recipe, seed),
             data=recipes.read(recipe).data,
             subsets=table.subsets(recipe),
-            training=[recipe, row.arch, *row.flags, *table.extra, "--seed", str(seed)],
+            training=[recipe, row.arch, *row.flags, *extra, "--seed", str(seed)],
         )
         for seed in seeds
         for recipe in table.recipes
         for row in rows
         if not only or recipe in only
     ]
-    failed = [] if args.collect else run_missing(cells, args, parse_flags(table.extra).get("gpus") == ["0"])
+    on_cpu = parse_flags([*rows[0].flags, *extra]).get("gpus") == ["0"]
+    failed = [] if args.collect else run_missing(cells, args, on_cpu)
     if not args.dry_run:
         with opened(args.results) as records:
             for cell in cells:

@@ -16,7 +16,7 @@ from ea_artifacts.command import Parser, UserError, listed, parse_flags, reporti
 from ea_tools.tables import reproduce
 from ea_tools.tables.page import gather
 from ea_tools.tables.records import Records
-from ea_tools.tables.table import METRICS, Row, Table, check_flags, file_name
+from ea_tools.tables.table import METRICS, Row, Table, check_flags, file_name, slug
 from ea_tools.training import recipes
 
 CONFIRMED = 2  # this many of the best combinations are run with the other seeds
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: run the grid with one seed, then its best rows with the others."""
     with reporting("sweep"):
         args, extra = parse(arguments)
-        table = grid(args).with_flags(extra)
+        table = grid(args, extra)
         first, *others = args.seeds
         failed = reproduce.fill(table, table.rows, [first], args)
         if others and args.dry_run:
@@ -65,19 +65,22 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     return args, extra
 
 
-def grid(args: argparse.Namespace) -> Table:
-    """The table of one column, with a row for each combination."""
+def grid(args: argparse.Namespace, extra: Sequence[str]) -> Table:
+    """The table of one column, with a row for each combination, and the same flags for all of them."""
     recipe, names = recipes.read(args.recipe), [name for name, *_ in args.grid]
     rows = []
     for values in itertools.product(*(values for _, *values in args.grid)):
         chosen = dict(zip(names, values, strict=True))
         label = ", ".join(f"{name} {value}" for name, value in chosen.items())
-        rows.append({"label": label, "arch": args.arch, "flags": recipes.spell_flags(chosen)})
+        rows.append({"label": label, "arch": args.arch, "flags": [*recipes.spell_flags(chosen), *extra]})
     for row in rows[1:]:
         row["baseline"] = rows[0]["label"]
+    given = {name: values for name, values in parse_flags(extra).items() if name not in recipes.LAUNCH}
+    words = f", all with {' '.join(recipes.spell_flags(given))}" if given else ""
+    name = f"sweep-{args.name}" if args.name else file_name(["sweep", recipe.name, args.arch, *names])
     content = {
-        "name": f"sweep-{args.name or file_name([recipe.name, args.arch, *names])}",
-        "title": f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}",
+        "name": file_name([name, *slug(given)]),
+        "title": f"{args.arch} on {recipe.name}'s validation set: {' x '.join(names)}{words}",
         "column": [{"recipe": args.recipe, "label": recipe.name, "metric": args.metric, "subset": "valid"}],
         "row": rows,
         "seeds": args.seeds,

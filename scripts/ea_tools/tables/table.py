@@ -79,6 +79,12 @@ class Row(Form):
     baseline: str | None = None
     paper: dict[str, float] = Field(default_factory=dict)
 
+    @property
+    def learnt(self) -> Flags:
+        """The flags by which another model is learnt. A row that asks for a precision is there to compare it."""
+        launch = recipes.LAUNCH - {"precision"}
+        return {name: values for name, values in parse_flags(self.flags).items() if name not in launch}
+
     @model_validator(mode="after")
     def _can_be_trained(self) -> Self:
         flag_faults.check_architecture(self.arch, f"{self.label}: arch ")
@@ -94,7 +100,6 @@ class Table(Form):
     columns: list[Column] = Field(alias="column", min_length=1)
     rows: list[Row] = Field(alias="row", min_length=1)
     seeds: list[int] = Field(default_factory=lambda: [1], min_length=1)
-    extra: list[str] = Field(default_factory=list)  # flags of train.sh for every row
 
     @model_validator(mode="after")
     def _has_names_once(self) -> Self:
@@ -107,15 +112,15 @@ class Table(Form):
                 raise UserError(f"{row.label}: paper: {min(unknown)} is no column")
             if row.baseline and row.baseline not in labels:
                 raise UserError(f"{row.label}: baseline {row.baseline!r} is no row; {hint(row.baseline, labels)}")
-        self._check_apart()
+        self._check_runs()
         return self
 
-    def _check_apart(self) -> None:
+    def _check_runs(self) -> None:
         """Refuse rows that would share one run."""
         learnt: dict[tuple, Row] = {}
         for row in self.rows:
-            flags = self._learnt_by(row).items()
-            other = learnt.setdefault((row.arch, *((name, *map(recipes.plain, value)) for name, value in flags)), row)
+            flags = ((name, *map(recipes.plain, values)) for name, values in row.learnt.items())
+            other = learnt.setdefault((row.arch, *flags), row)
             if other is not row:
                 raise UserError(
                     f"the rows {other.label!r} and {row.label!r} would share one run: they have the same architecture "
@@ -133,44 +138,14 @@ class Table(Form):
 
     def run(self, row: Row, recipe: str, seed: int) -> str:
         """The name of a run, RECIPE/NAME. It describes the model, so that tables share runs."""
-        return f"{recipes.read(recipe).name}/{file_name([row.arch, *_slug(self._learnt_by(row))])}-seed{seed}"
-
-    def _learnt_by(self, row: Row) -> Flags:
-        """The settings of the model in a row's flags and in those of all rows.
-
-        A row that asks for a precision is there to compare it.
-        """
-        return _learning([*row.flags, *recipes.spell_flags(_learning(self.extra))], recipes.LAUNCH - {"precision"})
-
-    def with_flags(self, extra: list[str]) -> Table:
-        """The table of runs that have these flags besides their own, which has its own page and a title that says so.
-
-        Flags by which no other model is learnt change neither. Flags by which two rows become one model are refused.
-        """
-        given = _learning(extra)
-        words = " ".join(recipes.spell_flags(given))
-        named = (
-            {"name": file_name([self.name, *_slug(given)]), "title": f"{self.title}, all with {words}"} if given else {}
-        )
-        table = self.model_copy(update={"extra": extra, **named})
-        try:
-            table._check_apart()
-        except UserError as error:
-            raise UserError(f"{self.name} with {words}: {error}") from None
-        return table
+        return f"{recipes.read(recipe).name}/{file_name([row.arch, *slug(row.learnt)])}-seed{seed}"
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
-        given = parse_flags([*row.flags, *self.extra, "--seed", str(seed)])
-        return recipes.flags_of(recipes.read(recipe), row.arch, given)
+        return recipes.flags_of(recipes.read(recipe), row.arch, parse_flags([*row.flags, "--seed", str(seed)]))
 
 
-def _learning(words: Iterable[str], launch: Iterable[str] = recipes.LAUNCH) -> Flags:
-    """The words about the model and its learning, without those of `launch`."""
-    return {name: values for name, values in parse_flags(words).items() if name not in launch}
-
-
-def _slug(flags: Flags) -> list[str]:
+def slug(flags: Flags) -> list[str]:
     """ "--ea-alpha 0 --lr 5e-3 --update-freq 1,2" -> "ea-alpha0", "lr5e-3", "update-freq1_2"."""
     return [name + re.sub(r"[^\w.+-]+", "_", " ".join(values)).strip("_") for name, values in flags.items()]
 
