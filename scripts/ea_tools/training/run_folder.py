@@ -104,13 +104,18 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
             say(f"note: --{name} is {is_now} from here on; it was {was} when this run last started")
 
 
+def last_flags(run: Path) -> dict[str, str] | None:
+    """The flags of a run's last start; None before the first, and where version 0.1.0 made the run."""
+    starts = read_json(run / "run.json")["starts"]
+    return starts[-1]["flags"] if starts else None
+
+
 def require_same_metric(run: Path, flags: Flags) -> None:
     """Refuse another metric of the best checkpoint than before: fairseq would compare the numbers of the two."""
-    starts = read_json(run / "run.json")["starts"]
-    if not started(run) or not starts or "reset-meters" in flags:
+    earlier, name = last_flags(run), "best-checkpoint-metric"
+    if not started(run) or earlier is None or "reset-meters" in flags:
         return
-    name = "best-checkpoint-metric"
-    before, now = starts[-1]["flags"].get(name, "loss"), flags.get(name, ["loss"])[0]
+    before, now = earlier.get(name, "loss"), flags.get(name, ["loss"])[0]
     if before != now:
         raise UserError(
             f"{run}: its best checkpoint was chosen by {before}, and would now be by {now} (--eval-bleu chooses by "
@@ -138,10 +143,9 @@ def refuse_other_flags(run: Path, flags: Flags, every: Flags, without: Sequence[
         every: all flags that fairseq-train would get.
         without: what --without names, which must not have been among them.
     """
-    starts = read_json(run / "run.json")["starts"]
-    if not starts:  # version 0.1.0 made the run, and recorded none
+    before = last_flags(run)
+    if before is None:
         return
-    before = starts[-1]["flags"]
     others = [
         f"{' '.join([f'--{name}', *values])} (it was {said(before.get(name))})"
         for name, values in flags.items()
@@ -240,16 +244,14 @@ def finished(state: Mapping[str, Any] | None, flags: Flags) -> str | None:
     """Why a run with this last checkpoint has nothing left to do, or None."""
     if state is None:
         return None
-    wanted = int(flags.get("max-update", ["0"])[0])
-    if wanted and updates(state) >= wanted:
-        return f"{updates(state):,} updates, --max-update is {wanted:,}"
-    epochs = int(flags.get("max-epoch", ["0"])[0])
-    iterator = state["extra_state"]["train_iterator"]
-    if epochs and iterator["epoch"] > epochs:
+    most, epochs, patience = (int(flags.get(name, ["0"])[0]) for name in ("max-update", "max-epoch", "patience"))
+    if 0 < most <= updates(state):
+        return f"{updates(state):,} updates, --max-update is {most:,}"
+    extra = state["extra_state"]
+    if 0 < epochs < extra["train_iterator"]["epoch"]:
         return f"--max-epoch is {epochs}"
-    patience = int(flags.get("patience", ["-1"])[0])
-    runs = state["extra_state"].get("early_stopping", {}).get("num_runs") or 0
-    if patience > 0 and runs >= patience:
+    runs = extra.get("early_stopping", {}).get("num_runs") or 0
+    if 0 < patience <= runs:
         return f"{runs:.0f} validations without improvement, --patience is {patience}"
     return None
 
