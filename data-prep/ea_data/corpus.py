@@ -75,7 +75,7 @@ class Corpus:
     expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
     downloads: str = ""  # folder below data/downloads
     codes: Path | None = None  # subword-nmt's codes, where the text comes in subwords
-    like: Path | None = None  # a run, or data, whose rules, subwords and dictionary this text gets
+    like: Preparation | None = None  # whose rules, subwords and dictionary this text gets
 
     def splits(self) -> dict[str, tuple[Part, ...]]:
         """fairseq's name of each split that comes as such -> its parts."""

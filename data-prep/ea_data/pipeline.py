@@ -26,7 +26,7 @@ from typing import Any
 
 from ea_artifacts.command import UserError, say
 from ea_artifacts.files import read_json
-from ea_artifacts.preparation import CODES, FILE, Preparation
+from ea_artifacts.preparation import CODES, FILE
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
 from .corpus import Corpus
@@ -55,7 +55,7 @@ class Pipeline:
         self.corpus, self.rules, self.out, self.workers, self.command = corpus, corpus.rules, out, workers, command
         self.required = corpus.expected if strict else {}
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
-        self.earlier = Preparation.like(corpus.like) if corpus.like else None
+        self.earlier = corpus.like
         self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
         # For Moses.
         self.spoken = self.earlier.moses_languages if self.earlier else tuple(map(base_language, self.languages))

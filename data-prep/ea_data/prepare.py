@@ -177,8 +177,8 @@ def corpus_of(args: argparse.Namespace) -> Corpus:
     if args.command != "custom":
         make, pairs = corpora.PUBLIC[args.command]
         return make(*args.pair.split("-")) if pairs else make()
-    if args.like:
-        like = Preparation.like(args.like)
+    like = Preparation.like(args.like) if args.like else None
+    if like:
         if like.languages != (args.source_lang, args.target_lang):
             raise UserError(
                 f"--like {args.like}: is {'-'.join(like.languages)}, and the text is to be "
@@ -193,7 +193,7 @@ def corpus_of(args: argparse.Namespace) -> Corpus:
     name = args.name or (args.out and args.out.resolve().name) or f"custom-{args.source_lang}-{args.target_lang}"
     rules = dataclasses.replace(rules, filter_on="subwords")
     corpus = corpora.custom(name, args.source_lang, args.target_lang, args.train, args.valid, args.test, rules)
-    return dataclasses.replace(corpus, codes=args.bpe_given, like=args.like)
+    return dataclasses.replace(corpus, codes=args.bpe_given, like=like)
 
 
 def warn_of_unknown(args: argparse.Namespace) -> None:

@@ -28,7 +28,6 @@ from ea_tools.maps.exports import numbers, page
 from ea_tools.maps.look import PARTS, Look, Maps, Row, columns_of
 from ea_tools.maps.picture import picture
 from ea_tools.maps.words import Words
-from ea_tools.sides import NAMES
 
 if TYPE_CHECKING:  # imported where a model is loaded
     from ea_tools.maps.models import Loaded, Sentence
@@ -84,15 +83,10 @@ def _number_or(*words: str) -> Callable[[str], int | str]:
 
 def examine(args: argparse.Namespace) -> Look:
     """Load the model (and the one to compare with), translate if need be, and collect the maps."""
-    from ea_tools.maps.models import load_model
+    from ea_tools.maps.models import load_models
 
     say("loading")
-    loaded = load_model(args.run or args.checkpoint, args.data)
-    other = load_model(args.compare, args.data or loaded.data) if args.compare else None
-    if other and other.sides != loaded.sides:
-        raise UserError(
-            f"--compare {other.checkpoint}: has {NAMES[other.sides]}, and {loaded.checkpoint} {NAMES[loaded.sides]}"
-        )
+    loaded, other = load_models(args.run or args.checkpoint, args.compare, args.data)
     source, target = loaded.sentences(args.source, args.target, args.beam)
     tokens, words = _tokens(loaded, source, target)
     for name, side in (("source", "source"), ("predicted", "target")):

@@ -220,3 +220,16 @@ def load_model(run_or_checkpoint: Path | str, data: Path | str | None = None, wi
     # Read a second time, and as safely: fairseq brings older checkpoints up to date while it reads.
     (model,), _, task = read_models([checkpoint], folder, preparation.languages)
     return Loaded(checkpoint, folder, preparation, model.eval(), task, trained_for)
+
+
+def load_models(
+    run: Path, compare: Path | None, data: Path | None = None, with_text: bool = False
+) -> tuple[Loaded, Loaded | None]:
+    """The model of a run or a checkpoint, and the baseline to compare it with, if there is one: of the same sides."""
+    loaded = load_model(run, data, with_text)
+    other = load_model(compare, data or loaded.data) if compare else None
+    if other and other.sides != loaded.sides:
+        raise UserError(
+            f"--compare {other.checkpoint}: has {NAMES[other.sides]}, and {loaded.checkpoint} {NAMES[loaded.sides]}"
+        )
+    return loaded, other

@@ -30,7 +30,6 @@ from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, Place, Sums, estimate, statistics_of
-from ea_tools.sides import NAMES
 from ea_tools.training.provenance import provenance
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
@@ -228,16 +227,9 @@ def _errors(maps: LayerMaps, row: int, gold: tuple[np.ndarray, np.ndarray, Gold]
 def examine(args: argparse.Namespace) -> Report:
     """Load the models, go through the sentences."""
     from ea_fairseq.mixes import learnt_mixes
-    from ea_tools.maps.models import load_model
+    from ea_tools.maps.models import load_models
 
-    models = [load_model(args.run, args.data, with_text=True)]
-    if args.compare:
-        models.append(load_model(args.compare, models[0].data))
-        if models[1].sides != models[0].sides:
-            raise UserError(
-                f"--compare {models[1].checkpoint}: has {NAMES[models[1].sides]}, and {models[0].checkpoint} "
-                f"{NAMES[models[0].sides]}"
-            )
+    models = [loaded for loaded in load_models(args.run, args.compare, args.data, with_text=True) if loaded]
     sample = read_sample(models[0], args.subset, args.sentences, args.gold, args.gold_from)
     tallies = dict(zip(STYLES, (tally(loaded, sample) for loaded in models), strict=False))
     statistics: Statistics = {}
