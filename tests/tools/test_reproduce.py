@@ -1,5 +1,6 @@
 """scripts/reproduce.sh: only missing cells are run, and the table names the source of its numbers."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -20,9 +21,9 @@ from helpers.toy import ENVIRONMENT, TINY, script
 
 from ea_artifacts.command import REPO, UserError, parse_flags
 from ea_artifacts.files import digest, read_lines
-from ea_tools.tables import page, reproduce, shown, sweep
+from ea_tools.tables import page, reproduce, rescore, shown, sweep
 from ea_tools.tables import table as tables
-from ea_tools.tables.records import Records, opened
+from ea_tools.tables.records import Records, opened, text_of
 from ea_tools.training import launch, recipes, train
 
 # ICML 2021, tables 5 and 6: De-En, En-De, En-Fr.
@@ -225,6 +226,11 @@ def test_scores_are_those_of_the_translations(toy, data, capsys):
     said = refusal(capsys, reproduce.main, *words, writes_to=toy)
     assert f"2 recomputed, 1 without the references of {name}" in said
     assert re.findall(r"(\S+), test, beam5.average2: (\w+): ", said) == [(rows[1]["run"], "chrf")]
+    text = text_of(data, "test")
+    given = text._replace(data=dataclasses.replace(text.data, tokenizer="given"))
+    rows[1]["scores"]["tokenised_bleu"]["score"] = 50  # of tokens that came with the text, which are not kept
+    found = [list(rescore.differences(rows[1], text.written, one)) for one in (text, given)]
+    assert [sorted(line.split(": ")[1] for line in lines) for lines in found] == [["chrf", "tokenised_bleu"], ["chrf"]]
     assert "rows: none" in refusal(capsys, reproduce.main, *words, "--results", toy / "empty", writes_to=toy)
     assert "--data: " in refusal(capsys, reproduce.main, "table5", "--data", data)
 

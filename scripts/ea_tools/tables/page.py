@@ -15,7 +15,7 @@ from ea_artifacts.files import replacing
 from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.profile_model import profile
-from ea_tools.tables.records import UNKNOWN, Records, Score, Text, Training
+from ea_tools.tables.records import UNKNOWN, Records, Score, Text, Training, text_of
 from ea_tools.tables.table import Column, Row, Table
 from ea_tools.training import recipes, train
 
@@ -91,7 +91,7 @@ def gather(table: Table, records: Records, seeds: Iterable[int], settings: str) 
     for column in table.columns:
         text = None
         with contextlib.suppress(UserError):  # the data are not prepared
-            text = Text.of(recipes.read(column.recipe).data, column.subset)
+            text = text_of(recipes.read(column.recipe).data, column.subset)
         for row in table.rows:
             if row.baseline:
                 entries[row.label, column.label].compare(entries[row.baseline, column.label], records, text)

@@ -18,9 +18,8 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NamedTuple, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # typing has none that pydantic takes before Python 3.12
@@ -77,29 +76,21 @@ class Score(TypedDict):
     log: NotRequired[str]
 
 
-@dataclass(frozen=True)
-class Text:
-    """The references of a split, as people write them and in tokens."""
+class Text(NamedTuple):
+    """The references of a split."""
 
     data: Preparation
-    written: list[str]
+    digest: str  # by which a row names them
+    written: list[str]  # as people write them
     tokens: list[str]
 
-    @property
-    def digest(self) -> str:
-        """As a row names its references."""
-        return digest(self.written)
 
-    @classmethod
-    @functools.cache
-    def of(cls, folder: Path, subset: str) -> Text:
-        """Those of prepared data.
-
-        Raises:
-            UserError: the data are not there.
-        """
-        data = Preparation.at(folder)
-        return cls(data, *references(folder / "raw" / f"{subset}.{data.target_lang}", data))
+@functools.cache
+def text_of(folder: Path, subset: str) -> Text:
+    """The references of prepared data, or an error that names what is not there."""
+    data = Preparation.at(folder)
+    written, tokens = references(folder / "raw" / f"{subset}.{data.target_lang}", data)
+    return Text(data, digest(written), written, tokens)
 
 
 def log_name(run: str) -> str:

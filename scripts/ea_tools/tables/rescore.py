@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ea_artifacts.command import UserError, listed
 from ea_artifacts.preparation import Preparation
 from ea_tools.metrics import compute
-from ea_tools.tables.records import Records, Score, Text
+from ea_tools.tables.records import Records, Score, Text, text_of
 
 #: Tokens of translations are not kept, and those of the same text again differ in a few words.
 OF_TOKENS = dict.fromkeys(("tokenised_bleu", "compound_split_bleu"), 0.05)
@@ -57,7 +57,7 @@ def differences(row: Score, lines: list[str], text: Text) -> Iterator[str]:
         tokenizer=row["tokenizer"],
         compounds="compound_split_bleu" in row["scores"],
     )
-    for name in row["scores"].keys() & again.keys():
+    for name in filter(again.get, row["scores"]):
         stored, computed = row["scores"][name]["score"], again[name]["score"]
         if abs(stored - computed) > OF_TOKENS.get(name, 1e-6):
             run = f"{row['run']}, {row['subset']}, {row['settings_name']}"
@@ -68,4 +68,4 @@ def _texts(records: Records, folders: Iterable[Path]) -> Iterator[Text]:
     splits = {row["subset"].rpartition(".")[2] for row in records.rows.values()}  # of other data than a run's: law.test
     for folder in folders:
         target = Preparation.at(folder).target_lang
-        yield from (Text.of(folder, name) for name in splits if (folder / "raw" / f"{name}.{target}").is_file())
+        yield from (text_of(folder, name) for name in splits if (folder / "raw" / f"{name}.{target}").is_file())

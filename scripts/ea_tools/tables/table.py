@@ -159,8 +159,8 @@ def file_name(parts: Iterable[str]) -> str:
 
 
 def names() -> list[str]:
-    """The tables of translations in recipes/tables."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml") if "column" in recipes.read_toml(path))
+    """The tables in recipes/tables."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def read(name: str) -> Table:
