@@ -137,7 +137,7 @@ def test_a_result_of_other_data_of_the_same_name_stays(tmp_path):
     result = tmp_path / "test.beam5.average10.json"
     result.write_text(json.dumps({"references": digest(["a"])}))
     evaluate.refuse_other_text(result, digest(["a"]))
-    with pytest.raises(UserError, match=r"average10\.json: is of other references, .* prepare these data with another"):
+    with pytest.raises(UserError, match=r"average10\.json: .*--name"):
         evaluate.refuse_other_text(result, digest(["b"]))
 
 
@@ -153,10 +153,10 @@ def test_against_needs_the_same_settings_and_references(tmp_path):
         return evaluate.read_baseline(args, "d", ["a"])
 
     assert read("--beam", "1") == read("--beam", "5", "--other-settings") == ["b"]
-    with pytest.raises(UserError, match=r"beam5\.average3\.json does not exist.*There are: test\.beam1\.average3"):
+    with pytest.raises(UserError, match=r"beam5\.average3\.json .*test\.beam1\.average3"):
         read("--beam", "5")
     (other / "test.json").write_text(json.dumps({"references": digest(["c"]), "data": "x"}))
-    with pytest.raises(UserError, match="its test has other references, of x"):
+    with pytest.raises(UserError, match=r"--against .* test .* x$"):
         read("--beam", "5", "--other-settings")
 
 
@@ -198,7 +198,7 @@ def test_a_missing_package_of_a_tokeniser_is_named_with_its_installation(monkeyp
 
 
 def test_a_tokeniser_that_does_not_suit_a_language_gives_a_warning(capsys):
-    with pytest.raises(UserError, match=r"--tok moses: sacreBLEU has none, zh, 13a, "):
+    with pytest.raises(UserError, match=r"--tok moses: .*zh, 13a, "):
         metrics.check_tokenizer("moses", "de")
     for tokenizer, code, warning in (
         ("13a", "de", ""),
@@ -234,10 +234,10 @@ def test_comet_is_the_commands_score(tmp_path, monkeypatch):
     text = Path(f"{comet_score}.text").read_text().splitlines()
     assert text == ["Hund", "a dog b", "the dog"], "a carriage return would be the end of a line to COMET"
     monkeypatch.setenv("MODEL_MISSING", "1")
-    with pytest.raises(UserError, match="--comet no/model: comet-score ended with status 2: no/model is not a valid"):
+    with pytest.raises(UserError, match=r"--comet no/model: .* 2: no/model is not a valid"):
         metrics.comet("no/model", ["Hund"], ["a dog"], ["the dog"], gpu=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"--comet needs the command comet-score.*pipx install unbabel-comet"):
+    with pytest.raises(UserError, match=r"--comet .* comet-score.*pipx install unbabel-comet"):
         metrics.comet_command()
 
 
@@ -419,7 +419,7 @@ def test_every_model_of_an_ensemble_must_know_the_datas_words(data, half_way):
     state["model"]["encoder.embed_tokens.weight"] = state["model"]["encoder.embed_tokens.weight"][:-1]
     torch.save(state, one)
     for paths in (f"{one}:{two}", f"{two}:{one}"):
-        with pytest.raises(UserError, match=r"checkpoint1\.pt was not trained on "):
+        with pytest.raises(UserError, match=r"checkpoint1\.pt .*\d"):
             score_run(data, half_way, "--checkpoint", paths)
 
 
@@ -525,7 +525,7 @@ def test_long_sentences_ensemble_and_paired_test(data, run, tmp_path):
 
 def test_an_average_without_its_checkpoints_is_named(tmp_path):
     (tmp_path / "average10.pt").touch()
-    with pytest.raises(UserError, match=rf"found 0; give --checkpoint {tmp_path}/average10.pt"):
+    with pytest.raises(UserError, match=f"--checkpoint {tmp_path}/average10.pt"):
         Run(tmp_path).averaged(10)
 
 

@@ -179,7 +179,7 @@ def test_beam_search_reads_the_settings_that_are_let_through(translator):
 def test_anything_but_lines_of_text_is_refused(translator, sentences, message):
     with pytest.raises(ValueError, match=message):
         translator.translate(sentences)
-    with pytest.raises(ValueError, match="lines: expected several"):
+    with pytest.raises(ValueError, match="lines: "):
         translator.hypotheses("Hund.")  # whose letters are no sentences
 
 
@@ -192,12 +192,12 @@ def test_a_model_that_does_not_translate_is_refused(kept, tmp_path):
     state = load(kept / "checkpoint_last.pt")
     state["cfg"]["task"]["_name"] = "language_modeling"
     torch.save(state, tmp_path / "lm.pt")
-    with pytest.raises(ValueError, match=r"lm\.pt: was trained for the task language_modeling"):
+    with pytest.raises(ValueError, match=r"lm\.pt: .*language_modeling"):
         ea_fairseq.load(tmp_path, "lm.pt")
 
 
 def test_a_missing_file_is_named(data, run, tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         ea_fairseq.load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"average7\.pt: no such file"):
         ea_fairseq.load(run, "average7.pt")

@@ -214,5 +214,5 @@ def test_another_task_is_named(trained, tmp_path):
     state = torch.load(trained.lm, weights_only=True)
     state["cfg"]["task"]["_name"] = "speech_to_text"
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="was trained for the task speech_to_text; known here are translation, "):
+    with pytest.raises(UserError, match=r"other\.pt .*speech_to_text.* translation, "):
         load_model(tmp_path / "other.pt")

@@ -34,10 +34,10 @@ def test_a_precision_that_the_device_lacks_is_refused(gpu, run, monkeypatch):
     if gpu:
         with pytest.raises(UserError, match="-- --cpu"):
             opened(run, "--precision", "bf16")
-    with pytest.raises(UserError, match="--precision fp16: needs a GPU"):
+    with pytest.raises(UserError, match=r"--precision fp16: .*GPU"):
         opened(run, "--precision", "fp16", "--", "--cpu")
     monkeypatch.setattr(products, "has_bf16_units", lambda: False)
-    with pytest.raises(UserError, match="--precision bf16: this CPU has no units for bfloat16"):
+    with pytest.raises(UserError, match=r"--precision bf16: .*avx512_bf16"):
         opened(run, "--precision", "bf16", "--", "--cpu")
 
 

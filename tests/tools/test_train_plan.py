@@ -148,14 +148,14 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, *own)
     assert "--node-rank 0 --nproc-per-node 8 --master-addr one --master-port 65535" in shlex.join(command)
     fake_command(tmp_path, "scontrol", "exit 1\n", monkeypatch)
-    with pytest.raises(SystemExit, match=r"SLURM does not name its first machine .*; give --master HOST"):
+    with pytest.raises(SystemExit, match=r"SLURM .*--master"):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     monkeypatch.delenv("SLURM_NODEID")  # outside of srun
-    with pytest.raises(SystemExit, match=r"2 machines need --node-rank .*; --nodes 1 trains on this one"):
+    with pytest.raises(SystemExit, match=r"--node-rank .*--nodes 1"):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, "--nodes", 1)
     monkeypatch.setenv("SLURM_NNODES", "abc")
-    with pytest.raises(SystemExit, match="SLURM_NNODES=abc: expected a number; give --nodes"):
+    with pytest.raises(SystemExit, match=r"SLURM_NNODES=abc: .*--nodes"):
         dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
     monkeypatch.setenv("SLURM_NODEID", "1")
     *_, environment = launch.distribution(launch.Launch(gpus=0))
@@ -204,7 +204,7 @@ def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, fla
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
     planned = flags(dry_run(capsys, "sample", "ea_transformer_lite", f"--{flag}")[0])
     assert planned.keys() & set(recipes.PRECISIONS) == {flag}
-    with pytest.raises(SystemExit, match=f"--precision bf16 and --{flag}: give one of them"):
+    with pytest.raises(SystemExit, match=f"--precision bf16 .*--{flag}: "):
         dry_run(capsys, "sample", "ea_transformer_lite", "--precision", "bf16", f"--{flag}")
 
 
@@ -359,7 +359,7 @@ def test_a_shells_log_may_be_in_the_folder_of_a_run(tmp_path):
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
     args, _ = train.parse(["sample", "transformer", "--gpus", "2"])
-    with pytest.raises(UserError, match="--gpus 2: this machine has 1"):
+    with pytest.raises(UserError, match=r"--gpus 2: .* 1"):
         launch.Launch.of(args)
     args, _ = train.parse(["sample", "transformer"])
     assert launch.Launch.of(args) == launch.Launch(1, (9, 0))

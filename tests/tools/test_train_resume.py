@@ -88,9 +88,9 @@ def test_an_average_or_a_score_binds_the_folder_of_a_run(tmp_path, data, left):
     run_folder.claim(tmp_path, {"arch": "a"}, "", data)
     (tmp_path / left).parent.mkdir(exist_ok=True)
     (tmp_path / left).touch()
-    with pytest.raises(UserError, match="belongs to another run"):
+    with pytest.raises(UserError, match=r"arch: .*a.*b"):
         run_folder.claim(tmp_path, {"arch": "b"}, "", data)
-    with pytest.raises(UserError, match="can go on from none of its checkpoints"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         run_folder.mend(tmp_path)
 
 
@@ -160,14 +160,14 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
     batch = {"max-tokens": ["500"], "update-freq": ["2"]}
     run_folder.refuse_other_flags(tmp_path, {**same, **batch}, batch)
     for name, values, said in (
-        ("dropout", ["0.4"], r"not trained with --dropout 0\.4 \(it was 0\.3\); to train with it choose another --run"),
-        ("clip-norm", ["1"], r"--clip-norm 1 \(it was not given\)"),
-        ("bf16", [], r"--bf16 \(it was not given\)"),
-        ("update-freq", ["4"], r"2000 tokens an update \(it was 1000\)"),
+        ("dropout", ["0.4"], r"--dropout 0\.4 .*0\.3.*--run"),
+        ("clip-norm", ["1"], "--clip-norm 1 "),
+        ("bf16", [], "--bf16 "),
+        ("update-freq", ["4"], "2000 .*1000"),
     ):
         with pytest.raises(UserError, match=said):
             run_folder.refuse_other_flags(tmp_path, {**same, name: values}, {**batch, name: values})
-    with pytest.raises(UserError, match=r"not trained with --without dropout \(it was 0\.3\)"):
+    with pytest.raises(UserError, match=r"--without dropout .*0\.3"):
         run_folder.refuse_other_flags(tmp_path, same, batch, ["--dropout", "clip-norm"])
     (tmp_path / "run.json").write_text(json.dumps({"starts": []}))  # as version 0.1.0 left it
     run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]}, batch)
@@ -181,7 +181,7 @@ def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
     made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.require_same_metric(tmp_path, by_loss)
     run_folder.require_same_metric(tmp_path, {**by_bleu, "reset-meters": []})
-    with pytest.raises(UserError, match=r"was chosen by loss, and would now be by bleu .*--reset-meters"):
+    with pytest.raises(UserError, match=r"loss.* bleu .*--reset-meters"):
         run_folder.require_same_metric(tmp_path, by_bleu)
 
 
@@ -191,7 +191,7 @@ def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
     made_checkpoint(tmp_path / "checkpoint1.pt", 1)
     run_folder.claim(tmp_path, {"encoder-layers": "01", "arch": "x"}, "", data)
     assert not capsys.readouterr().err
-    with pytest.raises(UserError, match="encoder-layers: there 01, now 2"):
+    with pytest.raises(UserError, match=r"encoder-layers: .*01.*2"):
         run_folder.claim(tmp_path, {"encoder-layers": "2", "arch": "x"}, "", data)
 
 
@@ -230,7 +230,7 @@ def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_pa
     del state["last_optimizer_state"]
     torch.save(state, tmp_path / "checkpoint_last.pt")
     starts = (tmp_path / "run.json").read_text()
-    with pytest.raises(SystemExit, match=r"no state of the optimizer .*, so training cannot go on from them"):
+    with pytest.raises(SystemExit, match="--no-save-optimizer-state"):
         train.main(words)
     assert (tmp_path / "run.json").read_text() == starts, "nothing was started"
     train.main([*words, "--max-update", "52"])  # it is finished, which is no mistake
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     made_checkpoint(tmp_path / "checkpoint4.pt", 40)
     torch.save({"model": {}, "cfg": Payload(trace)}, tmp_path / "checkpoint_last.pt")
     content = (tmp_path / "checkpoint_last.pt").read_bytes()
-    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused: it references "):
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt: refused"):
         run_folder.mend(tmp_path)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == content
     assert not list(tmp_path.glob("*.damaged"))
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
         return read(path, **options)
 
     monkeypatch.setattr(torch, "load", unreadable)
-    with pytest.raises(UserError, match=r"checkpoint2\.pt: could not be read"):
+    with pytest.raises(UserError, match=r"checkpoint2\.pt: .*Input/output error"):
         run_folder.mend(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged",
@@ -278,12 +278,11 @@ def test_a_folder_belongs_to_one_run(tmp_path, data):
     run_folder.claim(tmp_path, mine, "", data)  # nothing was saved yet
     made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.claim(tmp_path, mine, "", data)
-    with pytest.raises(UserError, match="belongs to another run") as refusal:
+    with pytest.raises(UserError, match=str(tmp_path)) as refusal:
         run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"}, "", data)
-    assert "arch: there a, now b" in str(refusal.value)
-    assert "ea-beta: there not given, now 0.3" in str(refusal.value)
+    assert refusal.match(r"(?s)arch: .*a.*b\n.*ea-beta: .*0\.3")
     (tmp_path / "run.json").unlink()
-    with pytest.raises(UserError, match=r"scripts/train\.sh did not make"):
+    with pytest.raises(UserError, match=r"scripts/train\.sh"):
         run_folder.claim(tmp_path, mine, "", data)
 
 
@@ -364,7 +363,7 @@ def test_two_at_once(tmp_path):
         stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(UserError, match="another process trains in this folder"):
+    with pytest.raises(UserError, match=f"{tmp_path}: .*--run"):
         run_folder.take(tmp_path)
     holder.kill()
     holder.wait()

