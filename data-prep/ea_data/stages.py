@@ -137,7 +137,7 @@ def locked(work: Path) -> Iterator[None]:
                 if not patience:
                     raise UserError(f"{work}: another run is at work here; wait for its end") from error
                 time.sleep(0.1)
-        for left in work.glob("*.tmp"):
+        for left in [path for name in (*NAMES, f".{SUMS}") for path in work.glob(f"{name}.*.tmp")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             yield

@@ -238,6 +238,14 @@ def test_a_stage_that_is_damaged_or_half_removed_is_made_again(tmp_path, made, m
     assert made() == ["subwords"]
 
 
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path, made):
+    made()
+    for name in ("subwords.x.tmp/new/train.de", ".SHA256SUMS.17.tmp", "notes.tmp"):
+        write(tmp_path / "out.work" / name, [""])
+    made()
+    assert {path.name for path in (tmp_path / "out.work").glob("*.tmp")} == {"notes.tmp"}
+
+
 def test_a_second_run_in_one_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.time, "sleep", lambda seconds: None)
     raw = corpus(tmp_path / "raw")
