@@ -98,6 +98,30 @@ def test_convolutions_have_the_promised_keys_and_all_others_are_fairseqs(arch):
     assert new <= ours.state_dict().keys()
 
 
+CONV = {"evolution.conv.weight": (4, 4, 3, 3), "evolution.conv.bias": (4,)}
+VECTORS = {"score.key_weight": (4, 4, 4), "score.query_weight": (4, 4, 4), "score.vector": (4, 4)}
+#: flags -> what the second encoder layer's attention, 4 heads of size 4, has beside fairseq's parameters
+SHAPES = {
+    "": CONV,
+    "--ea-conv depthwise": {**CONV, "evolution.conv.weight": (4, 1, 3, 3)},
+    "--ea-conv gated": {"evolution.conv.weight": (8, 4, 3, 3), "evolution.conv.bias": (8,)},
+    "--ea-learn-mix": {**CONV, "evolution.alpha": (1,), "evolution.beta": (1,)},
+    "--ea-rule predictive --ea-conv-layers 2": CONV | {k.replace("conv", "stacked.0"): x for k, x in CONV.items()},
+    "--ea-beta 0 --ea-score multiplicative": {"score.weight": (4, 4, 4)},
+    "--ea-beta 0 --ea-score additive": VECTORS,
+    "--ea-beta 0 --ea-score concatenative": {"score.weight": (4, 4, 8), "score.vector": (4, 4)},
+    "--ea-beta 0 --ea-relative-positions 2": {"relative_positions.weight": (5, 4)},
+    "--ea-beta 0 --ea-conv-branch": {"conv_branch.weight": (8, 16, 3), "conv_branch.bias": (8,)},
+}
+
+
+@pytest.mark.parametrize("flags", SHAPES)
+def test_new_parameters_have_the_shapes_that_checkpoints_have(flags):
+    first, stock = "encoder.layers.1.self_attn.", build("transformer").state_dict()
+    own = {name: tuple(x.shape) for name, x in build(BASE, *flags.split()).state_dict().items() if name not in stock}
+    assert {name.removeprefix(first): shape for name, shape in own.items() if name.startswith(first)} == SHAPES[flags]
+
+
 EVERYWHERE = {"encoder conv": 3, "decoder conv": 2, "cross conv": 2}
 #: flags of a model of 3 + 2 layers -> its convolutions and learnt shares, by kind of attention
 EVOLVED = {
