@@ -268,6 +268,16 @@ def test_a_row_that_is_none_is_named(toy, line, named):
         collect(toy)
 
 
+def test_an_evaluation_of_another_form_is_not_taken(toy):
+    """The row would stop every later reading of the records."""
+    folder, one = pretend(toy, "Plain"), evaluation()
+    del one["tokenizer"]
+    write_evaluation(folder, one, ["a"])
+    with pytest.raises(SystemExit, match=r"test\.beam5\.average2\.json: tokenizer: "):
+        collect(toy)
+    assert not (toy / "results/scores.jsonl").exists()
+
+
 def test_settings_have_rows_of_their_own(toy):
     """With the same split and run; the columns of translations that no row names any more go."""
     folder = pretend(toy, "Plain")

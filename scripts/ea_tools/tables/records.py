@@ -56,7 +56,7 @@ class Score(TypedDict):
     data: str
     subset: str
     direction: str
-    arch: str
+    arch: str | None
     training_seed: int | None
     settings_name: str
     scores: dict[str, dict[str, Any]]  # by metric: score, signature, ...
@@ -76,6 +76,9 @@ class Score(TypedDict):
     log: NotRequired[str]
 
 
+FORM = TypeAdapter(Score)
+
+
 class Text(NamedTuple):
     """The references of a split."""
 
@@ -87,7 +90,7 @@ class Text(NamedTuple):
 
 @functools.cache
 def text_of(folder: Path, subset: str) -> Text:
-    """The references of prepared data, or an error that names what is not there."""
+    """The references of prepared data, or an error that names the missing file."""
     data = Preparation.at(folder)
     written, tokens = references(folder / "raw" / f"{subset}.{data.target_lang}", data)
     return Text(data, digest(written), written, tokens)
@@ -131,8 +134,8 @@ class Records:
         row = {"run": run} | scored | {"run": run, "averaged": [Path(path).name for path in scored["averaged"]]}
         if "checkpoint" in row:
             row["checkpoint"] = Path(row["checkpoint"]).name
-        row = json.loads(json.dumps(row | {"paired": paired}, ensure_ascii=False).replace(f"{REPO}/", ""))
-        self.add(row, read_lines(evaluation.with_suffix(".hyp.txt")))
+        line = json.dumps(row | {"paired": paired}, ensure_ascii=False).replace(f"{REPO}/", "")
+        self.add(_row(line, str(evaluation)), read_lines(evaluation.with_suffix(".hyp.txt")))
         if (folder / "run.json").exists():
             log = folder / "log.jsonl"
             self.add_training(run, read_json(folder / "run.json"), log.read_text("utf-8") if log.exists() else "")
@@ -224,15 +227,17 @@ def opened(folder: Path) -> Iterator[Records]:
 
 
 def _read(path: Path) -> Iterator[Score]:
-    form = TypeAdapter(Score)
     for number, line in enumerate(read_lines(path) if path.exists() else (), 1):
-        try:
-            form.validate_json(line)
-        except ValidationError as error:  # torn, after a merge perhaps, or without an entry that is needed
-            fault = error.errors(include_url=False)[0]
-            place = ": ".join(map(str, (f"{path}:{number}", *fault["loc"])))
-            raise UserError(f"{place}: {fault['msg']}") from None
-        yield json.loads(line)  # as it is there: the form would change the order of its entries
+        yield _row(line, f"{path}:{number}")
+
+
+def _row(line: str, where: str) -> Score:
+    try:
+        FORM.validate_json(line)
+    except ValidationError as error:  # torn, after a merge perhaps, or without an entry that is needed
+        fault = error.errors(include_url=False)[0]
+        raise UserError(f"{': '.join(map(str, (where, *fault['loc'])))}: {fault['msg']}") from None
+    return json.loads(line)  # as it is there: the form would change the order of its entries
 
 
 def _key(row: Score) -> tuple[str, str, str]:
