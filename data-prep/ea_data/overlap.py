@@ -35,7 +35,7 @@ def held_out(rows: Iterable[tuple[bytes, bytes, bytes]]) -> Digests:
 
 
 def measure(held_out: Digests, chunk: Chunk) -> tuple[tuple[Counter[str], ...], Digests, np.ndarray]:
-    """Of training text: each side's subwords, the held-out sources, targets and pairs in it, a digest of each pair."""
+    """Each side's subwords, the held-out sources, targets and pairs in this training text, a digest of each pair."""
     subwords = tuple(Counter(b"".join(lines).decode().split()) for lines in chunk)
     sides = list(zip(*digests(chunk), strict=True))
     pairs = np.frombuffer(b"".join(sides[2]), np.uint64)

@@ -3,7 +3,7 @@
 tokens    pass 1: raw/ and archives -> verified UTF-8, punctuation, Moses tokens, case; length filter in words; the
           validation split, if it comes from the training text
 subwords  joint codes, learnt on the training tokens; pass 2: tokens -> subwords; length filter in subwords;
-          dictionaries, and what the training text shares with validation and tests
+          dictionaries; sentences that training shares with validation and tests
 binary    fairseq's binary data, and the report; the finished data folder
 """
 
@@ -70,7 +70,7 @@ class Pipeline:
         self.chain = stages.chain(out, makers, self._options())
 
     def _options(self) -> dict[str, list]:
-        """What each stage depends on beside the stages before it."""
+        """The options, text and versions that decide each stage's result, beside the stages before it."""
         rules = dataclasses.asdict(self.rules)
         later = {"bpe", "merges", "vocabulary_threshold", "separate_dictionaries"}
         if self.rules.filter_on == "subwords":
@@ -110,7 +110,7 @@ class Pipeline:
         return ["train", "valid", *self.corpus.test_names()]
 
     def _read(self, function: Callable, paths: list[Path], what: str) -> Iterator[Any]:
-        """What the function makes of each chunk of the files, in order; shows progress."""
+        """The function's results for each chunk of the files, in order; shows progress."""
         rows = chunks(read_rows(paths), what, count_lines(paths[0]))
         return (result for _, result in ordered_map(function, rows, self.workers))
 
@@ -219,7 +219,7 @@ class Pipeline:
         steps: list[Step] = []
         if not self.codes:
             steps = [subwords.Apply(folder / LEARNT, self.rules.bpe, self.languages)]
-        # The training text comes last: what it shares with the other splits is dropped, or counted.
+        # The training text comes last: sentences of the other splits are dropped from it, or counted.
         filters, digests = {}, {}
         for split in self.splits()[:0:-1]:
             filters[split] = self._subwords(folder, split, steps)

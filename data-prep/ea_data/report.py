@@ -18,7 +18,7 @@ RED, PLAIN = "\033[31m", "\033[0m"
 #: Entries that the screen shows as PREP.json has them.
 SHOWN = ("train_words", "dictionary", "filters", "overlap_with_training", "duplicate_training_pairs")
 BACK = "come back from tokenising and detokenising as they were, and translations will not, either"
-#: What too few lines do, by tokenizer.
+#: The warning for each tokenizer goes on like this.
 BROKEN = {
     "given": "are in the tokens that Moses makes of them; text to translate becomes Moses' tokens, and the model will "
     "read others than it was trained on",

@@ -64,7 +64,7 @@ class Stage:
         return stamp["report"] if stamp and stamp["key"] == self.key else None
 
     def refuse_own_files(self) -> None:
-        """Refuse to replace a folder that holds files of somebody else; earlier versions' stamps name no files."""
+        """Refuse to replace a folder that holds other files than its stage's; earlier stamps name no files."""
         made = (_read_stamp(self.folder) or {}).get("files")
         if made is not None and (others := {*_files(self.folder)} - {*made, STAMP}):
             raise UserError(f"{self.folder / min(others)}: was not made here, and would be lost; move it away first")
@@ -76,7 +76,6 @@ class Stage:
             new.mkdir()
             stamp = {"report": self.make(new), "key": self.key, "files": _files(new)}
             (new / STAMP).write_text(json.dumps(stamp, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
             if self.folder.exists():
                 self.folder.rename(Path(temporary, "replaced"))
             new.rename(self.folder)
@@ -103,19 +102,16 @@ def run(stages: list[Stage], force: str | None) -> None:
         if not forced and stage.report() is not None:
             say(f"{stage.name}: done already")
             continue
-        for later in stages[position:]:
-            if (
-                later.folder.parent == later.work
-            ):  # the last stage's folder is the user's: it stays until it is replaced
-                (later.folder / STAMP).unlink(missing_ok=True)  # first: a folder that is half removed is not done
-                shutil.rmtree(later.folder, ignore_errors=True)
+        for later in stages[position:-1]:  # the last stage's folder is the user's: it stays until it is replaced
+            (later.folder / STAMP).unlink(missing_ok=True)  # first: a folder that is half removed is not done
+            shutil.rmtree(later.folder, ignore_errors=True)
         say(stage.name)
         stage.run()
 
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Keeps a second run out of `out` and its stages' folder, and refuses those that hold what was not made here."""
+    """Keeps a second run out of `out` and its stages' folder, and refuses them where they hold other files."""
     work = work_folder(out)
     for folder, ours in ((out, _read_stamp(out)), (work, (work / LOCK).exists())):
         if folder.exists() and any(folder.iterdir()) and not ours:

@@ -30,7 +30,7 @@ def fairseq_preprocess(text, folder, *joined):
     ids=["uint16", "uint32", "separate"],
 )
 def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types, joined):
-    """Of text in subwords, which stays as it is."""
+    """The text is in subwords already, and stays as it is."""
     codes, raw, out = write(tmp_path / "code", ["a b</w>"]), tmp_path / "raw", tmp_path / "out"
     letters = [" ".join("".join(line.split())) for line in sentences(20)]  # which no codes split
     for lang, odd in ODD.items():

@@ -234,7 +234,7 @@ def test_a_stage_that_is_damaged_or_half_removed_is_made_again(tmp_path, made, m
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # before the stage's files are removed
         patch.setattr(stages.shutil, "rmtree", interrupted)
-        made(merges=70)
+        prepared(recipe(merges=70), tmp_path / "raw", tmp_path / "out")
     assert made() == ["subwords"]
 
 
