@@ -11,7 +11,8 @@ from helpers.toy import TINY, untrained_run
 
 import ea_fairseq
 from ea_runtime import Translator
-from ea_runtime.search import Settings
+from ea_runtime.search import Hypothesis, Settings
+from ea_runtime.translator import EOS
 from ea_tools.translating import export
 
 pytestmark = pytest.mark.slow
@@ -122,6 +123,31 @@ def test_other_models_are_exported_and_translate(system, data, tmp_path):
 
 #: the trained model that comes with the repository, in 8 bits
 FOLDER = REPO / "pretrained/multi30k-de-en"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "beam", "sizes"),
+    [
+        ([3, 1, 40, 2, 40], 5, [4]),
+        ([600, 2, 600, 600, 600], 1, [2, 2, 1]),  # whose maps would have more than 2**20 entries
+        ([3] * 33, 100, [20, 13]),  # 2,000 hypotheses
+        ([3] * 33, 1, [32, 1]),
+    ],
+    ids=["an empty one", "long", "wide", "many"],
+)
+def test_sentences_are_searched_in_batches_and_come_back_in_order(lengths, beam, sizes, monkeypatch):
+    """A search that gives each sentence back; the end of the sentence alone is not searched."""
+    translator, searched = Translator(FOLDER, threads=1), []
+
+    def search_ids(sources, settings, prefixes):
+        searched.append(len(sources))
+        return [[Hypothesis(tuple(source), 0.0)] for source in sources]
+
+    monkeypatch.setattr(translator, "search_ids", search_ids)
+    sources = [[number] * (length - 1) + [EOS] for number, length in enumerate(lengths)]
+    found = translator.search_all(sources, Settings(beam=beam))
+    assert [[list(one.tokens) for one in best] for best in found] == [[x] if len(x) > 1 else [] for x in sources]
+    assert searched == sizes
 
 
 def test_threads_share_a_translator():

@@ -96,9 +96,20 @@ def test_text_of_either_language_is_split_by_its_own_list_of_subwords(data, tmp_
     assert Text(tmp_path, "en").subwords("dog") == "d@@ o@@ g"
 
 
-def test_a_long_sentence_is_cut_with_a_warning(kept, caplog):
-    ea_fairseq.load(kept).translate(["Hund.", "Hund. " * 1100], beam=1, max_len_b=5)
-    assert "line 2: " in caplog.text
+def test_a_long_sentence_is_cut_with_a_warning_to_the_longest_that_fairseq_reads(kept, caplog):
+    translator = ea_fairseq.load(kept)
+    short, long = translator.sources(["Hund.", "Hund. " * 1100], first=1)
+    longest = translator.hub.max_positions[0]
+    assert (len(long), long[-1], long[:2]) == (longest, translator.hub.task.source_dictionary.eos(), short[:2])
+    assert translator.cut(long[:-1]) == long
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert warning.getMessage().startswith("line 2: ")
+    assert translator.translate("Hund. " * 1100, beam=1, max_len_b=5)
+
+
+def test_a_letter_that_no_dictionary_has_is_the_unknown_word(translator):
+    hund, unknown = translator.encode("Hund ☃", "line 1")
+    assert (hund, unknown) == (translator.encode("Hund", "line 1")[0], translator.hub.task.source_dictionary.unk())
 
 
 def test_the_run_s_model_is_loaded_and_named(kept, tmp_path, caplog):
