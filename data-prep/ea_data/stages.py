@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 from ea_artifacts.command import UserError, say
 
@@ -120,11 +120,21 @@ def alone(out: Path) -> Iterator[None]:
         yield
 
 
+def _opened(lock: Path) -> IO[str]:
+    """The file, made where it is missing. A finished corpus may be read-only: to lock a file, one need not write it."""
+    try:
+        return lock.open("w")
+    except OSError:
+        if not lock.exists():
+            raise
+        return lock.open()
+
+
 @contextmanager
 def locked(work: Path) -> Iterator[None]:
     """Keeps a second run out of a folder, and removes the leftovers of a killed one."""
     work.mkdir(parents=True, exist_ok=True)
-    with (work / LOCK).open("w") as lock:
+    with _opened(work / LOCK) as lock:
         for patience in range(50, -1, -1):  # the workers of a killed run take a moment to go
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

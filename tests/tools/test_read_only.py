@@ -1,10 +1,11 @@
-"""A run that may be read and not written, another user's or on a read-only mount: it translates, scores and exports."""
+"""Folders that may be read and not written: a run translates, scores and exports; finished data are ready."""
 
 import contextlib
 import ctypes
 import shutil
 
 import pytest
+from helpers.data_toy import corpus, custom
 
 from ea_artifacts.files import write_json
 from ea_artifacts.preparation import Preparation, fingerprint
@@ -63,3 +64,10 @@ def test_a_run_of_another_user_is_used(data, run, tmp_path, capsys, keeps):
     assert out.read_text().count("\n") == 1
     assert "chrF" in said.out and f"{theirs / 'eval'} cannot be written" in said.err
     assert (tmp_path / "exported/model.json").exists() == (keeps == "preparation")
+
+
+def test_a_finished_corpus_is_ready(tmp_path):
+    texts, made = corpus(tmp_path / "texts"), tmp_path / "made"
+    custom(texts, made / "data")
+    with reading_only(made):
+        assert "nothing to do" in custom(texts, made / "data")
