@@ -35,6 +35,9 @@ def test_learnt_mixes_are_logged_while_fairseq_validates_and_not_elsewhere(arch)
         outputs(model, *inputs)
     assert meters.get_smoothed_values()["alpha_encoder_2"] == 0.25
     assert "alpha_encoder_2" not in metrics.get_meters("default")
+    with metrics.aggregate(new_root=True) as training:  # where reading them would wait for a GPU in each step
+        outputs(model.train(), *inputs)
+    assert "alpha_encoder_2" not in training.get_smoothed_values()
 
 
 @torch.no_grad()
