@@ -283,3 +283,23 @@ def test_moving_beams_passes_over_layers_without_attention():
     assert before
     for name, keys in before.items():
         assert torch.equal(state[name]["prev_key"], keys.flip(0))
+
+
+class Experts(torch.nn.Module):
+    """What fairseq's layer of experts takes and gives; it changes nothing."""
+
+    def forward(self, x, *arguments, **options):
+        return x, None, None
+
+
+@torch.no_grad()
+def test_maps_pass_over_layers_without_attention():
+    decoder = amplify_(build("ea_transformer_base", "--ea-decoder-alpha", 0.5, "--ea-cross-alpha", 0.5)).decoder
+    encoded, tokens = (
+        {"encoder_out": [torch.randn(3, 2, 16)], "encoder_padding_mask": []},
+        torch.tensor([[2, 4, 5]] * 2),
+    )
+    expected = decoder(tokens, encoded)[0]
+    decoder.layers.insert(1, Experts())
+    decoder.num_layers += 1
+    assert torch.equal(decoder(tokens, encoded)[0], expected)
