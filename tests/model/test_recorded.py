@@ -240,11 +240,12 @@ def test_dropout_has_the_names_by_which_fairseq_asks_for_it(flags):
     assert names("ea_transformer_base", *flags) == names("transformer")
 
 
-def test_a_float_mask_that_only_hides_is_a_bool_mask():
+@pytest.mark.parametrize("lowest", [-1e4, -1e8, -3.4e38, -torch.inf])
+def test_a_float_mask_that_only_hides_is_a_bool_mask(lowest):
     """To the bit: the kernel gets no logits, and is as fast. A mask that is learnt still has a gradient."""
     module = DecoderAttention(Geometry.DECODER_SELF, 16, 4, self_attention=True).eval()
     x, future = torch.randn(5, 2, 16), torch.ones(5, 5, dtype=torch.bool).triu(1)
-    floats = torch.zeros(5, 5).masked_fill(future, -torch.inf)
+    floats = torch.zeros(5, 5).masked_fill(future, lowest)
     assert torch.equal(module(x, x, x, attn_mask=floats)[0], module(x, x, x, attn_mask=future)[0])
     assert module.call(*torch.randn(3, 2, 4, 5, 4), attn_mask=floats).given is None
     compiled = torch.compile(module, fullgraph=True, backend="eager")  # which cannot look at numbers
