@@ -47,12 +47,14 @@ def main(words: list[str] | None = None) -> None:
     try:
         data = load(args.task, args.data)
         tokenizer = small_tokenizer(args.task, data) if args.from_scratch else AutoTokenizer.from_pretrained(args.model)
+        tokenizer.model_max_length = args.max_length
         refuse(args, tokenizer)
+        rows = {split: encode(part, args.task, tokenizer) for split, part in data.items()}
         print(f"| model | {'/'.join(TASKS[args.task].metrics)}, mean | standard deviation | each seed |")
         print("|---|---|---|---|")
         for evolving in (False, True):
             # One list for each seed: all metrics of all development sets.
-            results = [run(args, evolving, seed, tokenizer, data) for seed in args.seeds]
+            results = [run(args, evolving, seed, tokenizer, rows) for seed in args.seeds]
             print(_row(args, evolving, results), flush=True)
             if args.out:
                 record = {"settings": vars(args), "evolving": evolving, "results": results}
@@ -89,12 +91,11 @@ def run(
     evolving: bool,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-    data: dict[str, Dataset],
+    rows: dict[str, Dataset],
 ) -> list[float]:
-    """Train one model and score it on the development sets."""
+    """Train one model and score it on the development sets. rows: those of ``encode``."""
     set_seed(seed)
     model = build(args, tokenizer, evolving)
-    rows = {split: encode(part, args.task, tokenizer) for split, part in data.items()}
     with contextlib.redirect_stdout(sys.stderr):  # the table alone goes to the standard output
         learner = trainer(args, model, rows["train"], tokenizer, seed)
         learner.train()
@@ -113,7 +114,7 @@ def run(
 
 
 def encode(rows: Dataset, task: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Rows of subwords."""
+    """Rows of subwords, at most as many as the tokenizer's model_max_length."""
     columns = TASKS[task].sentences
     return rows.map(lambda batch: tokenizer(*(batch[name] for name in columns), truncation=True), batched=True)
 
@@ -160,7 +161,6 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, evolving
             if hasattr(config, name):
                 setattr(config, name, 0.1)
         model = AutoModelForSequenceClassification.from_pretrained(args.model, config=config)
-    tokenizer.model_max_length = args.max_length
     return evolve(model, args.alpha, args.beta, args.rule, args.kernel_size) if evolving else model
 
 
