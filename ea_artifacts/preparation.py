@@ -32,6 +32,8 @@ FORM: dict[str, tuple] = {
     "lowercase": (True, False),
     "bpe": tuple(CODES),
 }
+#: Entries that earlier versions did not write -> their types.
+LATER: dict[str, type] = {"name": str, "escape": bool, "unicode": str, "languages": dict, "rules": dict, "splits": dict}
 # Rules that choose sentences, or whose effect is in the codes or in a setting: two corpora may differ in them.
 _NOT_COMPARED = {"filter_on", "max_ratio", "max_length", "valid_every", "drop_test_overlap"}
 _NOT_COMPARED |= {"merges", "vocabulary_threshold", "nfc"}
@@ -82,6 +84,11 @@ class Preparation:
             if value not in values if values else not isinstance(value, str):
                 expected = f"one of {', '.join(map(str, values))}" if values else "a language"
                 raise UserError(f"{path}: {name}: expected {expected}, found {value!r}; prepare the text again")
+        for name, kind in LATER.items():
+            if name in content and not isinstance(content[name], kind):
+                found = f"expected a {kind.__name__}, found {content[name]!r}"
+                raise UserError(f"{path}: {name}: {found}; prepare the text again")
+        train = content.get("splits", {}).get("train")
         return cls(
             folder,
             **{name: content[name] for name in FORM},
@@ -91,7 +98,7 @@ class Preparation:
             merges=content.get("bpe_merges"),
             moses=content.get("languages", {}),
             rules=content.get("rules", {}),
-            pairs=content.get("splits", {}).get("train", {}).get("pairs"),
+            pairs=train.get("pairs") if isinstance(train, dict) else None,
         )
 
     @classmethod

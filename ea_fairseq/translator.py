@@ -22,7 +22,7 @@ from ea_artifacts.checkpoints import fitting, of_model, peek, task_of
 from ea_artifacts.command import MissingError, UserError, hint
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
-from ea_runtime.search import Hypothesis
+from ea_runtime.search import Hypothesis, Settings
 from ea_runtime.text import Text
 from ea_runtime.translator import PAD, Translator
 
@@ -80,6 +80,7 @@ class FairseqTranslator(Translator):
         chosen = {name: value for name, value in given.items() if value is not None}
         for name, value in chosen.items():
             _check_setting(name, value, self.kinds)
+        Settings(**{name: chosen[name] for name in ("beam", "lenpen") if name in chosen})  # which knows their limits
         return GenerationConfig(**chosen)
 
     def search_ids(
@@ -187,5 +188,5 @@ def _check_setting(name: str, value: Any, kinds: dict[str, type]) -> None:
     accepted, expected = described[kinds[name]]
     if not isinstance(value, accepted) or (isinstance(value, bool) and accepted is not bool):
         raise ValueError(f"{name}={value!r}: must be {expected}, not {type(value).__name__}")
-    if not math.isfinite(value) or (name == "beam" and value < 1):
-        raise ValueError(f"{name}={value!r}: must be {'at least 1' if name == 'beam' else 'a finite number'}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be a finite number")

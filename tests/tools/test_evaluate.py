@@ -462,6 +462,7 @@ GOOD = {"source_lang": "de", "target_lang": "en", "tokenizer": "moses", "lowerca
         (json.dumps({**GOOD, "target_lang": 1}), "target_lang: "),
         (json.dumps({**GOOD, "tokenizer": "spacy"}), "tokenizer: expected one of moses, none, given, found 'spacy'"),
         (json.dumps({**GOOD, "bpe": {}}), "bpe: expected one of subword_nmt, sentencepiece, found {}"),
+        (json.dumps({**GOOD, "rules": None}), "rules: expected a dict, found None"),
     ],
 )
 def test_a_prep_of_another_form_is_refused(tmp_path, content, message):

@@ -311,6 +311,8 @@ def test_the_command_that_makes_a_recipes_data_is_named(capsys, tmp_path, monkey
     sample transformer --gpus x | '--gpus: ' 'train.sh --help'
     sample transformer --dropout much | '--dropout: ' "'much'"
     sample transformer --lr abc | '--lr: ' 'abc'
+    sample transformer --lr -1 | '--lr -1'
+    sample transformer --encoder-layers -1 | '--encoder-layers -1:'
     sample transformer --max-tokens 0 | '--max-tokens 0:'
     sample transformer --update-freq --fp16 | '--update-freq :'
     sample transformer --save-dir x | --save-dir --run

@@ -186,6 +186,7 @@ def test_what_came_before_a_fault_is_kept(run, tmp_path):
     --run {run} --data {here} | PREP.json:
     --run {run} -- --nonsense | '-- --nonsense: '
     --run {run} -- --min-len 999 | min_len max_len
+    --run {run} --output {here}/out --lenpen 1e20 | 'lenpen: ' 10
     --run {run} --nbest 6 | '--nbest 6: ' '--beam 5'
     --checkpoint {here}/language_modeling.pt | 'language_modeling.pt: ' 'task language_modeling'
     --checkpoint {here}/denoising.pt | 'denoising.pt: ' 'task denoising'

@@ -48,12 +48,15 @@ def parse(
             faults.append(f"{flag}: there is no such flag" + (f"; did you mean {near[0]}?" if near else ""))
     if unknown:
         raise UserError(f"{'; '.join(faults) or f'{unknown[0]!r} belongs to no flag'} ({USAGE})")
-    _check_values(args)
+    _check_values(parser, args)
     return args, left_out
 
 
-def _check_values(args: argparse.Namespace) -> None:
-    """Refuse a value, or its absence, that fairseq's configuration refuses once it starts."""
+def _check_values(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a value, or its absence, that fairseq's configuration refuses once it starts; and numbers below 0.
+
+    fairseq would train a model without layers for --encoder-layers -1. Where -1 means something, it is the default.
+    """
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from hydra.errors import ConfigCompositionException
 
@@ -67,6 +70,11 @@ def _check_values(args: argparse.Namespace) -> None:
         flag, value = f"--{found[1].replace('_', '-')}", found[2]
         message = f"{flag}: must be given" if value == "null" else f"{flag} {value}: is no value for it"
         raise UserError(f"{message} ({USAGE})") from None
+    for flag in parser._actions:
+        given = getattr(args, flag.dest, None)
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, (int, float)) and value < 0 and value != flag.default:
+                raise UserError(f"{flag.option_strings[0]} {value}: expected a number from 0 on ({USAGE})")
 
 
 def useless(parsed: argparse.Namespace) -> dict[str, str]:

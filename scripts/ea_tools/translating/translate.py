@@ -130,13 +130,18 @@ def _output(
             file.flush()
 
         _lock(file, partial)
-        before = _translated_before(file, partial, record, used, args)
-        with replacing(record) as temporary:
-            temporary.write_text("".join(f"{json.dumps(entry)}\n" for entry in (used, *before)), encoding="utf-8")
-        with record.open("a", encoding="utf-8") as notes:
-            yield _noted(lines, before, notes, partial), write, len(before)
-        partial.replace(output)
-        record.unlink()
+        try:
+            before = _translated_before(file, partial, record, used, args)
+            with replacing(record) as temporary:
+                temporary.write_text("".join(f"{json.dumps(entry)}\n" for entry in (used, *before)), encoding="utf-8")
+            with record.open("a", encoding="utf-8") as notes:
+                yield _noted(lines, before, notes, partial), write, len(before)
+            partial.replace(output)
+            record.unlink()
+        finally:
+            if partial.exists() and not partial.stat().st_size:  # a mistake ended it before the first line
+                partial.unlink()
+                record.unlink(missing_ok=True)
 
 
 def _lock(file: IO[bytes], partial: Path) -> None:
