@@ -1,22 +1,24 @@
-"""The whole way, on a task that a small model learns in seconds: train, average, score, export, translate."""
+"""The whole way, on a task that a small model learns in seconds: prepare, train, average, export, score, translate."""
 
 import json
 
 import pytest
-from helpers.toy import TINY, done, prepare, sentences
+from helpers.toy import done, prepare, sentences
+
+SIZE = " ".join(f"--{side}-embed-dim 32 --{side}-ffn-embed-dim 64 --{side}-layers 2" for side in ("encoder", "decoder"))
+LEARNING = "--lr 5e-3 --warmup-updates 60 --dropout 0 --max-update 500 --save-interval 2 --validate-interval 10"
 
 
 @pytest.mark.slow
-def test_a_model_that_learns_translates_as_well_when_it_is_exported(tmp_path):
+def test_a_model_learns_to_translate_words_and_its_export_does_as_well(tmp_path):
     data, run, exported = prepare(tmp_path / "words", train=400), tmp_path / "run", tmp_path / "exported"
-    learning = "--lr 1e-2 --warmup-updates 30 --dropout 0 --max-update 300 --save-interval 5 --validate-interval 5"
-    done("train.sh", "--data", data, "ea_transformer_lite", "--run", run, "--gpus", 0, *TINY, *learning.split())
+    flags = ["--gpus", 0, *SIZE.split(), *LEARNING.split()]
+    done("train.sh", "--data", data, "ea_transformer_lite", "--run", run, *flags)
     done("export.sh", "--run", run, "--out", exported)
-    scores = {}
+    scores = []
     for model in (run, exported):
         done("evaluate.sh", "--data", data, "--run", model)
-        scores[model] = json.loads((model / "eval/test.json").read_text())["scores"]
-    assert scores[run]["sacrebleu"]["score"] > 90, "words one by one, which it learns wholly"
-    assert scores[exported]["sacrebleu"]["score"] == scores[run]["sacrebleu"]["score"]
-    ((source, expected),) = sentences(1, seed=5)
-    assert done("translate.sh", "--run", run, input=f"{source}\n").stdout == f"{expected}\n".capitalize().lower()
+        scores.append(json.loads((model / "eval/test.json").read_text())["scores"]["sacrebleu"]["score"])
+    assert scores[0] == scores[1] > 85
+    ((source, expected),) = sentences(1, seed=2)  # the first of the test
+    assert done("translate.sh", "--run", run, input=f"{source}\n").stdout == f"{expected}\n"

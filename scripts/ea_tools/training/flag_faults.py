@@ -70,11 +70,11 @@ def _check_values(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         flag, value = f"--{found[1].replace('_', '-')}", found[2]
         message = f"{flag}: must be given" if value == "null" else f"{flag} {value}: is no value for it"
         raise UserError(f"{message} ({USAGE})") from None
-    for flag in parser._actions:
-        given = getattr(args, flag.dest, None)
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, (int, float)) and value < 0 and value != flag.default:
-                raise UserError(f"{flag.option_strings[0]} {value}: expected a number from 0 on ({USAGE})")
+    for option in parser._actions:
+        given = getattr(args, option.dest, None)
+        for number in given if isinstance(given, list) else [given]:
+            if isinstance(number, (int, float)) and number < 0 and number != option.default:
+                raise UserError(f"{option.option_strings[0]} {number}: expected a number from 0 on ({USAGE})")
 
 
 def useless(parsed: argparse.Namespace) -> dict[str, str]:
