@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("datasets")
 from datasets import Dataset, config
+from helpers.mistakes import check_refusal, mistakes
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from examples.glue import fine_tune, speed, tasks
@@ -45,11 +46,17 @@ def write(folder, name):
         (folder / name / f"{split}.tsv.gz").write_bytes(gzip.compress((header + "".join(lines)).encode()))
 
 
+def tune(folder, name, *options):
+    """The command on a few rows of a task, for one update."""
+    if not (folder / name).exists():
+        write(folder, name)
+    few = ["--updates", "1", "--max-length", "16", "--data", str(folder), "--out", str(folder)]
+    fine_tune.main([name, *few, *options])
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsys):
-    write(tmp_path, name)
-    options = ["--updates", "1", "--max-length", "16", "--out", str(tmp_path)]
-    fine_tune.main([name, "--from-scratch", "--data", str(tmp_path), *options])
+    tune(tmp_path, name, "--from-scratch")
     plain, evolving = capsys.readouterr().out.splitlines()[2:]
     assert "evolving" in evolving and "evolving" not in plain
     numbers = len(TASKS[name].metrics) * len(TASKS[name].dev)
@@ -62,45 +69,27 @@ def test_every_task_is_trained_and_scored_with_and_without(name, tmp_path, capsy
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--settings", "PA"], {"rule": "predictive", "alpha": 0.2}),
-        (["--rule", "realformer"], {"rule": "realformer"}),
-        (["--kernel-size", "5", "--alpha", "0"], {"kernel_size": 5, "alpha": 0.0, "rule": "evolving"}),
+        ("--settings PA", {"rule": "predictive", "alpha": 0.2}),
+        ("--rule realformer", {"rule": "realformer"}),
+        ("--kernel-size 5 --alpha 0", {"kernel_size": 5, "alpha": 0.0, "rule": "evolving"}),
     ],
-    ids=["PA", "RealFormer", "ablations"],
 )
 def test_the_papers_other_rules_and_ablations(options, expected, tmp_path, capsys):
-    write(tmp_path, "CoLA")
-    few = ["--updates", "1", "--max-length", "16", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    fine_tune.main(["CoLA", "--from-scratch", *few, *options])
+    tune(tmp_path, "CoLA", "--from-scratch", *options.split())
     assert expected["rule"] in capsys.readouterr().out
-    config = json.loads((tmp_path / "out" / "CoLA-evolving-1" / "config.json").read_text())
+    config = json.loads((tmp_path / "CoLA-evolving-1" / "config.json").read_text())
     assert expected.items() <= config["evolving_attention"].items()
 
 
-def test_a_model_that_evolves_already_is_refused(tmp_path, capsys):
-    write(tmp_path, "RTE")
-    options = ["--updates", "1", "--max-length", "16", "--data", str(tmp_path)]
-    fine_tune.main(["RTE", "--from-scratch", "--out", str(tmp_path), *options])
-    with pytest.raises(SystemExit):
-        fine_tune.main(["RTE", "--model", str(tmp_path / "RTE-evolving-1"), *options])
-    assert "RTE-evolving-1: evolves already" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--alpha", "2"], "fine_tune: alpha 2.0: must be a number from 0 to 1"),
-        (["--seeds", "2"], "RTE-evolving.json has other seeds; choose another folder"),
-    ],
-)
-def test_mistakes_are_named_before_a_training(tmp_path, options, message, capsys, monkeypatch):
-    write(tmp_path, "RTE")
-    arguments = ["RTE", "--from-scratch", "--updates", "1", "--max-length", "16", "--data", str(tmp_path)]
-    fine_tune.main([*arguments, "--out", str(tmp_path)])
+@mistakes("""
+    --from-scratch --alpha 2 | 'fine_tune: alpha 2.0: '
+    --from-scratch --seeds 2 | RTE-evolving.json seeds
+    --model {tmp}/RTE-evolving-1 | RTE-evolving-1:
+""")
+def test_mistakes_are_named_before_a_training(tmp_path, capsys, monkeypatch, words, named):
+    tune(tmp_path, "RTE", "--from-scratch")
     monkeypatch.setattr(fine_tune, "run", None)
-    with pytest.raises(SystemExit):
-        fine_tune.main([*arguments, "--out", str(tmp_path), *options])
-    assert message in capsys.readouterr().err
+    check_refusal(capsys, lambda words: tune(tmp_path, "RTE", *words), words, named, writes_to=tmp_path, tmp=tmp_path)
 
 
 def test_both_models_see_the_same_batches_in_every_epoch(tmp_path):
@@ -142,10 +131,8 @@ def test_rows_have_sentences_and_classes(tmp_path):
 )
 def test_wrong_files_are_named(tmp_path, text, message, capsys):
     (tmp_path / "train.tsv").write_text(text)
-    with pytest.raises(SystemExit):
-        fine_tune.main(["SST-2", "--from-scratch", "--data", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert message in error and str(tmp_path / "train.tsv") in error
+    words, named = ["SST-2", "--from-scratch", "--data", tmp_path], [message, tmp_path / "train.tsv"]
+    check_refusal(capsys, fine_tune.main, words, named, writes_to=tmp_path)
 
 
 def test_metrics():

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import ResNetForImageClassification
 
 from examples.images import digits, maps, resnet
-from examples.images.resnet import AugmentedConvolution, RelativePositions2d
+from examples.images.resnet import AugmentedConvolution
 
 SIDE = 3
 
@@ -21,16 +21,6 @@ def relative(positions, q, i, j):
     """Equation 3 for two pixels. q: D, scaled."""
     (y, x), (other_y, other_x) = divmod(i, SIDE), divmod(j, SIDE)
     return q @ (positions.rows[other_y - y + SIDE - 1] + positions.columns[other_x - x + SIDE - 1])
-
-
-def test_relative_positions_equal_a_loop():
-    positions = RelativePositions2d(SIDE, SIDE, 4).double()
-    q = torch.randn(1, 2, SIDE**2, 4, dtype=torch.float64)
-    expected = [
-        [[relative(positions, q[0, head, i], i, j) for j in range(SIDE**2)] for i in range(SIDE**2)]
-        for head in range(2)
-    ]
-    torch.testing.assert_close(positions(q, SIDE**2)[0], torch.tensor(expected, dtype=torch.float64))
 
 
 def by_loop(layer, x, previous):

@@ -13,11 +13,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.
 
 
 @each_page
-def test_a_page_is_one_screen_and_its_links_lead_somewhere(page):
-    text = page.read_text()
-    assert len(text.splitlines()) <= 60
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_a_page_is_one_screen(page):
+    assert len(page.read_text().splitlines()) <= 60
 
 
 class Parsed(Exception):
