@@ -24,6 +24,7 @@ from helpers.mistakes import check_refusal, mistakes
 
 from ea_artifacts.command import UserError
 from ea_data import parallel as in_parallel
+from ea_data.text import checked_lines
 
 
 def bad_byte(lines):
@@ -36,10 +37,6 @@ def nul(lines):
 
 def nothing(lines):
     return []
-
-
-def damaged_gz(lines):
-    return gzip.compress("\n".join(lines).encode())[:-20]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,7 @@ def damaged_gz(lines):
         ({"test.en": bad_byte}, {}, r"/test\.en, line 8: byte 4 \(hex e9\) is not UTF-8"),
         ({"test.en": bad_byte, "train.de": nothing}, {}, r"/test\.en, line 8: "),  # the quick one first
         ({"train.de": nul}, {}, r"/train\.de, line 1: a NUL byte"),
-        ({"train.de": damaged_gz}, {}, r"train\.de\.gz: truncated or damaged"),
+        ({"train.de": lambda lines: gzip.compress("".join(lines).encode())[:-20]}, {}, r"train\.de\.gz: truncated"),
         ({}, {"valid_every": 201, "filter_on": "subwords"}, "--valid-every 201 of 200 training pairs"),
     ],
 )  # fmt: skip
@@ -134,7 +131,7 @@ def test_a_line_of_100_000_tokens_is_dropped_in_training_and_kept_in_a_test(tmp_
 
 @mistakes("""
     multi30k fr-de | pair fr-de
-    multi30k de-en --merges 0 | --merges 'at least 1'
+    multi30k de-en --merges 0 | 'multi30k.sh: error: ' --merges 'multi30k.sh --help'
     multi30k de-en --raw /nowhere | '/nowhere: has no train.de'
     sample --train 3 | '--train 3'
     custom --source-lang de --target-lang en --train x | --valid --valid-every
@@ -174,3 +171,43 @@ def test_strict_refuses_unexpected_numbers_of_pairs(tmp_path):
     with pytest.raises(SystemExit, match="--strict"):
         script(*common, "--strict")
     assert (tmp_path / "out").exists()
+
+
+def test_line_ends_and_the_mark_at_the_beginning_are_normalised():
+    lines = [b"\xef\xbb\xbfone\r\n", b"two\n", b"\xef\xbb\xbfthree\rand\r\n", b"last"]
+    expected = [b"one\n", b"two\n", b"\xef\xbb\xbfthree and\n", b"last\n"]
+    assert list(checked_lines(lines, "file")) == expected
+    assert list(checked_lines([b"c\0d\n"], "file", keep_nul=True)) == [b"c\0d\n"], "left to a later step"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("Straße\n".encode("latin-1"), r"file, line 1: byte 5 \(hex df\) is not UTF-8"),
+        (b"fine\n" * 4099 + b"Stra\xdfe\n" + b"fine\n" * 10, r"file, line 4100: byte 5 \(hex df\) is not UTF-8"),
+        ("ä b\n".encode("UTF-16LE"), r"file, line 1: byte 1 \(hex e4\) .*iconv -f UTF-16LE -t UTF-8$"),
+        ("Hallo\nWelt\n".encode("UTF-16"), "file: is UTF-16, .*iconv -f UTF-16 -t UTF-8$"),
+        ("Hallo\nWelt\n".encode("UTF-32"), "file: is UTF-32, .*iconv -f UTF-32 -t UTF-8$"),
+        (gzip.compress(b"a\n"), r"file: is compressed by gzip; .*\.gz"),
+        (b"a\nb\nc\0d\n", "file, line 3: a NUL byte"),
+    ],
+)
+def test_text_of_another_form_is_named_by_file_line_and_byte(content, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        list(checked_lines([line + b"\n" for line in content.split(b"\n")], "file"))
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x1d"], ids=ascii)  # where str.splitlines breaks lines
+def test_only_newlines_end_lines(tmp_path, odd):
+    """One such character must not put the two sides out of step."""
+    raw = corpus(tmp_path / "raw")
+    for split in ("train", "valid", "test"):
+        lines = read(raw / f"{split}.de")
+        lines[3] = f"eins{odd}zwei"
+        write(raw / f"{split}.de", lines)
+    pipeline = text_only(recipe(), raw, tmp_path / "out")
+    for split, number in (("train", 200), ("valid", 20), ("test", 20)):
+        german, english = (read(path) for path in pipeline.text("subwords", split))
+        assert len(german) == len(english) == number
+        assert german[3].replace("@@ ", "") in ("eins zwei", "einszwei")
+    assert read(pipeline.text("subwords", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were

@@ -42,20 +42,14 @@ def prepare(folder, out, *options):
     return custom(folder, out, "--tokenised", *options, test="news.2016")
 
 
-@pytest.fixture(scope="module")
-def in_subwords(published, tmp_path_factory):
-    """Data of the published subwords, and what the command said."""
-    out = tmp_path_factory.mktemp("in-subwords") / "out"
-    return out, prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase")
-
-
 def same_lines(one, other):
     """Whether two files hold the same tokens; spaces at the ends of a line and between tokens do not count."""
     return [line.split() for line in read(one)] == [line.split() for line in read(other)]
 
 
-def test_subwords_are_taken_as_they_are(published, in_subwords):
-    out, said = in_subwords
+def test_subwords_are_taken_as_they_are(published, tmp_path):
+    out = tmp_path / "out"
+    said = prepare(published / "subwords", out, "--bpe-given", published / "code.gz", "--lowercase")
     for split, name in (("train", "train"), ("valid", "valid"), ("test", "news.2016")):
         for lang in ("de", "en"):
             given = (published / "subwords" / f"{name}.{lang}").read_bytes()
@@ -68,6 +62,14 @@ def test_subwords_are_taken_as_they_are(published, in_subwords):
     assert prep | expected == prep
     assert "Moses" not in said
     assert prep["round_trip"]["de"]["same"] == SPLITS["valid"]
+    # Tokenised BLEU compares with the very tokens that were given; sacreBLEU with their detokenised text.
+    read_prep, given = Preparation.at(out), read(published / "tokens/news.2016.en")
+    raw, tokens = evaluate.references(out / "raw/test.en", read_prep)
+    assert [line.split() for line in tokens] == [line.split() for line in given]
+    assert raw == list(map(words_of(read_prep, "en").detokenize, given)) != tokens
+    split = Text(out).subwords
+    assert split("Das Haus, WORT1 wort2!").split() == split("das haus, wort1 wort2!").split()
+    assert "".join(split("Das Haus, WORT1!").split()).replace("@@", "") == "dashaus,wort1!"
 
 
 def test_tokens_are_taken_as_they_are(published, tmp_path):
@@ -83,18 +85,6 @@ def test_tokens_are_taken_as_they_are(published, tmp_path):
     prep = json.loads((out / "PREP.json").read_text())
     assert (prep["tokenizer"], prep["bpe_merges"], prep["lowercase"]) == ("given", 50, False)
     assert prep["name"] == "out", "that of --out"
-
-
-def test_references_are_the_given_tokens(published, in_subwords):
-    """Tokenised BLEU compares with the very tokens that were given; sacreBLEU with their detokenised text."""
-    out, _ = in_subwords
-    prep, given = Preparation.at(out), read(published / "tokens/news.2016.en")
-    raw, tokens = evaluate.references(out / "raw/test.en", prep)
-    assert [line.split() for line in tokens] == [line.split() for line in given]
-    assert raw == list(map(words_of(prep, "en").detokenize, given)) != tokens
-    split = Text(out).subwords
-    assert split("Das Haus, WORT1 wort2!").split() == split("das haus, wort1 wort2!").split()
-    assert "".join(split("Das Haus, WORT1!").split()).replace("@@", "") == "dashaus,wort1!"
 
 
 def test_white_space_of_any_kind_separates_tokens():

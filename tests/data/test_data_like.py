@@ -28,17 +28,6 @@ def text(tmp_path_factory):
     return folder
 
 
-RULES = ("--split-dashes --lowercase --vocabulary-threshold 3 --separate-dictionaries", "--tokenizer none")
-
-
-@pytest.fixture(scope="module", params=RULES)
-def first(text, tmp_path_factory, request):
-    out = tmp_path_factory.mktemp("first") / "data"
-    merges = ["--merges", 60 if "none" not in request.param else 150]
-    custom(text / "one", out, *merges, *request.param.split())
-    return out
-
-
 @pytest.fixture(scope="module")
 def before(text, tmp_path_factory):
     """Data of the first text by the usual rules; no test writes to it."""
@@ -51,51 +40,48 @@ def require_same(run, data):
     Preparation.kept_by(run).require_same(Preparation.at(data), run)
 
 
-def numbers(folder, split, lang):
-    """The sentences of binary data as subwords."""
-    dictionary = Dictionary.load(str(folder / f"dict.{lang}.txt"))
-    dataset = data_utils.load_indexed_dataset(str(folder / f"{split}.de-en.{lang}"), dictionary)
-    return [dictionary.string(dataset[number]).split() for number in range(len(dataset))], dictionary
-
-
-def test_text_becomes_what_the_first_model_reads(first, text, tmp_path):
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "--merges 60 --split-dashes --lowercase --vocabulary-threshold 3 --separate-dictionaries",
+        "--merges 150 --tokenizer none",
+    ],
+)
+def test_text_becomes_what_the_first_model_reads(text, tmp_path, rules):
     """By a run's folder and by a data folder: the same bytes; each test line is what ``translate`` makes of it."""
-    Preparation.at(first).keep(tmp_path / "run")
-    for like, out in ((first, "by-data"), (tmp_path / "run", "by-run")):
-        custom(text / "two", tmp_path / out, "--like", like)
-    one, other = tmp_path / "by-data", tmp_path / "by-run"
+    first, run, one, other = (tmp_path / name for name in ("first", "run", "by-data", "by-run"))
+    custom(text / "one", first, *rules.split())
+    Preparation.at(first).keep(run)
+    for like, out in ((first, one), (run, other)):
+        custom(text / "two", out, "--like", like)
     for path in one.rglob("*"):
         if path.is_file() and path.name not in (".stamp.json", "PREP.json"):
             assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path
-    require_same(tmp_path / "run", one)
+    require_same(run, one)
 
-    made, dictionary = numbers(one, "test", "de")
+    dictionary = Dictionary.load(str(one / "dict.de.txt"))
+    made = data_utils.load_indexed_dataset(str(one / "test.de-en.de"), dictionary)
     translator = Text(first)
-    for line, found in zip(read(text / "two/test.de"), made, strict=True):
-        wanted = translator.subwords(line).split()
-        assert found == [word if word in dictionary else "<unk>" for word in wanted]
-    assert any("<unk>" in found for found in made)  # or nothing new was in the text
+    for number, line in enumerate(read(text / "two/test.de")):
+        wanted = [word if word in dictionary else "<unk>" for word in translator.subwords(line).split()]
+        assert dictionary.string(made[number]).split() == wanted
     prep = json.loads((one / "PREP.json").read_text())
-    assert prep["splits"]["test"]["unknown_percent"]["de"] > 0
+    assert len(made) == prep["splits"]["test"]["pairs"]
+    assert prep["splits"]["test"]["unknown_percent"]["de"] > 0, "or nothing new was in the text"
 
 
-@pytest.fixture
-def changed(before, tmp_path):
-    """A function that changes PREP.json in a copy of the data of the first text; returns the copy."""
-
-    def change(rules, **entries):
-        folder = shutil.copytree(before, tmp_path / "first")
-        prep = json.loads((folder / "PREP.json").read_text())
-        (folder / "PREP.json").write_text(json.dumps(prep | entries | {"rules": prep["rules"] | rules}))
-        return folder
-
-    return change
+def changed(before, folder, rules, **entries):
+    """A copy of the data of the first text with another PREP.json."""
+    shutil.copytree(before, folder)
+    prep = json.loads((folder / "PREP.json").read_text())
+    (folder / "PREP.json").write_text(json.dumps(prep | entries | {"rules": prep["rules"] | rules}))
+    return folder
 
 
 @pytest.mark.parametrize("unicode", ["NFC", "as given"])
-def test_data_of_a_corpus_whose_bytes_were_kept(text, changed, tmp_path, unicode):
+def test_data_of_a_corpus_whose_bytes_were_kept(text, before, tmp_path, unicode):
     """Published corpora are not brought to NFC; text like theirs has the form that text to translate gets."""
-    first, new = changed({"nfc": False}, unicode=unicode), tmp_path / "new"
+    first, new = changed(before, tmp_path / "first", {"nfc": False}, unicode=unicode), tmp_path / "new"
     Preparation.at(first).keep(tmp_path / "run")
     custom(text / "two", new, "--like", first, "--drop-test-overlap")
     require_same(tmp_path / "run", new)
@@ -103,12 +89,13 @@ def test_data_of_a_corpus_whose_bytes_were_kept(text, changed, tmp_path, unicode
     assert tokens == {"NFC": "étude", "as given": "e \u0301 tude"}[unicode]
 
 
-def test_validation_text_that_is_given_has_plain_apostrophes_too(text, changed, tmp_path):
+def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, tmp_path):
     """As in WMT'14: the model's training text had them from Moses' normalisation."""
     raw = shutil.copytree(text / "two", tmp_path / "two")
     for split in ("valid", "train"):
         write(raw / f"{split}.de", ["Nr. 7 don’t", *read(raw / f"{split}.de")[1:]])
-    custom(raw, tmp_path / "new", "--like", changed({"plain_apostrophes": True}))
+    like = changed(before, tmp_path / "first", {"plain_apostrophes": True})
+    custom(raw, tmp_path / "new", "--like", like)
     assert read(tmp_path / "new.work/1-tokens/valid.de")[0] == "Nr. 7 don &apos; t"
     assert read(tmp_path / "new.work/1-tokens/train.de")[0] == "Nr. 7 don ’ t", "as the corpus's own training text"
 

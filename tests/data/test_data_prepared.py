@@ -1,10 +1,15 @@
 """A prepared data folder: what other scripts rely on finding in it."""
 
+import dataclasses
 import gzip
 import json
 
 import pytest
-from helpers.data_toy import parallel, read, script
+from fairseq.data import indexed_dataset
+from helpers.data_toy import parallel, prepared, read, recipe, script, sentences, write
+from helpers.other_models import run
+
+from ea_data import binary
 
 SIZES = {"train": 90, "val": 12, "test_2016_flickr": 10, "test_2017_flickr": 11}
 
@@ -30,9 +35,9 @@ def test_a_data_folder_has_these_files_and_entries(multi30k, tmp_path):
     out = tmp_path / "out"
     prep = prepare(multi30k, out, "--merges", "80")
     splits = dict(zip(("train", "valid", "test", "test1"), SIZES, strict=True))
-    binary = {f"{split}.en-de.{lang}.{kind}" for split in splits for lang in ("en", "de") for kind in ("bin", "idx")}
+    of_splits = {f"{split}.en-de.{lang}.{kind}" for split in splits for lang in ("en", "de") for kind in ("bin", "idx")}
     others = {"dict.en.txt", "dict.de.txt", "code", "raw", "PREP.json", ".stamp.json"}
-    assert {path.name for path in out.iterdir()} == binary | others
+    assert {path.name for path in out.iterdir()} == of_splits | others
     for split in ("valid", "test", "test1"):
         for lang in ("en", "de"):  # not tokenised, case as it was; only the line ends are others
             assert (out / f"raw/{split}.{lang}").read_bytes() == (multi30k / f"{splits[split]}.{lang}").read_bytes()
@@ -74,3 +79,43 @@ def test_own_text_is_joined_and_validation_taken_from_it(tmp_path, monkeypatch):
     assert (tmp_path / "mine/vocabulary.en").exists()
     assert read(tmp_path / "mine/raw/valid.en") == (read(tmp_path / "one.en") + read(tmp_path / "two.en"))[9::10]
     assert read(tmp_path / "mine/raw/test.de") == read(tmp_path / "news.de")
+
+
+# Words that mean something to fairseq.
+ODD = {"de": "<unk> <s> </s> <pad>", "en": "<unk> a@@ b 東京"}
+
+
+@pytest.mark.parametrize(
+    ("types", "joined"),
+    [(50, ["--joined-dictionary"]), (65_600, ["--joined-dictionary"]), (50, [])],
+    ids=["uint16", "uint32", "separate"],
+)
+def test_the_data_are_those_of_fairseq_preprocess(tmp_path, types, joined):
+    """The text is in subwords already, and stays as it is."""
+    codes, raw, out = write(tmp_path / "code", ["a b</w>"]), tmp_path / "raw", tmp_path / "out"
+    letters = [" ".join("".join(line.split())) for line in sentences(20)]  # which no codes split
+    for lang, odd in ODD.items():
+        rare = [" ".join(f"{lang}{i}" for i in range(start, start + 20)) for start in range(0, types // 2, 20)]
+        write(raw / f"train.{lang}", [*sentences(300), *letters, *rare, odd])
+        write(raw / f"valid.{lang}", [*letters, "", "never seen before", odd])
+        write(raw / f"test.{lang}", ["nothing known"] * 3)
+    corpus = recipe(tokenizer="given", separate_dictionaries=not joined)
+    prep = prepared(dataclasses.replace(corpus, codes=codes), raw, out)
+    subwords = tmp_path / "out.work/2-subwords"
+    prefixes = [word for split in ("train", "valid", "test") for word in (f"--{split}pref", subwords / split)]
+    languages = ["--source-lang", "de", "--target-lang", "en"]
+    run("preprocess", *joined, "--workers", 1, *languages, *prefixes, "--destdir", tmp_path / "theirs")
+    theirs = {path.name for path in (tmp_path / "theirs").iterdir()} - {"preprocess.log"}
+    assert len(theirs) == 2 + 3 * 4
+    for name in theirs:
+        assert (out / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
+    for lang in ODD:
+        name = out / f"valid.de-en.{lang}"
+        sentences_read = [row.tolist() for row in indexed_dataset.make_dataset(str(name), "mmap")]
+        assert binary.read_sentences(name) == sentences_read
+        lengths = [len(row) - 1 for row in sentences_read]
+        unknown = sum(row.count(3) for row in sentences_read) - 1  # "<unk>" stands in the text
+        assert unknown >= 3
+        expected = {"subwords": sum(lengths), "longest": max(lengths), "empty": 1}
+        expected["unknown_percent"] = round(100 * unknown / sum(lengths), 4)
+        assert {name: prep["splits"]["valid"][name][lang] for name in expected} == expected

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import io
+import os
 import random
 import re
 import shutil
@@ -73,10 +74,11 @@ def subword_nmt(folder, merges, train, *others):
     return result
 
 
-def moses(line, lang, dashes=False):
+def moses(lines, lang, dashes=False):
     """Moses' tokens: sacremoses', and the full stop of a last word is always split off."""
-    line = MosesTokenizer(lang).tokenize(line, aggressive_dash_splits=dashes, return_str=True)
-    return re.sub(r"([^. ])\.$", r"\1 .", line)
+    tokenizer = MosesTokenizer(lang)
+    tokens = [tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True) for line in lines]
+    return [re.sub(r"([^. ])\.$", r"\1 .", line) for line in tokens]
 
 
 def in_bounds(source, target, longest):
@@ -93,8 +95,6 @@ def only(kept, *sides):
     """The lines of each side that are kept."""
     return [[line for line, ok in zip(side, kept, strict=True) if ok] for side in sides]
 
-
-# --- IWSLT'14 --------------------------------------------------------------------------------------------------------
 
 TALK = ["<url>http://x</url>", "<keywords>talks, a</keywords>", "<speaker>A. B.</speaker>", "<talkid>535</talkid>"]
 TALK += ["<title>A B: talk</title>", "<description>TED Talk Subtitles: what</description>"]
@@ -124,15 +124,11 @@ def iwslt(tmp_path_factory):
 @pytest.mark.slow
 def test_iwslt14(iwslt, tmp_path):
     folder, sides, tests = iwslt
-
-    def tokens(lines, lang):
-        return [moses(line, lang) for line in lines]
-
     train = []
     for lang, side in zip(("de", "en"), sides, strict=True):
         kept = [line for line in side if not re.search("<url>|<talkid>|<keywords>", line)]
         kept = [re.sub("</?title>|</?description>", "", line) for line in kept]
-        train.append(list(zip(kept, tokens(kept, lang), strict=True)))
+        train.append(list(zip(kept, moses(kept, lang), strict=True)))
     kept = [(a, b) for a, b in zip(*train, strict=True) if in_bounds(a[1], b[1], 175)]
     assert 400 < len(kept) < 618  # all the rules had something to do
     valid = kept[22::23]
@@ -141,7 +137,7 @@ def test_iwslt14(iwslt, tmp_path):
     parts = {"train": train, "valid": valid}
     expected = {split: [[pair[i][1].lower() for pair in part] for i in (0, 1)] for split, part in parts.items()}
     expected["test"] = [
-        [line.lower() for line in tokens([line.replace("’", "'") for line in side], lang)]
+        [line.lower() for line in moses([line.replace("’", "'") for line in side], lang)]
         for lang, side in zip(("de", "en"), test_sides, strict=True)
     ]
     # Entities are not undone: so in the real test set.
@@ -164,14 +160,6 @@ def test_extracted_files_are_as_good_as_the_archive(iwslt, tmp_path):
     ours, theirs = (text_only(corpora.iwslt14_de_en(), raw, tmp_path / name) for name, raw in sources.items())
     for split in ours.splits():
         assert_text(ours, "subwords", split, map(read, theirs.text("subwords", split)))
-
-
-# --- WMT'14 ----------------------------------------------------------------------------------------------------------
-
-
-def without_checksums(recipe):
-    train = tuple(dataclasses.replace(part, size=0, sha256="") for part in recipe.train)
-    return dataclasses.replace(recipe, train=train)
 
 
 def wmt(folder, recipe, sizes, test_set):
@@ -208,12 +196,10 @@ def wmt(folder, recipe, sizes, test_set):
 )
 @pytest.mark.slow
 def test_wmt14(recipe, sizes, test_set, every, tmp_path):
-    recipe = without_checksums(recipe)
+    parts = tuple(dataclasses.replace(part, size=0, sha256="") for part in recipe.train)  # without checksums
+    recipe = dataclasses.replace(recipe, train=parts)
     languages = (recipe.source_lang, recipe.target_lang)
     training, test = wmt(tmp_path / "raw", recipe, sizes, test_set)
-
-    def tokens(lines, lang):
-        return [moses(line, lang, dashes=True) for line in lines]
 
     def clean(lines, lang):
         normalise = MosesPunctNormalizer(lang, perl_parity=True).normalize
@@ -221,11 +207,12 @@ def test_wmt14(recipe, sizes, test_set, every, tmp_path):
 
     train, valid = [], []
     for lang, side in zip(languages, training, strict=True):
-        lines = tokens(clean(side, lang), lang)
+        lines = moses(clean(side, lang), lang, dashes=True)
         valid.append(lines[every - 1 :: every])
         train.append([line for number, line in enumerate(lines, 1) if number % every])
     tested = [
-        tokens([line.replace("’", "'") for line in side], lang) for lang, side in zip(languages, test, strict=True)
+        moses([line.replace("’", "'") for line in side], lang, dashes=True)
+        for lang, side in zip(languages, test, strict=True)
     ]
     split = subword_nmt(tmp_path, 40_000, train, *valid, *tested)
     raw_valid = [side[every - 1 :: every] for side in training]
@@ -241,34 +228,27 @@ def test_wmt14(recipe, sizes, test_set, every, tmp_path):
     assert_text(pipeline, "subwords", "test", test, raw=True)
 
 
-# --- archives that are not right -------------------------------------------------------------------------------------
-
-
-def truncated_archive(folder, iwslt):
-    content = (iwslt / "de-en.tgz").read_bytes()
-    (folder / "de-en.tgz").write_bytes(content[: int(len(content) * 0.9)])
-
-
-def archive_without_tests(folder, iwslt):
-    archive(folder / "de-en.tgz", {"de-en/train.tags.de-en.de": "a\n", "de-en/other": "b\n"})
-
-
-def archives_of_another_size(folder, iwslt):
-    wmt(folder, corpora.wmt14_en_de(), (10, 10, 10), "newstest2014-deen")
-
-
 @pytest.mark.parametrize(
     ("fault", "recipe", "message"),
     [
-        (truncated_archive, corpora.iwslt14_de_en(), r"raw/de-en\.tgz: truncated or damaged"),
         (
-            archive_without_tests,
+            lambda raw, iwslt: os.truncate(shutil.copy(iwslt / "de-en.tgz", raw), 9000),
+            corpora.iwslt14_de_en(),
+            r"raw/de-en\.tgz: truncated or damaged",
+        ),
+        (
+            lambda raw, _: archive(raw / "de-en.tgz", {"de-en/train.tags.de-en.de": "a\n", "de-en/other": "b\n"}),
             corpora.iwslt14_de_en(),
             r"no member .*dev2010.*; .* de-en/train.*de, de-en/other",
         ),
         (lambda *_: None, corpora.wmt14_en_de(), r"raw: has no .*europarl.*https://.*europarl-v7.tgz"),
-        (archives_of_another_size, corpora.wmt14_en_de(), r"europarl-v7.tgz: [\d,]+ bytes, .*657,632,379"),
+        (
+            lambda raw, _: wmt(raw, corpora.wmt14_en_de(), (10, 10, 10), "newstest2014-deen"),
+            corpora.wmt14_en_de(),
+            r"europarl-v7.tgz: [\d,]+ bytes, .*657,632,379",
+        ),
     ],
+    ids=["truncated", "another archive", "missing", "another size"],
 )
 def test_an_archive_that_is_not_the_published_one_is_named(iwslt, tmp_path, fault, recipe, message):
     raw = tmp_path / "raw"

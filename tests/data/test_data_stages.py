@@ -139,9 +139,6 @@ def test_a_killed_run_leaves_no_process(tmp_path):
     pytest.fail("workers outlived their parent")
 
 
-# --- stages that are made again ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def made(tmp_path, capsys):
     """A function that prepares tmp_path/raw by these rules: the stages that it makes, on the text alone."""
@@ -235,15 +232,10 @@ def test_a_stage_that_is_damaged_or_half_removed_is_made_again(tmp_path, made, m
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # before the stage's files are removed
         patch.setattr(stages.shutil, "rmtree", interrupted)
         prepared(recipe(merges=70), tmp_path / "raw", tmp_path / "out")
-    assert made() == ["subwords"]
-
-
-def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path, made):
-    made()
     for name in ("subwords.x.tmp/new/train.de", ".SHA256SUMS.17.tmp", "notes.tmp"):
         write(tmp_path / "out.work" / name, [""])
-    made()
-    assert {path.name for path in (tmp_path / "out.work").glob("*.tmp")} == {"notes.tmp"}
+    assert made() == ["subwords"]
+    assert {path.name for path in (tmp_path / "out.work").glob("*.tmp")} == {"notes.tmp"}, "a user's file"
 
 
 def test_a_second_run_in_one_place_is_refused(tmp_path, monkeypatch):
@@ -260,9 +252,6 @@ def test_neither_workers_nor_chunks_change_the_data(undisturbed, tmp_path, monke
     monkeypatch.setattr(parallel, "CHUNK_LINES", 7)
     prepared(recipe(), raw, tmp_path / "out", workers=3)
     assert contents(tmp_path / "out") == contents(expected)
-
-
-# --- a full disk -----------------------------------------------------------------------------------------------------
 
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]

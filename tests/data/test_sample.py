@@ -1,10 +1,9 @@
 """The sample corpus: the same for the same seed, held-out text unseen but made of known words, grammar in order."""
 
-import json
 import re
 
 import pytest
-from helpers.data_toy import read, sample, script
+from helpers.data_toy import prepare, read, sample
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +57,8 @@ def test_german_forms_have_their_meaning(everything, german, english):
             assert re.search(english, pair[1]), pair
 
 
-@pytest.mark.slow
-def test_the_command_makes_the_same_data_twice(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--train", "900", "--seed", "3", "--workers", "2"]
-    for name in ("a", "b"):
-        script("sample", *arguments, "--out", name)
-    prep = json.loads((tmp_path / "a/PREP.json").read_text())
-    sizes = {split: facts["pairs"] for split, facts in prep["splits"].items()}
-    assert sizes == {"train": 900, "valid": 500, "test": 500}
-    for path in (tmp_path / "a").glob("*.bin"):
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    assert read(tmp_path / "a/raw/test.de") == [pair[0] for pair in sample.corpus(900, 500, 500, 3)["test"]]
-    assert "nothing to do" in script("sample", *arguments, "--out", "a")
+def test_the_command_takes_number_and_seed(tmp_path):
+    args, corpus = prepare.parse("sample", ["--train", "90", "--seed", "3"])
+    raw = prepare.raw_folder(args, corpus, tmp_path / "out")
+    for split, pairs in sample.corpus(90, 500, 500, 3).items():
+        assert read(raw / f"{split}.de") == [german for german, _ in pairs]
