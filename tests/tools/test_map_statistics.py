@@ -16,7 +16,7 @@ from scipy.stats import entropy
 from ea_artifacts.command import UserError
 from ea_artifacts.preparation import Preparation
 from ea_tools.maps import statistics as map_statistics
-from ea_tools.maps.alignments import alignment_errors, hard_alignment, read_gold
+from ea_tools.maps.alignments import hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, estimate, resamples, shares
 from ea_tools.maps.models import Loaded, Sentence, load_model
 from ea_tools.maps.statistics import main, read_sample, tally
@@ -24,15 +24,6 @@ from ea_tools.maps.statistics import main, read_sample, tally
 RUNS = ["toy-ea/checkpoint_best.pt", "toy-stock/checkpoint_best.pt"]
 
 # ---- alignments
-
-
-def test_alignment_error_rate_of_an_example():
-    # Och and Ney's formula: A = 4 links; 2 of them sure, 3 of them possible; S = 3: 1 - (2 + 3) / (4 + 3).
-    sure, possible = {(0, 0), (1, 1), (2, 2)}, {(0, 0), (1, 1), (2, 2), (3, 3)}
-    errors, links = alignment_errors({(0, 0), (1, 1), (3, 3), (0, 4)}, sure, possible)
-    assert errors / links == pytest.approx(1 - 5 / 7)
-    assert alignment_errors(sure, sure, sure)[0] == 0
-    assert alignment_errors({(9, 9)}, sure, sure) == (4, 4)
 
 
 def test_subwords_are_summed_before_the_largest_is_taken():
@@ -64,9 +55,6 @@ def test_words_of_gold_count_from_0_or_from_1(tmp_path, content, first, expected
             read_gold(tmp_path / "gold", first)
 
 
-# ---- intervals
-
-
 def test_intervals_over_sentences():
     sums, counts = np.array([1.0] * 50 + [3.0] * 50), np.ones(100)
     found = estimate((sums, counts))
@@ -80,9 +68,6 @@ def test_intervals_over_sentences():
     assert difference == pytest.approx({"mean": 0.5, "low": 0.5, "high": 0.5})
     # Rows count, not sentences.
     assert estimate((np.array([10.0, 0]), np.array([10, 30])))["mean"] == 0.25
-
-
-# ---- a whole test set
 
 
 def naive(loaded, number, dataset, gold):
@@ -206,21 +191,16 @@ def test_from_the_command_line(there, tmp_path, capsys, monkeypatch):
     assert sum(line.startswith("| encoder: difference") for line in lines) == 4
 
 
-def test_one_model_without_gold(there, tmp_path):
-    out = [str(tmp_path / "a.md")] * 2  # twice the same is once
-    main([*("--run", str(there / "toy-stock")), *("--sentences", "3", "--out", *out)])
-    table = (tmp_path / "a.md").read_text()
-    assert "3 sentences" in table
-    assert not any(word in table for word in ("difference", "Difference", "alignment", "share of"))
-
-
 def test_a_run_that_keeps_its_preparation_finds_its_text(there, data, tmp_path):
     """A run keeps no text: it is where the run was trained, or where --data says."""
-    run = tmp_path / "run"
+    run, table = tmp_path / "run", tmp_path / "a.md"
     shutil.copytree(there / "toy-stock", run)
     Preparation.at(data).keep(run)
-    command = ["--run", str(run), "--sentences", "3", "--out", str(tmp_path / "a.md")]
+    command = ["--run", str(run), "--sentences", "3", "--out", *[str(table)] * 2]  # twice the same is once
     main(command)
+    assert "3 sentences" in table.read_text()
+    of_others = ("difference", "Difference", "alignment", "share of")
+    assert not any(word in table.read_text() for word in of_others), "one model without gold"
     state = torch.load(run / "checkpoint_best.pt", weights_only=True)
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, run / "checkpoint_best.pt")
@@ -258,9 +238,8 @@ def test_sentences_with_unknown_words_have_no_alignment(there, monkeypatch):
     loaded = load_model(there / "toy-ea")
     loaded.task.load_dataset("test")
     dataset = loaded.task.dataset("test")
-    sentences = [dataset.src[number].clone() for number in range(len(dataset))]
-    sentences[1][0] = loaded.task.source_dictionary.unk()
-    dataset.src = sentences
+    dataset.src = [sentence.clone() for sentence in dataset.src]
+    dataset.src[1][0] = loaded.task.source_dictionary.unk()
     monkeypatch.setattr(map_statistics, "_load", lambda loaded, subset: dataset)
     sample = read_sample(loaded, "test", 3, there / "gold")
     assert list(sample.gold) == [0, 2]

@@ -46,22 +46,17 @@ def look(source=6, target=5, words=WORDS, size=EIGHT_HEADS, compare=True, arch="
     def labels(length):
         return [words[i % len(words)] for i in range(length - 1)] + ["</s>"]
 
+    def in_words(side):
+        return words_of(side, [True] * len(side), starts(side, "subword_nmt"), "subword_nmt")
+
     tokens = {"source": labels(source), "predicted": labels(target), "read": ["</s>", *labels(target)[:-1]]}
-    words_of_them = {
-        name: words_of(side, [True] * len(side), starts(side, "subword_nmt"), "subword_nmt")
-        for name, side in tokens.items()
-    }
-    baseline = places("transformer") if compare else {}
-    return Look(
-        tokens, words_of_them, places(arch, *flags), baseline, "run/last.pt", "base/last.pt" if compare else None
-    )
+    words_of_them = {name: in_words(side) for name, side in tokens.items()}
+    baseline, name = (places("transformer"), "base/last.pt") if compare else ({}, None)
+    return Look(tokens, words_of_them, places(arch, *flags), baseline, "run/last.pt", name)
 
 
 PARTS4 = ["map", "own", "convolution", "baseline"]
 ROWS = [Row("encoder", 3, 1), Row("decoder", 3, "mean"), Row("cross", 6, 8)]
-
-
-# ---- the picture
 
 
 def test_characters_that_no_font_has_are_named(monkeypatch):
@@ -152,42 +147,30 @@ def test_pictures_are_the_same_again_also_of_a_kind_without_a_part():
     assert picture.picture(there, rows, ["map"], "png").startswith(b"\x89PNG")
 
 
-# ---- the numbers
-
-
-def test_numbers_add_up_and_are_the_same_again():
-    there = look(7, 5)
+def test_numbers_add_up_and_are_the_same_again_also_of_words_and_rollout():
+    there = replace(look(9, 9), in_words=True)
     file = numbers(there)
     assert numbers(there) == file
     arrays = numpy.load(io.BytesIO(file))
     assert arrays["tokens.source"].tolist() == there.tokens["source"]
-    assert arrays["encoder.6.weights"].shape == (8, 7, 7)
-    assert arrays["baseline.cross.6.weights"].shape == (8, 5, 7)
+    assert arrays["baseline.cross.6.weights"].shape == (8, 9, 9)
     for kind, layer in there.maps:
         place = f"{kind}.{layer}"
         parts = ("logits", "convolution", *(["previous"] if kind == "encoder" and layer > 1 else []))
         mixed = sum(arrays[f"{place}.{part}.share"] * arrays[f"{place}.{part}"] for part in parts)
         mixed = numpy.exp(numpy.where(arrays[f"{place}.masked"], -numpy.inf, mixed))
-        numpy.testing.assert_allclose(
-            mixed / mixed.sum(-1, keepdims=True), arrays[f"{place}.weights"], atol=1e-6, rtol=0
-        )
+        mixed /= mixed.sum(-1, keepdims=True)
+        numpy.testing.assert_allclose(mixed, arrays[f"{place}.weights"], atol=1e-6, rtol=0)
 
-
-def test_words_and_rollout_as_numbers():
-    there = replace(look(9, 9), in_words=True)
-    arrays = numpy.load(io.BytesIO(numbers(there)))
-    assert arrays["words.source"].tolist() == [
-        *"ein kleines Mädchen klettert Donaudampfschifffahrt in ,".split(),
-        "</s>",
-    ]
-    of_token = arrays["words.source.of_token"]
-    assert of_token.tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    joined = "ein kleines Mädchen klettert Donaudampfschifffahrt in , </s>"
+    assert arrays["words.source"].tolist() == joined.split()
+    assert arrays["words.source.of_token"].tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7]
     assert arrays["words.read"].tolist() == ["</s>", *arrays["words.predicted"].tolist()[:-1]]
     for kind, rows, columns in (("encoder", "source", "source"), ("cross", "predicted", "source")):
         expected = merged(arrays[f"{kind}.6.weights"], *(arrays[f"words.{side}.of_token"] for side in (rows, columns)))
         numpy.testing.assert_allclose(arrays[f"baseline.{kind}.6.word_weights"].sum(-1), 1, atol=1e-5)
         numpy.testing.assert_allclose(arrays[f"{kind}.6.word_weights"], expected, atol=1e-6)
-    assert "encoder.6.word_weights" not in numpy.load(io.BytesIO(numbers(look(9, 9))))
+    assert "encoder.6.word_weights" not in numpy.load(io.BytesIO(numbers(look(7, 5))))
     product = numpy.eye(9)
     for layer in range(1, 7):
         product = (0.5 * arrays[f"encoder.{layer}.weights"].mean(0) + 0.5 * numpy.eye(9)) @ product
@@ -195,26 +178,18 @@ def test_words_and_rollout_as_numbers():
     assert "baseline.encoder.6.rollout" in arrays and "decoder.6.rollout" not in arrays
 
 
-# ---- the command
-
-
 @pytest.mark.slow
 def test_the_command_draws_what_it_is_asked_for(checkpoints, tmp_path, capsys):
     files = [tmp_path / "new" / f"a{suffix}" for suffix in draw.SUFFIXES]
-    main(
-        [
-            *("--checkpoint", str(checkpoints.evolving), "--compare", str(checkpoints.stock)),
-            *("--source", "Hund, Katze.", "--target", "the dog, the cat."),
-            *("--layer", "1", "--head", "mean", "--words"),
-            *("--out", *map(str, files), str(files[0])),  # one of them twice
-        ]
-    )
-    assert numpy.load(files[3])["words.source"].tolist() == ["hund", ",", "katze", ".", "</s>"]
-    assert all(file.stat().st_size > 1000 for file in files)
+    words = ["--checkpoint", checkpoints.evolving, "--compare", checkpoints.stock, "--source", "Hund, Katze."]
+    words += ["--target", "the dog, the cat.", "--layer", 1, "--head", "mean", "--words"]
+    main([*map(str, [*words, "--out", *files, files[0]])])  # one of them twice
     assert sorted(file.name for file in (tmp_path / "new").iterdir()) == sorted(file.name for file in files)
-    said = capsys.readouterr().err
-    assert "source: h" in said
-    assert numpy.load(files[3])["cross.1.weights"].shape[0] == 2
+    assert all(file.stat().st_size > 1000 for file in files)
+    assert "source: h" in capsys.readouterr().err
+    arrays = numpy.load(files[3])
+    assert arrays["words.source"].tolist() == ["hund", ",", "katze", ".", "</s>"]
+    assert arrays["cross.1.weights"].shape[0] == 2
     assert '"start": {"kind": "encoder", "layer": 1, "head": 0, "words": true}' in files[2].read_text()
 
 
@@ -254,20 +229,12 @@ def test_a_language_without_spaces_keeps_its_subwords(checkpoints):
     assert loaded.words(symbols, "source").labels == ["hund", "</s>"]
 
 
-# ---- the page
-
-
-def test_the_page_is_small_and_needs_no_network():
-    there = look(40, 40)
+def test_the_page_is_small_needs_no_network_and_tokens_cannot_end_its_script():
+    there = look(40, 40, words=["</script><script>alert(1)</script>", "<!--"])
     text = page(there, Row("encoder", 3, 1))
+    assert page(there, Row("encoder", 3, 1)) == text
     assert len(text.encode()) < 5e6
     assert not re.search(r"https?://|<link|src=|@import|url\(", text)
-    assert page(there, Row("encoder", 3, 1)) == text
-
-
-def test_tokens_cannot_end_the_script():
-    there = look(words=["</script><script>alert(1)</script>", "<!--"])
-    text = page(there, Row("cross", 1, "mean"))
     assert "alert(1)</script>" not in text
     inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
     assert json.loads(inside)["tokens"]["source"][0] == "</script><script>alert(1)</script>"
@@ -381,11 +348,49 @@ def test_words_in_a_browser(chromium, opened):
 def test_a_baseline_alone_in_a_browser(chromium, opened):
     """A model without convolutions, whose decoder has fewer layers: fewer buttons, no errors."""
     small = [*EIGHT_HEADS[:-4], "--decoder-layers", "2", "--dropout", "0"]
-    there = look(arch="transformer", compare=False, size=small)
-    opened(there, Row("encoder", 6, "mean"))
-    assert chromium.run("return [...document.querySelectorAll('#parts button')].map(b => b.textContent)") == [
-        "map in use",
-        "attention rollout",
-    ]
+    opened(look(arch="transformer", compare=False, size=small), Row("encoder", 6, "mean"))
+    buttons = "return [...document.querySelectorAll('#parts button')].map(b => b.textContent)"
+    assert chromium.run(buttons) == ["map in use", "attention rollout"]
     chromium.press("ArrowDown")  # to the decoder, which has no layer 6
     assert chromium.text("#place h2") == "decoder self-attention, layer 2, mean over heads"
+
+
+def words_in(bpe, symbols, unknown=()):
+    return words_of(symbols, [symbol not in unknown for symbol in symbols], starts(symbols, bpe), bpe)
+
+
+def test_words_of_marked_subwords():
+    found = words_in("subword_nmt", "ein Donau@@ dampf@@ schiff . </s>".split())
+    assert found.numbers.tolist() == [0, 1, 1, 1, 2, 3]
+    assert found.labels == ["ein", "Donaudampfschiff", ".", "</s>"]
+    read = found.read("</s>")
+    assert read.numbers.tolist() == [0, 1, 2, 2, 2, 3]
+    assert read.labels == ["</s>", "ein", "Donaudampfschiff", "."]
+
+
+def test_words_of_pieces():
+    found = words_in("sentencepiece", "▁ein ▁Donau dampf ▁ .".split(), unknown=["dampf"])
+    assert found.numbers.tolist() == [0, 1, 1, 2, 2]
+    assert found.labels == ["ein", "⟨Donaudampf⟩", "."]
+    assert words_in("sentencepiece", ["▁"]).labels == ["▁"]
+    assert words_in("sentencepiece", []).labels == []
+
+
+def test_merging_by_loops():
+    rng = numpy.random.default_rng(0)
+    maps = rng.random((2, 5, 4))
+    maps[:, 0, 2:] = numpy.nan  # a row that sees less
+    maps[:, :, 3] = numpy.nan  # a column that no row sees
+    rows, columns = numpy.array([0, 0, 1, 2, 2]), numpy.array([0, 1, 1, 2])
+    found = merged(maps, rows, columns)
+    assert found.shape == (2, 3, 3)
+    for head, row, column in numpy.ndindex(found.shape):
+        of_rows = [
+            sum(maps[head, r, c] for c in range(4) if columns[c] == column and not numpy.isnan(maps[head, r, c]))
+            for r in range(5)
+            if rows[r] == row
+        ]
+        if column == 2:
+            assert numpy.isnan(found[head, row, column])
+        else:
+            assert found[head, row, column] == pytest.approx(sum(of_rows) / len(of_rows))
