@@ -3,11 +3,12 @@
 import json
 import shlex
 import sys
+from unittest import mock
 
 import numpy
 import pytest
 from fairseq.optim import adam
-from helpers.mistakes import refusal
+from helpers.mistakes import check_refusal, mistakes
 
 from ea_artifacts.command import UserError
 from ea_fairseq.optim import FairseqAdam
@@ -31,11 +32,14 @@ def small(monkeypatch):
     return SMALL
 
 
-def result_of(module, path, *flags):
-    """Run a benchmark's command line in this process and read its file."""
-    module.main([*map(str, flags), "--output", str(path)])
+def result_of(name, path, *flags):
+    """Run a benchmark's command in this process and read its file, which has the command as it was typed."""
+    words = [*map(str, flags), "--output", str(path)]
+    with mock.patch.object(sys, "argv", ["python", name, *words]):
+        bench.main()
     record = json.loads(path.read_text())
     assert record.keys() >= ORIGIN
+    assert shlex.split(record["command"]) == [f"scripts/benchmark_{name}.sh", *words]
     return record
 
 
@@ -57,18 +61,15 @@ def test_batches_are_fairseqs(monkeypatch):
     monkeypatch.setattr(benchmark, "generate_lengths", lambda count: lengths)
     sentences = benchmark.random_sentences(benchmark.make_task(benchmark.configuration("transformer")))
     batches = benchmark.pick(sentences, benchmark.batches_of(sentences, max_tokens=300), 6)
-    assert len(batches) == 6
-    for batch in batches:
-        shape = benchmark.describe(batch)
+    shapes = [benchmark.describe(batch) for batch in batches]
+    for batch, shape in zip(batches, shapes, strict=True):
         assert shape["sentences"] * max(shape["source"], shape["target"]) <= 300
         assert shape["tokens"] == batch["target"].ne(sentences.tgt_dict.pad()).sum()
-        for side in (batch["net_input"]["src_tokens"], batch["target"]):
-            assert (side == sentences.tgt_dict.eos()).sum(dim=1).eq(1).all()
+    sources = [shape["source"] for shape in shapes]
+    assert len(sources) == 6 and min(sources) < 20 and max(sources) > 45
+    assert sorted(sources) != sources, "not by length: shuffled"
     with pytest.raises(UserError, match="no sentence has at most 4 tokens"):
         benchmark.batches_of(sentences, max_tokens=4)
-    sources = [benchmark.describe(batch)["source"] for batch in batches]
-    assert min(sources) < 20 and max(sources) > 45
-    assert sorted(sources) != sources, "not by length: shuffled"
 
 
 def test_candidates_take_turns():
@@ -99,7 +100,7 @@ def test_ratio_is_of_neighbours_in_time():
 
 
 def test_training(tmp_path, small):
-    record = result_of(benchmark_training, tmp_path / "t.json", *small, "--max-tokens", 60, "--memory-batches", 0)
+    record = result_of("training", tmp_path / "t.json", *small, "--max-tokens", 60, "--memory-batches", 0)
     (result,) = record["results"]
     assert record["benchmark"] == "training"
     assert record["options"]["max_tokens"] == 60
@@ -112,10 +113,9 @@ def test_training(tmp_path, small):
     assert result["ratios"][flat]["median"] == pytest.approx(one_pass["stock"] / one_pass[flat])
 
 
-def test_the_papers_other_systems_have_their_flags(size="pa3", expected=("predictive", 3, False)):
-    config = benchmark.configuration(options.PAIRS[size]["ours"])
-    made = vars(config.model)
-    assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == expected
+def test_the_papers_other_systems_have_their_flags():
+    made = vars(benchmark.configuration(options.PAIRS["pa3"]["ours"]).model)
+    assert (made["ea_rule"], made["ea_conv_layers"], made["ea_conv_branch"]) == ("predictive", 3, False)
 
 
 def test_training_trains_as_the_recipe_does():
@@ -142,7 +142,7 @@ def test_decoding(tmp_path, small, monkeypatch):
     """Each sentence of a batch gets as many steps."""
     monkeypatch.setattr(benchmark_decoding, "FULL", 40)
     flags = ["--beam", 2, "--batch", 3, "full"]
-    three, full = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
+    three, full = result_of("decoding", tmp_path / "d.json", *small, *flags)["results"]
     assert (three["batch"], full["batch"], three["beam"]) == ("3", "full", 2)
     assert all(batch["sentences"] == 3 for batch in three["batches"])
     assert max(batch["sentences"] for batch in full["batches"]) > 1
@@ -156,8 +156,8 @@ GROWTH = ["--growth", "--max-tokens", 64, "--repetitions", 2, "--device", "cpu"]
 
 @pytest.mark.slow
 def test_growth_and_the_memory_of_each_model_alone(tmp_path):
-    record = result_of(benchmark_training, tmp_path / "g.json", *GROWTH, "--longest", 32, "--memory-batches", 0)
-    record["results"] += result_of(benchmark_training, tmp_path / "m.json", *GROWTH, "--longest", 16)["results"]
+    record = result_of("training", tmp_path / "g.json", *GROWTH, "--longest", 32, "--memory-batches", 0)
+    record["results"] += result_of("training", tmp_path / "m.json", *GROWTH, "--longest", 16)["results"]
     assert [result["length"] for result in record["results"]] == [16, 32, 16]
     for result in record["results"]:
         assert result["batches"] == [
@@ -167,14 +167,6 @@ def test_growth_and_the_memory_of_each_model_alone(tmp_path):
     assert all(used["peak"] - used["before"] > 2 * 4 * 4e6 for used in record["results"][-1]["memory"].values())
 
 
-def test_the_command_is_recorded_as_it_was_typed(tmp_path, small, monkeypatch):
-    words = [*small, "--beam", 1, "--batch", 1, "--output", tmp_path / "d.json"]
-    monkeypatch.setattr(sys, "argv", ["python", "decoding", *map(str, words)])
-    bench.main()
-    typed = shlex.split(json.loads((tmp_path / "d.json").read_text())["command"])
-    assert typed == ["scripts/benchmark_decoding.sh", *map(str, words)]
-
-
 @pytest.mark.slow
 def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
     """All decode as many steps, so that their times can be compared."""
@@ -182,20 +174,17 @@ def test_decoding_of_exported_models(tmp_path, small, monkeypatch):
     pair = {name: f"{words} --encoder-layers 1 --decoder-layers 1" for name, words in pair.items()}
     monkeypatch.setitem(options.PAIRS, "lite", pair)
     flags = ["--exported", "--batch", 3, "--beam", 2]
-    (result,) = result_of(benchmark_decoding, tmp_path / "d.json", *small, *flags)["results"]
+    (result,) = result_of("decoding", tmp_path / "d.json", *small, *flags)["results"]
     tokens = result["times"]["tokens"]
     assert {"ours", "stock", "exported", "exported int8"} <= tokens.keys()
     assert all(counts == tokens["stock"] for counts in tokens.values())
     assert result["ratios"].keys() == tokens.keys() - {"stock"}
-    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
-    with pytest.raises(SystemExit, match="--exported"):
-        benchmark_decoding.main(list(map(str, [*small, *flags, "--precision", "fp32", "bf16"])))
 
 
 def test_attention(tmp_path, monkeypatch):
     flags = ["--repetitions", 2, "--device", "cpu", "--tokens", 48, "--longest", 16, "--heads", 4]
     monkeypatch.setattr(benchmark_attention, "SHORTEST_TIMING", 0)
-    record = result_of(benchmark_attention, tmp_path / "a.json", *flags, "--paths", "ours", "sdpa")
+    record = result_of("attention", tmp_path / "a.json", *flags, "--paths", "ours", "sdpa")
     assert [result["kind"] for result in record["results"]] == ["encoder", "decoder", "cross"]
     for result in record["results"]:
         assert result["difference_from_plain"]["ours"] < 1e-5  # outputs and gradients
@@ -219,16 +208,15 @@ def test_floor_counts_what_must_be_done(kind):
     assert floor["forward + backward"]["bytes"] == 4 * (11 * vectors + 5 * maps)
 
 
-@pytest.mark.parametrize(
-    ("module", "flags", "said"),
-    [
-        (benchmark_training, ["--recipe", "nonsense"], "there is no recipe 'nonsense'"),
-        (benchmark_training, ["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
-        (benchmark_training, ["--precision", "bf16", "--device", "cpu"], "--precision bf16: this CPU has no units"),
-        (benchmark_attention, ["--kernel-size", "4"], "--kernel-size 4 is not odd"),
-    ],
-)
-def test_a_mistake_is_named_before_anything_is_measured(module, flags, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(products, "has_bf16_units", lambda: False)
-    output = tmp_path / "result.json"
-    assert said in refusal(capsys, module.main, *flags, "--output", output, writes_to=tmp_path)
+@mistakes("""
+    training --recipe nonsense | "'nonsense'"
+    training --precision fp16 --device cpu | '--precision fp16 ' GPU
+    training --precision bf16 --device cpu | '--precision bf16: '
+    attention --kernel-size 4 | '--kernel-size 4 '
+    decoding --exported --device cpu --precision fp32 bf16 | --exported
+""")
+def test_a_mistake_is_named_before_anything_is_measured(words, named, capsys, tmp_path, monkeypatch):
+    modules = {"training": benchmark_training, "attention": benchmark_attention, "decoding": benchmark_decoding}
+    name, *words = [*words, "--output", tmp_path / "result.json"]
+    monkeypatch.setattr(products, "has_bf16_units", lambda: name == "decoding")
+    check_refusal(capsys, modules[name].main, words, named, writes_to=tmp_path)

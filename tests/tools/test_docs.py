@@ -18,6 +18,7 @@ from ea_tools.training import recipes
 
 FOLDERS = ("scripts/", "data-prep/", "recipes/", "tests/", "ea_fairseq/", "docs/")
 LINKED = [*PAGES, *(REPO / name for name in ("CHANGELOG.md", "evolving_attention/README.md", "pretrained/README.md"))]
+LINKED += sorted((REPO / "examples").glob("*/README.md"))
 #: commands that hand on unknown flags to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
 PARSERS = {
@@ -105,6 +106,7 @@ def faults(command):
 def test_commands_of_a_page_can_be_run(page):
     found = [(shlex.join(command), faults(command)) for command in commands_of(page.read_text())]
     assert not [(command, wrong) for command, wrong in found if wrong]
+    assert len(found) > 8 or page.name not in ("README.md", "training.md", "data.md")
 
 
 @functools.cache
@@ -146,29 +148,3 @@ def test_links_of_a_page_lead_somewhere(page):
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
             dead.append(link)
     assert not dead
-
-
-def test_most_pages_have_commands():
-    found = {page.name: len(commands_of(page.read_text())) for page in PAGES}
-    assert sum(found.values()) > 80
-    assert min(found[name] for name in ("README.md", "training.md", "data.md")) > 8
-
-
-@pytest.mark.parametrize(
-    "text, wrong",
-    [
-        ("```bash\nbash scripts/train.sh --data data/mine ea_transformer_base --ea-alfa 0.1\n```", "no --ea-alfa"),
-        ("```\nscripts/plot_attention.sh --run x \\\n    --sauce y   # a comment --nothing\n```", "no --sauce"),
-        ("Say\n\n    scripts/tain.sh sample ea_transformer_lite\n\nor not.", "scripts/tain.sh is not there"),
-        ("Run `scripts/plot_curves.sh RUN --outt x.png` now.", "no --outt"),
-        ("    cat x | OMP_NUM_THREADS=1 scripts/translate.sh --run x --beams 3 > y\n", "no --beams"),
-        ("    scripts/sweep.sh sample ea_transformer_lite --grid ea-alfa 0 0.1\n", "no --ea-alfa"),
-        ("    scripts/train.sh samples ea_transformer_lite\n", "no recipe samples"),
-        ("    fairseq-train data/x --user-dir ea_fairseq --arch ea_roberta_large --tusk masked_lm\n", "no --tusk"),
-        ("    data-prep/corpus.sh sample\n", "cannot be executed"),
-        ("    scripts/test.sh tests/models\n", "tests/models is not there"),
-    ],
-)
-def test_mistakes_are_seen(text, wrong):
-    (command,) = commands_of(text)
-    assert any(wrong in fault for fault in faults(command))

@@ -4,12 +4,12 @@ A dry run's times say nothing about speed. Its comparisons have to hold.
 """
 
 import json
-import os
 import shutil
 import subprocess
 
 import pytest
 from helpers import REPO
+from helpers.mistakes import fake_command
 
 from ea_fairseq import decoding, step
 from ea_tools.bench import attention, gpu_report, options, training
@@ -93,23 +93,18 @@ def test_a_cpu_alone_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_an_environment_the_machines_own_python_is_taken(tmp_path):
+def test_without_an_environment_the_machines_own_python_is_taken(tmp_path, monkeypatch):
     """If it has torch and fairseq."""
-    for name in ("scripts", "bin", "site"):
+    for name in ("scripts", "site"):
         (tmp_path / name).mkdir()
     for name in ("gpu_report.sh", "lib.sh"):
         shutil.copy(REPO / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "scripts" / "setup.sh").write_text("echo set up\nexit 3\n")
-    python = tmp_path / "bin" / "python3"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec "{shutil.which("python3")}" -S "$@"\necho "python3 $*"\n')
-    python.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(tmp_path / "site"),
-    }
+    own = f'[ "$1" = -c ] && exec "{shutil.which("python3")}" -S "$@"\necho "python3 $*"\n'
+    fake_command(tmp_path, "python3", own, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     command = ["bash", str(tmp_path / "scripts" / "gpu_report.sh"), "--minutes", "3"]
-    run = {"capture_output": True, "text": True, "check": False, "env": environment}
+    run = {"capture_output": True, "text": True, "check": False}
     assert subprocess.run(command, **run).returncode == 3
     for name in ("torch", "fairseq"):
         (tmp_path / "site" / f"{name}.py").write_text("raise SystemExit('imported')")

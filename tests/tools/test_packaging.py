@@ -130,12 +130,3 @@ def test_the_dockerfile_copies_what_it_runs(tmp_path):
             assert script[0] in done.stdout
     assert "scripts/quickstart.sh" in lines[-1]
     assert not (tmp_path / ".venv").exists()
-
-
-@pytest.mark.slow
-def test_tests_of_the_core_pass_without_fairseq():
-    code = "import sys; sys.modules['fairseq'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "tests/core", "--quick", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
