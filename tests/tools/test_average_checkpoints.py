@@ -34,14 +34,24 @@ def epochs(folder, count, **options):
     return [checkpoint(folder / f"checkpoint{n}.pt", float(n), **options) for n in range(1, count + 1)]
 
 
-def test_mean_of_the_last_n(tmp_path):
-    epochs(tmp_path, 11)  # checkpoint10 sorts after checkpoint9 by number, not by name
-    average_checkpoints.main(
-        ["--inputs", str(tmp_path), "--output", str(tmp_path / "out.pt"), "--num-epoch-checkpoints", "3"]
-    )
-    model = load(tmp_path / "out.pt")["model"]
-    assert torch.equal(model["encoder.embed_tokens.weight"], torch.full((3, 2), 10.0))
-    assert torch.equal(model["decoder.steps"], torch.tensor([11])), "what is no float is the last checkpoint's"
+@pytest.mark.parametrize(
+    ("name", "numbers", "flags", "mean"),
+    [
+        ("checkpoint{}.pt", range(1, 12), "--num-epoch-checkpoints 3", 10),  # by number: by name 9 would be the last
+        ("checkpoint_1_{}.pt", (100, 200, 1000), "--num-update-checkpoints 2 --checkpoint-upper-bound 900", 150),
+    ],
+)
+def test_mean_of_the_last_n(tmp_path, name, numbers, flags, mean):
+    for number in numbers:
+        checkpoint(tmp_path / name.format(number), float(number))
+    average_checkpoints.main(["--inputs", str(tmp_path), "--output", str(tmp_path / "out.pt"), *flags.split()])
+    state = load(tmp_path / "out.pt")
+    embedding, tied = (state["model"][f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder"))
+    assert torch.equal(embedding, torch.full((3, 2), float(mean)))
+    assert embedding.data_ptr() == tied.data_ptr()
+    last = {10: 11, 150: 200}[mean]
+    assert torch.equal(state["model"]["decoder.steps"], torch.tensor([last])), "what is no float is the last's"
+    assert "last_optimizer_state" not in state
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -51,33 +61,18 @@ def test_a_run_may_have_gone_on_since_learnt_shares_have_an_axis(tmp_path):
     assert average_checkpoints.average(paths)["model"]["alpha"].equal(torch.tensor([0.75]))
 
 
-def test_upper_bound_and_updates(tmp_path):
-    for number in (100, 200, 1000):
-        checkpoint(tmp_path / f"checkpoint_1_{number}.pt", float(number))
-    chosen = average_checkpoints.select([tmp_path], num_updates=2, upper_bound=900)
-    assert [path.name for path in chosen] == ["checkpoint_1_100.pt", "checkpoint_1_200.pt"]
-
-
-def test_tied_tensors_stay_tied(tmp_path):
-    state = average_checkpoints.average(epochs(tmp_path, 2))
-    torch.save(state, tmp_path / "out.pt")
-    model = load(tmp_path / "out.pt")["model"]
-    assert model["encoder.embed_tokens.weight"].data_ptr() == model["decoder.embed_tokens.weight"].data_ptr()
-    assert "last_optimizer_state" not in state
-
-
-def test_equal_checkpoints_average_to_themselves(tmp_path):
-    noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).half()}
-    paths = [checkpoint(tmp_path / f"checkpoint{n}.pt", 1.0, dtype=torch.float16, tensors=noise) for n in range(10)]
-    averaged = average_checkpoints.average(paths)["model"]["w"]
-    assert averaged.dtype == torch.float32
-    assert torch.equal(averaged, noise["w"].float())
-
-
 def test_half_precision_neither_overflows_nor_rounds(tmp_path):
-    values = (60000.0, 60032.0)  # neighbours in float16, whose largest number is 65504
-    paths = [checkpoint(tmp_path / f"checkpoint{v}.pt", v, dtype=torch.float16) for v in values]
-    assert average_checkpoints.average(paths)["model"]["encoder.embed_tokens.weight"][0, 0] == 60016
+    """60000 and 60032 are neighbours in float16, whose largest number is 65504."""
+    noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).half()}
+    values = [60000.0, 60032.0] * 5
+    paths = [
+        checkpoint(tmp_path / f"checkpoint{number}.pt", value, dtype=torch.float16, tensors=noise)
+        for number, value in enumerate(values)
+    ]
+    averaged = average_checkpoints.average(paths)["model"]
+    assert {value.dtype for value in averaged.values()} == {torch.float32, torch.int64}
+    assert torch.equal(averaged["w"], noise["w"].float()), "equal weights average to themselves"
+    assert averaged["encoder.embed_tokens.weight"][0, 0] == 60016
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from helpers.mistakes import refusal
+from helpers.mistakes import check_refusal, mistakes
 from helpers.tables import evaluation, write_evaluation, write_recipe
 
 from ea_tools.tables import reproduce, sweep
@@ -82,10 +82,8 @@ def test_a_dry_run_runs_nothing(toy, trainings, capsys):
     grid = ["--grid", "adam-betas", "(0.9, 0.98)", "(0.8, 0.98)"]
     assert call(toy, "--dry-run", grid=grid) == ""
     printed = capsys.readouterr()
-    assert re.findall(r"train\.sh .*--adam-betas ('.*?') --seed 1 --run ", printed.out) == [
-        "'(0.9, 0.98)'",
-        "'(0.8, 0.98)'",
-    ]
+    found = re.findall(r"train\.sh .*--adam-betas ('.*?') --seed 1 --run ", printed.out)
+    assert found == ["'(0.9, 0.98)'", "'(0.8, 0.98)'"]
     assert "and then the baseline and the best 2, with --seeds 2 3" in printed.err
     assert not trainings.calls
 
@@ -98,21 +96,19 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
     assert len(trainings.calls) == 2, "another long value is another run"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--grid", "ea-alfa", "0", "1"], "ea-alfa 0: --ea-alfa: there is no such flag; did you mean --ea-alpha"),
-        (["--grid", "ea-alpha", "0", "1.5"], "ea-alpha 1.5: argument --ea-alpha: "),
-        (["--grid", "ea-alpha"], "--grid ea-alpha: expected all the flag's values after it"),
-        ([*GRID, "--ea-alpha", "0.3"], "--grid ea-alpha: expected .* the flag nowhere else"),
-        ([*GRID, "--grid", "ea-alpha", "0.3"], "--grid ea-alpha: expected all the flag's values after it"),
-        (["--grid", "ea-alpha", "0.1", "0.10"], "--grid: the rows .* would share one run"),
-        (["--grid", "seed", "1", "2"], "--grid seed: use --seeds"),
-        (["--grid", "ea-beta", "0", "0.1", "--grid", "ea-kernel-size", "3"], "--ea-kernel-size 3: changes nothing"),
-        ([*GRID, "--ea-rule", "realformer"], "--ea-alpha 0.0: changes nothing"),
-        ([], "the following arguments are required: --grid"),
-    ],
-)
-def test_a_mistake_names_the_flag_and_trains_nothing(toy, trainings, capsys, arguments, message):
-    assert re.search(message, refusal(capsys, lambda words: call(toy, grid=words), *arguments, writes_to=toy.parent))
+@mistakes("""
+    --grid ea-alfa 0 1 | 'ea-alfa 0: --ea-alfa: ' --ea-alpha
+    --grid ea-alpha 0 1.5 | 'ea-alpha 1.5: ' --ea-alpha:
+    --grid ea-alpha | '--grid ea-alpha:'
+    {GRID} --ea-alpha 0.3 | '--grid ea-alpha:'
+    {GRID} --grid ea-alpha 0.3 | '--grid ea-alpha:'
+    --grid ea-alpha 0.1 0.10 | '--grid: '
+    --grid seed 1 2 | '--grid seed: ' --seeds
+    --grid ea-beta 0 0.1 --grid ea-kernel-size 3 | '--ea-kernel-size 3:'
+    {GRID} --ea-rule realformer | '--ea-alpha 0.0:'
+    --seeds 1 | --grid
+""")
+def test_a_mistake_names_the_flag_and_trains_nothing(toy, trainings, capsys, words, named):
+    words = [part for word in words for part in (GRID if word == "{GRID}" else [word])]
+    check_refusal(capsys, lambda words: call(toy, grid=words), words, named, writes_to=toy.parent)
     assert not trainings.calls

@@ -3,17 +3,21 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 
 import pytest
+import torch
 from fairseq import options
+from helpers import warm
 from helpers.mistakes import check_refusal, fake_command, mistakes
-from helpers.toy import TINY, script
+from helpers.toy import ENVIRONMENT, TINY, done, script, tool
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
+from ea_artifacts.checkpoints import load
 from ea_artifacts.command import REPO, UserError, parse_flags
 from ea_tools.tables import table
-from ea_tools.training import flag_faults, launch, products, recipes, run_folder, train
+from ea_tools.training import flag_faults, launch, products, recipes, train
 
 ARCHITECTURES = ["transformer_lite", "ea_transformer_lite", "transformer", "ea_transformer_base"]
 
@@ -47,52 +51,45 @@ def test_fairseq_takes_every_recipe(capsys, recipe):
     separate = recipe.startswith("iwslt14") and not recipe.endswith("rdrop")  # whose authors' dictionary is joint
     assert (args.share_all_embeddings, args.share_decoder_input_output_embed) == (not separate, separate)
     assert args.tensorboard_logdir.endswith("/tensorboard")
+    # Its architectures are not looked at when it is read, so that reading it never imports fairseq.
+    assert recipes.read(recipe).arch.keys() <= flag_faults.ours()
+
+
+#: ICML 2021, appendix A.3 and table 10
+PAPER = (
+    "optimizer adam|adam-betas (0.9, 0.98)|lr-scheduler inverse_sqrt|lr 0.001|warmup-updates 4000|patience 5|"
+    "criterion label_smoothed_cross_entropy|label-smoothing 0.1|keep-last-epochs 10|"
+)
+#: Wu et al. 2021: the published command and the defaults of its code, on one process as on two GPUs
+TINY_RECIPE = (
+    "encoder-layers 4|encoder-embed-dim 128|encoder-ffn-embed-dim 256|encoder-attention-heads 4|"
+    "decoder-layers 4|decoder-embed-dim 128|decoder-ffn-embed-dim 256|decoder-attention-heads 4|share-all-embeddings |"
+    "optimizer adam|adam-betas (0.9, 0.98)|lr-scheduler inverse_sqrt|lr 0.005|warmup-updates 2000|warmup-init-lr 1e-07|"
+    "dropout 0.3|label-smoothing 0.1|clip-norm 25|max-update 8000|patience 10|keep-last-epochs 10|max-tokens 4096|"
+)
+
+
+#: one of two machines without GPUs, which train over gloo
+GLOO = (
+    "distributed-backend gloo|distributed-rank 1|distributed-world-size 2|distributed-no-spawn |cpu |"
+    "distributed-init-method tcp://10.0.0.1:29500|update-freq 64"
+)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arch"),
-    [("iwslt14-de-en", ARCHITECTURES[0]), ("wmt14-en-de", ARCHITECTURES[3]), ("wmt14-en-fr", ARCHITECTURES[1])],
+    ("words", "expected"),
+    [
+        ("iwslt14-de-en transformer_lite --gpus 1", f"{PAPER}dropout 0.2"),
+        ("wmt14-en-de ea_transformer_base --gpus 1", f"{PAPER}dropout 0.3|ea-alpha 0.5|ea-beta 0.1"),
+        ("wmt14-en-fr ea_transformer_lite --gpus 1", f"{PAPER}dropout 0.1|ea-alpha 0.1|ea-beta 0.1"),
+        ("multi30k-tiny-en-de ea_transformer_base --gpus 0", f"{TINY_RECIPE}update-freq 2|ea-alpha 0.1|ea-beta 0.1"),
+        ("wmt14-en-de ea_transformer_lite --gpus 0 --nodes 2 --node-rank 1 --master 10.0.0.1", GLOO),
+    ],
 )
-def test_the_flags_are_the_papers(capsys, recipe, arch):
-    """ICML 2021, appendix A.3 and table 10."""
-    planned = flags(dry_run(capsys, recipe, arch, "--gpus", 1)[0])
-    expected = {
-        "optimizer": "adam", "adam-betas": "(0.9, 0.98)", "lr-scheduler": "inverse_sqrt", "lr": "0.001",
-        "warmup-updates": "4000", "criterion": "label_smoothed_cross_entropy", "label-smoothing": "0.1",
-        "patience": "5", "keep-last-epochs": "10", "arch": arch,
-        "dropout": {"iwslt14-de-en": "0.2", "wmt14-en-de": "0.3", "wmt14-en-fr": "0.1"}[recipe],
-    }  # fmt: skip
-    if arch.startswith("ea_"):
-        expected |= {"ea-alpha": "0.1" if arch.endswith("lite") else "0.5", "ea-beta": "0.1"}
-    assert expected.items() <= planned.items()
-    assert arch.startswith("ea_") or not any(name.startswith("ea-") for name in planned)
-
-
-def test_the_laptop_recipe_is_the_command_it_came_from(capsys, arch="ea_transformer_lite"):
-    """Scores of runs by either may stand in one table: the flags of fairseq-train are the same."""
-    where = ["--run", "x", "--gpus", 0, "--no-tensorboard"]
-    words = "--lr 2e-3 --warmup-updates 400 --dropout 0.1 --max-tokens 4000 --update-freq 1 --max-update 1500"
-    words += " --without patience --without keep-last-epochs --no-epoch-checkpoints"
-    words += " --save-interval-updates 50 --keep-interval-updates 10"
-    where += ["--data", "nowhere"]  # without data no recipe can say how its validation is scored
-    spelt_out = flags(dry_run(capsys, "multi30k-de-en", arch, *where, *words.split())[0])
-    command, _ = dry_run(capsys, "multi30k-laptop-de-en", arch, *where)
-    assert flags(command) | {"lr": "2e-3"} == spelt_out
-
-
-def test_the_tiny_recipe_is_the_published_one(capsys, arch="ea_transformer_base"):
-    """Wu et al. 2021: the published command and the defaults of its code, on one process as on two GPUs."""
-    planned = flags(dry_run(capsys, "multi30k-tiny-en-de", arch, "--gpus", 0)[0])
-    sizes = {"layers": "4", "embed-dim": "128", "ffn-embed-dim": "256", "attention-heads": "4"}
-    expected = {f"{side}-{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-    expected |= {
-        "lr": "0.005", "warmup-updates": "2000", "warmup-init-lr": "1e-07", "lr-scheduler": "inverse_sqrt",
-        "optimizer": "adam", "adam-betas": "(0.9, 0.98)", "dropout": "0.3", "label-smoothing": "0.1", "clip-norm": "25",
-        "max-update": "8000", "patience": "10", "keep-last-epochs": "10", "max-tokens": "4096", "update-freq": "2",
-    }  # fmt: skip
-    assert expected.items() <= planned.items()
-    assert "share-all-embeddings" in planned
-    assert (planned["ea-alpha"], planned["ea-beta"]) == ("0.1", "0.1")
+def test_the_flags_of_fairseq_train(capsys, words, expected):
+    planned = flags(dry_run(capsys, *words.split())[0])
+    assert dict(pair.split(" ", 1) for pair in expected.split("|")).items() <= planned.items()
+    assert ("ea_" in words) == any(name.startswith("ea-") for name in planned)
 
 
 @pytest.mark.parametrize(
@@ -126,53 +123,45 @@ def test_torchrun_starts_the_processes_of_two_machines(capsys):
     expected = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr one.example --master-port 4000"
     assert command[2].endswith("torchrun")  # after env and PYTHONPATH
     assert expected in shlex.join(command)
-    assert flags(command)["update-freq"] == "8"
-    assert flags(command)["distributed-world-size"] == "16"
-
-
-def test_two_machines_without_gpus_train_over_gloo(capsys):
-    where = ["--nodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--gpus", 0]
-    planned = flags(dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", *where)[0])
-    assert planned["distributed-init-method"] == "tcp://10.0.0.1:29500"
-    assert (planned["distributed-rank"], planned["distributed-world-size"], planned["update-freq"]) == ("1", "2", "64")
-    assert {"distributed-no-spawn", "cpu"} <= planned.keys()
+    assert {"update-freq": "8", "distributed-world-size": "16"}.items() <= flags(command).items()
 
 
 def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
+    def planned(*words):
+        command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, *words)
+        return shlex.join(command)
+
     fake_command(tmp_path, "scontrol", "echo node7\necho node8\n", monkeypatch)
     for name, value in {"NNODES": "2", "NODEID": "1", "JOB_NODELIST": "node[7-8]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
-    assert "--node-rank 1 --nproc-per-node 8 --master-addr node7" in shlex.join(command)
-    own = ["--node-rank", 0, "--master", "one:65535"]
-    command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, *own)
-    assert "--node-rank 0 --nproc-per-node 8 --master-addr one --master-port 65535" in shlex.join(command)
-    fake_command(tmp_path, "scontrol", "exit 1\n", monkeypatch)
-    with pytest.raises(SystemExit, match=r"SLURM .*--master"):
-        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
-    monkeypatch.delenv("SLURM_NODEID")  # outside of srun
-    with pytest.raises(SystemExit, match=r"--node-rank .*--nodes 1"):
-        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
-    dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8, "--nodes", 1)
-    monkeypatch.setenv("SLURM_NNODES", "abc")
-    with pytest.raises(SystemExit, match=r"SLURM_NNODES=abc: .*--nodes"):
-        dry_run(capsys, "wmt14-en-de", "ea_transformer_lite", "--gpus", 8)
-    monkeypatch.setenv("SLURM_NODEID", "1")
+    assert "--node-rank 1 --nproc-per-node 8 --master-addr node7" in planned()
+    own = planned("--node-rank", 0, "--master", "one:65535")
+    assert "--node-rank 0 --nproc-per-node 8 --master-addr one --master-port 65535" in own
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["SLURM_NODEID"] == "1"
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
+    fake_command(tmp_path, "scontrol", "exit 1\n", monkeypatch)
+    with pytest.raises(SystemExit, match=r"SLURM .*--master"):
+        planned()
+    monkeypatch.delenv("SLURM_NODEID")  # outside of srun
+    with pytest.raises(SystemExit, match=r"--node-rank .*--nodes 1"):
+        planned()
+    planned("--nodes", 1)
+    monkeypatch.setenv("SLURM_NNODES", "abc")
+    with pytest.raises(SystemExit, match=r"SLURM_NNODES=abc: .*--nodes"):
+        planned()
 
 
 def test_launch_ignores_WORLD_SIZE_and_SLURM(monkeypatch):
     """fairseq would train with one process on the first of eight GPUs, or take one port for all trainings of a job."""
-    told = {"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    told = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
     for name in (*told, "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "OTHER"):
         monkeypatch.setenv(name, "7")
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["OTHER"] == "7"
     assert not {*told, "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID"} & environment.keys()
     *_, environment = launch.distribution(launch.Launch(gpus=0, nodes=2, host="h", port=1))
-    assert not told.keys() & environment.keys()
+    assert not told & environment.keys()
 
 
 @pytest.mark.parametrize(("mine", "given"), [(None, "0,1"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b")])
@@ -193,10 +182,8 @@ def test_fewer_gpus_are_the_first_of_those_that_are_ours(monkeypatch, mine, give
 def test_precision_follows_the_gpu(monkeypatch, capability, expected):
     monkeypatch.setattr(products, "has_bf16_units", lambda: True)
     gpu, cpu = launch.Launch(gpus=1, capability=capability), launch.Launch(gpus=0)
-    assert launch.choose_precision("auto", gpu) == expected
-    assert launch.choose_precision("auto", cpu) == "fp32"
-    assert launch.choose_precision("fp32", gpu) == "fp32"
-    assert launch.choose_precision("fp16", gpu) == "fp16"
+    chosen = [launch.choose_precision(*one) for one in (("auto", gpu), ("auto", cpu), ("fp32", gpu), ("fp16", gpu))]
+    assert chosen == [expected, "fp32", "fp32", "fp16"]
 
 
 def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, flag="memory-efficient-bf16"):
@@ -208,17 +195,14 @@ def test_fairseqs_own_flag_of_precision_is_the_only_one(capsys, monkeypatch, fla
         dry_run(capsys, "sample", "ea_transformer_lite", "--precision", "bf16", f"--{flag}")
 
 
-@pytest.mark.parametrize(
-    ("line", "has_units"),
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
-        ("Features : fp asimd bf16", True),
-        ("flags : fpu avx2 avx512f avx512_vnni", False),
-    ],
-)
-def test_units_for_bfloat16_are_found(tmp_path, line, has_units):
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nbugs : none\n")
-    assert products.has_bf16_units(tmp_path / "cpuinfo") == has_units
+def test_units_for_bfloat16_are_found(tmp_path):
+    for line, has_units in {
+        "flags\t\t: fpu avx512f avx512_bf16 sse": True,
+        "Features : fp asimd bf16": True,
+        "flags : fpu avx2 avx512f avx512_vnni": False,
+    }.items():
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nbugs : none\n")
+        assert products.has_bf16_units(tmp_path / "cpuinfo") == has_units
 
 
 def test_bfloat16_on_a_cpu_is_that_of_products_alone(capsys, monkeypatch):
@@ -233,16 +217,13 @@ def test_bfloat16_on_a_cpu_is_that_of_products_alone(capsys, monkeypatch):
     assert "precision: fp32; this CPU has units for bfloat16, try --precision bf16" in said
 
 
-def test_a_recipe_may_set_how_often_the_log_is_written(capsys, tmp_path):
+def test_the_command_line_wins(capsys, tmp_path):
     mark = "\ufeff"  # as some editors write it
-    (tmp_path / "mine.toml").write_text(f'{mark}inherit = "sample"\n[flags]\nlog-interval = 5', encoding="utf-8")
-    assert flags(dry_run(capsys, tmp_path / "mine.toml", "transformer")[0])["log-interval"] == "5"
-
-
-def test_the_command_line_wins(capsys):
+    recipe = 'inherit = "iwslt14-de-en"\n[flags]\nlr = 1\nlog-interval = 5'
+    (tmp_path / "mine.toml").write_text(mark + recipe, encoding="utf-8")
     extra = "--lr 5e-4 --seed=7 --encoder-layers 2 --without share-decoder-input-output-embed --wandb ea"
-    planned = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", *extra.split())[0])
-    chosen = {"lr": "5e-4", "seed": "7", "encoder-layers": "2", "wandb-project": "ea"}
+    planned = flags(dry_run(capsys, tmp_path / "mine.toml", "ea_transformer_lite", *extra.split())[0])
+    chosen = {"lr": "5e-4", "seed": "7", "encoder-layers": "2", "wandb-project": "ea", "log-interval": "5"}
     assert chosen.items() <= planned.items()
     assert "share-decoder-input-output-embed" not in planned
 
@@ -346,25 +327,19 @@ def test_data_a_first_model_or_a_folder_that_do_not_suit_are_named(capsys, tmp_p
     tiny = [*TINY, "--without", "encoder-normalize-before", "--without", "decoder-normalize-before"]
     words = [part for word in words for part in (tiny if word == "{tiny}" else [word])]
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis/thesis.tex").write_text("years of work")
+    for name in ("nohup.out", "thesis.tex"):  # of which a shell's log may be there before a run
+        (tmp_path / "thesis" / name).touch()
     places = {"README": REPO / "README.md", "evolving": checkpoints.evolving, "thesis": tmp_path / "thesis"}
     run = [] if "--run" in words else ["--run", str(tmp_path / "run")]
     words = [*words, "--data", str(data), "--gpus", "0", *run]
     check_refusal(capsys, train.main, words, named, writes_to=tmp_path, **places)
 
 
-def test_a_shells_log_may_be_in_the_folder_of_a_run(tmp_path):
-    (tmp_path / "nohup.out").touch()
-    run_folder.take(tmp_path)
-
-
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "gpus", lambda: (1, (9, 0)))
-    args, _ = train.parse(["sample", "transformer", "--gpus", "2"])
+    assert launch.Launch.of(train.parse(["sample", "transformer"])[0]) == launch.Launch(1, (9, 0))
     with pytest.raises(UserError, match=r"--gpus 2: .* 1"):
-        launch.Launch.of(args)
-    args, _ = train.parse(["sample", "transformer"])
-    assert launch.Launch.of(args) == launch.Launch(1, (9, 0))
+        launch.Launch.of(train.parse(["sample", "transformer", "--gpus", "2"])[0])
 
 
 @mistakes(r"""
@@ -387,18 +362,13 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(capsys, tmp_path, words, 
     check_refusal(capsys, train.main, words, named, writes_to=tmp_path)
 
 
-def test_our_recipes_name_architectures_that_there_are():
-    """They are not looked at when they are read, so that reading them never imports fairseq."""
-    for name in recipes.names():
-        assert recipes.read(name).arch.keys() <= flag_faults.ours(), name
-
-
 @pytest.mark.parametrize(
     ("words", "left_out"),
     [
         (["--optimizer", "adafactor"], {"adam-betas"}),
         (["--criterion", "adaptive_loss"], {"label-smoothing"}),
         (["--task", "multilingual_translation", "--lang-pairs", "de-en"], {"eval-bleu", "eval-bleu-print-samples"}),
+        (["--ea-rule", "predictive"], {"ea-beta"}),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else None,
 )
@@ -407,14 +377,9 @@ def test_what_a_chosen_part_does_not_take_is_left_out_of_the_recipe(capsys, data
     before = flags(dry_run(capsys, *where)[0])
     command, said = dry_run(capsys, *where, *words)
     assert left_out <= before.keys() - flags(command).keys()
+    assert flags(command)["ea-alpha"] == "0.1"
     options.parse_args_and_arch(options.get_training_parser(), command[command.index("--user-dir") - 1 :])
     assert all(f"--{name}" in said.partition("note: left out of the recipe")[2] for name in left_out)
-
-
-def test_what_a_chosen_rule_does_not_use_is_left_out_of_the_recipe(capsys):
-    planned = flags(dry_run(capsys, "iwslt14-de-en", "ea_transformer_lite", "--ea-rule", "predictive")[0])
-    assert (planned["ea-rule"], planned["ea-alpha"]) == ("predictive", "0.1")
-    assert "ea-beta" not in planned
 
 
 def test_no_row_of_our_tables_has_a_flag_without_effect(capsys):
@@ -425,14 +390,38 @@ def test_no_row_of_our_tables_has_a_flag_without_effect(capsys):
             dry_run(capsys, recipe, *words)
 
 
-@pytest.mark.parametrize("recipe", ["multi30k-de-en", "iwslt14-de-en"])
-def test_small_recipes_score_and_show_translations_at_validation(capsys, data, recipe):
+@pytest.mark.parametrize(("recipe", "small"), [("multi30k-de-en", True), ("iwslt14-de-en", False)])
+def test_small_recipes_score_and_show_translations_at_validation(capsys, data, recipe, small):
     """The published tables have other protocols: there the loss decides which checkpoint is the best."""
-    planned = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data)[0])
-    small = recipe == "multi30k-de-en"
+    words = [recipe, "transformer_lite", "--gpus", 1, "--data", data]
+    planned = flags(dry_run(capsys, *words)[0])
     assert ("eval-bleu" in planned) == ("eval-bleu-print-samples" in planned) == small
     assert "best-checkpoint-metric" not in planned
-    asked = flags(dry_run(capsys, recipe, "transformer_lite", "--gpus", 1, "--data", data, "--eval-bleu")[0])
-    assert asked["best-checkpoint-metric"] == "bleu"
-    words = [recipe, "transformer_lite", "--gpus", 1, "--data", data, "--without", "eval-bleu"]
-    assert not small or "eval-bleu" not in flags(dry_run(capsys, *words)[0])
+    assert flags(dry_run(capsys, *words, "--eval-bleu")[0])["best-checkpoint-metric"] == "bleu"
+    assert not small or "eval-bleu" not in flags(dry_run(capsys, *words, "--without", "eval-bleu")[0])
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one_with_twice_the_accumulation(data, tmp_path):
+    """Two processes stand for them, one for each."""
+    flags = [*TINY, "--data", data, "--max-tokens", 256, "--max-epoch", 2]
+    flags += ["--num-workers", 0, "--gpus", 0, "--dropout", 0, "--no-tensorboard"]
+    flags += ["--eval-bleu-args", '{"beam": 1, "max_len_b": 5}']
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [*tool("training.train"), "sample", "ea_transformer_lite", *flags, "--update-freq", 1]
+    command += ["--run", tmp_path / "two", "--nodes", 2, "--master", master, "--node-rank"]
+    options = {"env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    ranks = [warm.Popen([*map(str, command), rank], **options) for rank in "01"]
+    said = [rank.communicate(timeout=600)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "effective batch: 512 tokens" in said[0]
+    done("training.train", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one")
+    two, one = (load(tmp_path / name / "checkpoint_last.pt") for name in ("two", "one"))
+    assert two["optimizer_history"][-1]["num_updates"] == one["optimizer_history"][-1]["num_updates"] > 4
+    assert two["cfg"]["distributed_training"]["distributed_world_size"] == 2
+    for key, weight in one["model"].items():
+        torch.testing.assert_close(two["model"][key], weight, rtol=1e-4, atol=1e-5, msg=key)
+    # One log, one writer: the second machine keeps quiet.
+    assert (tmp_path / "two" / "train.log").read_text().count("| valid | epoch 002") == 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from helpers.toy import ENVIRONMENT, TINY, Payload, done, made_checkpoint, scrip
 
 from ea_artifacts.checkpoints import load
 from ea_artifacts.command import UserError
-from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
 from ea_tools.training import fairseq_train, launch, recipes, run_folder, train
 
@@ -36,31 +36,22 @@ def last_updates(run):
     return run_folder.updates(load(run / "checkpoint_last.pt"))
 
 
-# --- what mend() makes of a folder ------------------------------------------------------------------------------------
-
-
-def test_a_torn_last_checkpoint_is_set_aside(tmp_path, capsys):
-    made_checkpoint(tmp_path / "checkpoint1.pt", 10)
-    made_checkpoint(tmp_path / "checkpoint2.pt", 20)
-    os.truncate(made_checkpoint(tmp_path / "checkpoint_last.pt", 30), 100)
-    assert run_folder.updates(run_folder.mend(tmp_path)) == 20
-    assert last_updates(tmp_path) == 20
-    assert "checkpoint_last.pt.damaged" in capsys.readouterr().err
-    assert (tmp_path / "checkpoint_last.pt.damaged").stat().st_size == 100
-
-
-def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path):
-    made_checkpoint(tmp_path / "checkpoint_last.pt", 20)
-    made_checkpoint(tmp_path / "checkpoint2.pt", 20)
-    made_checkpoint(tmp_path / "checkpoint_3_25.pt", 25)
-    os.truncate(made_checkpoint(tmp_path / "checkpoint_3_30.pt", 30), 50)
-    os.truncate(made_checkpoint(tmp_path / "checkpoint10.pt", 100), 50)
+def test_the_newest_that_loads_is_taken_by_its_updates(tmp_path, capsys):
+    """Torn ones are set aside, and halves of a kill removed."""
+    for name, updates in (("checkpoint2.pt", 20), ("checkpoint_3_25.pt", 25)):
+        made_checkpoint(tmp_path / name, updates)
+    torn = {"checkpoint_last.pt": 30, "checkpoint_3_30.pt": 30, "checkpoint10.pt": 100}
+    for name, updates in torn.items():
+        os.truncate(made_checkpoint(tmp_path / name, updates), 100)
     halves = [tmp_path / "checkpoint4.pt.tmp", tmp_path / ".average10.pt.123.tmp"]
     for path in halves:
         path.write_text("half")
-    assert run_folder.updates(run_folder.mend(tmp_path)) == 25
-    assert last_updates(tmp_path) == 25
+    assert run_folder.updates(run_folder.mend(tmp_path)) == last_updates(tmp_path) == 25
     assert not any(path.exists() for path in halves)
+    said = capsys.readouterr().err
+    for name in torn:
+        assert f"{name}.damaged" in said
+        assert (tmp_path / f"{name}.damaged").stat().st_size == 100
 
 
 def test_a_best_checkpoint_that_was_not_copied_any_more_is(tmp_path):
@@ -103,23 +94,6 @@ def test_the_share_of_an_epoch_that_was_seen_stays(done, before, now, goes_on_af
     place = {"iterations_in_epoch": done, **({} if before is None else {"batches_in_epoch": before})}
     fairseq_train.fit_place(place, now)
     assert place["iterations_in_epoch"] == goes_on_after
-
-
-@pytest.mark.parametrize(
-    ("reset_meters", "flags", "taken_up"),
-    [(False, {}, True), (True, {}, False), (True, {"reset_meters": True}, True)],
-    ids=["resumed", "--finetune-from-model", "--reset-meters"],
-)
-def test_finetuning_begins_with_a_whole_epoch(monkeypatch, reset_meters, flags, taken_up):
-    """fairseq resets everything for --finetune-from-model, and says so by reset_meters alone."""
-    trainer = object.__new__(fairseq_train.LongRunTrainer)
-    trainer._taken_up = None
-    settings = {"reset_dataloader": False, "reset_meters": False, **flags}
-    trainer.cfg = SimpleNamespace(checkpoint=SimpleNamespace(**settings))
-    state = {"train_iterator": {"iterations_in_epoch": 2, "batches_in_epoch": 3}}
-    monkeypatch.setattr(Trainer, "load_checkpoint", lambda self, path, **_: state)
-    trainer.load_checkpoint("x.pt", reset_meters=reset_meters)
-    assert trainer._taken_up == (state["train_iterator"] if taken_up else None)
 
 
 @pytest.mark.slow
@@ -169,8 +143,6 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
             run_folder.refuse_other_flags(tmp_path, {**same, name: values}, {**batch, name: values})
     with pytest.raises(UserError, match=r"--without dropout .*0\.3"):
         run_folder.refuse_other_flags(tmp_path, same, batch, ["--dropout", "clip-norm"])
-    (tmp_path / "run.json").write_text(json.dumps({"starts": []}))  # as version 0.1.0 left it
-    run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]}, batch)
 
 
 def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
@@ -183,16 +155,6 @@ def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
     run_folder.require_same_metric(tmp_path, {**by_bleu, "reset-meters": []})
     with pytest.raises(UserError, match=r"loss.* bleu .*--reset-meters"):
         run_folder.require_same_metric(tmp_path, by_bleu)
-
-
-def test_a_number_spelt_in_another_way_is_the_same(tmp_path, data, capsys):
-    run_folder.say_what_differs({"lr": "0.001"}, {"lr": "1e-3"})
-    run_folder.claim(tmp_path, {"encoder-layers": "1", "arch": "x"}, "", data)
-    made_checkpoint(tmp_path / "checkpoint1.pt", 1)
-    run_folder.claim(tmp_path, {"encoder-layers": "01", "arch": "x"}, "", data)
-    assert not capsys.readouterr().err
-    with pytest.raises(UserError, match=r"encoder-layers: .*01.*2"):
-        run_folder.claim(tmp_path, {"encoder-layers": "2", "arch": "x"}, "", data)
 
 
 def test_another_machine_does_not_stop_at_what_the_first_will_mend(tmp_path):
@@ -211,16 +173,13 @@ def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     assert (tmp_path / "checkpoint5.pt").exists(), "it is whole, and may be scored"
 
 
+class Begun(Exception):
+    """train.sh has become fairseq-train."""
+
+
 def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_path, monkeypatch):
     """fairseq would begin with a new one; the checkpoints so far are left for evaluate.sh."""
-
-    class Begun(Exception):
-        pass
-
-    def begin(*_):
-        raise Begun
-
-    monkeypatch.setattr(os, "execve", begin)
+    monkeypatch.setattr(os, "execve", mock.Mock(side_effect=Begun))
     words = [str(word) for word in command(data, tmp_path, "--max-update", 60)]
     with pytest.raises(Begun):
         train.main(words)
@@ -264,38 +223,21 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
     monkeypatch.setattr(torch, "load", unreadable)
     with pytest.raises(UserError, match=r"checkpoint2\.pt: .*Input/output error"):
         run_folder.mend(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged",
-    ]  # fmt: skip
-
-
-# --- whose folder it is -----------------------------------------------------------------------------------------------
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged"}
 
 
 def test_a_folder_belongs_to_one_run(tmp_path, data):
-    mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1"}
+    mine = {"recipe": "sample", "arch": "a", "data": "x", "seed": "1", "encoder-layers": "1"}
     run_folder.claim(tmp_path, {**mine, "arch": "mistyped"}, "", data)
     run_folder.claim(tmp_path, mine, "", data)  # nothing was saved yet
     made_checkpoint(tmp_path / "checkpoint1.pt", 10)
-    run_folder.claim(tmp_path, mine, "", data)
+    run_folder.claim(tmp_path, {**mine, "encoder-layers": "01"}, "", data)  # the same number
     with pytest.raises(UserError, match=str(tmp_path)) as refusal:
         run_folder.claim(tmp_path, {**mine, "arch": "b", "ea-beta": "0.3"}, "", data)
     assert refusal.match(r"(?s)arch: .*a.*b\n.*ea-beta: .*0\.3")
     (tmp_path / "run.json").unlink()
     with pytest.raises(UserError, match=r"scripts/train\.sh"):
         run_folder.claim(tmp_path, mine, "", data)
-
-
-def test_other_data_are_refused_with_the_first_difference(data, tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    Preparation.at(data).keep(run)
-    run_folder.claim(run, {"data": "x"}, "", data)
-    made_checkpoint(run / "checkpoint1.pt", 10)
-    shutil.copytree(data, other)
-    lines = (data / "dict.en.txt").read_text().splitlines(keepends=True)
-    (other / "dict.en.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
-    with pytest.raises(UserError, match=r"dict\.en\.txt, line 1: "):
-        run_folder.claim(run, {"data": "y"}, "", other)
 
 
 def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, capsys):
@@ -317,13 +259,11 @@ def test_every_start_is_recorded_and_differences_are_printed(tmp_path, data, cap
     made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.settle_model(tmp_path)
     capsys.readouterr()
-    record = start("0.3", 10, fp16=[])
+    record = start("0.3", 10, fp16=[], dropout=["0.0"])  # the same number
     assert not Run(tmp_path).has_model_recorded, "a kill before the end must not leave the first training's average"
     assert record["command"] == "train.sh a --lr 0.2", "the one that began the run"
-    assert [(one["updates"], one["command"]) for one in record["starts"]] == [
-        (0, "train.sh a --lr 0.2"),
-        (10, "train.sh a --lr 0.3"),
-    ]
+    commands = {one["updates"]: one["command"] for one in record["starts"]}
+    assert commands == {0: "train.sh a --lr 0.2", 10: "train.sh a --lr 0.3"}
     printed = capsys.readouterr().err
     assert "--lr is 0.3 from here on; it was 0.2 " in printed
     assert "--fp16 is given from here on; it was not given" in printed
@@ -368,9 +308,6 @@ def test_two_at_once(tmp_path):
     holder.kill()
     holder.wait()
     run_folder.take(tmp_path)
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
 
 
 def contents(path):
@@ -437,25 +374,23 @@ def test_the_count_of_patience_survives_a_resume(data, tmp_path):
     assert "2 validations without improvement, --patience is 2" in again.stderr
 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
-    assert [line["step"] for line in lines if line["tag"] == "valid"] == sorted(
-        {line["step"] for line in lines if line["tag"] == "valid"}
-    )
+    validated = [line["step"] for line in lines if line["tag"] == "valid"]
+    assert validated == sorted(set(validated))
     assert {"train_inner", "train", "valid"} == {line["tag"] for line in lines}
     assert all("loss" in line for line in lines)
     assert "| valid | epoch 003 |" in (tmp_path / "train.log").read_text()
 
 
-@pytest.mark.slow
-def test_own_data_get_a_run_like_any_other(data, tmp_path):
-    """Without a recipe: the one that was made is kept, and the run has its locks and logs."""
-    run, own = tmp_path / "run", ["--data", data, "ea_transformer_lite", "--run", tmp_path / "run", *FLAGS]
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    (run / "recipe.toml").write_text("of a training that ended before its first checkpoint")
-    done("training.train", *own, "--num-workers", 0, "--max-epoch", 1)
-    assert recipes.read(str(run / "recipe.toml")).data == data
-    assert {"lock", "log.jsonl", "prepared", "run.json", "train.log"} <= {path.name for path in run.iterdir()}
-    assert '"bleu"' in (run / "log.jsonl").read_text()  # small text is scored at validations
+def test_own_data_get_a_run_like_any_other(data, tmp_path, monkeypatch):
+    """Without a recipe the one that was made is kept; the run has its lock and its text's preparation."""
+    monkeypatch.setattr(os, "execve", mock.Mock(side_effect=Begun))
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "recipe.toml").write_text("of a training that ended before its first checkpoint")
+    with pytest.raises(Begun):
+        train.main([*map(str, ["--data", data, "ea_transformer_lite", "--run", tmp_path, *FLAGS])])
+    kept = recipes.read(str(tmp_path / "recipe.toml"))
+    assert (kept.data, kept.eval_bleu) == (data, True)  # small text is scored at validations
+    assert {"lock", "prepared", "run.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow

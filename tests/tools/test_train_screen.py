@@ -1,16 +1,19 @@
-"""The screen of a training: a line by time, one sentence at a bad end, the next command; train.log has the rest."""
+"""A training's screen: a line by time, one sentence at a bad end; train.log has the rest. And its memory, on a CPU."""
 
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data import IdDataset
 from fairseq.data.iterators import EpochBatchIterator
 from helpers.models import model_args
 from helpers.toy import ENVIRONMENT, TINY, script
@@ -76,9 +79,7 @@ def test_a_validation_is_one_line_with_the_time_left(watched, caplog):
     assert line() == f"epoch 2, 122 updates: valid loss 4.000, {speed}, 02:38 left"
     limits.max_update = 0
     watched.steps(1, 2)
-    assert line() == f"epoch 2, 123 updates: valid loss 4.000, {speed}", (
-        "--patience ends it at a time that is not known"
-    )
+    assert line() == f"epoch 2, 123 updates: valid loss 4.000, {speed}", "--patience may end it at any time"
 
 
 def test_the_bar_is_that_of_the_whole_training(watched, capsys):
@@ -103,11 +104,9 @@ def test_the_bar_is_that_of_the_whole_training(watched, capsys):
     ],
 )
 def test_a_terminal_shows_warnings_and_what_is_meant_for_it(logger, level, message, extra, shown, capsys):
-    screen = fairseq_train.Terminal(sys.stdout)
-    record = logging.getLogger(logger).makeRecord(
-        logger, getattr(logging, level), "", 0, message, (), None, extra=extra
-    )
-    screen.handle(record)
+    number = getattr(logging, level)
+    record = logging.getLogger(logger).makeRecord(logger, number, "", 0, message, (), None, extra=extra)
+    fairseq_train.Terminal(sys.stdout).handle(record)
     assert capsys.readouterr().out == f"{message}\n" * shown
 
 
@@ -189,13 +188,23 @@ def trainer(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("reset", "kept"), [(False, {"best": 5.0, "num_runs": 3.0}), (True, {})])
-def test_early_stopping_begins_afresh_where_meters_do(trainer, monkeypatch, reset, kept):
-    """fairseq's --reset-meters: a run that starts from another's checkpoint is not stopped by that one's losses."""
+@pytest.mark.parametrize(
+    ("reset", "asked_for", "stopping", "place"),
+    [(False, False, True, True), (True, False, False, False), (True, True, False, True)],
+    ids=["resumed", "--finetune-from-model", "--reset-meters"],
+)
+def test_a_run_from_anothers_checkpoint_begins_afresh(trainer, monkeypatch, reset, asked_for, stopping, place):
+    """fairseq resets everything for --finetune-from-model, and says so by reset_meters alone.
+
+    It is not stopped by the other run's losses, and begins with a whole epoch.
+    """
+    state = {"early_stopping": {"best": 5.0, "num_runs": 3.0}, "train_iterator": {"iterations_in_epoch": 2}}
     monkeypatch.setattr(fairseq_train.fairseq_train, "should_stop_early", lambda: None)
-    trainer.state["extra_state"]["early_stopping"] = {"best": 5.0, "num_runs": 3.0}
+    trainer._taken_up, trainer.cfg.checkpoint.reset_meters = None, asked_for
+    trainer.state["extra_state"] |= state
     trainer.load_checkpoint("checkpoint_last.pt", reset_meters=reset)
-    assert vars(fairseq_train.fairseq_train.should_stop_early) == kept
+    assert vars(fairseq_train.fairseq_train.should_stop_early) == (state["early_stopping"] if stopping else {})
+    assert trainer._taken_up == (state["train_iterator"] if place else None)
 
 
 def test_what_a_validation_measured_is_in_no_checkpoint(trainer):
@@ -203,31 +212,18 @@ def test_what_a_validation_measured_is_in_no_checkpoint(trainer):
     assert trainer.state_dict()["extra_state"]["metrics"] == {"train": [1]}
 
 
-class Numbers(torch.utils.data.Dataset):
-    """Sentences of one word: the number of their place."""
-
-    def __getitem__(self, index):
-        return index
-
-    def __len__(self):
-        return 5
-
-    def collater(self, samples):
-        return samples
-
-
 @pytest.fixture
 def validating(trainer, monkeypatch):
-    """That trainer, and what it validates of the batches [3, 1], [2]; it measures a loss."""
+    """That trainer, and what it validates of the batches [3, 1], [2] of sentences; it measures a loss."""
     trainer.cfg.dataset = SimpleNamespace(valid_subset="valid,law")
     trainer.cfg.checkpoint.best_checkpoint_metric = "loss"
     trainer.batches, trainer.validated, trainer._tried = [[3, 1], [2]], [], set()
     base = fairseq_train.Trainer
-    made = lambda self, _: EpochBatchIterator(Numbers(), lambda samples: samples, self.batches)  # noqa: E731
+    made = lambda self, _: EpochBatchIterator(IdDataset(), lambda samples: samples, self.batches)  # noqa: E731
     monkeypatch.setattr(base, "get_valid_iterator", made)
 
     def valid_step(self, sample):
-        self.validated.append(sample)
+        self.validated += sample.tolist()
         fairseq_train.metrics.log_scalar("loss", 1.0)
 
     monkeypatch.setattr(base, "valid_step", valid_step)
@@ -238,7 +234,7 @@ def test_one_sentence_of_each_validation_set_is_tried_before_training(validating
     for _ in range(2):
         for subset in ("valid", "law"):
             assert len(validating.get_valid_iterator(subset)) == 2
-    assert validating.validated == [[3], [3]]
+    assert validating.validated == [3, 3]
 
 
 def test_what_would_fail_after_an_epoch_fails_before_it(validating, monkeypatch):
@@ -259,28 +255,6 @@ def test_what_would_fail_after_an_epoch_fails_before_it(validating, monkeypatch)
         validating.get_valid_iterator("valid")
 
 
-def test_a_run_that_trains_nothing_fails(logged, monkeypatch, capsys):
-    """fairseq ends with status 0, for example where --write-checkpoints-asynchronously lacks its package."""
-    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", lambda: None)
-    with pytest.raises(SystemExit) as end:
-        fairseq_train.main(["data/x", "--save-dir", str(logged)])
-    assert end.value.code == 1
-    assert "nothing was trained" in capsys.readouterr().err
-    line = lambda: fairseq_train.Journal([], [], 1, True)._write({"loss": 1}, "train", 1)  # noqa: E731
-    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", line)
-    fairseq_train.main(["data/x", "--save-dir", str(logged)])
-
-
-def ended_by(error, monkeypatch, folder):
-    def cli_main():
-        raise error
-
-    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", cli_main)
-    with pytest.raises(SystemExit) as end:
-        fairseq_train.main(["data/x", "--save-dir", str(folder)])
-    return end.value.code
-
-
 @pytest.fixture
 def logged(tmp_path, caplog, monkeypatch):
     """A run's folder; its logs are closed again. fairseq-train logs from INFO on, pytest from WARNING."""
@@ -294,11 +268,6 @@ def logged(tmp_path, caplog, monkeypatch):
         handler.close()
     if fairseq_train.Journal.file:
         fairseq_train.Journal.file.close()
-
-
-def test_an_interruption_says_how_to_go_on(logged, monkeypatch, capsys):
-    assert ended_by(KeyboardInterrupt(), monkeypatch, logged) == 130
-    assert "interrupted; run the same command again" in capsys.readouterr().err
 
 
 IMPORTING = """
@@ -317,25 +286,38 @@ def test_ctrl_c_during_the_imports_is_no_traceback():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "after them it is an exception again"
 
 
-def test_an_error_is_one_line_and_its_traceback_is_in_the_log(logged, monkeypatch, capsys):
-    assert ended_by(RuntimeError("no such thing\nmore"), monkeypatch, logged) == 1
-    said = capsys.readouterr().err
-    assert said == f"train: RuntimeError: no such thing; the whole of it is in {logged / 'train.log'}\n"
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "train: interrupted; run the same command again"),
+        (RuntimeError("no such thing\nmore of it"), 1, "train: RuntimeError: no such thing; the whole of it is in {}"),
+        (None, 1, "train: nothing was trained; {} says why\n"),
+    ],
+    ids=["Ctrl-C", "an error", "nothing trained"],
+)
+def test_a_bad_end_is_one_line_and_the_log_has_the_rest(logged, monkeypatch, capsys, error, status, said):
+    """fairseq ends with status 0, for example where --write-checkpoints-asynchronously lacks its package."""
+    train = lambda: fairseq_train.Journal([], [], 1, True)._write({"loss": 1}, "train", 1)  # noqa: E731
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", train)
+    fairseq_train.main(["data/x", "--save-dir", str(logged)])
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", mock.Mock(side_effect=error))
+    with pytest.raises(SystemExit) as end:
+        fairseq_train.main(["data/x", "--save-dir", str(logged)])
+    assert end.value.code == status
+    assert capsys.readouterr().err.lstrip().startswith(said.format(logged / "train.log"))
     log = (logged / "train.log").read_text()
-    assert "Traceback" in log
-    assert "more" in log
     assert "+ " in log, "the command"
+    assert ("Traceback" in log) == ("more of it" in log) == isinstance(error, RuntimeError)
 
 
 def test_products_of_bfloat16_and_memory_are_set_before_fairseq_starts(logged, monkeypatch):
     """And fairseq, which does not know the flag, does not see it."""
     matmul, words = torch.backends.mkldnn.matmul, ["data/x", "--cpu", "--save-dir", str(logged / "none")]
     found, kept = [], []
+    cli_main = lambda: found.append((sys.argv[1:], matmul.fp32_precision))  # noqa: E731
     products.use_bf16_products(False)
     monkeypatch.setattr(fairseq_train, "keep_freed_memory", lambda: kept.append(len(found)))
-    monkeypatch.setattr(
-        fairseq_train.fairseq_train, "cli_main", lambda: found.append((sys.argv[1:], matmul.fp32_precision))
-    )
+    monkeypatch.setattr(fairseq_train.fairseq_train, "cli_main", cli_main)
     try:
         for before in ([], ["--bf16-products"]):
             monkeypatch.setattr(sys, "argv", ["fairseq_train.py", *before, *words])
@@ -372,3 +354,35 @@ def test_a_run_that_diverges(data, tmp_path):
     assert "'_name'" not in result.stdout, "fairseq's configuration"
     assert "'_name'" in (tmp_path / "run" / "train.log").read_text()
     assert not (tmp_path / "run" / "crash.pt").exists()
+
+
+BLOCKS = """
+import resource, sys
+from ea_tools.training.memory import keep_freed_memory
+print(int(keep_freed_memory()) if "keep" in sys.argv else 0)
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = b"x" * (int(sys.argv[1]) << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+pages()
+print(pages())
+"""
+
+
+def pages_of_a_second_block(*words, mebibytes=64, **environment):
+    """Whether the C library was asked; how many pages the system gave for a block as large as one freed before."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = [sys.executable, "-c", BLOCKS, str(mebibytes), *words]
+    result = subprocess.run(run, env={**given, **environment}, capture_output=True, text=True, check=True)
+    asked, pages = map(int, result.stdout.split())
+    return asked, pages
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this counts as Linux does")
+def test_a_freed_block_is_used_again():
+    asked, pages = pages_of_a_second_block("keep", mebibytes=2100)  # more than mallopt's largest number
+    if not asked:
+        pytest.skip("this C library has no mallopt")
+    assert pages < 100
+    assert pages_of_a_second_block()[1] > 1000, "without it, the system has to give all of them again"
+    assert pages_of_a_second_block("keep", MALLOC_ARENA_MAX="2")[0] == 0, "the user has decided"
