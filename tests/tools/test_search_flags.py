@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPO
+from helpers.mistakes import mistakes
 
 from ea_artifacts.command import UserError
 from ea_artifacts.files import read_lines
@@ -18,19 +19,15 @@ from ea_tools.training import products
 from ea_tools.translating import evaluate, model, translate
 
 
-@pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])
-def gpu(request, monkeypatch):
-    monkeypatch.setattr(model, "gpus", lambda: (1, (8, 0)) if request.param else (0, None))
-    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
-    return request.param
-
-
 def opened(run, *flags):
     args = translate.parse(["--run", str(run), *flags])
     return model.open_model(args, [run / "checkpoint3.pt"], None)
 
 
+@pytest.mark.parametrize("gpu", [True, False], ids=["a GPU", "no GPU"])
 def test_a_precision_that_the_device_lacks_is_refused(gpu, run, monkeypatch):
+    monkeypatch.setattr(model, "gpus", lambda: (1, (8, 0)) if gpu else (0, None))
+    monkeypatch.setattr(products, "has_bf16_units", lambda: True)
     if gpu:
         with pytest.raises(UserError, match="-- --cpu"):
             opened(run, "--precision", "bf16")
@@ -64,19 +61,16 @@ def test_flags_of_fairseq_are_settings_of_the_search(run, flags, expected):
     assert (settings.beam, settings.lenpen) == (5, 1.5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--constraints"], "-- --constraints: "),
-        (["--max-len", "5"], "-- --max-len: "),
-        (["--max-len-b", "many"], "-- --max-len-b many: "),
-        (["--unnormalized", "yes"], "-- --unnormalized yes: "),
-        (["--seed", "x"], "-- --seed x: "),
-    ],
-)
-def test_a_flag_that_the_search_does_not_know_is_refused(run, flags, named):
-    with pytest.raises(UserError, match=f"^{re.escape(named)}"):
-        opened(run, "--", *flags)
+@mistakes("""
+    --constraints | '-- --constraints: '
+    --max-len 5 | '-- --max-len: '
+    --max-len-b many | '-- --max-len-b many: '
+    --unnormalized yes | '-- --unnormalized yes: '
+    --seed x | '-- --seed x: '
+""")
+def test_a_flag_that_the_search_does_not_know_is_refused(run, words, named):
+    with pytest.raises(UserError, match=f"^{re.escape(*named)}"):
+        opened(run, "--", *words)
 
 
 def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch):
@@ -84,14 +78,11 @@ def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "has_bf16_units", lambda: True)  # PyTorch takes float32 where there are none
     (tmp_path / "in").write_text("Hund, Katze.\nHaus.\n")
     for precision in ("fp32", "bf16"):
-        flags = ["--run", str(run), "--checkpoint", str(run / "checkpoint3.pt"), "--precision", precision]
-        commands = {
-            translate: ["--input", str(tmp_path / "in"), "--output", str(tmp_path / precision)],
-            evaluate: ["--data", str(data)],
-        }
-        for command, own in commands.items():
+        flags = ["--run", run, "--checkpoint", run / "checkpoint3.pt", "--precision", precision]
+        files = ["--input", tmp_path / "in", "--output", tmp_path / precision]
+        for command, own in ((translate, files), (evaluate, ["--data", data])):
             try:
-                command.main([*flags, *own, "--", "--max-len-b", "20"])
+                command.main([*map(str, [*flags, *own, "--", "--max-len-b", 20])])
                 assert (torch.backends.mkldnn.matmul.fp32_precision == "bf16") == (precision == "bf16")
             finally:
                 products.use_bf16_products(False)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.mistakes import check_refusal, mistakes
-from helpers.toy import ENVIRONMENT, Payload, done, script, tool
+from helpers.toy import ENVIRONMENT, Payload, done, tool
 
 from ea_artifacts.command import UserError
 from ea_tools.translating import translate
@@ -30,10 +30,7 @@ def test_an_interrupted_output_goes_on_with_the_same_input(tmp_path):
         file.write("half a li")
     with pytest.raises(UserError, match=r"out\.partial: .* 1 .*--resume"), output(out):
         pass
-    for other, message in [
-        ([b"eins, anders\n", b"zwei\n"], "out.partial .* line 1 "),
-        ([], "out.partial .* 1 .* 0"),
-    ]:
+    for other, message in (([b"anders\n", b"zwei\n"], "out.partial .* line 1 "), ([], "out.partial .* 1 .* 0")):
         with pytest.raises(UserError, match=message), output(out, "--resume", lines=other) as (lines, *_):
             list(lines)
     with output(out, "--resume", lines=[b"eins\n", b"zwei, anders\n"]) as (lines, write, done):
@@ -61,8 +58,8 @@ def test_other_settings_do_not_go_on_with_an_output(tmp_path):
             pass
     again = ("--nbest", "2", "--resume")
     checkpoint.write_text("Weights")  # made again under its name, and as long
-    refused = pytest.raises(UserError, match=r"checkpoint .*average\.pt .*average\.pt")
-    with refused, output(out, *again, checkpoint=checkpoint):
+    named = r"checkpoint .*average\.pt .*average\.pt"
+    with pytest.raises(UserError, match=named), output(out, *again, checkpoint=checkpoint):
         pass
     checkpoint.write_text("weights")
     with output(out, *again, checkpoint=checkpoint) as (*_, done):
@@ -83,16 +80,12 @@ def test_two_at_once_do_not_write_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["in", "symbolic", "hard"])
-def test_the_input_is_not_replaced(tmp_path, name):
+def test_the_input_is_not_replaced(tmp_path, capsys, name):
     (tmp_path / "in").write_text("Hund.\n")
     (tmp_path / "symbolic").symlink_to("in")
     (tmp_path / "hard").hardlink_to(tmp_path / "in")
-    with pytest.raises(SystemExit, match=f"--output .*{name}: "):
-        translate.main(
-            ["--checkpoint", __file__, "--input", str(tmp_path / "in"), "--output", str(tmp_path / name), "--resume"]
-        )
-    assert (tmp_path / "in").read_text() == "Hund.\n"
-    assert len(list(tmp_path.iterdir())) == 3
+    words = ["--checkpoint", __file__, "--input", tmp_path / "in", "--output", tmp_path / name, "--resume"]
+    check_refusal(capsys, translate.main, words, [f"--output {tmp_path / name}: "], writes_to=tmp_path)
 
 
 def test_a_pipe_is_written_to_and_keeps_nothing(tmp_path):
@@ -112,16 +105,6 @@ def test_n_best_with_scores():
     hypotheses = [("A B", -0.5), ("A", -0.7), ("C", -0.9)]
     assert translate._written(7, hypotheses[:2], 2) == ["7 ||| A B ||| -0.5", "7 ||| A ||| -0.7"]
     assert translate._written(8, hypotheses, None) == ["A B"]
-
-
-def test_lines_come_in_batches_and_those_before_a_fault_are_kept():
-    lines = [b"a\n", b"b\n", b"c\n", b"\xff\n", b"d\n"]
-    assert list(translate.batches(lines[:3], "x", 2)) == [(1, ["a", "b"]), (3, ["c"])]
-    assert list(translate.batches(lines[:3], "x", 2, done=2)) == [(3, ["c"])]
-    batches = translate.batches(lines, "x", 2)
-    assert [next(batches), next(batches)] == [(1, ["a", "b"]), (3, ["c"])]
-    with pytest.raises(UserError, match=r"x:4: not UTF-8"):
-        next(batches)
 
 
 @pytest.mark.slow
@@ -144,36 +127,33 @@ def test_ctrl_c_at_a_waiting_terminal_is_one_line(run):
 
 
 @pytest.mark.slow
-def test_lines_stay_in_step(data, run, tmp_path):
+def test_lines_stay_in_step(run, tmp_path):
     """Order, empty lines and doubles are kept; the buffer changes nothing; a file is a pipe."""
     lines = ["Hund, Katze, Haus, Baum, Buch.", "", "Haus.", "   ", "Garten, Vogel.\r", "Haus.", "x\u2028y", ""]
     text = "".join(f"{line}\n" for line in lines)
-    flags = ["--run", run, "--checkpoint", run / "checkpoint3.pt", "--beam", 2]
-    flags_after = ["--", "--max-len-b", 20]
-    piped = done("translate.sh", *flags, *flags_after, input=text)
-    out = piped.stdout.split("\n")[:-1]
+    words = ["--run", run, "--checkpoint", run / "checkpoint3.pt", "--beam", 2, "--", "--max-len-b", 20]
+    out = done("translate.sh", *words, input=text).stdout.split("\n")[:-1]
     assert [bool(line) for line in out] == [bool(line.strip()) for line in lines]
     assert out[2] == out[5]
-
     (tmp_path / "in").write_text(text, newline="")
-    done("translate.sh", *flags, "--buffer", 1, "--input", tmp_path / "in", "--output", tmp_path / "out", *flags_after)
+    files = ["--buffer", 1, "--input", tmp_path / "in", "--output", tmp_path / "out"]
+    translate.main([*map(str, [*files, *words])])
     assert (tmp_path / "out").read_text().split("\n")[:-1] == out
 
 
 @pytest.mark.slow
 def test_what_came_before_a_fault_is_kept(run, tmp_path):
-    (tmp_path / "in").write_bytes(b"Hund.\nKa\xfftze.\n")
-    flags = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
-    result = script("translate.sh", "--run", run, *flags)
-    assert result.returncode == 1
-    assert f"{tmp_path / 'in'}:2: not UTF-8" in result.stderr
+    flags = ["--run", str(run), "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    (tmp_path / "in").write_bytes(b"Hund.\nHaus.\nKa\xfftze.\n")
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'in'}:3: not UTF-8"):
+        translate.main(flags)
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").read_text().count("\n") == 1
-    (tmp_path / "in").write_text("Hund.\nKatze.\n")
-    again = script("translate.sh", "--run", run, *flags)
-    assert "out.partial: holds 1 lines of an interrupted run; go on with --resume" in again.stderr
-    done("translate.sh", "--run", run, *flags, "--resume")
-    assert (tmp_path / "out").read_text().count("\n") == 2
+    assert (tmp_path / "out.partial").read_text().count("\n") == 2
+    (tmp_path / "in").write_text("Hund.\nHaus.\nKatze.\n")
+    with pytest.raises(SystemExit, match=r"out\.partial: holds 2 lines of an interrupted run; go on with --resume"):
+        translate.main(flags)
+    translate.main([*flags, "--resume"])
+    assert (tmp_path / "out").read_text().count("\n") == 3
     assert not list(tmp_path.glob("out.*"))
 
 
