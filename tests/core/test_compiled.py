@@ -51,10 +51,6 @@ MODELS = {name: (TwoLayers, options) for name, options in SHAPES.items()}
 MODELS["decoder"] = Decoder, {"beta": 0.3}
 
 
-def _is_floating(x):
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
 def padded():
     x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
     padding[1, -2:] = True
@@ -136,7 +132,8 @@ def test_pytorch_accepts_the_operations(name):
         model(x, padding).square().sum().backward()
     for operation, arguments in seen.calls:
         if operation is FORWARD:  # the way back has no derivatives
-            arguments = [x.requires_grad_() if _is_floating(x) else x for x in arguments]
+            floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments]
+            arguments = [x.requires_grad_() if floating else x for x, floating in zip(arguments, floats, strict=True)]
         torch.library.opcheck(operation, tuple(arguments))
     assert {operation for operation, _ in seen.calls} == {FORWARD, BACKWARD}
 

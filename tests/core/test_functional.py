@@ -14,9 +14,7 @@ from evolving_attention.evolution import RULES, Evolution
 from evolving_attention.kernels import cpu
 from evolving_attention.masks import combine
 
-
-def module(kernel_size, rule="evolving"):
-    return EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, kernel_size=kernel_size, rule=rule)
+ENCODER, DECODER, CROSS = Geometry
 
 
 def function(kernel_size, rule="evolving", bias=True):
@@ -24,34 +22,24 @@ def function(kernel_size, rule="evolving", bias=True):
     return evolving_attention(q, q, q, None, weight, torch.zeros(2) if bias else None, rule=rule)
 
 
-@pytest.mark.parametrize("build", [module, function])
-@pytest.mark.parametrize("size, rule, message", [(4, "evolving", "kernel_size 4"), (3, "evolve", "rule 'evolve'")])
-def test_an_even_kernel_and_an_unknown_rule_are_refused(build, size, rule, message):
-    build(3)
-    with pytest.raises(ValueError, match=f"{message}: must be "):
-        build(size, rule)
-
-
-def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=None, **options):
+def attend(geometry=ENCODER, cache=None, source=None, previous=None, attn_mask=None, **options):
     attention = EvolvingAttention(geometry, 8, 2, **options)
-    return attention(torch.randn(1, 5, 8), source, cache=cache, previous=previous)
+    return attention(torch.randn(1, 5, 8), source, attn_mask=attn_mask, cache=cache, previous=previous)
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
+        (lambda: function(4), "kernel_size 4: must be "),
+        (lambda: function(3, "evolve"), "rule 'evolve': must be "),
+        (lambda: attend(kernel_size=4), "kernel_size 4: must be "),
+        (lambda: attend(rule="evolve"), "rule 'evolve': must be "),
         (lambda: function(3, bias=False), "both or neither"),
-        (
-            lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 4)),
-            r"previous: must be \(1, 2, 5, 5\), not \(1, 2, 5, 4\)",
-        ),
+        (lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 4)), r"previous: .* \(1, 2, 5, 5\), .*\(1, 2, 5, 4\)"),
         (lambda: attend(previous=torch.randn(1, 1, 5, 5)), r"previous: must be \(1, 2, 5, 5\), not \(1, 1, 5, 5\)"),
         (lambda: attend(previous=torch.randn(1, 2, 5, 5), first=True), "previous: "),
-        (lambda: attend(Geometry.DECODER_SELF, previous=torch.randn(1, 2, 5, 5)), "previous: "),
-        (
-            lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 5), rule="predictive", geometry=Geometry.DECODER_SELF),
-            "previous: .* decoder",
-        ),
+        (lambda: attend(DECODER, previous=torch.randn(1, 2, 5, 5)), "previous: "),
+        (lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 5), rule="predictive", geometry=DECODER), "previous: "),
         (lambda: attend("decoder"), r"geometry 'decoder': must be one of Geometry.ENCODER_SELF, "),
         (lambda: evolving_attention(*torch.randn(3, 1, 2, 5, 4), geometry="x"), r"geometry 'x': must be one of"),
         (lambda: attend(kernel_size=-1), "kernel_size -1: must be"),
@@ -60,16 +48,17 @@ def attend(geometry=Geometry.ENCODER_SELF, cache=None, source=None, previous=Non
             lambda: evolving_attention(*torch.randn(3, 1, 4, 5, 4), None, torch.randn(4, 2, 3, 3), torch.randn(4)),
             "weight: .* 4 heads has 4 x 2 channels",
         ),
-        (lambda: EvolvingAttention(Geometry.ENCODER_SELF, 8, 0), "num_heads 0 does not divide embed_dim 8"),
+        (lambda: EvolvingAttention(ENCODER, 8, 0), "num_heads 0 does not divide embed_dim 8"),
         (lambda: attend(alpha=3), "alpha 3: must be a number from 0 to 1"),
         (lambda: attend(conv_layers=2), "conv_layers 2: rule 'evolving' takes 1"),
         (lambda: attend(rule="predictive", conv_layers=0), "conv_layers 0: rule 'predictive' takes 1 or more"),
         (lambda: attend(relative_positions=-1), "relative_positions -1: must be 0 or more"),
-        (lambda: attend(Geometry.ENCODER_DECODER, relative_positions=3), "relative_positions 3: must be .*, and 0 in"),
+        (lambda: attend(CROSS, relative_positions=3), "relative_positions 3: must be .*, and 0 in"),
         (lambda: attend(score="cosine"), "score 'cosine': must be one of dot, "),
         (lambda: attend(cache=Cache()), "cache: an encoder reads its whole sentence at once"),
         (lambda: attend(source=torch.randn(1, 6, 8)), "source: only encoder-decoder attention reads another sequence"),
-        (lambda: attend(Geometry.ENCODER_DECODER), "source: encoder-decoder attention needs the encoder's output"),
+        (lambda: attend(CROSS), "source: encoder-decoder attention needs the encoder's output"),
+        (lambda: attend(attn_mask=torch.ones(5)), r"attn_mask must be T x S.*\(5,\)"),
     ],
 )
 def test_what_would_give_other_numbers_is_refused(call, message):
@@ -94,14 +83,9 @@ def test_autocast_may_make_logits_of_another_type_than_the_map_before():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_map_before_may_have_another_type(rule):
-    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, rule=rule).bfloat16()
+    attention = EvolvingAttention(ENCODER, 8, 2, rule=rule).bfloat16()
     x, previous = torch.randn(1, 5, 8).bfloat16(), torch.randn(1, 2, 5, 5).bfloat16()
     assert_close(attention(x, previous=previous.float()), attention(x, previous=previous))
-
-
-def test_a_module_says_what_it_is_made_of():
-    shown = repr(EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0.25, learn_mix=True, rule="predictive"))
-    assert "predictive, encoder self-attention, alpha=learnt, beta=" in shown
 
 
 def test_help_shows_every_setting_with_its_default():
@@ -114,7 +98,7 @@ def test_help_shows_every_setting_with_its_default():
 
 
 def test_projections_may_have_no_bias():
-    names = dict(EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, bias=False).named_parameters())
+    names = dict(EvolvingAttention(ENCODER, 8, 2, bias=False).named_parameters())
     assert not [name for name in names if name.endswith("proj.bias")]
 
 
@@ -132,7 +116,7 @@ def test_logits_beyond_float16_stay_finite(rule):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 def test_a_decoders_mask_may_have_any_type(dtype):
-    attention, x = EvolvingAttention(Geometry.DECODER_SELF, 8, 2, beta=0.5), torch.randn(2, 4, 8)
+    attention, x = EvolvingAttention(DECODER, 8, 2, beta=0.5), torch.randn(2, 4, 8)
     hides = torch.zeros(4, 4, dtype=torch.bool)
     hides[2:, 0] = True
     mask = hides.float().masked_fill(hides, -torch.inf) if dtype == torch.float32 else hides.to(dtype)
@@ -144,7 +128,7 @@ def test_a_decoders_mask_may_have_any_type(dtype):
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
 def test_the_function_gives_the_papers_sums(kind, dtype, plain):
     """Every argument counts: each number of them is another."""
-    geometry = dict(zip(("encoder", "decoder", "cross"), Geometry, strict=True))[kind]
+    geometry = {"encoder": ENCODER, "decoder": DECODER, "cross": CROSS}[kind]
     q, k, v = torch.randn(3, 2, 3, 4, 5).to(dtype)
     weight, bias = torch.randn(3, 3, 3, 3).to(dtype), torch.randn(3).to(dtype)
     previous = torch.randn(2, 3, 4, 4).to(dtype) if kind == "encoder" else None
@@ -174,7 +158,7 @@ def test_the_function_gives_the_papers_sums(kind, dtype, plain):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "plain"])
-@pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
+@pytest.mark.parametrize("geometry", [DECODER, CROSS])
 @pytest.mark.parametrize("at_once", [1, 2])
 @torch.no_grad()
 def test_steps_with_a_cache_give_the_rows_of_the_whole(geometry, at_once, dtype):
@@ -184,7 +168,7 @@ def test_steps_with_a_cache_give_the_rows_of_the_whole(geometry, at_once, dtype)
     x, source = torch.randn(3, 6, 8, dtype=dtype), None
     padding = torch.tensor([[True, False, False, False, False, False], *[[False] * 6] * 2])
     of_keys = padding
-    if geometry == Geometry.ENCODER_DECODER:
+    if geometry == CROSS:
         source, of_keys = torch.randn(3, 5, 8, dtype=dtype), padding[:, 1:].flip(0, 1)
     cache, outputs, order = Cache(), [], torch.tensor([2, 0, 0])
     for start in range(0, 6, at_once):
@@ -203,35 +187,11 @@ def test_steps_with_a_cache_give_the_rows_of_the_whole(geometry, at_once, dtype)
     assert_close(torch.cat(outputs, 1)[real], whole.output[real], rtol=1e-5, atol=1e-5)
 
 
-def test_a_float_mask_is_added_to_the_logits():
-    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0, beta=0)
-    x, added = torch.randn(2, 5, 8), torch.randn(5, 5)
-    before, after = (attention(x, attn_mask=mask, need_weights=True).weights for mask in (None, added))
-    assert_close(after, (before.log() + added).softmax(-1))
-
-
-def test_relative_positions_start_without_effect():
-    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, relative_positions=2), torch.randn(2, 5, 8)
-    before = attention(x).output
-    attention.relative_positions = None
-    assert_close(attention(x).output, before)
-
-
-def test_weights_are_dropped_in_training_alone():
-    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, dropout=0.5), torch.randn(2, 5, 8)
-    dropped, whole = attention(x), attention.eval()(x)
-    attention.dropout = 0.0
-    assert torch.equal(whole.output, attention(x).output) and not torch.equal(whole.output, dropped.output)
-    assert whole.cache is None
-
-
 def test_padding_hides_keys_and_the_rows_of_padded_queries():
-    attention, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, beta=0.5), torch.randn(2, 5, 8)
+    attention, x = EvolvingAttention(ENCODER, 8, 2, beta=0.5), torch.randn(2, 5, 8)
     padding = torch.tensor([[True, True, False, False, False], [False] * 5])
-    q, k, v = (
-        layer(x).unflatten(2, (2, 4)).transpose(1, 2)
-        for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (project(x).unflatten(2, (2, 4)).transpose(1, 2) for project in projections)
     keys, conv = padding[:, None, None, :], attention.evolution.conv
     masks = {"mask": keys, "hidden": keys | padding[:, None, :, None]}
     context, _ = evolving_attention(q, k, v, None, conv.weight, conv.bias, beta=0.5, **masks)
@@ -239,14 +199,16 @@ def test_padding_hides_keys_and_the_rows_of_padded_queries():
     assert_close(attention(x, padding=padding).output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_of_each_head_may_have_three_axes():
-    mask = torch.rand(3 * 2, 4, 5) < 0.5
-    assert torch.equal(combine(None, mask, heads=2)[0], mask.view(3, 2, 4, 5))
+def test_a_mask_of_each_head_has_three_or_four_axes():
+    mask = torch.where(torch.rand(3, 2, 4, 5) < 0.5, -torch.inf, 0.5)
+    for given in (mask, mask.flatten(0, 1)):
+        masked, added = combine(None, given, heads=2)
+        assert torch.equal(masked, mask.isneginf()) and torch.equal(added, mask.masked_fill(masked, 0))
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_weights_are_those_before_dropout(plain):
-    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, dropout=0.5, plain=plain)
+    attention = EvolvingAttention(ENCODER, 8, 2, dropout=0.5, plain=plain)
     weights = attention(torch.randn(2, 6, 8), need_weights=True).weights
     assert_close(weights.sum(-1), torch.ones(2, 2, 6))
 
@@ -254,7 +216,7 @@ def test_weights_are_those_before_dropout(plain):
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
 def test_shares_learnt_from_zero_have_gradients(plain):
     """A parameter of value 0 is not the constant 0: its gradient is that of a value nearby."""
-    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, alpha=0, beta=0, learn_mix=True, plain=plain)
+    attention = EvolvingAttention(ENCODER, 8, 2, alpha=0, beta=0, learn_mix=True, plain=plain)
     x, previous = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5)
     shares, gradients = [attention.evolution.alpha, attention.evolution.beta], []
     for value in (0, 1e-4):
@@ -268,7 +230,7 @@ def test_shares_learnt_from_zero_have_gradients(plain):
 
 def test_learnt_shares_have_an_axis_and_older_checkpoints_load():
     """FSDP shards no scalars."""
-    evolution = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, learn_mix=True).evolution
+    evolution = EvolvingAttention(ENCODER, 8, 2, learn_mix=True).evolution
     assert evolution.alpha.shape == evolution.beta.shape == (1,)
     older = {**evolution.state_dict(), "alpha": torch.tensor(0.25), "beta": torch.tensor(0.75)}
     evolution.load_state_dict(older)
@@ -288,10 +250,7 @@ def test_a_result_may_be_changed_in_place_in_training(plain):
 
 
 #: in decoder self-attention the rows are the last of the columns
-EMPTY = [
-    (one, *size) for one in Geometry for size in ((0, 4), (3, 0), (0, 0)) if one != Geometry.DECODER_SELF or size[1]
-]
-EMPTY += [(Geometry.DECODER_SELF, 0, 0)]
+EMPTY = [(one, *size) for one in Geometry for size in ((0, 4), (3, 0), (0, 0)) if (one, *size) != (DECODER, 3, 0)]
 
 
 @pytest.mark.parametrize("geometry, rows, columns", EMPTY)
@@ -321,11 +280,8 @@ def test_a_call_without_dropout_leaves_the_generator_alone():
 @pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (5,)])
 def test_a_mask_of_fewer_axes_broadcasts(shape):
     q, weight, mask = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.rand(shape) < 0.3
-    given = q, q, q, None, weight, torch.zeros(2)
-    for ours, whole in zip(
-        evolving_attention(*given, mask=mask), evolving_attention(*given, mask=mask.expand(1, 2, 5, 5)), strict=True
-    ):
-        assert_close(ours, whole)
+    given, whole = (q, q, q, None, weight, torch.zeros(2)), mask.expand(1, 2, 5, 5)
+    assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=whole))
 
 
 def test_masked_places_are_hidden_from_the_convolution():
@@ -334,30 +290,10 @@ def test_masked_places_are_hidden_from_the_convolution():
     assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=mask, hidden=mask))
 
 
-def test_a_mask_of_four_axes_stays():
-    mask = torch.where(torch.rand(3, 2, 4, 5) < 0.5, -torch.inf, 0.5)
-    masked, added = combine(None, mask, heads=2)
-    assert torch.equal(masked, mask.isneginf())
-    assert torch.equal(added, mask.masked_fill(masked, 0))
-
-
-@torch.no_grad()
-def test_sums_between_two_convolutions_stay_finite_in_float16():
-    evolution, maps = (
-        Evolution(Geometry.ENCODER_SELF, 2, rule="predictive", conv_layers=2).half(),
-        torch.ones(1, 2, 4, 4),
-    )
-    evolution.stacked[0].weight.fill_(6e4)
-    evolution.conv.weight.copy_(torch.tensor([1.0, -1])[:, None, None])
-    assert evolution(maps.half(), previous=maps.half()).isfinite().all()
-
-
 def test_two_convolutions_by_kernel_are_the_plain_ones():
-    attention = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2, rule="predictive", alpha=0.5, conv_layers=2)
+    attention = EvolvingAttention(ENCODER, 8, 2, rule="predictive", alpha=0.5, conv_layers=2)
     x, previous, padding = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5), torch.zeros(2, 5, dtype=torch.bool)
     padding[0, -2:] = True
     by_kernel = attention(x, padding=padding, previous=previous)
     attention.plain = True
-    plain = attention(x, padding=padding, previous=previous)
-    assert_close(by_kernel.output, plain.output, rtol=1e-5, atol=1e-5)
-    assert_close(by_kernel.a_logit, plain.a_logit, rtol=1e-5, atol=1e-5)
+    assert_close(by_kernel, attention(x, padding=padding, previous=previous), rtol=1e-5, atol=1e-5)

@@ -7,15 +7,27 @@ from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from evolving_attention.call import Call
-from evolving_attention.evolution import Evolution, Geometry
-from helpers.shares import AnyShares
+from evolving_attention.evolution import Coefficients, Evolution, Geometry
 
 #: five numbers that no rule has
 ANY = (0.2, 0.7, 0.4, 0.9, -0.3)
+
+
+class AnyShares(Evolution):
+    """The sum of evolution.py with any five numbers; parameters, where they are learnt."""
+
+    def __init__(self, geometry, heads, kernel_size, shares, learnt=False):
+        super().__init__(geometry, heads, kernel_size)
+        numbers = [torch.nn.Parameter(torch.tensor(share)) for share in shares] if learnt else shares
+        self.shares = torch.nn.ParameterList(numbers) if learnt else list(numbers)
+
+    def coefficients(self, has_previous):
+        return Coefficients(*self.shares)
 
 
 class Case(NamedTuple):
@@ -236,3 +248,45 @@ def check_dropout(given, kernel, share):
     kept = keep[(keep > 0) & (weights > 0)]
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - share)), rtol=1e-3, atol=0)
     close(results(seeded, *given), results(partial(plain, keep=keep), *given))
+
+
+def with_threads(count, what):
+    """The result of a function on so many threads of PyTorch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return what()
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_share(case, attend, share):
+    """Dropout keeps its share of each sentence, head, row and column; no two keep the same places. D = S."""
+    given = problem(case)
+    given.tensors["q"] = given.tensors["q"] / case.width**0.5  # else some weights are all but zero
+    given.tensors["v"] = torch.eye(case.columns, device=case.device).expand(case.batch, case.heads, -1, -1)
+    before, after = (attend(given.call(dropout=dropout)).context.detach() for dropout in (0.0, share))
+    keep = (after / before).round(decimals=3)
+    assert keep.unique().tolist() == [0, pytest.approx(1 / (1 - share), abs=1e-3)]
+    kept = (keep > 0).double()
+    spread = (share * (1 - share)) ** 0.5
+    assert abs(kept.mean() - (1 - share)) < 4 * spread / kept.numel() ** 0.5
+    for parts in (*(kept.movedim(axis, 0).flatten(1) for axis in range(4)), kept.flatten(0, 1).flatten(1)):
+        assert (parts.mean(1) - (1 - share)).abs().max() < 5 * spread / parts.size(1) ** 0.5
+        assert torch.corrcoef(parts).fill_diagonal_(0).abs().max() < 6 / parts.size(1) ** 0.5
+    neighbours = torch.stack([kept[..., :-1].flatten(), kept[..., 1:].flatten()])
+    assert torch.corrcoef(neighbours)[0, 1].abs() < 6 / neighbours.size(1) ** 0.5
+
+
+def check_each_result(given, kernel):
+    """The gradients of one result, where the others are not used."""
+    inputs = [*given.tensors.values(), *given.evolution.parameters()]
+    for number in range(3):
+        ours, theirs = (
+            torch.autograd.grad(way(*given)[number].square().sum(), inputs, allow_unused=True)
+            for way in (kernel, plain)
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

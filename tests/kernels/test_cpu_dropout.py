@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
+from helpers.attentions import with_threads
 from helpers.models import batch, build
 
 from ea_fairseq.dropout import Dropout
@@ -46,20 +46,14 @@ def test_any_shape(shape):
 
 
 def test_the_gradient_passes_where_the_number_did():
+    """And that of the gradient."""
     x = torch.randn(33, 65, requires_grad=True)
-    result = cpu_dropout.drop(x, 0.3)
-    weights = torch.randn(65, 33).t()  # a gradient that lies otherwise in memory
+    result = cpu_dropout.drop(x, 0.5)
+    weights = torch.randn(65, 33, requires_grad=True).t()  # a gradient that lies otherwise in memory
     (gradient,) = torch.autograd.grad(result, x, weights, create_graph=True)
-    assert torch.equal(gradient == 0, result == 0)
-    kept = gradient != 0
-    torch.testing.assert_close(gradient[kept], weights[kept] / 0.7, rtol=1e-4, atol=0)
-
-
-def test_a_gradient_has_a_gradient():
-    x = torch.randn(20, requires_grad=True)
-    (gradient,) = torch.autograd.grad(cpu_dropout.drop(x, 0.5).pow(2).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(gradient.sum(), x)
-    assert torch.equal(second, torch.where(gradient == 0, 0.0, 8.0))  # (2x)^2 where a number is kept
+    assert torch.equal(gradient, torch.where(result == 0, 0, 2 * weights))
+    (second,) = torch.autograd.grad(gradient.sum(), weights)
+    assert torch.equal(second, torch.where(result == 0, 0.0, 2.0))
 
 
 def test_the_same_seed_drops_the_same_wherever_numbers_lie():
@@ -71,16 +65,9 @@ def test_the_same_seed_drops_the_same_wherever_numbers_lie():
 
 
 def test_bits_do_not_depend_on_threads():
-    x, results = torch.randn(300_000), []
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2, 5):
-            torch.set_num_threads(number)
-            results.append(seeded(1, cpu_dropout.drop, x, 0.1))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    x = torch.randn(300_000)
+    first, *others = (with_threads(count, lambda: seeded(1, cpu_dropout.drop, x, 0.1)) for count in (1, 2, 5))
+    assert all(torch.equal(other, first) for other in others)
 
 
 def test_the_way_back_keeps_no_mask():
@@ -91,63 +78,29 @@ def test_the_way_back_keeps_no_mask():
     assert sum(x.numel() for x in kept) == 1
 
 
-def module(probability, training=True):
-    return Dropout(probability).train(training)
-
-
-@pytest.mark.parametrize(("probability", "training"), [(0.0, True), (0.5, False)])
-def test_nothing_is_dropped(probability, training):
-    x = torch.randn(5)
-    assert module(probability, training)(x) is x
-
-
-def test_dropout_that_is_kept_in_evaluation():
+def test_in_evaluation_it_drops_where_it_is_retained_alone():
     """fairseq's --retain-dropout."""
-    dropout = module(0.5, training=False)
+    x, dropout = torch.ones(100), Dropout(0.5).eval()
+    assert dropout(x) is Dropout(0.0)(x) is x
     dropout.make_generation_fast_("", retain_dropout=True)
-    assert 20 < (dropout(torch.ones(100)) == 0).sum() < 80
+    assert 20 < (dropout(x) == 0).sum() < 80
 
 
-def pytorchs(x):
-    return seeded(1, F.dropout, x, 0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_numbers_of_other_types_are_pytorchs(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_other_types_or_without_the_library_are_pytorchs(dtype, monkeypatch):
+    if dtype == torch.float32:
+        monkeypatch.setattr(cpu_dropout.library, "library", lambda: None)
     x = torch.ones(100, dtype=dtype)
-    assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
-
-
-def test_without_the_library_it_is_pytorchs(monkeypatch):
-    monkeypatch.setattr(cpu_dropout.library, "library", lambda: None)
-    x = torch.ones(100)
-    assert torch.equal(seeded(1, module(0.5), x), pytorchs(x))
-
-
-def dropouts(model):
-    """The modules of dropout: in attentions, and elsewhere."""
-    attentions = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
-    inside = {one.dropout_module for one in attentions}
-    return inside, {one for one in model.modules() if isinstance(one, FairseqDropout)} - inside
+    assert torch.equal(seeded(1, Dropout(0.5), x), seeded(1, F.dropout, x, 0.5))
 
 
 @pytest.mark.parametrize("arch", ["ea_transformer_base", "pa_transformer_lite"])
-def test_a_model_has_it_everywhere_but_in_its_attentions(arch):
-    inside, outside = dropouts(build(arch, "--dropout", 0.25, "--activation-dropout", 0.5))
-    assert {type(one) for one in outside} == {Dropout}
-    assert {type(one) for one in inside} == {FairseqDropout}
-    assert sorted(one.p for one in outside) == [0.25] * (2 + 3 + 2) + [0.5] * (3 + 2)
-
-
-def test_the_plain_way_has_fairseqs():
-    _, outside = dropouts(build("ea_transformer_base", "--ea-plain"))
-    assert {type(one) for one in outside} == {FairseqDropout}
-
-
-def test_a_training_step_drops(monkeypatch):
-    model = build("ea_transformer_base", "--dropout", 0.5, train=True)
+def test_a_training_step_drops_by_it_everywhere_but_in_attentions(arch, monkeypatch):
+    model = build(arch, "--dropout", 0.25, "--activation-dropout", 0.5, train=True)
     drawn, drop = [], cpu_dropout.drop
     monkeypatch.setattr(F, "dropout", lambda *_, **__: pytest.fail("PyTorch's dropout was taken"))
     monkeypatch.setattr(cpu_dropout, "drop", lambda x, p: drawn.append(p) or drop(x, p))
     model(batch([6, 4]), torch.tensor([6, 4]), batch([5, 3], eos_first=True))
-    assert drawn == [0.5] * (1 + 3 * 2 + 1 + 2 * 3)
+    assert sorted(drawn) == [0.25] * (1 + 3 * 2 + 1 + 2 * 3) + [0.5] * (3 + 2)
+    plain = build(arch, "--ea-plain").modules()
+    assert {type(one) for one in plain if isinstance(one, FairseqDropout)} == {FairseqDropout}

@@ -19,9 +19,12 @@ import pytest
 import torch
 from helpers import attentions, promises, warm
 from helpers.attentions import (
+    AnyShares,
     call_of,
     case_id,
     check_dropout,
+    check_each_result,
+    check_share,
     check_steps,
     close,
     compare,
@@ -35,7 +38,6 @@ from helpers.attentions import (
 )
 from helpers.interpreter import import_kernels, interpret_quickly
 from helpers.models import amplify_, batch, build
-from helpers.shares import AnyShares
 from torch.utils.flop_counter import FlopCounterMode
 
 from evolving_attention.call import Call
@@ -122,32 +124,13 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", CASES + [pytest.param(case, marks=pytest.mark.slow) for case in LONG], ids=case_id)
 def test_as_plain(case):
     compare(problem(case), kernel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LONG, ids=case_id)
-def test_as_plain_in_several_blocks(case):
-    compare(problem(case), kernel)
-
-
-@pytest.mark.parametrize("wanted", ["context", "a_logit", "weights"])
-def test_only_one_of_the_results_matters(wanted):
-    case = Case(length=2, masks="padding rows", learn=True)
-    evolution, tensors, masks = problem(case)
-
-    def only(run):
-        return lambda *arguments: [
-            x if name == wanted else None
-            for name, x in zip(("context", "a_logit", "weights"), run(*arguments), strict=True)
-        ]
-
-    ours, theirs = (results(only(run), evolution, tensors, masks) for run in (kernel, plain))
-    for name, true in theirs.items():
-        torch.testing.assert_close(ours[name], true, rtol=1e-4, atol=1e-5)
-    assert ours.keys() == theirs.keys()
+def test_only_one_of_the_results_matters():
+    check_each_result(problem(Case(length=2, masks="padding rows", learn=True)), kernel)
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -232,30 +215,8 @@ def test_learnt_shares_may_stay_float32_among_half_tensors():
 # ---- dropout
 
 
-def weights_after(case, dropout, seed):
-    """P after dropout, B x K x T x S: the context of values that are the unit vectors."""
-    torch.manual_seed(1)
-    evolution, tensors = evolution_of(case), tensors_of(case)
-    tensors["v"] = torch.eye(case.columns, device=DEVICE).expand(case.batch, case.heads, -1, -1)
-    torch.manual_seed(seed)
-    return kernel(evolution, tensors, masks_of(case), dropout=dropout)[0].detach()
-
-
-def test_dropout_keeps_its_share_and_the_expectation():
-    case = Case(ENCODER, 10, 1, 16, 16, previous=False, width=16)
-    without = weights_after(case, 0.0, seed=1)
-    after = weights_after(case, 0.3, seed=1)
-    keep = (after / without).round(decimals=3)
-    assert keep.unique().tolist() == [0, pytest.approx(1 / 0.7, abs=1e-3)]
-    kept = (keep > 0).double()
-    spread = (0.3 * 0.7 / kept.numel()) ** 0.5
-    assert abs(kept.mean() - 0.7) < 4 * spread
-    assert abs((after.sum(-1) - 1).mean()) < 0.02
-    # heads, sentences, rows and columns each draw their own: no two are alike
-    for axis in range(4):
-        slices = kept.movedim(axis, 0).flatten(1)
-        alike = torch.corrcoef(slices).fill_diagonal_(0).abs().max()
-        assert alike < 6 / slices.size(1) ** 0.5, f"axis {axis}"
+def test_dropout_keeps_the_right_share_everywhere():
+    check_share(Case(ENCODER, 10, 1, 16, 16, previous=False, width=16), gpu.attend, 0.3)
 
 
 def test_dropout_of_everything_gives_zeros():
@@ -444,7 +405,8 @@ def small_call(**options):
     return call_of(evolution_of(case), tensors_of(case), masks_of(case), **options)
 
 
-def test_refuses_what_it_does_not_know(monkeypatch):
+def test_refuses_what_it_does_not_know(monkeypatch, caplog):
+    """It says once why more heads are refused."""
     tried = []
     monkeypatch.setattr(trial, "passed", lambda variant: tried.append(variant) or True)
     call = small_call()
@@ -456,22 +418,14 @@ def test_refuses_what_it_does_not_know(monkeypatch):
         call._replace(q=many, k=many, v=many),
         call._replace(q=wide, k=wide, v=wide),
     ]
-    assert all(map(gpu.refuses, refused))
+    assert all(map(gpu.refuses, 2 * refused))
+    (line,) = caplog.messages
+    assert "16 heads" in line and "has 17" in line
     assert kernel_for(call._replace(v=wide[..., :2])) is None
     assert len(tried) == 1
     if DEVICE == "cpu":
         monkeypatch.delenv("TRITON_INTERPRET")
         assert gpu.refuses(call)
-
-
-def test_says_once_why_more_heads_are_refused(caplog):
-    many = torch.zeros(1, 17, 2, 1, device=DEVICE)
-    call = small_call()._replace(q=many, k=many, v=many)
-    assert gpu.refuses(call)
-    assert gpu.refuses(call)
-    (line,) = caplog.messages
-    assert "16 heads" in line
-    assert "has 17" in line
 
 
 def test_says_why_it_cannot_run(monkeypatch, caplog):
