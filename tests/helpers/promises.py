@@ -56,6 +56,20 @@ def lively(name, **options):
     return model
 
 
+def sharp(*flags, **options):
+    """A model whose hypotheses differ, and end at different times."""
+    model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5, *flags, **options))
+    weight = model.decoder.output_projection.weight.data
+    weight *= 3
+    weight[2] *= 4  # the end is likely at some steps, and out of the question at others
+    return model
+
+
+def sample_of(source):
+    """A batch for fairseq's search: source is B x S."""
+    return {"id": torch.arange(len(source)), "net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+
+
 def has(model, side):
     """Whether a model has this side: RoBERTa has no decoder, a language model no encoder."""
     return hasattr(model, "decoder") if side == "decoder" else hasattr(model, "encoder")
@@ -76,8 +90,7 @@ def scored(name, model):
     if not has(model, "decoder"):
         return scores, []
     generator = SequenceGenerator([model], dictionary(scores.size(2) - 4), beam_size=3, max_len_a=0, max_len_b=5)
-    sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
-    hypotheses = generator(sample, prefix_tokens=None if has(model, "encoder") else target[:, 1:3])
+    hypotheses = generator(sample_of(source), prefix_tokens=None if has(model, "encoder") else target[:, 1:3])
     return scores, [[beam["tokens"].tolist() for beam in beams] for beams in hypotheses]
 
 
@@ -121,7 +134,7 @@ def check_no_future(model):
         assert not torch.equal(before[:, position], after[:, position])
 
 
-def check_alone_or_in_a_batch(model, left_source, left_target):
+def check_alone_or_in_a_batch(model, left_source, left_target, outputs=outputs):
     """A sentence has the same output alone, but for its padding, which may stand on either side."""
     source, target = batch([2, 9, 5], left_pad=left_source), batch([8, 1, 4], left_pad=left_target, eos_first=True)
     output_side = target if has(model, "decoder") else source

@@ -110,47 +110,43 @@ def score(module, head, q, k, distance):
 
 def attention(module, x, y, kind, query_padding, key_padding, previous=None):
     """One sentence through an attention module's weights: x T x C, y S x C -> output T x C, A_logit as nested lists."""
-    heads, depth = module.num_heads, module.head_dim
-    query, key, value = module.q_proj(x), module.k_proj(y), module.v_proj(y)
-    rows, columns = x.size(0), y.size(0)
-
-    def part(tensor, h, i):
-        return tensor[i, h * depth : (h + 1) * depth]
-
-    logits = [
-        [[score(module, h, part(query, h, i), part(key, h, j), i - j) for j in range(columns)] for i in range(rows)]
-        for h in range(heads)
-    ]
+    heads, rows, columns = range(module.num_heads), range(len(x)), range(len(y))
+    query, key, value = (
+        project(side).unflatten(1, (module.num_heads, -1)).transpose(0, 1)  # K x (T or S) x D
+        for project, side in ((module.q_proj, x), (module.k_proj, y), (module.v_proj, y))
+    )
+    logits = [[[score(module, h, query[h, i], key[h, j], i - j) for j in columns] for i in rows] for h in heads]
 
     def masked(i, j):
         return bool(key_padding[j]) or (kind == "decoder" and j > i)
 
-    evolution = module.evolution
+    def hidden(i, j):
+        return bool(query_padding[i]) or masked(i, j)
+
+    context, a_logit = attend(module.evolution, logits, value, kind, masked, hidden, previous)
+    return module.out_proj(context.flatten(1)), a_logit
+
+
+def attend(evolution, logits, value, kind, masked, hidden, previous=None):
+    """One sentence from logits, K x T x S (nested lists), and values, K x S x D: context T x K x D, A_logit as logits.
+
+    masked(i, j), hidden(i, j) -> bool
+    """
     rule = evolution.rule if kind == "encoder" else "evolving"  # those for decoders are equation 4 there
     convolutions = [] if evolution.conv is None else [*evolution.stacked, evolution.conv]
-    a_logit = evolve(
-        logits,
-        kind,
-        [(conv.weight, conv.bias) for conv in convolutions],
-        COEFFICIENTS[rule, previous is not None](
-            *(
-                share.squeeze() if isinstance(share, torch.Tensor) else share
-                for share in (evolution.alpha, evolution.beta)
-            )
-        ),
-        lambda i, j: bool(query_padding[i]) or masked(i, j),
-        previous,
-    )
-    output = []
-    for i in range(rows):
-        seen = [j for j in range(columns) if not masked(i, j)]
-        context = []
-        for h in range(heads):
-            exponentials = [torch.exp(a_logit[h][i][j]) for j in seen]
-            context.append(sum(e * part(value, h, j) for e, j in zip(exponentials, seen, strict=True)))
-            context[-1] = context[-1] / sum(exponentials) if seen else value[0, :depth] * 0
-        output.append(module.out_proj(torch.cat(context)))
-    return torch.stack(output), a_logit
+    shares = (x.squeeze() if isinstance(x, torch.Tensor) else x for x in (evolution.alpha, evolution.beta))
+    coefficients = COEFFICIENTS[rule, previous is not None](*shares)
+    weights = [(conv.weight, conv.bias) for conv in convolutions]
+    a_logit, rows = evolve(logits, kind, weights, coefficients, hidden, previous), []
+    for i in range(len(logits[0])):
+        seen = [j for j in range(value.size(1)) if not masked(i, j)]
+        rows.append([])
+        for h in range(len(logits)):
+            largest = max((float(a_logit[h][i][j]) for j in seen), default=0)  # else they may be infinite
+            exponentials = [torch.exp(a_logit[h][i][j] - largest) for j in seen]
+            context = sum(e * value[h, j] for e, j in zip(exponentials, seen, strict=True))
+            rows[-1].append(context / sum(exponentials) if seen else value[h, 0] * 0)
+    return torch.stack([torch.stack(row) for row in rows]), a_logit
 
 
 def randomised(module, std=0.5):
@@ -202,47 +198,32 @@ def compare_layers(layers, padding, attention=attention):
     compare(layers, in_both_modes(layers, run), slow[~padding], [x])
 
 
-def compare_decoder(layers, padding, kind="decoder"):
-    """A decoder's self-attentions, which may hand on maps, against loops.
+def compare_decoder(layers, target_padding, source_padding=None, kind=None):
+    """A decoder's attentions of one kind, which may hand on maps, against loops.
 
-    padding: T numbers, 1 = padded. ``kind``: "encoder" in a bidirectional decoder.
-    """
-    layers, padding = randomised(torch.nn.ModuleList(layers)), torch.tensor(padding, dtype=torch.bool)
-    rows = len(padding)
-    x = torch.randn(rows, layers[0].embed_dim, dtype=torch.float64, requires_grad=True)
-    future = torch.full((rows, rows), -torch.inf).triu(1) if kind == "decoder" else None
-    options = {"key_padding_mask": padding[None], "attn_mask": future}
-    fast = in_both_modes(layers, lambda: _through(layers, x, None, **options))
-    slow, previous = x, None
-    for layer in layers:
-        slow, previous = attention(layer, slow, slow, kind, padding, padding, previous)
-    compare(layers, fast[~padding], slow[~padding], [x])
-
-
-def compare_cross(layers, source_padding, target_padding, kind="cross"):
-    """Encoder-decoder attentions, which may hand on maps, against loops. ``kind``: "encoder" as above.
-
-    source_padding: S numbers, target_padding: T numbers, 1 = padded.
+    target_padding: T numbers; source_padding: S numbers in encoder-decoder attention; 1 = padded.
+    kind: "encoder" in a bidirectional decoder.
     """
     from ea_fairseq.attention import Padding  # here: tests of the core do without fairseq
 
-    layers = randomised(torch.nn.ModuleList(layers))
-    source, target = (torch.tensor(padding, dtype=torch.bool) for padding in (source_padding, target_padding))
+    layers, crosses = randomised(torch.nn.ModuleList(layers)), source_padding is not None
+    kind = kind or ("cross" if crosses else "decoder")
+    target = torch.tensor(target_padding, dtype=torch.bool)
+    source = torch.tensor(source_padding, dtype=torch.bool) if crosses else target
     x = torch.randn(len(target), layers[0].embed_dim, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(len(source), layers[0].kdim, dtype=torch.float64, requires_grad=True)
-    masks = Padding(source[None], target[None])
-    fast = in_both_modes(layers, lambda: _through(layers, x, y, key_padding_mask=masks))
+    y = torch.randn(len(source), layers[0].kdim, dtype=torch.float64, requires_grad=True) if crosses else None
+    masks = {"key_padding_mask": Padding(source[None], target[None]) if crosses else target[None]}
+    if kind == "decoder":
+        masks["attn_mask"] = torch.full((len(x), len(x)), -torch.inf).triu(1)
+
+    def run():
+        fast, previous = x[:, None], None
+        for layer in layers:
+            keys, previous = y[:, None] if crosses else fast, previous if layer.evolution.takes_map else None
+            fast, _, previous = layer(fast, keys, keys, previous=previous, keep_map=True, **masks)
+        return fast[:, 0]
+
     slow, previous = x, None
     for layer in layers:
-        slow, previous = attention(layer, slow, y, kind, target, source, previous)
-    compare(layers, fast[~target], slow[~target], [x, y])
-
-
-def _through(layers, x, y, **options):
-    """One sentence, T x C, through attentions of a decoder; y, S x C, is the source, or None in self-attention."""
-    x, previous = x[:, None], None
-    for layer in layers:
-        source = x if y is None else y[:, None]
-        takes = layer.evolution.takes_map
-        x, _, previous = layer(x, source, source, previous=previous if takes else None, keep_map=True, **options)
-    return x[:, 0]
+        slow, previous = attention(layer, slow, y if crosses else slow, kind, target, source, previous)
+    compare(layers, in_both_modes(layers, run)[~target], slow[~target], [x, y] if crosses else [x])

@@ -9,11 +9,19 @@ import pickle
 import pytest
 import torch
 from helpers.models import amplify_, batch, build
+from helpers.promises import check_steps
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention
 from evolving_attention.evolution import Geometry
 from evolving_attention.kernels import Steps
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    """As in a search."""
+    with torch.no_grad():
+        yield
 
 
 def attention(geometry=Geometry.DECODER_SELF, beta=0.5, size=12):
@@ -44,7 +52,6 @@ def buffer(module, state):
 
 
 @pytest.mark.parametrize("padded_step", [0, 1, 2])
-@torch.no_grad()
 def test_padding_within_the_prefix_moves_with_its_hypothesis(padded_step, each_way):
     """Beams that the search ignores may hold padding. fairseq's decoder gives no mask to steps without any."""
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
@@ -63,7 +70,6 @@ def test_padding_within_the_prefix_moves_with_its_hypothesis(padded_step, each_w
 
 
 @pytest.mark.parametrize("added", [0.0, 1.0])
-@torch.no_grad()
 def test_a_step_may_have_a_mask_of_its_own(added, each_way):
     """It masks and adds, although the earlier steps had no mask."""
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
@@ -77,7 +83,6 @@ def test_a_step_may_have_a_mask_of_its_own(added, each_way):
     assert_close(torch.cat(outputs), at_once(module, x, attn_mask=mask), rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
 def test_a_step_that_raises_can_be_tried_again(each_way):
     module, x, state = attention(), 3 * torch.randn(6, 2, 12), {}
 
@@ -103,7 +108,6 @@ COPIES = {
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-@torch.no_grad()
 def test_a_copied_state_is_continued_in_two_ways(duplicate, each_way):
     """In turns: no continuation sees the steps of the other."""
     module, x = attention(), 3 * torch.randn(3, 4, 2, 12)
@@ -117,6 +121,7 @@ def test_a_copied_state_is_continued_in_two_ways(duplicate, each_way):
         assert_close(torch.cat(output), at_once(module, torch.cat([prefix, end]))[4:], rtol=1e-5, atol=1e-5)
 
 
+@torch.enable_grad()
 def test_steps_with_gradients_may_follow_steps_without(each_way):
     module, x = attention(), 3 * torch.randn(6, 2, 12)
     with torch.no_grad():
@@ -127,7 +132,6 @@ def test_steps_with_gradients_may_follow_steps_without(each_way):
     assert module.k_proj.weight.grad.abs().sum() > 0
 
 
-@torch.no_grad()
 def test_a_step_of_other_hypotheses_than_its_state_has_is_refused():
     """The kernel would read memory behind the state."""
     module, state = attention(Geometry.ENCODER_DECODER), {}
@@ -147,7 +151,6 @@ def prepared(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "hypotheses"), [(12, 1), (33, 5), (12, 6)])
-@torch.no_grad()
 def test_prepared_steps_give_the_numbers_of_their_calls(size, hypotheses, prepared):
     x, source = 3 * torch.randn(5, hypotheses, size), 3 * torch.randn(4, hypotheses, size)
     own, cross, state = attention(size=size), attention(Geometry.ENCODER_DECODER, size=size), {}
@@ -169,7 +172,6 @@ OTHER_STEPS = {
 
 
 @pytest.mark.parametrize("what", OTHER_STEPS)
-@torch.no_grad()
 def test_no_step_is_prepared_with(what, prepared):
     module, x = attention(), 3 * torch.randn(4, 2, 12)
     module.dropout_module.p = 1e-9  # drops nothing
@@ -178,7 +180,6 @@ def test_no_step_is_prepared_with(what, prepared):
     assert not prepared
 
 
-@torch.no_grad()
 def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
     """As where a caller cuts keys: the kernel would write past its memory."""
     module, x = attention(), 3 * torch.randn(12, 2, 12)
@@ -190,24 +191,24 @@ def test_rows_that_are_wider_than_the_keys_are_cut(each_way):
     assert_close(run(module, x[:1], states[0]), run(module, x[:1], states[1]), rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_beams_share_one_copy_of_their_sentences_keys(each_way):
+def test_beams_share_one_copy_of_their_sentences_keys(each_way, monkeypatch):
+    """Their order is read once for all layers: to read numbers, one waits for a GPU."""
     model, source = amplify_(build()), batch([6, 4, 3], left_pad=True)
-    order = torch.tensor([0, 0, 1, 1, 2, 2])
-    encoded = model.encoder.reorder_encoder_out(model.encoder(source), order)
-    state = {}
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.tensor([0, 0, 1, 1, 2, 2]))
+    order, state, read, tolist = torch.tensor([1, 0, 3, 3, 5, 4]), {}, [], torch.Tensor.tolist
     model.decoder(torch.full((6, 1), 2), encoder_out=encoded, incremental_state=state)
     cross = model.decoder.layers[0].encoder_attn
     keys = buffer(cross, state)["prev_key"]
     assert keys.size(0) == 3
-    model.decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 0, 3, 3, 5, 4]))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x) or tolist(x))
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    assert sum(x is order for x in read) == 1 < len(model.decoder.layers)
     assert buffer(cross, state)["prev_key"] is keys
     model.decoder.reorder_incremental_state_scripting(state, torch.tensor([3, 2, 5, 5]))
     assert torch.equal(buffer(cross, state)["prev_key"], keys[1:])
 
 
 @pytest.mark.parametrize("geometry", [Geometry.DECODER_SELF, Geometry.ENCODER_DECODER])
-@torch.no_grad()
 def test_hypotheses_of_all_sentences_may_come_in_any_order_and_number(geometry, each_way):
     module = attention(geometry)
     source, x = torch.randn(5, 4, 12), 3 * torch.randn(6, 4, 12)
@@ -230,6 +231,7 @@ def test_hypotheses_of_all_sentences_may_come_in_any_order_and_number(geometry, 
 
 
 @pytest.mark.parametrize("step_by_step", [False, True])
+@torch.enable_grad()
 def test_hypotheses_share_their_sentence_with_gradients_too(step_by_step, each_way):
     module, source = attention(Geometry.ENCODER_DECODER), torch.randn(5, 2, 12)
     x, repeated = 3 * torch.randn(1, 4, 12), source.repeat_interleave(2, dim=1)
@@ -242,7 +244,6 @@ def test_hypotheses_share_their_sentence_with_gradients_too(step_by_step, each_w
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.0])
-@torch.no_grad()
 def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):
     """fairseq's layers take them as prev_self_attn_state. Without its rows, the map would continue from zeros."""
     module, x, state = attention(beta=beta), 3 * torch.randn(4, 2, 12), {}
@@ -255,51 +256,19 @@ def test_keys_and_values_from_outside_are_no_state_of_a_convolution(beta):
         assert_close(run(module, x[3:], state), at_once(module, x)[3:], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_the_order_of_beams_is_read_once_for_all_layers(monkeypatch):
-    """To read numbers, one waits for a GPU."""
-    model, state = build(), {}
-    order = torch.tensor([1, 0, 3, 2])
-    encoded = model.encoder.reorder_encoder_out(model.encoder(batch([6, 4])), torch.tensor([0, 0, 1, 1]))
-    model.decoder(torch.full((4, 1), 2), encoder_out=encoded, incremental_state=state)
-    read, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x) or tolist(x))
-    model.decoder.reorder_incremental_state_scripting(state, order)
-    assert len(model.decoder.layers) > 1
-    assert sum(x is order for x in read) == 1
-
-
-@torch.no_grad()
-def test_moving_beams_passes_over_layers_without_attention():
-    """fairseq puts layers of experts (--base-layers) among the decoder's."""
-    decoder = build().decoder
-    encoded = {"encoder_out": [torch.randn(3, 2, 16)], "encoder_padding_mask": []}
-    state = {}
-    decoder(torch.tensor([[2], [2]]), encoded, incremental_state=state)
-    before = {name: kept["prev_key"].clone() for name, kept in state.items() if name.endswith("attn_state")}
-    decoder.layers.insert(0, torch.nn.Identity())
-    decoder.reorder_incremental_state_scripting(state, torch.tensor([0, 1]))
-    decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 0]))
-    assert before
-    for name, keys in before.items():
-        assert torch.equal(state[name]["prev_key"], keys.flip(0))
-
-
 class Experts(torch.nn.Module):
-    """What fairseq's layer of experts takes and gives; it changes nothing."""
+    """A layer of experts, as fairseq calls one (--base-layers); it changes nothing."""
 
     def forward(self, x, *arguments, **options):
         return x, None, None
 
 
-@torch.no_grad()
-def test_maps_pass_over_layers_without_attention():
-    decoder = amplify_(build("ea_transformer_base", "--ea-decoder-alpha", 0.5, "--ea-cross-alpha", 0.5)).decoder
-    encoded, tokens = (
-        {"encoder_out": [torch.randn(3, 2, 16)], "encoder_padding_mask": []},
-        torch.tensor([[2, 4, 5]] * 2),
-    )
-    expected = decoder(tokens, encoded)[0]
-    decoder.layers.insert(1, Experts())
-    decoder.num_layers += 1
-    assert torch.equal(decoder(tokens, encoded)[0], expected)
+def test_maps_and_moving_beams_pass_over_layers_without_attention():
+    model = amplify_(build("ea_transformer_base", "--ea-decoder-alpha", 0.5, "--ea-cross-alpha", 0.5))
+    source, tokens = batch([6, 3]), batch([3, 3], eos_first=True)
+    expected = model(source, None, tokens)[0]
+    for place in (1, 0):
+        model.decoder.layers.insert(place, Experts())
+        model.decoder.num_layers += 1
+    assert torch.equal(model(source, None, tokens)[0], expected)
+    check_steps(model, source, dropped=(2,))

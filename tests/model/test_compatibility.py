@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
-from fairseq.data import TokenBlockDataset, bucket_pad_length_dataset
+from fairseq.data import bucket_pad_length_dataset
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from helpers.models import build
 from helpers.other_models import run as fairseq
@@ -68,12 +68,6 @@ def test_buckets_are_the_percentiles_of_the_lengths():
     sizes = [9, 1, 3, 3, 7, 5, 8, 2, 6, 4]
     assert bucket_pad_length_dataset.get_buckets(sizes, 3).tolist() == [3, 6, 9]
     assert bucket_pad_length_dataset.get_buckets([4] * 5, 3).tolist() == [4]
-
-
-def test_fairseq_cuts_text_into_sentences():
-    pieces = [torch.tensor([4, 5, 2]), torch.tensor([6, 2])]
-    dataset = TokenBlockDataset(pieces, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
-    assert [block.tolist() for block in dataset] == [[4, 5, 2], [6, 2]]
 
 
 @pytest.mark.slow

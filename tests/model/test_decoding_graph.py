@@ -6,39 +6,29 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.models import amplify_, batch, build, dictionary
-from helpers.promises import check_steps
+from helpers.promises import check_steps, sample_of, sharp
 from torch.testing import assert_close
 
 from ea_fairseq import decoding, graphs
 from ea_tools.bench.tape import Tape
 
-END = 2
 SOURCE = batch([9, 2, 6, 1, 4])
 
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """Recordings on a CPU; the list of all."""
+    """Recordings on a CPU; the list of all. A search needs no gradients."""
     made = []
     monkeypatch.setattr(graphs, "for_device", lambda device: lambda: made.append(Tape()) or made[-1])
     decoding._IDLE.clear()
-    return made
+    with torch.no_grad():
+        yield made
 
 
-def sharp(*flags, **options):
-    """A model whose hypotheses differ, and end at different times."""
-    model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5, *flags, **options))
-    weight = model.decoder.output_projection.weight.data
-    weight *= 3
-    weight[END] *= 4
-    return model
-
-
-def search(model, beam, source=SOURCE, graphs=True, length=24, prefix=None):
+def search(model, beam, graphs=True, prefix=None):
     model.decoder.graphs = graphs
-    sample = {"id": torch.arange(len(source)), "net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
-    generator = SequenceGenerator([model], dictionary(), beam_size=beam, max_len_b=length, max_len_a=0)
-    return generator.generate([model], sample, prefix_tokens=prefix)
+    generator = SequenceGenerator([model], dictionary(), beam_size=beam, max_len_b=24, max_len_a=0)
+    return generator.generate([model], sample_of(SOURCE), prefix_tokens=prefix)
 
 
 def assert_same(ours, theirs, **limits):
@@ -59,7 +49,6 @@ def assert_same(ours, theirs, **limits):
     ],
     ids=["k1", "skips", "k5"],
 )
-@torch.no_grad()
 def test_hypotheses_and_scores_are_those_of_the_decoder(tapes, flags, beam, monkeypatch):
     """Sentences end at different times, and the longest outgrows its first width."""
     monkeypatch.setattr(decoding, "LEAST_WIDTH", 1)
@@ -78,20 +67,17 @@ def test_hypotheses_and_scores_are_those_of_the_decoder(tapes, flags, beam, monk
     assert len([tape for tape in tapes if tape.calls]) == count
 
 
-@torch.no_grad()
 def test_steps_equal_teacher_forcing_while_beams_move_and_sentences_end(tapes):
     model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5))
     check_steps(model, batch([6, 3, 1]), beams=3, dropped=(2, 5))
     assert any(tape.calls for tape in tapes)
 
 
-@torch.no_grad()
 def test_padding_in_a_prefix_is_hidden(tapes):
     model, prefix = sharp(), torch.tensor([[5, 6, 7], [7, 1, 1], [5, 1, 1], [8, 9, 1], [4, 4, 4]])
     assert_same(search(model, 3, prefix=prefix), search(model, 3, prefix=prefix, graphs=False))
 
 
-@torch.no_grad()
 def test_two_searches_at_once_do_not_share_memory(tapes):
     model = sharp()
     states, outputs = [{}, {}], [[], []]
@@ -104,20 +90,6 @@ def test_two_searches_at_once_do_not_share_memory(tapes):
         assert_close(torch.cat(output, 1), model.decoder(words, encoder_out=source)[0], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_an_order_is_followed_once(tapes):
-    model, order, state = sharp(), torch.tensor([1, 0]), {}
-    source = model.encoder(SOURCE[:1])
-    words = torch.tensor([[2, 5, 6, 7, 8, 4], [2, 9, 9, 4, 4, 6]])
-    for step in range(1, 7):
-        ours = model.decoder(words[:, :step], encoder_out=source, incremental_state=state)[0][:, -1]
-        assert_close(ours, model.decoder(words[:, :step], encoder_out=source)[0][:, -1], rtol=1e-5, atol=1e-5)
-        if step == 3:
-            model.decoder.reorder_incremental_state_scripting(state, order)
-            words = words[order]
-
-
-@torch.no_grad()
 def test_a_state_that_is_continued_twice_is_refused(tapes):
     model = sharp()
     source, words, state = model.encoder(SOURCE[:1]), torch.tensor([[2, 5, 6, 7]]), {}
@@ -127,26 +99,28 @@ def test_a_state_that_is_continued_twice_is_refused(tapes):
         model.decoder(words[:, :3], encoder_out=source, incremental_state=dict(state))
 
 
-@pytest.mark.parametrize("mixed", [[3, 0, 1, 2], [0, 1, 1, 0]], ids=["torn apart", "one twice"])
-@torch.no_grad()
-def test_the_decoder_goes_on_where_an_order_mixes_sentences_or_more_is_asked_for(tapes, mixed):
-    model = amplify_(build("ea_transformer_base", "--ea-beta", 0.5))
-    order = torch.tensor([0, 0, 1, 1])
-    source = model.encoder.reorder_encoder_out(model.encoder(batch([6, 3])), order)
-    words, state = torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5], [2, 8, 8, 5, 7, 7], [2, 4, 9, 9, 5, 6]]), {}
+ORDERS = {"one sentence": ([9], [1, 0]), "torn apart": ([6, 3], [3, 0, 1, 2]), "one twice": ([6, 3], [0, 1, 1, 0])}
+
+
+@pytest.mark.parametrize(("lengths", "order"), ORDERS.values(), ids=ORDERS)
+def test_an_order_is_followed_once_and_the_decoder_goes_on_where_it_mixes_sentences(tapes, lengths, order):
+    """Or where more is asked for. Hypotheses may share one sentence."""
+    model, order, state = amplify_(build("ea_transformer_base", "--ea-beta", 0.5)), torch.tensor(order), {}
+    source, mixes = model.encoder(batch(lengths)), len(lengths) > 1
+    if mixes:
+        source = model.encoder.reorder_encoder_out(source, torch.tensor([0, 0, 1, 1]))
+    words = torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5], [2, 8, 8, 5, 7, 7], [2, 4, 9, 9, 5, 6]])[: len(order)]
     for step in range(1, 7):
-        options = {"alignment_layer": 0} if step == 5 else {}
+        options = {"alignment_layer": 0} if step == 5 and mixes else {}
         ours = model.decoder(words[:, :step], encoder_out=source, incremental_state=state, **options)[0]
         assert_close(ours[:, -1], model.decoder(words[:, :step], encoder_out=source)[0][:, -1], rtol=1e-5, atol=1e-5)
         if step == 3:
-            order = torch.tensor(mixed)
             model.decoder.reorder_incremental_state_scripting(state, order)
-            source, words = model.encoder.reorder_encoder_out(source, order), words[order]
+            source, words = model.encoder.reorder_encoder_out(source, order) if mixes else source, words[order]
     assert any(tape.calls for tape in tapes)
 
 
 @pytest.mark.parametrize("why", ["plain", "hook", "observer", "training", "rows", "predictive"])
-@torch.no_grad()
 def test_what_a_graph_would_not_repeat_is_left_to_the_decoder(tapes, why, monkeypatch):
     model = sharp(*{"plain": ["--ea-plain"], "predictive": ["--ea-rule", "predictive", "--ea-beta", 0]}.get(why, []))
     attention = model.decoder.layers[0].self_attn
@@ -164,7 +138,6 @@ def test_what_a_graph_would_not_repeat_is_left_to_the_decoder(tapes, why, monkey
     assert not any(tape.calls for tape in tapes)
 
 
-@torch.no_grad()
 def test_changed_weights_are_read_and_moved_ones_are_recorded_anew(tapes):
     model = sharp()
     search(model, 2)
@@ -178,7 +151,6 @@ def test_changed_weights_are_read_and_moved_ones_are_recorded_anew(tapes):
 
 
 @pytest.mark.parametrize("fault", ["capture", "replay"])
-@torch.no_grad()
 def test_a_graph_that_fails_or_gives_other_numbers_is_not_used(tapes, fault, monkeypatch, caplog):
     def fail(tape, *_):
         if fault == "capture":
@@ -191,7 +163,6 @@ def test_a_graph_that_fails_or_gives_other_numbers_is_not_used(tapes, fault, mon
     assert_same(ours, search(model, 2, graphs=False), rtol=0, atol=0)
 
 
-@torch.no_grad()
 def test_recordings_end_with_their_model(tapes):
     model = sharp()
     search(model, 2)

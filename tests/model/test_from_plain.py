@@ -11,7 +11,8 @@ from helpers.promises import outputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
-LEARNT = ["--ea-learn-mix", "--ea-alpha", 0, "--ea-beta", 0]
+BASE, OFF = "ea_transformer_base", ["--ea-alpha", 0, "--ea-beta", 0]
+LEARNT = ["--ea-learn-mix", *OFF]
 OPTIONS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_fn": "gelu"}
 SHARED = "--share-all-embeddings"
 
@@ -53,7 +54,7 @@ def test_new_parameters_keep_their_fresh_values_and_are_logged(arch, flags, tmp_
 )
 def test_learnt_mixes_at_zero_leave_the_plain_models_function_and_get_gradients(arch, rule, tmp_path, each_way):
     stock = amplify_(build(arch, train=True), 20 if arch == "roberta" else 4)
-    ours = build("ea_roberta" if arch == "roberta" else "ea_transformer_base", *LEARNT, "--ea-rule", rule, train=True)
+    ours = build("ea_roberta" if arch == "roberta" else BASE, *LEARNT, "--ea-rule", rule, train=True)
     load(ours, checkpoint(tmp_path / "model.pt", stock))
     source, target = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
     real = source.ne(1) if arch == "roberta" else target.ne(1)
@@ -64,12 +65,6 @@ def test_learnt_mixes_at_zero_leave_the_plain_models_function_and_get_gradients(
     assert shares and all(share.grad != 0 for share in shares)
 
 
-@pytest.mark.parametrize("restored", [None, "checkpoint_last.pt"], ids=["no start", "resumed"])
-def test_a_plain_checkpoint_is_refused_where_no_run_starts_from_it(restored, tmp_path):
-    with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
-        load(build("ea_roberta"), tmp_path / "gone.pt", build("roberta").state_dict(), restore_file=restored)
-
-
 LAYERS = "encoder.sentence_encoder.layers"
 
 
@@ -78,11 +73,7 @@ LAYERS = "encoder.sentence_encoder.layers"
     [
         ([f"{LAYERS}.1.fc1.bias"], {}, r"Missing.*layers\.1\.fc1\.bias"),
         ([], {"stray": torch.zeros(1)}, "Unexpected.*stray"),
-        (
-            [],
-            {f"{LAYERS}.0.self_attn.evolution.conv.bias": torch.zeros(4)},
-            r"Missing.*layers\.0\.self_attn\.evolution\.conv\.weight",
-        ),
+        ([], {f"{LAYERS}.0.self_attn.evolution.conv.bias": torch.zeros(4)}, r"Missing.*\.0\..*\.conv\.weight"),
         ([], {"encoder.lm_head.bias": torch.zeros(7)}, r"lm_head\.bias.*\[7\].*\[25\]"),
     ],
     ids=["missing", "left over", "half evolved", "another dictionary"],
@@ -94,7 +85,16 @@ def test_any_other_mismatch_is_an_error(lost, added, message, tmp_path):
         load(build("ea_roberta"), tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
+#: (the model that a run starts from, and its options; that of the run, and its flags)
+STARTS = {
+    "plain to evolving": ("transformer", {}, []),
+    "plain to plain": ("transformer", {}, OFF),
+    "evolving": (BASE, {"ea_alpha": 0.5}, []),
+}
+each_start = pytest.mark.parametrize(("before", "evolves", "flags"), STARTS.values(), ids=STARTS)
+
+
+@each_start
 @pytest.mark.parametrize(
     "name, here, there",
     [
@@ -102,13 +102,16 @@ def test_any_other_mismatch_is_an_error(lost, added, message, tmp_path):
         ("decoder_attention_heads", 4, 2),
         ("activation_fn", "gelu", "relu"),
         ("no_scale_embedding", False, True),
+        ("no_token_positional_embeddings", True, False),
         ("decoder_normalize_before", False, True),
+        ("encoder_xyz", 1, 2),  # an unknown option may change the function, too
     ],
 )
-def test_options_that_differ_are_refused_though_every_shape_fits(name, here, there, flags, tmp_path):
-    path = checkpoint(tmp_path / "model.pt", build("transformer"), **{name: there})
+def test_options_that_differ_are_refused_though_every_shape_fits(name, here, there, before, evolves, flags, tmp_path):
+    path = checkpoint(tmp_path / "model.pt", build(before), **evolves, **{name: there})
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {here} here, and {there} in .*model.pt"):
-        load(build("ea_transformer_base", *flags), path, **{name: here})
+        load(build(BASE, *flags), path, **evolves, **{name: here})
+    load(build(BASE, *flags), path, **evolves, encoder_layerdrop=0.1, **{name: there})
 
 
 #: (flags of the first model, those of the model that starts from it, the flag that is refused)
@@ -128,13 +131,9 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("before", "now", "message"), FUNCTIONS)
 def test_a_model_that_evolves_in_another_way_is_refused(before, now, message, tmp_path):
     """No shape shows it: the same parameters would compute something else, and no one would be told."""
-    first, ours = build("ea_transformer_base", *before.split()), build("ea_transformer_base", *now.split())
+    first, ours = (build(BASE, *words.split()) for words in (before, now))
     of_first, of_ours = (
-        {
-            name: value
-            for name, value in vars(model_args("ea_transformer_base", *words.split())).items()
-            if "ea_" in name
-        }
+        {name: value for name, value in vars(model_args(BASE, *words.split())).items() if "ea_" in name}
         for words in (before, now)
     )
     path = checkpoint(tmp_path / "model.pt", first, **of_first)
@@ -146,33 +145,17 @@ def test_a_model_that_evolves_in_another_way_is_refused(before, now, message, tm
         load(ours, path, **of_ours)
 
 
-@pytest.mark.parametrize(
-    ("name", "here", "there"),
-    [("activation_fn", "gelu", "relu"), ("no_token_positional_embeddings", True, False), ("encoder_xyz", 1, 2)],
-)
-def test_a_start_from_an_evolving_model_is_checked_like_one_from_a_plain_model(name, here, there, tmp_path):
-    """An option that nobody has heard of may change the function, too."""
-    path = checkpoint(tmp_path / "model.pt", build(), ea_alpha=0.5, **{name: there})
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {here} here, and {there} in"):
-        load(build(), path, ea_alpha=0.5, **{name: here})
-    load(build(), path, ea_alpha=0.5, encoder_layerdrop=0.1, **{name: there})
-    apart, shared = checkpoint(tmp_path / "apart.pt", build(), ea_alpha=0.5), build("ea_transformer_base", SHARED)
-    with pytest.raises(ValueError, match="are one parameter here, and two in"):
-        load(shared, apart, ea_alpha=0.5)
-
-
 @pytest.mark.parametrize("evolved", [True, False], ids=["evolved", "plain"])
-@pytest.mark.parametrize("is_there", [True, False], ids=["the plain checkpoint is there", "and is not"])
-def test_a_run_that_began_with_a_plain_checkpoint_does_not_lose_its_convolutions(evolved, is_there, tmp_path):
-    """Its parameters without convolutions, as a tool may leave them, are no plain model."""
+@pytest.mark.parametrize("start", ["model.pt", "gone.pt", None, "checkpoint_last.pt"])
+def test_a_run_that_began_with_a_plain_checkpoint_does_not_lose_its_convolutions(evolved, start, tmp_path):
+    """Its parameters without convolutions, as a tool may leave them, are no plain model. Nor is one that is resumed."""
     plain, ours = build("roberta"), build("ea_roberta")
     path = checkpoint(tmp_path / "model.pt", plain)
     trained = (ours if evolved else plain).state_dict()
     state = {name: trained[name] + 1 for name in plain.state_dict()}
-    if not is_there:
-        path.unlink()
+    restored = start if start in (None, "checkpoint_last.pt") else str(tmp_path / start)
     with pytest.raises(RuntimeError, match=r"Missing key.*evolution\.conv"):
-        load(ours, path, state)
+        load(ours, path, state, restore_file=restored)
 
 
 def test_a_model_without_new_parameters_needs_no_plain_checkpoint_later(tmp_path):
@@ -180,15 +163,16 @@ def test_a_model_without_new_parameters_needs_no_plain_checkpoint_later(tmp_path
     load(ours, tmp_path / "gone.pt", ours.state_dict(), encoder_attention_heads=2)
 
 
-@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
-def test_parameters_that_are_one_only_here_are_refused(flags, tmp_path):
+@each_start
+def test_parameters_that_are_one_only_here_are_refused(before, evolves, flags, tmp_path):
     """Else the last of them would win."""
-    apart = checkpoint(tmp_path / "apart.pt", build("transformer"))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight and .* are one parameter here, and two in .*apart.pt"):
-        load(build("ea_transformer_base", SHARED, *flags), apart)
-    shared = checkpoint(tmp_path / "shared.pt", build("transformer", SHARED))
+    apart, shared = (
+        checkpoint(tmp_path / f"{len(shares)}.pt", build(before, *shares), **evolves) for shares in ([], [SHARED])
+    )
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and .* are one parameter here, and two in .*0.pt"):
+        load(build(BASE, SHARED, *flags), apart, **evolves)
     for shares in ([SHARED], []):  # one parameter may become two
-        load(build("ea_transformer_base", *shares, *flags), shared)
+        load(build(BASE, *shares, *flags), shared, **evolves)
 
 
 def names_of_2019(state):
@@ -211,31 +195,20 @@ def test_the_keys_of_the_published_checkpoints_are_known(tmp_path):
     assert "decoder.sentence_encoder.emb_layer_norm.weight" in old
     torch.save({"args": stock.args, "model": old}, tmp_path / "model.pt")
     load(build("ea_roberta"), tmp_path / "model.pt")
-    ours = build("ea_roberta", "--ea-alpha", 0, "--ea-beta", 0)
+    ours = build("ea_roberta", *OFF)
     load(ours, tmp_path / "model.pt")
     tokens = batch([7, 4, 1])
     assert_close(ours(tokens)[0][tokens.ne(1)], stock(tokens)[0][tokens.ne(1)], rtol=1e-5, atol=1e-5)
 
 
-def last_validation(log):
-    """The last validation in fairseq's log of JSON."""
-    return json.loads([line for line in log.splitlines() if '"valid_loss"' in line][-1])
-
-
 @pytest.mark.slow
-def test_the_first_validation_of_learnt_mixes_is_the_plain_models(corpus, tmp_path):
-    """The learning rate is so small that nothing has changed yet. Log and TensorBoard show alpha and beta."""
-    train = ["train", corpus, *TRAINING, *TINY, "--max-update"]
-    plain = last_validation(run(*train, 12, "--arch", "transformer", "--save-dir", tmp_path / "plain"))
-    start = ["--finetune-from-model", tmp_path / "plain/checkpoint_last.pt", "--lr", 1e-12]
-    folders = ["--save-dir", tmp_path / "ours", "--tensorboard-logdir", tmp_path / "tensorboard"]
-    log = run(*train, 1, "--arch", "ea_transformer_base", *LEARNT, *start, *folders)
-    first = last_validation(log)
-    assert first["valid_loss"] == plain["valid_loss"]
-    fresh = next(line for line in log.splitlines() if "start fresh" in line)
-    assert "encoder.layers.1.self_attn.evolution.alpha" in fresh
-    assert "decoder.layers.0.encoder_attn.evolution.conv.weight" in fresh
-    assert float(first["valid_alpha_encoder_2"]) == float(first["valid_beta_cross_1"]) == 0
+def test_learnt_mixes_are_in_the_log_and_in_tensorboard(corpus, tmp_path):
+    """The learning rate is so small that nothing has changed yet."""
+    folders = ["--save-dir", tmp_path / "run", "--tensorboard-logdir", tmp_path / "tensorboard"]
+    words = [*TRAINING, *TINY, "--arch", BASE, *LEARNT, "--max-update", 1, "--lr", 1e-12, *folders]
+    line = next(line for line in run("train", corpus, *words).splitlines() if '"valid_loss"' in line)
+    validated = json.loads(line[line.index("{") :])
+    assert float(validated["valid_alpha_encoder_2"]) == float(validated["valid_beta_cross_1"]) == 0
     shown = EventAccumulator(str(tmp_path / "tensorboard" / "valid"))
     shown.Reload()
     assert [event.value for event in shown.Scalars("alpha_encoder_2")] == [0]

@@ -12,7 +12,9 @@ from evolving_attention.scores import SCORES
 C, K, T, S = 6, 3, 5, 4
 SCORED = [score for score in SCORES if score != "dot"]
 SHORT_REACH = {"relative_positions": 2}
+#: paddings of the source, and of the target
 LEFT, RIGHT = [1, 0, 0, 0], [0, 0, 1, 1]
+WHOLE, BEGINS, ENDS = [0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -44,53 +46,41 @@ def test_encoder_layers(options, padding):
 
 
 @pytest.mark.parametrize(
-    "options, padding",
+    "options, padding, source_padding",
     [
-        ({"kernel_size": 1}, [0, 0, 0, 0, 0]),
-        ({}, [1, 1, 0, 0, 0]),
-        ({}, [0, 0, 0, 0, 1]),
-        ({"beta": 1, "kernel_size": 5}, [0, 0, 0, 0, 1]),
-        (SHORT_REACH, [0, 0, 0, 0, 1]),
-        *(({"score": score}, [0, 0, 0, 0, 1]) for score in SCORED),
-        *(({"score": score, **SHORT_REACH}, [1, 1, 0, 0, 0]) for score in SCORED),
-        *(({"rule": rule, "alpha": 0.4}, [1, 1, 0, 0, 0]) for rule in ("evolving", "evolving-from-second")),
-        ({"alpha": 0.4, "learn_mix": True}, [0, 0, 0, 0, 1]),
-        ({"alpha": 0.4, "beta": 0}, [0, 0, 0, 0, 1]),
-        ({"conv": "depthwise", "kernel_size": 5}, [0, 0, 0, 0, 1]),
-        ({"conv": "gated"}, [1, 1, 0, 0, 0]),
+        ({"kernel_size": 1}, WHOLE, None),
+        ({}, BEGINS, None),
+        ({}, ENDS, None),
+        ({"beta": 1, "kernel_size": 5}, ENDS, None),
+        (SHORT_REACH, ENDS, None),
+        *(({"score": score}, ENDS, None) for score in SCORED),
+        *(({"score": score, **SHORT_REACH}, BEGINS, None) for score in SCORED),
+        *(({"rule": rule, "alpha": 0.4}, BEGINS, None) for rule in ("evolving", "evolving-from-second")),
+        ({"alpha": 0.4, "learn_mix": True}, ENDS, None),
+        ({"alpha": 0.4, "beta": 0}, ENDS, None),
+        ({"conv": "depthwise", "kernel_size": 5}, ENDS, None),
+        ({"conv": "gated"}, BEGINS, None),
+        ({"kernel_size": 1}, WHOLE, [0, 0, 0, 0]),
+        ({}, WHOLE, LEFT),
+        ({}, BEGINS, RIGHT),
+        ({"beta": 1, "kernel_size": 5}, BEGINS, RIGHT),
+        ({"score": "multiplicative"}, WHOLE, LEFT),
+        ({"score": "additive"}, WHOLE, RIGHT),
+        ({"score": "concatenative", "beta": 0}, WHOLE, [0, 0, 0, 0]),
+        ({"alpha": 0.4}, BEGINS, RIGHT),
+        ({"conv": "depthwise"}, BEGINS, RIGHT),
+        ({"conv": "gated", "kernel_size": 5}, ENDS, LEFT),
+        ({"alpha": 0.4, "learn_mix": True, "kernel_size": 5}, ENDS, LEFT),
     ],
     ids=str,
 )
-def test_decoder_self_attention(options, padding):
-    """With an alpha, three layers of which the later ones read the map of the layer before."""
-    options = {"beta": 0.3, "self_attention": True, **options}
+def test_a_decoders_attentions(options, padding, source_padding):
+    """Self-attention, or encoder-decoder attention. With an alpha, later layers read the map of the layer before."""
+    side = {"kdim": 7, "vdim": 7, "encoder_decoder_attention": True} if source_padding else {"self_attention": True}
+    geometry = Geometry.ENCODER_DECODER if source_padding else Geometry.DECODER_SELF
     firsts = [True, False, False] if "alpha" in options else [True]
-    layers = [DecoderAttention(Geometry.DECODER_SELF, C, K, first=first, **options) for first in firsts]
-    reference.compare_decoder(layers, padding)
-
-
-@pytest.mark.parametrize(
-    "options, source_padding, target_padding",
-    [
-        ({"kernel_size": 1}, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        ({}, LEFT, [0, 0, 0, 0, 0]),
-        ({}, RIGHT, [1, 1, 0, 0, 0]),
-        ({"beta": 1, "kernel_size": 5}, RIGHT, [1, 1, 0, 0, 0]),
-        ({"score": "multiplicative"}, LEFT, [0, 0, 0, 0, 0]),
-        ({"score": "additive"}, RIGHT, [0, 0, 0, 0, 0]),
-        ({"score": "concatenative", "beta": 0}, [0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        ({"alpha": 0.4}, RIGHT, [1, 1, 0, 0, 0]),
-        ({"conv": "depthwise"}, RIGHT, [1, 1, 0, 0, 0]),
-        ({"conv": "gated", "kernel_size": 5}, LEFT, [0, 0, 0, 0, 1]),
-        ({"alpha": 0.4, "learn_mix": True, "kernel_size": 5}, LEFT, [0, 0, 0, 0, 1]),
-    ],
-    ids=str,
-)
-def test_encoder_decoder_attention(options, source_padding, target_padding):
-    options = {"beta": 0.3, "kdim": 7, "vdim": 7, "encoder_decoder_attention": True, **options}
-    firsts = [True, False, False] if "alpha" in options else [True]
-    layers = [DecoderAttention(Geometry.ENCODER_DECODER, C, K, first=first, **options) for first in firsts]
-    reference.compare_cross(layers, source_padding, target_padding)
+    layers = [DecoderAttention(geometry, C, K, first=first, **{"beta": 0.3, **side, **options}) for first in firsts]
+    reference.compare_decoder(layers, padding, source_padding)
 
 
 def two_branches(module, x, _, kind, padding, __, previous):

@@ -1,13 +1,14 @@
-"""Promise 9: what records, transforms or counts operations sees the plain composition, and its results are right."""
+"""Promise 9: what records, transforms, derives, counts or changes operations sees the plain composition's numbers."""
 
 import pytest
 import torch
-from fairseq.modules import MultiheadAttention
 from fairseq.modules.fairseq_dropout import FairseqDropout
-from helpers.models import batch, build
+from fairseq.modules.quantization.scalar import quantize_model_
+from helpers.models import amplify_, batch, build
 from helpers.promises import each_model, has, lively, outputs
 from torch import nn
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, functional
+from torch.nn.utils import weight_norm
 from torch.testing import assert_close
 
 from ea_fairseq.attention import DecoderAttention, EncoderSelfAttention, Padding
@@ -122,26 +123,21 @@ def test_transforms_and_forward_mode_differentiate_the_plain_composition(gradien
         assert_close(ours, (expected * direction).sum(), rtol=1e-4, atol=1e-4)
 
 
-def hundredfold(evolution):
-    """The same module with another class, which computes something else."""
+class Hundredfold(Evolution):
+    """Computes something else."""
 
-    class Hundredfold(Evolution):
-        def forward(self, *args, **kwargs):
-            return 100 * super().forward(*args, **kwargs)
-
-    evolution.__class__ = Hundredfold
+    def forward(self, *args, **kwargs):
+        return 100 * super().forward(*args, **kwargs)
 
 
-def with_own_forward(evolution):
-    forward = evolution.forward
-    evolution.forward = lambda *args, **kwargs: 100 * forward(*args, **kwargs)
+CHANGES = {
+    "another class": lambda evolution: setattr(evolution, "__class__", Hundredfold),
+    "a forward of its own": lambda one: setattr(one, "forward", lambda *maps: 100 * Evolution.forward(one, *maps)),
+    "a hook": lambda evolution: evolution.register_forward_hook(lambda module, args, output: 100 * output),
+}
 
 
-def with_a_hook(evolution):
-    evolution.register_forward_hook(lambda module, args, output: 100 * output)
-
-
-@pytest.mark.parametrize("change", [hundredfold, with_own_forward, with_a_hook])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_no_kernel_computes_a_changed_evolution(change, asked):
     module, x = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval(), torch.randn(5, 1, 8)
@@ -162,36 +158,6 @@ def test_hooks_on_the_way_back_run(part, kind, asked):
     assert (calls, asked) == ([1], [])
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@torch.no_grad()
-def test_a_mask_of_floats_is_added(kind, each_way):
-    """As to fairseq's attention: a bias for each pair of positions, and lowest numbers for masked ones."""
-    if kind == "encoder":
-        module = EncoderSelfAttention(8, 2, beta=0).eval()
-    else:
-        module = DecoderAttention(Geometry.DECODER_SELF, 8, 2, beta=0, self_attention=True).eval()
-    x = torch.randn(5, 2, 8)
-    for lowest in (-torch.inf, -1e8, -1e4):
-        bias = torch.randn(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), lowest)
-        output = module(x, attn_mask=bias)[0] if kind == "encoder" else module(x, x, x, attn_mask=bias)[0]
-        stock, _ = MultiheadAttention.forward(module, x, x, x, attn_mask=bias)
-        assert_close(output, stock, rtol=1e-5, atol=1e-5)
-
-
-def test_a_mask_may_have_any_type_and_no_other_shape(each_way):
-    """Under autocast, too, where a bias has another type than the logits."""
-    module, x = EncoderSelfAttention(8, 2, beta=0.5).eval(), torch.randn(4, 1, 8)
-    future = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    floats = torch.zeros(4, 4).masked_fill(future, -torch.inf)
-    expected = module(x, attn_mask=future)[0]
-    assert_close(module(x, attn_mask=future.byte())[0], expected)
-    assert_close(module(x, attn_mask=floats)[0], expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(module(x, attn_mask=floats)[0].float(), expected, rtol=0.05, atol=0.05)
-    with pytest.raises(ValueError, match=r"attn_mask must be T x S.*\(4,\)"):
-        module(x, attn_mask=future[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @torch.no_grad()
 def test_padding_may_have_numbers_of_any_type(dtype, each_way):
@@ -209,24 +175,16 @@ def test_padding_may_have_numbers_of_any_type(dtype, each_way):
         assert_close(ours, expected)
 
 
-def test_dropout_drops_in_training_alone(each_way):
-    own = EvolvingAttention(Geometry.ENCODER_SELF, 16, 4, dropout=0.5)
-    fairseqs = build("ea_transformer_base", "--attention-dropout", 0.5).encoder.layers[0].self_attn
-    x = torch.randn(5, 2, 16)
-    for attention in (own, fairseqs):
-        for training in (True, False):
-            attention.train(training)
-            first, second = (attention(x)[0] for _ in range(2))
-            assert torch.equal(first, second) != training
-
-
-def test_retained_dropout_drops_in_evaluation(each_way):
+def test_dropout_drops_in_training_alone_but_where_it_is_retained(each_way):
     """fairseq-generate --retain-dropout asks for it through make_generation_fast_."""
-    model = build("ea_transformer_base", "--attention-dropout", 0.5)
+    own = EvolvingAttention(Geometry.ENCODER_SELF, 16, 4, dropout=0.5)
+    model, x = build("ea_transformer_base", "--attention-dropout", 0.5), torch.randn(5, 2, 16)
+    fairseqs = model.encoder.layers[0].self_attn
+    for attention in (own, fairseqs):
+        assert not torch.equal(attention.train()(x)[0], attention(x)[0])
+        assert torch.equal(attention.eval()(x)[0], attention(x)[0])
     model.make_generation_fast_(retain_dropout=True)
-    layer, x = model.encoder.layers[0], torch.randn(5, 1, 16)
-    first, second = (layer.self_attn(x)[0] for _ in range(2))
-    assert not torch.equal(first, second)
+    assert not torch.equal(fairseqs(x)[0], fairseqs(x)[0])
 
 
 @pytest.mark.parametrize("flags", [[], ["--ea-plain"]], ids=["kernel", "plain"])
@@ -252,3 +210,103 @@ def test_a_float_mask_that_only_hides_is_a_bool_mask(lowest):
     assert_close(compiled(x, x, x, attn_mask=floats)[0], module(x, x, x, attn_mask=future)[0])
     module(x, x, x, attn_mask=floats.requires_grad_())[0].square().sum().backward()
     assert floats.grad.tril().abs().sum() > 0
+
+
+# ---- a kernel gives first derivatives of one output at a time; it refuses others, which the plain composition gives
+
+
+def encoders():
+    """The same encoder twice, by the kernel and by the plain composition: B x T x C embeddings -> T x B x C."""
+    models, source = (build(), build("ea_transformer_base", "--ea-plain")), batch([5, 3])
+    models[1].load_state_dict(amplify_(models[0]).state_dict())
+    return [lambda x, m=model: m.encoder(source, token_embeddings=x)["encoder_out"][0] for model in models]
+
+
+def gradient_of_a_gradient(encode, x, backward):
+    shift = torch.zeros(16, requires_grad=True)
+    (first,) = torch.autograd.grad(encode(x + shift).pow(2).sum(), shift, create_graph=True)
+    if backward:
+        torch.autograd.backward(first.pow(2).sum(), inputs=[x])
+        return x.grad
+    return torch.autograd.grad(first.pow(2).sum(), x)[0]
+
+
+DERIVATIVES = {
+    "jvp": lambda encode, x: functional.jvp(encode, x, torch.ones_like(x))[1],
+    "hvp": lambda encode, x: functional.hvp(lambda y: encode(y).sin().sum(), x, torch.ones_like(x))[1],
+    "grad of some inputs": lambda encode, x: gradient_of_a_gradient(encode, x, False),
+    "backward to some inputs": lambda encode, x: gradient_of_a_gradient(encode, x, True),
+    "batched": lambda encode, x: functional.jacobian(lambda y: encode(y)[0, 0, :3], x, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_other_derivatives_are_given_or_refused(name):
+    by_kernel, plain = encoders()
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    result = DERIVATIVES[name](plain, x)
+    assert result.isfinite().all() and result.norm() > 0
+    with pytest.raises(RuntimeError, match=r"--ea-plain|Batching rule"):  # the latter is PyTorch's own
+        DERIVATIVES[name](by_kernel, x)
+
+
+def test_a_jacobian_row_by_row_needs_first_derivatives_only():
+    x = torch.randn(2, 5, 16)
+    one, other = (functional.jacobian(lambda y, f=encode: f(y)[0, 0, :3], x) for encode in encoders())
+    assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert one.norm() > 0
+
+
+# ---- a convolution may be changed as any module of PyTorch may: then the plain composition calls it
+
+
+@pytest.fixture(params=list(Geometry), ids=lambda geometry: geometry.name)
+def attention(request):
+    """A function that makes the same attention of a kind at every call."""
+
+    def make():
+        torch.manual_seed(1)
+        if request.param == Geometry.ENCODER_SELF:
+            return EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5)
+        own = {"self_attention": request.param == Geometry.DECODER_SELF}
+        return DecoderAttention(request.param, 8, 2, beta=0.5, encoder_decoder_attention=not any(own.values()), **own)
+
+    return make
+
+
+def output(module):
+    x = torch.linspace(-2, 2, 5 * 2 * 8).sin().view(5, 2, 8)
+    return module(x)[0] if isinstance(module, EncoderSelfAttention) else module(x, x, x)[0]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weight_normalisation_takes_effect(attention):
+    module, doubled = attention(), attention()
+    weight_norm(module.evolution.conv)
+    assert_close(output(module), output(doubled))
+    module.evolution.conv.weight_g.mul_(2)
+    doubled.evolution.conv.weight.mul_(2)
+    assert_close(output(module), output(doubled))
+
+
+@torch.no_grad()
+def test_a_forward_hook_takes_effect(attention):
+    module, without = attention(), attention()
+    module.evolution.conv.register_forward_hook(lambda conv, inputs, result: 0 * result)
+    for parameter in without.evolution.conv.parameters():
+        parameter.zero_()
+    assert_close(output(module), output(without))
+    assert not torch.allclose(output(module), output(attention()), atol=1e-4)
+
+
+def test_quantisation_noise_takes_effect(attention, monkeypatch):
+    """fairseq's --quant-noise-scalar, which needs a GPU. Without noise, training gives the same numbers."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    module, rounded, before = attention(), attention(), output(attention())
+    quantize_model_(module, p=0, bits=8)
+    quantize_model_(rounded, p=1, bits=8)
+    assert_close(output(module), before, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(output(rounded), before, atol=1e-4)
+    output(rounded).square().sum().backward()
+    assert rounded.evolution.conv.weight.grad.abs().max() > 0

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ea_fairseq.attention import EncoderSelfAttention
 from evolving_attention import scores
-from evolving_attention.scores import SCORES, RelativePositions
+from evolving_attention.scores import SCORES
 
 C, K, T, S = 6, 3, 5, 4
 in_pieces = pytest.mark.parametrize("score", ["additive", "concatenative"])
@@ -30,14 +30,6 @@ def test_they_start_as_scaled_dot_products(options):
     assert missing and not unexpected
     x = torch.randn(T, 2, C)
     assert_close(module(x)[0], plain(x)[0], rtol=1e-5, atol=1e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("new", [1, 2, 5])
-def test_relative_positions_of_new_queries_count_from_the_end(new):
-    module, q = RelativePositions(2, 4).double(), torch.randn(2, K, T, 4, dtype=torch.float64)
-    torch.nn.init.normal_(module.weight)
-    assert_close(module(q[:, :, -new:], T), module(q, T)[:, :, -new:])
 
 
 class Largest(TorchDispatchMode):

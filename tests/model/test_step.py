@@ -21,7 +21,6 @@ from ea_fairseq import graphs, optim, step
 from ea_fairseq.trainer import FlatTrainer
 from ea_tools.bench.tape import Tape
 from evolving_attention.kernels import refusals
-from evolving_attention.kernels.cpu import dropout
 
 TABLE = [(5, 8, 6), (5, 6, 8), (4, 8, 8)]
 RDROP = ["--criterion", "label_smoothed_cross_entropy_with_rdrop", "--rdrop-alpha", "5"]
@@ -51,16 +50,6 @@ class Padded(FlatTrainer):
             sample.update(static.sample(sample["ntokens"]))
 
 
-def padded(*flags, **options):
-    return trainers.build(Padded, *flags, **options)
-
-
-def known(trainer, data, accumulated=1):
-    """The weights after these updates, and the numbers that were reported."""
-    rows = trainers.train(trainer, data, accumulated)
-    return trainers.weights(trainer), rows
-
-
 @pytest.mark.parametrize(
     ("precision", "accumulated", "flags"),
     [
@@ -74,12 +63,12 @@ def known(trainer, data, accumulated=1):
 )
 def test_a_replay_is_the_eager_step_on_the_padded_batch(precision, accumulated, flags):
     """Bit for bit over 20 updates; several shapes, and batches that fit none."""
-    one, other = captured(*flags, precision=precision), padded(*flags, precision=precision)
+    one, other = captured(*flags, precision=precision), trainers.build(Padded, *flags, precision=precision)
     data = trainers.batches(one, 20 * accumulated, longest=8)
     with mock.patch.object(one.model, "train", wraps=one.model.train) as puts_in_training:
-        (ours, reported), (expected, rows) = (known(trainer, data, accumulated) for trainer in (one, other))
-    assert torch.equal(ours, expected)
-    assert reported == rows
+        reported = trainers.train(one, data, accumulated)
+    assert reported == trainers.train(other, data, accumulated)
+    assert torch.equal(trainers.weights(one), trainers.weights(other))
     assert None not in one._step.captured.values() and len(one._step.captured) == 3
     assert next(iter(one._step.captured)) == TABLE[-1], "the largest first"
     eager = puts_in_training.call_count - 20  # each eager step does so once more
@@ -88,7 +77,7 @@ def test_a_replay_is_the_eager_step_on_the_padded_batch(precision, accumulated, 
 
 @pytest.mark.parametrize("flags", [["--sentence-avg"], RDROP, ["--update-freq", "2"]], ids=" ".join)
 def test_it_trains_as_fairseq_without_padding(flags):
-    """fairseq's own trainer and Adam, no dropout. An epoch's last update reports its numbers at once."""
+    """fairseq's own trainer and Adam, no dropout. The last update of an epoch reports its numbers immediately."""
     one, other = captured(*flags, dropout="0"), trainers.stock(*flags, dropout="0")
     data, accumulated = trainers.batches(one, 12, longest=8), 1 + ("--update-freq" in flags)
     updates = len(data) // accumulated
@@ -178,58 +167,11 @@ def test_the_detector_sees_reads():
             reads()
 
 
-def seed_of_the_host(trainer, patch):
-    patch.setattr(dropout, "drop", lambda x, p: dropout._operation(x, dropout.threshold_of(p), torch.tensor(7)))
-
-
-def baked_scale(trainer, patch):
-    patch.setattr(trainer._step.scale.__class__, "fill_", lambda self, value: self, raising=False)
-
-
-def baked_count(trainer, patch):
-    forward = LabelSmoothedCrossEntropyCriterion.forward
-
-    def divided(self, model, sample, reduce=True):
-        loss, size, log = forward(self, model, sample, reduce)
-        return loss / sample["ntokens"], size, log
-
-    patch.setattr(LabelSmoothedCrossEntropyCriterion, "forward", divided)
-
-
-def counts_of_the_padded_batch(trainer, patch):
-    counts = step.GraphedStep.counts
-    patch.setattr(step.GraphedStep, "counts", lambda self, target, ntokens: counts(self, target, target.numel()))
-
-
-@pytest.mark.parametrize("fault", [baked_count, counts_of_the_padded_batch])
-def test_the_comparison_sees_faults(fault):
-    """The weights are others than by eager steps, or a line says why no step is captured."""
-    one, other = captured(), padded()
-    data = trainers.batches(one, 3, longest=6)
-    one.optimizer  # noqa: B018
-    with pytest.MonkeyPatch.context() as patch:
-        fault(one, patch)
-        trainers.train(one, data)
-        if fault is counts_of_the_padded_batch:
-            assert "are not the batch's counts" in one._step.refused
-            return
-        trainers.train(other, data)
-    assert not torch.equal(trainers.weights(one), trainers.weights(other))
-
-
-def test_a_seed_of_the_host_is_the_same_in_each_replay():
-    """What no comparison of one step sees: without the device's generator, replays repeat themselves."""
-    trainer = captured()
-    (data,) = trainers.batches(trainer, 1, longest=6)
-    losses = {known: [] for known in ("device", "host")}
-    for name, rows in losses.items():
-        with pytest.MonkeyPatch.context() as patch:
-            if name == "host":
-                seed_of_the_host(trainer, patch)
-            trainer = captured("--lr", "0", "--attention-dropout", "0")
-            rows += [row[0] for row in trainers.train(trainer, [data] * 4)]
-    assert len(set(losses["device"])) == 3
-    assert len(set(losses["host"])) == 1
+def test_each_replay_drops_other_numbers():
+    """With a seed of the host, replays would repeat themselves."""
+    trainer = captured("--lr", "0", "--attention-dropout", "0")
+    losses = [row[0] for row in trainers.train(trainer, trainers.batches(trainer, 1, longest=6) * 4)]
+    assert len(set(losses)) == len(losses) == 3
 
 
 def test_the_next_replay_uses_the_new_scale():
@@ -249,8 +191,8 @@ def test_the_next_replay_uses_the_new_scale():
     assert trainers.weights(trainer).isfinite().all()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(precision):
+@pytest.mark.parametrize(("precision", "bad"), [("fp32", math.nan), ("bf16", math.inf)])
+def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(precision, bad):
     trainer = captured(precision=precision, dropout="0")
     trainer.save_checkpoint = lambda *_: None
     data = trainers.batches(trainer, 2, longest=6)
@@ -260,7 +202,7 @@ def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(pr
 
     def begin_badly(adam):
         begin(adam)
-        adam.flat.gradients[0] = math.nan
+        adam.flat.gradients[0] = bad
 
     with mock.patch.object(optim.FairseqAdam, "begin", begin_badly):
         trainer.train_step(data[:1])
@@ -271,49 +213,47 @@ def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(pr
     assert trainer.optimizer.state_dict()["state"][0]["exp_avg"].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("flags", "arch"),
-    [
-        ("", "transformer"),
-        ("--checkpoint-activations", "ea_transformer_base"),
-        ("--quant-noise-pq 0.1", "ea_transformer_base"),
-        ("scalar", "ea_transformer_base"),
-        ("--report-accuracy", "ea_transformer_base"),
-        ("--encoder-layerdrop 0.5", "ea_transformer_base"),
-        ("--amp", "ea_transformer_base"),
-        ("hook", "ea_transformer_base"),
-        ("criterion", "ea_transformer_base"),
-        ("untried", "ea_transformer_base"),
-        ("read", "ea_transformer_base"),
-        ("table", "ea_transformer_base"),
-    ],
-)
-def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, caplog, monkeypatch):
-    words = flags.split() if flags.startswith("--") else []
+class Other(LabelSmoothedCrossEntropyCriterion):
+    """A criterion that is not known."""
+
+
+class Untried(Tape):
+    """A kernel meets a variant that had no trial."""
+
+    def capture(self):
+        refusals.untried.append("a variant")
+        return super().capture()
+
+
+def reads(one, other, patch):
+    loss = LabelSmoothedCrossEntropyCriterion.compute_loss
+    read = lambda *args, **kwargs: (x := loss(*args, **kwargs), float(x[0].detach()))[0]  # noqa: E731
+    patch.setattr(LabelSmoothedCrossEntropyCriterion, "compute_loss", read)
+
+
+def counts_of_the_padded_batch(one, other, patch):
+    counts = step.GraphedStep.counts
+    patch.setattr(step.GraphedStep, "counts", lambda self, target, _: counts(self, target, target.numel()))
+
+
+FLAGS = "--checkpoint-activations", "--quant-noise-pq 0.1", "--report-accuracy", "--encoder-layerdrop 0.5", "--amp"
+CHANGES = {
+    "hook": lambda one, other, patch: one.model.encoder.register_forward_hook(lambda *_: None),
+    # fairseq's own modules for --quant-noise-scalar need a GPU
+    "scalar": lambda one, other, patch: setattr(one.model.args, "quant_noise_scalar", 0.5),
+    "table": lambda one, other, patch: setattr(one, "table", None),
+    "criterion": lambda *given: [setattr(trainer._criterion, "__class__", Other) for trainer in given[:2]],
+    "read": reads,
+    "counts": counts_of_the_padded_batch,
+    "untried": lambda one, other, patch: setattr(one, "graph", Untried),
+}
+
+
+@pytest.mark.parametrize("why", ["transformer", *FLAGS, *CHANGES])
+def test_what_cannot_be_captured_trains_as_before_and_says_why(why, caplog, monkeypatch):
+    words, arch = why.split() if why in FLAGS else [], why if why == "transformer" else "ea_transformer_base"
     one, other = captured(*words, arch=arch), trainers.flat(*words, arch=arch)
-    if flags == "hook":
-        one.model.encoder.register_forward_hook(lambda *_: None)
-    if flags == "scalar":  # fairseq's own modules for --quant-noise-scalar need a GPU
-        one.model.args.quant_noise_scalar = 0.5
-    if flags == "table":
-        one.table = None
-    if flags == "criterion":
-        for trainer in (one, other):
-            trainer._criterion.__class__ = type("Other", (LabelSmoothedCrossEntropyCriterion,), {})
-    if flags == "read":
-        forward = LabelSmoothedCrossEntropyCriterion.compute_loss
-        monkeypatch.setattr(
-            *(LabelSmoothedCrossEntropyCriterion, "compute_loss"),
-            lambda self, *args, **kwargs: (x := forward(self, *args, **kwargs), float(x[0].detach()))[0],
-        )
-
-    class Untried(Tape):
-        def capture(self):
-            refusals.untried.append("a variant")
-            return super().capture()
-
-    if flags == "untried":
-        one.graph = Untried
+    CHANGES.get(why, lambda *_: None)(one, other, monkeypatch)
     data = trainers.batches(one, 3, longest=6)
     with caplog.at_level("INFO"):
         rows = trainers.train(one, data)
@@ -321,7 +261,7 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(flags, arch, capl
     assert rows == trainers.train(other, data)
     assert torch.equal(trainers.weights(one), trainers.weights(other))
     assert len([line for line in said if "not captured: " in line or "fairseq's own Adam: " in line]) == 1, said
-    assert flags != "table" or any("LanguagePairDataset" in line for line in said)
+    assert why != "table" or any("LanguagePairDataset" in line for line in said)
 
 
 def test_a_variant_that_a_capture_meets_before_its_trial_is_remembered(monkeypatch):

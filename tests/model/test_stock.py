@@ -37,26 +37,33 @@ def test_without_evolution_a_model_is_fairseqs(arch, flags):
 @pytest.mark.parametrize("geometry", list(Geometry), ids=lambda geometry: geometry.name)
 @torch.no_grad()
 def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry, each_way):
-    """The module itself, because a model has fairseq's in its place."""
-    kind = {"encoder_decoder_attention" if geometry == Geometry.ENCODER_DECODER else "self_attention": True}
-    encoder = geometry == Geometry.ENCODER_SELF
+    """The module itself, because a model has fairseq's in its place. Masks of floats are added, under autocast, too."""
+    encoder, cross = (geometry == kind for kind in (Geometry.ENCODER_SELF, Geometry.ENCODER_DECODER))
+    kind = {"encoder_decoder_attention" if cross else "self_attention": True}
     ours = EncoderSelfAttention(12, 3, beta=0) if encoder else DecoderAttention(geometry, 12, 3, beta=0, **kind)
     stock = MultiheadAttention(12, 3, **kind)
     stock.load_state_dict(ours.state_dict())
     x = torch.randn(5, 2, 12)
-    y = torch.randn(4, 2, 12) if geometry == Geometry.ENCODER_DECODER else x
-    padding = torch.zeros(2, y.size(0), dtype=torch.bool)
+    y = torch.randn(4, 2, 12) if cross else x
+    padding, future = torch.zeros(2, len(y), dtype=torch.bool), torch.ones(5, 5, dtype=torch.bool).triu(1)
     padding[1, -1] = True
-    future = torch.full((5, 5), -torch.inf).triu(1) if geometry == Geometry.DECODER_SELF else None
-    real = torch.ones(5, 2, dtype=torch.bool)
-    if encoder:
-        output, _, weights = ours(x, padding, need_weights=True)
-        weights, real = weights.mean(dim=1), ~padding.t()  # padded rows mean nothing
-    else:
-        output, weights = ours(x, y, y, key_padding_mask=padding, attn_mask=future)
-    expected, expected_weights = stock(x, y, y, key_padding_mask=padding, attn_mask=future)
-    assert_close(output[real], expected[real], rtol=1e-5, atol=1e-6)
-    assert_close(weights.transpose(0, 1)[real], expected_weights.transpose(0, 1)[real], rtol=1e-5, atol=1e-6)
+    real = ~padding.t() if encoder else torch.ones(5, 2, dtype=torch.bool)  # padded rows mean nothing
+    biases = [torch.randn(5, 5).masked_fill(future, lowest) for lowest in (-torch.inf, -1e8, -1e4)]
+
+    def attend(mask):
+        """The output, T x B x C, and the weights, B x T x S."""
+        if not encoder:
+            return ours(x, y, y, key_padding_mask=padding, attn_mask=mask)
+        output, _, weights = ours(x, padding, mask, need_weights=True)
+        return output, weights.mean(dim=1)
+
+    for mask in [None] if cross else [None, *biases] if encoder else biases:
+        expected, expected_weights = stock(x, y, y, key_padding_mask=padding, attn_mask=mask)
+        output, weights = attend(mask)
+        assert_close(output[real], expected[real], rtol=1e-5, atol=1e-6)
+        assert_close(weights.transpose(0, 1)[real], expected_weights.transpose(0, 1)[real], rtol=1e-5, atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_close(attend(mask)[0].float()[real], expected[real], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.models import batch, build, dictionary, in_threads
-from helpers.promises import each_model, lively, outputs
+from helpers.promises import each_model, lively, outputs, sample_of
 
 #: sentences of many lengths, each batch with its own padding
 BATCHES = [
@@ -43,8 +43,8 @@ def test_many_threads_translate_as_one_does(each_way):
     model, words = lively("kernel 5"), dictionary()
 
     def translate(place):
-        generator, source = SequenceGenerator([model], words, beam_size=3, max_len_b=12), BATCHES[place][0]
-        found = generator.generate([model], {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}})
+        generator = SequenceGenerator([model], words, beam_size=3, max_len_b=12)
+        found = generator.generate([model], sample_of(BATCHES[place][0]))
         return [[hypothesis["tokens"].tolist() for hypothesis in beams] for beams in found]
 
     check_threads(translate, 4)

@@ -30,9 +30,9 @@ def our_trainer():
         yield
 
 
-def train(data, folder, *flags, arch=ARCH, length=4):
+def train(data, folder, *flags, length=4):
     """A training of so many updates in this process: its log."""
-    words = [*arch, *TRAINING, "--save-dir", folder, "--max-update", length, "--no-epoch-checkpoints", *flags]
+    words = [*ARCH, *TRAINING, "--save-dir", folder, "--max-update", length, "--no-epoch-checkpoints", *flags]
     return run("train", data, *words)
 
 
@@ -144,16 +144,6 @@ def test_activations_that_are_computed_again_change_no_training(corpus, tmp_path
         torch.testing.assert_close(states[0][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule, kept", [("evolving", "0,2"), ("predictive", "1,2")])
-def test_layers_that_layerdrop_trained_may_be_left_out(corpus, tmp_path, rule, kept):
-    """Without the first layer, the next one gets no map; under some rules it then has parameters without use."""
-    arch = [*(ARCH if rule == "evolving" else ARCH[:-2]), "--ea-rule", rule]
-    drop = ["--encoder-layerdrop", 0.2, "--decoder-layerdrop", 0.2]
-    train(corpus, tmp_path, *drop, arch=[*arch, "--encoder-layers", 3, "--decoder-layers", 3])
-    overrides = f'{{"encoder_layers_to_keep": "{kept}", "decoder_layers_to_keep": "1"}}'
-    assert len(texts(generated(corpus, tmp_path, "--model-overrides", overrides, "--beam", 2))) == 10
-
-
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
     """The folder of a run of 60 updates."""
@@ -180,11 +170,6 @@ def test_searches_of_every_kind(corpus, trained, flags, holds):
     for number, hypotheses in found.items():
         assert len(hypotheses) == (2 if "nbest" in flags else 1)
         assert holds is None or all(holds(words, *targets[number]) for words in hypotheses)
-
-
-def test_retained_dropout_makes_translations_vary(corpus, trained):
-    flags = ["--retain-dropout", "--beam", 1, "--sampling", "--sampling-topk", 1, "--seed"]
-    assert generated(corpus, trained, *flags, 1) != generated(corpus, trained, *flags, 2)
 
 
 def test_interactive_translates(corpus, trained, tmp_path):
