@@ -1,4 +1,7 @@
-"""Whatever is wrong with an export's folder is one error, which names the file; no file of another export is used."""
+"""The model in the box is whole, small, and translates; the runtime's options, tried with it.
+
+Whatever is wrong with an export's folder is one error, which names the file; no file of another export is used.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import pytest
 from helpers import REPO
 from helpers.toy import ENVIRONMENT
 
+import evolving_attention
 from ea_artifacts.files import sha256
 from ea_artifacts.preparation import Preparation
 from ea_runtime import ExportError, Translator
@@ -18,6 +22,32 @@ from ea_runtime.folder import Export
 
 #: the trained model that comes with the repository, in 8 bits
 FOLDER = REPO / "pretrained/multi30k-de-en"
+
+
+def test_it_translates_captions_and_is_small():
+    captions = ["Zwei junge Männer sind im Freien.", "", "Ein Hund rennt über die Wiese."]
+    translations = Translator(FOLDER, threads=1).translate(captions)
+    assert translations == ["two young men are outside.", "", "a dog runs through the grass."]
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 6e6
+
+
+@pytest.mark.parametrize("threads", [0, 257])
+def test_numbers_of_threads_that_are_none_are_refused(threads):
+    with pytest.raises(ValueError, match="threads"):
+        Translator(FOLDER, threads=threads)
+
+
+@pytest.mark.parametrize(("policy", "spins"), [("", "0"), ("passive", "0"), ("active", "1")])
+def test_threads_wait_without_spinning_unless_asked_to(policy, spins, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    translator = Translator(FOLDER, threads=2)
+    for session in (translator._encoder, translator._decoder):
+        assert session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == spins
+
+
+def test_the_version_is_the_projects():
+    done = subprocess.run([sys.executable, "-m", "ea_runtime", "--version"], capture_output=True, text=True, cwd=REPO)
+    assert done.stdout == f"ea_runtime {evolving_attention.__version__}\n"
 
 
 def edit(place, **entries):
@@ -52,7 +82,6 @@ FAULTS = {
     "a folder": (lambda place: (place / "code").unlink() or (place / "code").mkdir(), ["code", "damaged"]),
     "no JSON": (lambda place: (place / "model.json").write_text("{"), ["model.json", "damaged"]),
     "no entries": (lambda place: (place / "model.json").write_text("[]"), ["model.json", "damaged"]),
-    "deep": (lambda place: (place / "model.json").write_text("[" * 200_000), ["model.json", "damaged"]),
     "no UTF-8": (lambda place: (place / "model.json").write_bytes(b"\xff"), ["model.json", "damaged"]),
     "newer": (lambda place: edit(place, format=2, digests=None), ["format 2", "update"]),
     "format": (lambda place: edit(place, format="1"), ["model.json", "format", "'1'"]),
@@ -61,10 +90,7 @@ FAULTS = {
     "other task": (lambda place: edit(place, task="language_modeling"), ["Translator", "language_modeling"]),
     "no dictionaries": (lambda place: edit(place, dictionaries=None), ["model.json", "dictionaries"]),
     "empty dictionaries": (lambda place: edit(place, dictionaries={}), ["model.json", "dictionaries"]),
-    "dictionary": (
-        lambda place: edit(place, dictionaries={"source": 3, "target": "dict.en.txt"}),
-        ["model.json", "dictionaries", "3"],
-    ),
+    "dictionary": (lambda place: edit(place, dictionaries={"source": 3, "target": "code"}), ["model.json", "3"]),
     "search": (lambda place: edit(place, search={"bean": 5}), ["model.json", "bean"]),
     "wide search": (lambda place: edit(place, search={"beam": 100_000}), ["model.json", "beam"]),
     "no positions": (lambda place: edit(place, max_positions=[]), ["model.json", "max_positions"]),
@@ -89,17 +115,11 @@ FAULTS = {
     },
     "bpe": (lambda place: prep(place, bpe="none"), ["PREP.json", "none"]),
     "rules": (lambda place: prep(place, rules=[1]), ["PREP.json"]),
-    "short dictionary": (
-        lambda place: replace(place, "dict.en.txt", lambda old: old[: old.index(b"\n") + 1]),
-        ["7880"],
-    ),
+    "short dictionary": (lambda place: replace(place, "dict.en.txt", lambda old: old.split(b"\n")[0]), ["7880"]),
     "long dictionary": (lambda place: replace(place, "dict.de.txt", lambda old: old + b"more 1\n"), ["7880"]),
     "torn dictionary": (lambda place: replace(place, "dict.de.txt", lambda old: old[:-3]), ["dict.de.txt"]),
     "torn ONNX": (lambda place: replace(place, "decoder.onnx", lambda old: old[:1000]), ["decoder.onnx"]),
-    "graphs": (
-        lambda place: replace(place, "encoder.onnx", (place / "decoder.onnx").read_bytes()),
-        ["broken", "damaged"],
-    ),
+    "graphs": (lambda place: replace(place, "encoder.onnx", (place / "decoder.onnx").read_bytes()), ["damaged"]),
 }
 
 

@@ -7,10 +7,11 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from helpers import REPO
 from helpers.models import in_threads
+from helpers.promises import sample_of
 from helpers.toy import TINY, untrained_run
 
 import ea_fairseq
-from ea_runtime import Translator
+from ea_runtime import Translator, text
 from ea_runtime.search import Hypothesis, Settings
 from ea_runtime.translator import EOS
 from ea_tools.translating import export
@@ -19,29 +20,20 @@ pytestmark = pytest.mark.slow
 
 LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
 #: architecture and flags; test_exported.py has the default model; other rules differ in coefficients only
-SYSTEMS = {
-    "predictive, two convolutions, multiplicative": (
-        "pa_transformer_lite",
-        ["--ea-conv-layers", "2", "--ea-kernel-size", "5", "--ea-score", "multiplicative"],
-    ),
-    "learnt, relative, concatenative, branch": (
-        "ea_transformer_lite",
-        ["--ea-learn-mix", "--ea-relative-positions", "4", "--ea-score", "concatenative", "--ea-conv-branch"],
-    ),
-    "stock, separate embeddings, learned positions": (
-        "transformer_wmt_en_de_big",
-        ["--encoder-learned-pos", "--decoder-learned-pos", "--encoder-normalize-before", "--decoder-normalize-before"],
-    ),
-}
-SEPARATE = [flag for flag in TINY if flag != "--share-all-embeddings"]
+SYSTEMS = [
+    "pa_transformer_lite --ea-conv-layers 2 --ea-kernel-size 5 --ea-score multiplicative",
+    "ea_transformer_lite --ea-learn-mix --ea-relative-positions 4 --ea-score concatenative --ea-conv-branch",
+    "transformer_wmt_en_de_big --encoder-learned-pos --decoder-learned-pos --encoder-normalize-before "
+    "--decoder-normalize-before",
+]
 
 
-@pytest.fixture(scope="module", params=SYSTEMS, ids=list(SYSTEMS))
+@pytest.fixture(scope="module", params=SYSTEMS)
 def exported(request, data, tmp_path_factory):
-    """A run with random weights, loaded by fairseq, and its export."""
+    """A run with random weights, loaded by fairseq, and its export. fairseq's has separate embeddings."""
     folder = tmp_path_factory.mktemp("exported")
-    arch, flags = SYSTEMS[request.param]
-    size = SEPARATE if "separate" in request.param else TINY
+    arch, *flags = request.param.split()
+    size = [flag for flag in TINY if "ea_" in arch or "pa_" in arch or flag != "--share-all-embeddings"]
     run = untrained_run(data, folder / "run", arch, *flags, size=size)
     export.main(["--run", str(run), "--out", str(folder / "out")])
     return ea_fairseq.load(run), folder / "out"
@@ -78,9 +70,7 @@ def test_searches_as_fairseq(exported, settings, prefixes):
         min_len=chosen.min_len, normalize_scores=not chosen.unnormalized, len_penalty=chosen.lenpen,
         unk_penalty=chosen.unkpen,
     )  # fmt: skip
-    lengths = torch.tensor([len(source) for source in sources])
-    sample = {"net_input": {"src_tokens": tokens, "src_lengths": lengths}}
-    expected = generator.generate([model], sample, prefix_tokens=forced)
+    expected = generator.generate([model], sample_of(tokens), prefix_tokens=forced)
     for of_fairseq, ours in zip(expected, runtime.search_ids(sources, chosen, prefixes), strict=True):
         scores = [float(one["score"]) for one in of_fairseq]
         assert [one.score for one in ours] == pytest.approx(scores, abs=1e-4)
@@ -101,19 +91,16 @@ def test_translates_text_as_the_python_interface(exported):
     assert [one[0][0] if one else "" for one in best] == expected
 
 
-#: other graphs; export.sh compares each with PyTorch
-OTHERS = {
-    "realformer, short, with noise": (  # shorter than the sentences that an export is tried with
-        "ea_transformer_lite",
-        "--ea-rule realformer --max-source-positions 14 --max-target-positions 13 --quant-noise-pq 0.1".split(),
-    ),
-    "BART": ("ea_bart", ["--task", "translation"]),
-}
+#: other graphs; export.sh compares each with PyTorch. The first is shorter than the sentences that it is tried with.
+OTHERS = [
+    "ea_transformer_lite --ea-rule realformer --max-source-positions 14 --max-target-positions 13 --quant-noise-pq 0.1",
+    "ea_bart --task translation",
+]
 
 
-@pytest.mark.parametrize("system", OTHERS)
-def test_other_models_are_exported_and_translate(system, data, tmp_path):
-    arch, flags = OTHERS[system]
+@pytest.mark.parametrize("command", OTHERS)
+def test_other_models_are_exported_and_translate(command, data, tmp_path):
+    arch, *flags = command.split()
     run = untrained_run(data, tmp_path / "run", arch, *flags)
     export.main(["--run", str(run), "--out", str(tmp_path / "out")])
     loaded, exported = ea_fairseq.load(run), Translator(tmp_path / "out", threads=1)
@@ -192,6 +179,20 @@ def test_threads_share_a_translator():
 def test_bad_input_is_refused(lines, options, says):
     with pytest.raises(ValueError, match=says):
         Translator(FOLDER, threads=1).translate(lines, **options)
+
+
+def test_short_words_are_remembered_and_not_all(monkeypatch):
+    """Subwords of long words take time, and all words memory, which a server cannot afford."""
+    whole, made, segmenter = text.Text(FOLDER), [], text.segmenter
+    monkeypatch.setattr(text, "segmenter", lambda *given: made.append(segmenter(*given)) or made[-1])
+    monkeypatch.setattr(text, "REMEMBERED", 5)
+    small = text.Text(FOLDER)
+    for number in range(40):
+        word = str(number).rjust((3, text.SHORT, text.SHORT + 1, 200)[number % 4], "q")
+        assert small.subwords(word) == whole.subwords(word)
+        assert len(made[0].cache) <= 6 and max(map(len, made[0].cache), default=0) <= text.SHORT
+    small.subwords("qq")
+    assert "qq" in made[0].cache
 
 
 def test_a_text_is_not_taken_for_lines_of_a_letter():
