@@ -79,12 +79,15 @@ class Run:
 
     def _recorded(self) -> str:
         try:
-            return json.loads((self.path / RECORD).read_text(encoding="utf-8"))["checkpoint"]
+            name = json.loads((self.path / RECORD).read_text(encoding="utf-8"))["checkpoint"]
         except (ValueError, LookupError, TypeError):
+            name = None
+        if not isinstance(name, str):
             raise UserError(
                 f"{self.path}: {RECORD} does not name a checkpoint; remove it, or average anew with "
                 "scripts/average_checkpoints.sh"
-            ) from None
+            )
+        return name
 
     @property
     def has_model_recorded(self) -> bool:

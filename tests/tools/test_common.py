@@ -144,9 +144,10 @@ def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
     (copy / "average2.pt").unlink()
     with pytest.raises(UserError, match=r"model\.json .*average2\.pt"):
         Run(copy).model()
-    (copy / "model.json").write_text("{")
-    with pytest.raises(UserError, match=r"model\.json "):
-        Run(copy).model()
+    for content in ("{", "[]", '{"checkpoint": null}'):
+        (copy / "model.json").write_text(content)
+        with pytest.raises(UserError, match=r"model\.json "):
+            Run(copy).model()
 
 
 def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):

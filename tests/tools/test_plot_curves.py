@@ -215,7 +215,8 @@ def test_picture_and_table(tmp_path, capsys, suffix):
     {tmp}/run {tmp}/empty | '{tmp}/empty: has no log.jsonl' scripts/train.sh
     {tmp}/silent | {tmp}/silent/log.jsonl:
     {tmp}/notes.txt | {tmp}/notes.txt: fairseq-train
-    {tmp}/foreign | {tmp}/foreign/run.json: "'identity'"
+    {tmp}/foreign | '{tmp}/foreign/run.json: identity:'
+    {tmp}/half | '{tmp}/half/run.json: identity: arch '
     {tmp}/run {tmp}/silent/../run | twice {tmp}/run
     {tmp}/run --out {tmp}/curves.gif | curves.gif: '.png, .svg, .pdf'
     {tmp}/run --out {tmp}/folder.png | folder.png:
@@ -225,6 +226,7 @@ def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys, words, named):
     make(tmp_path / "run")
     make(tmp_path / "silent", lines=[])
     (make(tmp_path / "foreign") / "run.json").write_text('{"arch": "x"}')
+    (make(tmp_path / "half") / "run.json").write_text('{"identity": {"recipe": "x"}}')
     (tmp_path / "notes.txt").write_text("what to buy: 3 apples")
     for name in ("empty", "folder.png"):
         (tmp_path / name).mkdir()

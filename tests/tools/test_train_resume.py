@@ -129,7 +129,7 @@ def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
 def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path):
     """A loop over --dropout without --run would score one model several times."""
     flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10", "max-tokens": "1000"}
-    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": flags}]}))
+    (tmp_path / "run.json").write_text(json.dumps({"identity": {}, "starts": [{"flags": flags}]}))
     same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"]}
     batch = {"max-tokens": ["500"], "update-freq": ["2"]}
     run_folder.refuse_other_flags(tmp_path, {**same, **batch}, batch)
@@ -143,12 +143,14 @@ def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path
             run_folder.refuse_other_flags(tmp_path, {**same, name: values}, {**batch, name: values})
     with pytest.raises(UserError, match=r"--without dropout .*0\.3"):
         run_folder.refuse_other_flags(tmp_path, same, batch, ["--dropout", "clip-norm"])
+    (tmp_path / "run.json").write_text(json.dumps({"identity": {}, "starts": []}))  # as version 0.1.0 left it
+    run_folder.refuse_other_flags(tmp_path, {"dropout": ["0.4"]}, batch)
 
 
 def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
     """A loss of 7 would be better than any BLEU of 6."""
     by_loss, by_bleu = {"lr": ["1"]}, {"lr": ["1"], "best-checkpoint-metric": ["bleu"]}
-    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": {"lr": "1"}}]}))
+    (tmp_path / "run.json").write_text(json.dumps({"identity": {}, "starts": [{"flags": {"lr": "1"}}]}))
     run_folder.require_same_metric(tmp_path, by_bleu)  # nothing was saved yet
     made_checkpoint(tmp_path / "checkpoint1.pt", 10)
     run_folder.require_same_metric(tmp_path, by_loss)

@@ -28,7 +28,8 @@ from ea_artifacts.command import REPO, UserError, say
 from ea_artifacts.files import digest, read_json, read_lines, replacing
 from ea_artifacts.preparation import Preparation
 from ea_tools.metrics import compare
-from ea_tools.training import logs, recipes
+from ea_tools.training import logs, recipes, record
+from ea_tools.training.record import Record
 from ea_tools.translating.evaluate import references
 
 UNKNOWN = "not recorded"
@@ -136,9 +137,9 @@ class Records:
             row["checkpoint"] = Path(row["checkpoint"]).name
         line = json.dumps(row | {"paired": paired}, ensure_ascii=False).replace(f"{REPO}/", "")
         self.add(_row(line, str(evaluation)), read_lines(evaluation.with_suffix(".hyp.txt")))
-        if (folder / "run.json").exists():
+        if (started := folder / record.FILE).exists():
             log = folder / "log.jsonl"
-            self.add_training(run, read_json(folder / "run.json"), log.read_text("utf-8") if log.exists() else "")
+            self.add_training(run, record.read(started), log.read_text("utf-8") if log.exists() else "")
 
     def add(self, row: Score, lines: list[str]) -> None:
         """Put a row in its place, and its translations into a column."""
@@ -147,7 +148,7 @@ class Records:
         self._changed.add(_hypotheses_name(row))
         self.rows[_key(row)] = row
 
-    def add_training(self, run: str, started: dict[str, Any], log: str) -> None:
+    def add_training(self, run: str, started: Record, log: str) -> None:
         """Put the record of a training (run.json) and its log into logs/, and the facts of it into the run's rows."""
         name = log_name(run)
         with replacing(self.folder / "logs" / name) as temporary:
@@ -248,18 +249,18 @@ def _hypotheses_name(row: Score) -> str:
     return f"{Path(row['run']).parent}.{row['subset']}.tsv.gz"
 
 
-def training(started: dict[str, Any], log: str) -> Training:
+def training(started: Record, log: str) -> Training:
     """The facts of a training by run.json and log.jsonl."""
 
     def changes(values: list) -> list:
         return [value for value, _ in itertools.groupby(values)]
 
-    starts = started["starts"]
+    starts = started.get("starts", [])
     precisions = [recipes.precision_of(start["flags"]) for start in starts]
     _, hours = logs.clock(logs.entries_of(log))
     return {
-        "recipe": started["identity"]["recipe"],
-        "data": started["identity"]["data"],
+        "recipe": started["identity"].get("recipe", UNKNOWN),
+        "data": started["identity"].get("data", UNKNOWN),
         "commits": changes([start["commit"] or UNKNOWN for start in starts if "commit" in start]),
         "devices": changes(
             [
@@ -272,6 +273,6 @@ def training(started: dict[str, Any], log: str) -> Training:
         ),
         "precisions": changes(precisions),
         "hours": float(hours[-1]) if len(hours) else None,
-        "command": started["command"],
+        "command": started.get("command", UNKNOWN),
         "flags": changes([recipes.learning_flags(start["flags"]) for start in starts]),
     }

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ea_artifacts.command import UserError
-from ea_artifacts.files import read_json
-from ea_tools.training import recipes
+from ea_tools.training import recipes, record
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
 AXES = ("updates", "epochs", "hours")
@@ -57,7 +56,7 @@ def read(path: Path) -> Run:
         raise UserError(f"{path}: no such run folder or log file")
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.exists():
-        if (path / "run.json").exists():
+        if (path / record.FILE).exists():
             raise NoLossError(f"{path}: has no log.jsonl yet: its training has come to no loss")
         raise UserError(
             f"{path}: has no log.jsonl, so scripts/train.sh did not make this run; give the file that holds what "
@@ -69,7 +68,7 @@ def read(path: Path) -> Run:
     points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
     if not points:
         raise NoLossError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
-    settings, seed = identity(path / "run.json" if path.is_dir() else path)
+    settings, seed = identity(path / record.FILE if path.is_dir() else path)
     human = path / "train.log"
     if path.is_dir() and human.exists():
         text = human.read_text(encoding="utf-8", errors="replace")
@@ -177,25 +176,24 @@ def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
     return next((update for tag, update, _ in entries if tag == "train"), None)
 
 
-def identity(record: Path) -> tuple[dict[str, str], str | None]:
+def identity(path: Path) -> tuple[dict[str, str], str | None]:
     """(settings, seed) of run.json: the run's settings, and the flags of its first start.
 
     A log in results/logs has run.json as its first line; other logs tell neither.
     """
-    if not record.exists():
+    if not path.exists():
         return {}, None
-    if record.name == "run.json":
-        content = read_json(record)
+    if path.name == record.FILE:
+        content = record.read(path)
     else:
-        with record.open(encoding="utf-8", errors="replace") as log:
+        with path.open(encoding="utf-8", errors="replace") as log:
             first = log.readline()
         if not first.startswith('{"identity": '):
             return {}, None
-        content = json.loads(first)
-    try:
-        settings, starts = {**content["identity"]}, content["starts"]
-        flags = starts[0]["flags"] if starts else {}
-        settings |= {**recipes.learning_flags(flags), "precision": recipes.precision_of(flags)}
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{record}: not what scripts/train.sh writes: {error}") from None
+        content = record.checked(json.loads(first), path)
+    settings, starts = {**content["identity"]}, content.get("starts")
+    if missing := {"recipe", "arch"} - settings.keys():
+        raise UserError(f"{path}: identity: {min(missing)} is missing, which scripts/train.sh writes")
+    flags = starts[0]["flags"] if starts else {}
+    settings |= {**recipes.learning_flags(flags), "precision": recipes.precision_of(flags)}
     return settings, settings.pop("seed", None)

@@ -14,9 +14,10 @@ from typing import IO, Any
 from ea_artifacts.average import average, save
 from ea_artifacts.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
 from ea_artifacts.command import REPO, Flags, UserError, portable, say
-from ea_artifacts.files import read_json, replacing, write_json
+from ea_artifacts.files import replacing, write_json
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import AVERAGED, Run
+from ea_tools.training import record
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
 from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, learning_flags, plain, said
@@ -33,7 +34,7 @@ def take(run: Path) -> None:
     A folder of other files is refused.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if not (run / "run.json").exists() and not started(run):
+    if not (run / record.FILE).exists() and not started(run):
         foreign = sorted(path.name for path in run.iterdir() if not _BEFORE.fullmatch(path.name))
         if foreign:
             raise UserError(f"{run}: contains {foreign[0]}, which training did not create; choose another folder")
@@ -56,12 +57,12 @@ def started(run: Path) -> bool:
 
 def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
     """Record the run that owns this folder and keep its preparation, or refuse another run's, or data that differ."""
-    record = run / "run.json"
-    before = read_json(record) if record.exists() and started(run) else {}
+    path = run / record.FILE
+    before = record.read(path) if path.exists() and started(run) else None
     if started(run) and not before:
         raise UserError(f"{run} holds checkpoints or scores that scripts/train.sh did not make; choose another --run")
     kept = Preparation.kept_by(run) if before else None
-    owner = before.get("identity", this)
+    owner = before["identity"] if before else this
     changed = [name for name in sorted(owner.keys() | this.keys()) if differ(owner.get(name), this.get(name))]
     if kept and changed in ([], ["data"]):
         kept.require_same(Preparation.at(data), run)  # which names the first difference
@@ -70,8 +71,8 @@ def claim(run: Path, this: Mapping[str, str], command: str, data: Path) -> None:
             f"{run} belongs to another run; choose another --run\n"
             + "\n".join(f"  {name}: there {said(owner.get(name))}, now {said(this.get(name))}" for name in changed)
         )
-    first = before.get("command", command)  # the one that began the run; each start has its own
-    write_json(record, {"identity": this, "command": first, "starts": before.get("starts", [])})
+    first, starts = (before.get("command", command), before.get("starts", [])) if before else (command, [])
+    write_json(path, {"identity": this, "command": first, "starts": starts})
     if not kept:
         Preparation.at(data).keep(run)
 
@@ -89,10 +90,11 @@ def record_start(run: Path, flags: Flags, launch: Launch, done: int, command: st
         "processes": launch.processes,
         "flags": {name: " ".join(values) for name, values in flags.items() if name not in machine},
     }
-    record = read_json(run / "run.json")
-    if done and record["starts"]:
-        say_what_differs(record["starts"][-1]["flags"], start["flags"])
-    write_json(run / "run.json", {**record, "starts": [*record["starts"], start]})
+    before = record.read(run / record.FILE)
+    starts = before.get("starts", [])
+    if done and starts:
+        say_what_differs(starts[-1]["flags"], start["flags"])
+    write_json(run / record.FILE, {**before, "starts": [*starts, start]})
     Run(run).forget_model()
 
 
@@ -106,7 +108,7 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 def last_flags(run: Path) -> dict[str, str] | None:
     """The flags of a run's last start; None before the first, and where version 0.1.0 made the run."""
-    starts = read_json(run / "run.json")["starts"]
+    starts = record.read(run / record.FILE).get("starts")
     return starts[-1]["flags"] if starts else None
 
 
