@@ -71,7 +71,6 @@ def build(arch: str, flags: Sequence[str] = ()) -> nn.Module:
 
     model_class = ARCH_MODEL_REGISTRY[arch]
     args, _ = flag_faults.parse(["data", "--arch", arch, "--task", TASKS[sides_of(model_class)], *flags])
-    args.ea_plain = True  # the counter does not see into kernels
     # fairseq-train's own way from flags to settings, through Hydra, takes most of a second.
     form = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[arch])
     words = Dictionary()
