@@ -414,7 +414,11 @@ def test_two_machines_train_as_one_with_twice_the_accumulation(data, tmp_path):
     command += ["--run", tmp_path / "two", "--nodes", 2, "--master", master, "--node-rank"]
     options = {"env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     ranks = [warm.Popen([*map(str, command), rank], **options) for rank in "01"]
-    said = [rank.communicate(timeout=600)[1] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:  # one would wait for the other, where that has failed
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "effective batch: 512 tokens" in said[0]
     done("training.train", "sample", "ea_transformer_lite", *flags, "--update-freq", 2, "--run", tmp_path / "one")
