@@ -114,14 +114,16 @@ def test_logits_beyond_float16_stay_finite(rule):
             assert output.isfinite().all() and previous.isfinite().all()
 
 
+@pytest.mark.parametrize("geometry", [ENCODER, DECODER])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
-def test_a_decoders_mask_may_have_any_type(dtype):
-    attention, x = EvolvingAttention(DECODER, 8, 2, beta=0.5), torch.randn(2, 4, 8)
+def test_a_mask_may_have_any_type(dtype, geometry):
+    attention, x = EvolvingAttention(geometry, 8, 2, beta=0.5), torch.randn(2, 4, 8)
     hides = torch.zeros(4, 4, dtype=torch.bool)
     hides[2:, 0] = True
-    mask = hides.float().masked_fill(hides, -torch.inf) if dtype == torch.float32 else hides.to(dtype)
+    mask = hides.float().masked_fill(hides, -torch.inf) if dtype == torch.float32 else (2 * hides).to(dtype)
     weights = attention(x, attn_mask=mask, need_weights=True).weights
-    assert (weights == 0).equal((hides | torch.ones(4, 4).triu(1).bool()).expand_as(weights))
+    unseen = hides | torch.full((4, 4), geometry == DECODER).triu(1)
+    assert (weights == 0).equal(unseen.expand_as(weights))
 
 
 @pytest.mark.parametrize("dtype, plain", [(torch.float32, False), (torch.float64, True)], ids=["kernel", "plain"])

@@ -311,10 +311,11 @@ def test_memory_of_a_large_call_is_given_back():
 
 STEPS = [Case(CROSS, 4, 3, 6, 19, "padding", previous=width == 40, width=width) for width in (1, 13, 16, 40, 344)]
 STEPS += [Case(DECODER, 4, 3, 6, 6, "future", previous=previous) for previous in (False, True)]
+STEPS += [Case(DECODER, 4, 3, 6, 6, "future", previous=False, beta=0.0)]  # they keep no rows
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: f"{case_id(case)}-{case.width}-{case.previous}")
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: f"{case_id(case)}-{case.width}-{case.previous}-{case.beta}")
 def test_steps_are_the_rows_of_the_whole(case, at_once):
     """Those of self-attention see more keys each time."""
     check_steps(case, cpu.attend, at_once)
