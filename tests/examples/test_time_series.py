@@ -25,7 +25,6 @@ def test_aeons_checks(check):
 
 def layer_by_loop(layer, x, padded, previous):
     """One series through a layer in evaluation whose norms are as at the start, T x d, and its maps."""
-    layer.attention.head_dim = x.size(1) // layer.attention.num_heads
     attended, maps = reference.attention(layer.attention, x, x, "encoder", padded, padded, previous)
     weight, bias, dilation = layer.convolution.weight, layer.convolution.bias, layer.convolution.dilation[0]
     rows = []

@@ -41,7 +41,7 @@ class LayerMaps:
     """One attention's maps in one call of the model: float32 on the CPU, B x K x T x S but where noted.
 
     weights = softmax(mask(a_logit)). a_logit is the sum of share times map over the parts, where `masked` is False. The
-    rule decides which parts available: "logits", the layer's own scores of queries and keys; "previous", A_logit of the
+    rule decides which parts there are: "logits", the layer's own scores of queries and keys; "previous", A_logit of the
     layer before; "convolution", ReLU(Conv(...)).
     """
 

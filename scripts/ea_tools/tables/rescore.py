@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def check(records: Records, folders: Iterable[Path]) -> str:
     texts = {(text.data.name, text.digest): text for text in _texts(records, folders)}
     counts = Counter[str]()
     faults: list[str] = []
-    for row in tqdm(records.rows.values(), unit=" rows"):
+    for row in tqdm(records.rows.values(), unit=" rows", mininterval=0.1 if sys.stderr.isatty() else 10):
         lines, text = records.translations(row), texts.get((row["data"], row["references"]))
         if lines is None:
             counts["without translations"] += 1
