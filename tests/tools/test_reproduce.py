@@ -254,7 +254,12 @@ def test_a_row_that_is_none_is_named(toy):
     del other["tokenizer"]
     collect(toy)
     whole = path.read_text()
-    for line, named in (("<<<<<<< ours", ""), (json.dumps(evaluation(run=3)), "run: ")):
+    no_number = evaluation(scores={"sacrebleu": {"score": "12", "signature": ""}})
+    for line, named in (
+        ("<<<<<<< ours", ""),
+        (json.dumps(evaluation(run=3)), "run: "),
+        (json.dumps({**no_number, "run": "a/b"}), "scores: sacrebleu: score: "),
+    ):
         path.write_text(f"{whole}{line}\n")
         with pytest.raises(SystemExit, match=rf"scores\.jsonl:2: {named}"):
             collect(toy)

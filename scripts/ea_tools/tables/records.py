@@ -48,6 +48,15 @@ class Training(TypedDict):
     flags: list[dict[str, str]]
 
 
+class Metric(TypedDict):
+    """One metric of a row, with whatever else evaluate.sh wrote of it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    score: float
+    signature: str
+
+
 class Score(TypedDict):
     """A row of scores.jsonl: what tables read of evaluate.sh's result, whose other entries it has too, and the rest."""
 
@@ -60,7 +69,7 @@ class Score(TypedDict):
     arch: str | None
     training_seed: int | None
     settings_name: str
-    scores: dict[str, dict[str, Any]]  # by metric: score, signature, ...
+    scores: dict[str, Metric]  # by name
     tokenizer: str
     references: str  # a digest, as is `hypotheses`
     averaged: list[str]
@@ -234,7 +243,7 @@ def _read(path: Path) -> Iterator[Score]:
 
 def _row(line: str, where: str) -> Score:
     try:
-        FORM.validate_json(line)
+        FORM.validate_json(line, strict=True)
     except ValidationError as error:  # torn, after a merge perhaps, or without an entry that is needed
         fault = error.errors(include_url=False)[0]
         raise UserError(f"{': '.join(map(str, (where, *fault['loc'])))}: {fault['msg']}") from None
