@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ea_artifacts.command import UserError, hint
 
 
+def first_fault(where: object, error: ValidationError) -> str:
+    """The place of the first fault, behind `where`, and what it is."""
+    fault = error.errors(include_url=False)[0]
+    return f"{': '.join(map(str, (where, *fault['loc'])))}: {fault['msg']}"
+
+
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 

@@ -69,8 +69,9 @@ class Entry:
     def of_seed(self, seed: int) -> str:
         """One seed's score, its sacreBLEU where that is another metric, and p."""
         scores = self.scores[seed]["scores"]
-        others = [scores["sacrebleu"]] if self.metric != "sacrebleu" and "sacrebleu" in scores else []
-        notes = [f"sacreBLEU {other['score']:.2f}" for other in others]
+        notes = []
+        if self.metric != "sacrebleu" and "sacrebleu" in scores:
+            notes.append(f"sacreBLEU {scores['sacrebleu']['score']:.2f}")
         if seed in self.differences:
             notes.append(f"p {self.p[seed]:.3f}" if seed in self.p else "not tested")
         return f"{scores[self.metric]['score']:.2f}" + (f" ({', '.join(notes)})" if notes else "")

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # typing has none that pydantic takes before Python 3.12
 
 from ea_artifacts.command import REPO, UserError, say
 from ea_artifacts.files import digest, read_json, read_lines, replacing
 from ea_artifacts.preparation import Preparation
+from ea_tools.forms import first_fault
 from ea_tools.metrics import compare
 from ea_tools.training import logs, recipes, record
 from ea_tools.training.record import Record
@@ -51,16 +52,12 @@ class Training(TypedDict):
 class Metric(TypedDict):
     """One metric of a row, with whatever else evaluate.sh wrote of it."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
     score: float
     signature: str
 
 
 class Score(TypedDict):
     """A row of scores.jsonl: what tables read of evaluate.sh's result, whose other entries it has too, and the rest."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     run: str
     data: str
@@ -245,8 +242,7 @@ def _row(line: str, where: str) -> Score:
     try:
         FORM.validate_json(line, strict=True)
     except ValidationError as error:  # torn, after a merge perhaps, or without an entry that is needed
-        fault = error.errors(include_url=False)[0]
-        raise UserError(f"{': '.join(map(str, (where, *fault['loc'])))}: {fault['msg']}") from None
+        raise UserError(first_fault(where, error)) from None
     return json.loads(line)  # as it is there: the form would change the order of its entries
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NotRequired
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # typing has none that pydantic takes before Python 3.12
 
 from ea_artifacts.command import UserError
 from ea_artifacts.files import read_json
+from ea_tools.forms import first_fault
 
 FILE = "run.json"
 
 
 class Start(TypedDict):
     """One start of a training; the first versions recorded the flags alone."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     flags: dict[str, str]
     updates: NotRequired[int]  # that were done before
@@ -47,7 +46,5 @@ def checked(content: Any, where: Path) -> Record:
     try:
         _FORM.validate_python(content, strict=True)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ": ".join(map(str, (where, *fault["loc"])))
-        raise UserError(f"{place}: not what scripts/train.sh writes: {fault['msg']}") from None
+        raise UserError(f"{first_fault(where, error)}; scripts/train.sh writes it otherwise") from None
     return content
