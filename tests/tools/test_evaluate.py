@@ -58,7 +58,7 @@ def sacrebleu_cli(folder, hypotheses, references, *flags):
 
 
 def test_exact_match_counted_by_hand():
-    """Of three lines of code one is equal, one but for white space, one in case alone."""
+    """One of three lines of code is equal, one but for white space, one in case alone."""
     hypotheses = ["a = b ;", "return  x ;", "List < String > l ;"]
     references = ["a = b ;", "return x ;", "list < string > l ;"]
     scores = compute(hypotheses, hypotheses, references, references, lowercase=False, exact=True)

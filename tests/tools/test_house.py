@@ -139,7 +139,7 @@ def test_no_module_imports_itself_by_way_of_others(package):
 def test_dependencies_run_one_way(package):
     """Commands, tools, fairseq, evolving_attention; all may use ea_artifacts, ea_runtime; nothing uses examples.
 
-    What packages import from outside, fairseq for example, is compared with their requirements in test_packaging.py.
+    test_packaging.py compares imports from outside, fairseq for example, with the requirements.
     """
     names = {name for others in graph(package).values() for name in others}
     others = {path.split("/")[-1] for path in PACKAGES} - {package.split("/")[-1]}

@@ -37,7 +37,7 @@ UNKNOWN = "not recorded"
 
 
 class Training(TypedDict):
-    """How a run was trained. A list has one item, or one for each change from start to start."""
+    """The training of a run. A list has one item, or one for each change from start to start."""
 
     recipe: str
     data: str  # a digest
