@@ -65,9 +65,17 @@ def read_json(path: Path) -> Any:
         UserError: it is empty, torn or something else; the message names it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return parse_json(path.read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+
+
+def parse_json(text: str, where: Path | str) -> Any:
+    """The content of JSON, or a UserError that names its place."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -121,6 +122,20 @@ def test_ctrl_c_while_workers_start_leaves_none_behind(delay):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_workers_start_ends_the_command(name, status):
+    """Python ignores a handler's exception during a fork. Another thread, such as tqdm's, may receive the signal."""
+    program = f"""
+import os, signal, threading
+from ea_artifacts.command import reporting
+threading.Thread(target=signal.pause, daemon=True).start()
+os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.{name}))
+with reporting("custom"):
+{textwrap.indent(STARTING.replace("10**6", "10**3"), "    ")}
+"""
+    assert subprocess.run([sys.executable, "-c", program], env=warm.ENVIRONMENT, check=False).returncode == status
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):

@@ -217,6 +217,7 @@ def test_picture_and_table(tmp_path, capsys, suffix):
     {tmp}/notes.txt | {tmp}/notes.txt: fairseq-train
     {tmp}/foreign | '{tmp}/foreign/run.json: identity:'
     {tmp}/half | '{tmp}/half/run.json: identity: arch '
+    {tmp}/torn.jsonl | '{tmp}/torn.jsonl:1: not JSON'
     {tmp}/run {tmp}/silent/../run | twice {tmp}/run
     {tmp}/run --out {tmp}/curves.gif | curves.gif: '.png, .svg, .pdf'
     {tmp}/run --out {tmp}/folder.png | folder.png:
@@ -227,6 +228,7 @@ def test_a_mistake_is_named_and_leaves_no_file(tmp_path, capsys, words, named):
     make(tmp_path / "silent", lines=[])
     (make(tmp_path / "foreign") / "run.json").write_text('{"arch": "x"}')
     (make(tmp_path / "half") / "run.json").write_text('{"identity": {"recipe": "x"}}')
+    (tmp_path / "torn.jsonl").write_text("\n".join(['{"identity": {"recipe": "x", "ar', *journal(range(1, 21))]))
     (tmp_path / "notes.txt").write_text("what to buy: 3 apples")
     for name in ("empty", "folder.png"):
         (tmp_path / name).mkdir()

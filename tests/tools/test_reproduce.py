@@ -263,7 +263,15 @@ def test_a_row_that_is_none_is_named(toy):
         path.write_text(f"{whole}{line}\n")
         with pytest.raises(SystemExit, match=rf"scores\.jsonl:2: {named}"):
             collect(toy)
+    path.write_text(whole)
+    (columns,) = (toy / "results/hypotheses").iterdir()
+    content = columns.read_bytes()
+    for damaged in (content[:-9], content[:20] + content[21:], b"<<<<<<< ours", gzip.compress(b"a\tb\nc\n")):
+        columns.write_bytes(damaged)
+        with pytest.raises(SystemExit, match=rf"{columns.name}: truncated or damaged"):
+            collect(toy)
     path.unlink()
+    columns.unlink()
     write_evaluation(folder, other, ["a"])  # of another form: its row would stop every later reading of the records
     with pytest.raises(SystemExit, match=r"test\.beam5\.average2\.json: tokenizer: "):
         collect(toy)

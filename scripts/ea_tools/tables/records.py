@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
@@ -213,9 +214,12 @@ class Records:
         name = _hypotheses_name(row)
         path = self.folder / "hypotheses" / name
         if name not in self._hypotheses:
-            text = gzip.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
-            table = zip(*(line.split("\t") for line in text.split("\n")[:-1]), strict=True)
-            self._hypotheses[name] = {head: list(lines) for head, *lines in table}
+            try:
+                text = gzip.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
+                table = zip(*(line.split("\t") for line in text.split("\n")[:-1]), strict=True)
+                self._hypotheses[name] = {head: list(lines) for head, *lines in table}
+            except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+                raise UserError(f"{path}: truncated or damaged ({error}); fetch it again") from None
         return self._hypotheses[name]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ea_artifacts.command import UserError
+from ea_artifacts.files import parse_json
 from ea_tools.training import recipes, record
 
 QUANTITIES = {"train": "training loss", "valid": "validation loss", "bleu": "validation BLEU"}
@@ -190,7 +191,7 @@ def identity(path: Path) -> tuple[dict[str, str], str | None]:
             first = log.readline()
         if not first.startswith('{"identity": '):
             return {}, None
-        content = record.checked(json.loads(first), path)
+        content = record.checked(parse_json(first, f"{path}:1"), path)
     settings, starts = {**content["identity"]}, content.get("starts")
     if missing := {"recipe", "arch"} - settings.keys():
         raise UserError(f"{path}: identity: {min(missing)} is missing, which scripts/train.sh writes")
