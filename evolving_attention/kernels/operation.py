@@ -82,7 +82,7 @@ class Operation:
 
     def run(self, call: Call) -> Outputs:
         """The outputs of a reduced call."""
-        if _is_looked_at():
+        if is_looked_at():
             return Outputs(*self._there(*_spelt(call)))
         return Outputs(*self._eager.apply(*call)) if torch.is_grad_enabled() else self.forward(call)
 
@@ -122,7 +122,7 @@ class Operation:
         wanted[2] &= of_context is not None
         of = Gradients(of_context, of_a_logit, of_weights, context, stats, weights, wanted)
         call = Call(*tensors, *ctx.settings)
-        found = self._back(*of, *_spelt(call)) if _is_looked_at() else self.backward(of, call)
+        found = self._back(*of, *_spelt(call)) if is_looked_at() else self.backward(of, call)
         others = len(Call._fields) - DIFFERENTIABLE
         return *(x if want else None for x, want in zip(found, wanted, strict=True)), *(None,) * others
 
@@ -135,7 +135,7 @@ def new_vectors(like: Tensor, of: Tensor) -> Tensor:
     return like.new_empty_strided((batch, heads, length, size), (heads * size, size, batch * heads * size, 1))
 
 
-def _is_looked_at() -> bool:
+def is_looked_at() -> bool:
     """Whether operations are traced or counted. Else the dispatcher is skipped: it takes longer than the launches."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 

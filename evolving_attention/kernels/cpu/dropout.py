@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call import PLAIN
+from ..operation import is_looked_at
 from . import library
 from .structures import Dropout, threshold_of
 
@@ -30,21 +31,20 @@ def drop(x: Tensor, probability: float) -> Tensor:
     The choice depends on the place in x and on one number from PyTorch's generator for the CPU. Processors with AVX-512
     drop other numbers than those without.
     """
-    return _operation(x, threshold_of(probability), torch.randint(2**63 - 1, (), device="cpu"))
+    return _apply(x, threshold_of(probability), torch.randint(2**63 - 1, (), device="cpu"))
 
 
-@torch.library.custom_op("evolving_attention::cpu_dropout", mutates_args=(), device_types="cpu")
-def _operation(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+def _apply(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+    """In eager mode not by the dispatcher, which takes longer than the dropout of a small tensor."""
+    return _operation(x, threshold, seed) if is_looked_at() else _Eager.apply(x, threshold, seed)
+
+
+def _drop(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
     problem = Dropout(x.data_ptr(), result.data_ptr(), x.numel(), threshold, int(seed))
     library.call("evolving_attention_dropout", problem)
     return result
-
-
-@_operation.register_fake
-def _(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -53,7 +53,22 @@ def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return _operation(gradient, ctx.threshold, *ctx.saved_tensors), None, None  # dropped weights are dropped again
+    return _apply(gradient, ctx.threshold, *ctx.saved_tensors), None, None  # dropped weights are dropped again
 
 
+_operation = torch.library.custom_op("evolving_attention::cpu_dropout", _drop, mutates_args=(), device_types="cpu")
 _operation.register_autograd(_backward, setup_context=_keep)
+
+
+@_operation.register_fake
+def _(x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, threshold: int, seed: Tensor) -> Tensor:
+        _keep(ctx, (x, threshold, seed), x)  # as a ``setup_context``, autograd would call it more slowly
+        return _drop(x, threshold, seed)
+
+    backward = staticmethod(_backward)

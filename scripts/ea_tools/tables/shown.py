@@ -30,21 +30,24 @@ def write(folder: Path) -> None:
 
 
 def readme(folder: Path) -> list[str]:
-    """The scores of the four systems on Multi30k 2016."""
+    """The scores of the four systems: on Multi30k 2016, and on IWSLT'14's test."""
     systems = ["Transformer", "EA-Transformer", "Conv-Transformer", "EA-Conv-Transformer"]
+    lite = [f"{system}-Lite" for system in systems]
     relative = ["Relative positions alone", "EA, relative positions", "Conv, relative positions"]
     rows = {
-        "De-En, small, 1,500 updates": ("multi30k-laptop-systems", [f"{system}-Lite" for system in systems]),
+        "Multi30k De-En, small, 1,500 updates": ("multi30k-laptop-systems", lite),
         "the same, relative positions": ("multi30k-laptop-systems", [*relative, "EA-Conv, relative positions"]),
-        "En-De, a published recipe": ("multi30k-published", systems),
+        "Multi30k En-De, a published recipe": ("multi30k-published", systems),
         "the same, R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in systems]),
+        "IWSLT'14 De-En, 42,373 of 160,239 pairs, small": ("iwslt14-subset", lite),
     }
     shown = []
     for label, (name, models) in rows.items():
         table = tables.read(name)
         entries = gather(table, Records(folder), table.seeds, "beam5.average10")
-        shown.append([label, *(spread(entries[model, table.columns[0].label].values) for model in models)])
-    return markdown_table(["BLEU, Multi30k 2016", "Transformer", "EA", "Conv", "EA-Conv"], shown)
+        scores = (entries[model, table.columns[0].label].values for model in models)
+        shown.append([label, *(spread(values) if values else "not run" for values in scores)])
+    return markdown_table(["BLEU (Multi30k: test of 2016)", "Transformer", "EA", "Conv", "EA-Conv"], shown)
 
 
 def results(folder: Path, *names: str) -> list[Result]:
