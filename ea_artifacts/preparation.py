@@ -175,13 +175,14 @@ class Preparation:
         """The subwords of each side's dictionary, source first, in the order of their numbers.
 
         Raises:
-            UserError: a dictionary or the codes are missing, or the dictionaries differ where they should not.
+            UserError: a dictionary or the codes are missing, the dictionaries differ where they should not, or a line
+                of theirs is not a subword and its count.
         """
         needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.bpe]]
         for name in needed:
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / name}: no such file; prepare that text again")
-        sides = [(self.folder / name).read_text(encoding="utf-8").split("\n")[:-1] for name in needed[:2]]
+        sides = [_entries(self.folder / name) for name in needed[:2]]
         if sides[0] != sides[1] and not self.separate_dictionaries:
             raise UserError(f"{self.folder}: the dictionaries of its two languages differ; prepare that text again")
         return [[line.rsplit(" ", 1)[0] for line in lines] for lines in sides]
@@ -224,6 +225,18 @@ class Preparation:
                 + "\n".join(f"  {line}" for line in differences)
                 + f"\nGive the data of its training, or prepare these with custom.sh --like {run}"
             )
+
+
+def _entries(dictionary: Path) -> list[str]:
+    """The lines of a dictionary; a UserError names the first that is not a subword and its count."""
+    lines = dictionary.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            int(line.decode().removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[1])
+        except (ValueError, IndexError):
+            expected = "expected a subword and its count"
+            raise UserError(f"{dictionary}:{number}: {expected}, found {line!r}; prepare that text again") from None
+    return [line.decode() for line in lines]
 
 
 def one_side(folder: Path, language: str) -> dict[str, Any]:

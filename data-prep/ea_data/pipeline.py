@@ -56,6 +56,8 @@ class Pipeline:
         self.required = corpus.expected if strict else {}
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
         self.earlier = corpus.like
+        if self.earlier:  # now and not after hours
+            subwords.require_codes(self.earlier)
         self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
         # For Moses.
         self.spoken = self.earlier.moses_languages if self.earlier else tuple(map(base_language, self.languages))
