@@ -214,6 +214,7 @@ def test_floor_counts_what_must_be_done(kind):
     training --precision bf16 --device cpu | '--precision bf16: '
     attention --kernel-size 4 | '--kernel-size 4 '
     decoding --exported --device cpu --precision fp32 bf16 | --exported
+    decoding --output {writes_to} | '--output: {writes_to}: is a folder'
 """)
 def test_a_mistake_is_named_before_anything_is_measured(words, named, capsys, tmp_path, monkeypatch):
     modules = {"training": benchmark_training, "attention": benchmark_attention, "decoding": benchmark_decoding}

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ea_artifacts.command import REPO, Parser, at_least, positive
+from ea_artifacts.command import REPO, Parser, UserError, at_least, positive
+from ea_artifacts.files import replaceable
 
 #: Pairs of models, ours and stock, as words after --arch: the papers' two sizes, fairseq's other Transformers, and the
 #: papers' other translation systems.
@@ -76,6 +77,15 @@ def attention(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.kernel_size % 2 == 0:
         parser.error(f"--kernel-size {args.kernel_size} is not odd")
     return args
+
+
+def _file(text: str) -> Path:
+    """An argparse type: the name of a file. A folder would be refused only when a result is there."""
+    try:
+        replaceable(Path(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def _sentences(text: str) -> str:
@@ -158,7 +168,7 @@ def gpu_report(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=GPU_STEPS, default=list(GPU_STEPS), metavar="STEP", help=steps)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on a CPU, with a stand-in for CUDA graphs")
     output = REPO / "results" / "gpu_report.json"
-    parser.add_argument("--output", type=Path, default=output, metavar="FILE", help="JSON (default: %(default)s)")
+    parser.add_argument("--output", type=_file, default=output, metavar="FILE", help="JSON (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -174,7 +184,7 @@ def _parser(name: str, options: Callable) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--repetitions", type=positive, default=7, metavar="N", help="timings each (default: 7)")
     output, times = REPO / "results" / f"benchmark_{name}.json", "JSON with every time (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=output, metavar="FILE", help=times)
+    parser.add_argument("--output", type=_file, default=output, metavar="FILE", help=times)
     return parser
 
 
