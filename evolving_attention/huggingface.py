@@ -65,8 +65,8 @@ def evolve(
         The same model.
 
     Raises:
-        ValueError: an unknown setting, or a model of another type, that evolves or was saved evolving, or whose
-            configuration asks for attention maps.
+        ValueError: an unknown setting, or a model of another type, that is wrapped, evolves or was saved evolving, or
+            whose configuration asks for attention maps.
     """
     settings = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "learn_mix": learn_mix}
     _check(model, settings)
@@ -394,6 +394,8 @@ def _hand_down_cache(
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Refuse what ``evolve`` cannot do, before anything changes."""
     check(*(settings[name] for name in ("rule", "kernel_size", "alpha", "beta")))
+    if not isinstance(model, PreTrainedModel):  # PEFT, which wraps one, saves only the parts that it knows
+        raise ValueError(f"{type(model).__name__}: expected a model of transformers; evolve it before you wrap it")
     if any(isinstance(module, Evolution) for module in model.modules()):
         raise ValueError(f"{type(model).__name__}: it evolves already")
     if getattr(model.config, SETTINGS, None):

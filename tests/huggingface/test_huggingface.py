@@ -397,6 +397,8 @@ def test_bad_settings_change_nothing(settings, message):
     assert list(model.state_dict()) == before
     with pytest.raises(ValueError, match="it evolves already"):
         evolve(evolve(model))
+    with pytest.raises(ValueError, match=r"DataParallel: .*before you wrap it"):
+        evolve(torch.nn.DataParallel(build("bert")))
 
 
 @pytest.mark.parametrize(
