@@ -15,7 +15,7 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
-from evolving_attention.evolution import Geometry
+from evolving_attention.evolution import RULES, Geometry
 
 from .attention import IncrementalState
 from .layers import EADecoderLayer
@@ -28,7 +28,10 @@ class BidirectionalDecoderLayer(EADecoderLayer):
 
     def evolution_of(self, settings: Settings, kind: Geometry) -> tuple[Geometry, dict[str, Any]]:
         """All k x k taps, and the coefficients of decoders, which the encoder's rule of equation 4 has too."""
-        return Geometry.ENCODER_SELF, {**settings.attention(kind, self._first), "rule": "evolving"}
+        options = settings.attention(kind, self._first) | {"rule": "evolving"}
+        if not RULES[settings.rule].evolves_in(kind):  # ours for its scores or relative positions alone
+            options |= {"alpha": 0.0, "beta": 0.0, "learn_mix": False, "conv_layers": 1}
+        return Geometry.ENCODER_SELF, options
 
 
 class EACMLMEncoder(EATransformerEncoder):

@@ -111,3 +111,14 @@ def test_it_learns_and_generates():
     for models in ([model], [model, model]):
         hypotheses = generator.generate(models, sample)
         assert [one[0]["tokens"].tolist() for one in hypotheses] == [row[row.ne(1)].tolist() for row in target]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["predictive --ea-conv-layers 2 --ea-learn-mix --ea-relative-positions 8", "realformer --ea-score multiplicative"],
+)
+def test_a_rule_for_encoders_brings_no_convolution_into_the_decoder(rule):
+    decoder = build(ARCH, *f"--ea-rule {rule}".split()).decoder
+    evolutions = [module for module in decoder.modules() if isinstance(module, Evolution)]
+    assert evolutions
+    assert not any(list(evolution.parameters()) for evolution in evolutions)
