@@ -229,14 +229,15 @@ class Preparation:
 
 def _entries(dictionary: Path) -> list[str]:
     """The lines of a dictionary; a UserError names the first that is not a subword and its count."""
-    lines = dictionary.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(lines, 1):
+    entries = []
+    for number, line in enumerate(dictionary.read_bytes().split(b"\n")[:-1], 1):
         try:
-            int(line.decode().removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[1])
+            entries.append(line.decode())
+            int(entries[-1].removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[1])
         except (ValueError, IndexError):
             expected = "expected a subword and its count"
             raise UserError(f"{dictionary}:{number}: {expected}, found {line!r}; prepare that text again") from None
-    return [line.decode() for line in lines]
+    return entries
 
 
 def one_side(folder: Path, language: str) -> dict[str, Any]:
