@@ -59,8 +59,8 @@ def build(name: str, settings: dict[str, Any], seed: int) -> Any:
 def search(name: str, options: dict[str, list], common: dict[str, Any]) -> dict[str, Any]:
     """A system's settings: its sizes, those first that all have, and then its own."""
     sizes = [size for size in SIZES if not options.keys() & size.keys()]
-    if "kind" in options:  # no layers of attention
-        sizes = [size for size in sizes if "d" in size]
+    if "kind" in options:  # no attention, whose share p is
+        sizes = [size for size in sizes if "p" not in size]
     chosen = {option: values[0] for option, values in options.items()}
     for size in sizes:
         chosen |= choose(name, size, {**common, **chosen})

@@ -23,7 +23,7 @@ class _Trained:
     """The common part of both estimators: parameters, padding, scaling and training."""
 
     kind: str = "attention"  # or a baseline: "ResNet", "GRU", "LSTM"
-    layers: int = 4  # of attention, with dilations 1, 2, 4, ...
+    layers: int = 4  # two to a block; dilations 1, 2, 4, ...
     d: int = 64  # model size
     p: float = 0.25  # attention's share of d
     alpha: float = 0.5  # share of the previous map

@@ -63,11 +63,11 @@ class Layer(nn.Module):
 
 
 class ResNetBlock(nn.Module):
-    """A block of the ResNet for series (Wang et al. 2017): windows of 7, 5 and 3 of width d, and a way around them."""
+    """A block of a ResNet (He et al. 2016) over time: two convolutions of width d and window 3, and a way around."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv1d(d, d, window, padding="same") for window in (7, 5, 3))
+        self.convolutions = nn.ModuleList(nn.Conv1d(d, d, 3, padding="same") for _ in range(2))
         self.norms = nn.ModuleList(MaskedBatchNorm(d) for _ in self.convolutions)
 
     def forward(self, x: Tensor, padded: Tensor, previous: None) -> tuple[Tensor, None]:
@@ -86,8 +86,9 @@ class Network(nn.Module):
         channels: C.
         length: the longest series.
         outputs: classes, or 1 for regression.
-        kind: "attention", or a baseline: "ResNet" of three blocks, "GRU" or "LSTM" of two layers.
-        layers: of attention. Their dilations are 1, 2, 4, ....
+        kind: "attention", or a baseline: "ResNet", "GRU" or "LSTM".
+        layers: of attention, two to a block. Their dilations are 1, 2, 4, .... Baselines have one layer, or ResNetBlock,
+            for each block.
         d, dropout, options: see ``Layer``.
     """
 
@@ -99,8 +100,8 @@ class Network(nn.Module):
         self.positions = nn.Parameter(torch.randn(length, d) * 0.02)
         self.recurrent = None
         if kind in ("GRU", "LSTM"):
-            self.recurrent = getattr(nn, kind)(d, d, 2, batch_first=True, dropout=dropout)
-        self.layers = nn.ModuleList([ResNetBlock(d) for _ in range(3)] if kind == "ResNet" else [])
+            self.recurrent = getattr(nn, kind)(d, d, layers // 2, batch_first=True, dropout=dropout)
+        self.layers = nn.ModuleList([ResNetBlock(d) for _ in range(layers // 2)] if kind == "ResNet" else [])
         if kind == "attention":
             for number in range(layers):
                 self.layers.append(Layer(d, dilation=2**number, dropout=dropout, first=number == 0, **options))

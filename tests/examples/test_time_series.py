@@ -73,6 +73,13 @@ def test_padding_changes_nothing(kind):
     torch.testing.assert_close(network(x[:1], padded[:1]), network(x, padded)[:1])
 
 
+@pytest.mark.parametrize(("kind", "a_block"), [("GRU", 1632), ("LSTM", 2176), ("ResNet", 1632)])
+def test_a_baseline_has_a_layer_for_each_block_of_two(kind, a_block):
+    """Of width 16: gates' weights and two biases each, or two windows of 3 with biases and norms."""
+    sizes = [sum(x.numel() for x in Network(3, 9, 2, kind, n, 16, 0.0).parameters()) for n in (4, 6)]
+    assert sizes[1] - sizes[0] == a_block
+
+
 def noise(classes, lengths):
     """Series of two channels whose mean tells their class."""
     random = np.random.default_rng(0)
@@ -167,7 +174,7 @@ def test_the_better_settings_are_chosen_without_the_test_series(epochs, loaded, 
 
 @pytest.mark.parametrize(
     ("system", "sizes"),
-    [("GRU", ["d"]), ("Transformer", ["layers", "d"]), ("EA-DC-Transformer", ["layers", "d", "p"])],
+    [("GRU", ["layers", "d"]), ("Transformer", ["layers", "d"]), ("EA-DC-Transformer", ["layers", "d", "p"])],
 )
 def test_sizes_are_searched_before_alpha_and_beta(system, sizes, monkeypatch):
     """Each by the settings that are chosen so far; the last of the values is the best here."""
