@@ -283,11 +283,12 @@ def _attention(
         given = sum((more for more in (position_bias, summand) if more is not None), start=given).type_as(query)
     previous = evolving_maps.before(module, query.device)
     layer, above = _cached_layer(evolving_cache, module), None
-    if evolving_cache is not None and layer is not None and layer.above is None:
-        if evolving_cache.get_seq_length(module.layer_idx) > query.size(2):
+    if layer is not None:
+        known = 0 if layer.above is None else layer.above.size(3)
+        if evolution.geometry == Geometry.DECODER_SELF and known + query.size(2) != key.size(2):
             raise ValueError("past_key_values: holds keys and values without the rows of maps that the convolution "
-                             "reads; let the evolving model fill it from the start")  # fmt: skip
-        if module.training and torch.is_grad_enabled():
+                             "reads; let the evolving model alone fill it, from the start")  # fmt: skip
+        if layer.above is None and module.training and torch.is_grad_enabled():
             layer = None  # nothing goes on from a training step's cache, and no kernel has a backward pass with rows
     if layer is not None:
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
@@ -329,7 +330,7 @@ def _read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
         return ~mask, None
     masked = mask <= MASKED_FROM
     rest = mask.masked_fill(masked, 0)
-    unread = torch.compiler.is_compiling() or not sees(rest)
+    unread = torch.compiler.is_compiling() or rest.is_meta or not sees(rest)
     return masked, rest if unread or bool(rest.any()) else None
 
 

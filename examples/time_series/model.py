@@ -87,8 +87,7 @@ class Network(nn.Module):
         length: the longest series.
         outputs: classes, or 1 for regression.
         kind: "attention", or a baseline: "ResNet", "GRU" or "LSTM".
-        layers: of attention, two to a block. Their dilations are 1, 2, 4, .... Baselines have one layer, or ResNetBlock,
-            for each block.
+        layers: of attention, two to a block. Their dilations are 1, 2, 4, .... Baselines have one for each block.
         d, dropout, options: see ``Layer``.
     """
 

@@ -373,16 +373,29 @@ def test_zeros_that_are_added_leave_logits_to_the_kernel(attended):
     assert by_kernel == {Geometry.ENCODER_DECODER} < {call.geometry for call in attended}
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_model_without_memory_is_called_as_a_plain_one_is(name):
+    """On the meta device, where FLOPs are counted and plans of memory made."""
+    batch = {key: x.to("meta") for key, x in inputs(name).items() if "mask" not in key}
+    models = [build(name, **settings).to("meta") for settings in ({}, {"alpha": 0.4})]
+    for model in models:
+        model.config.pad_token_id = None  # else transformers reads the words
+    plain, evolving = (model(**batch).logits for model in models)
+    assert evolving.shape == plain.shape
+
+
 def test_what_cannot_work_is_refused_by_name():
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
         model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(NotImplementedError, match="assisted decoding, which takes back tokens, does not work"):
         model.generate(words[:1], max_new_tokens=4, assistant_model=build("gpt2"), pad_token_id=0)
-    layers = model(words[:, :-1], use_cache=True).past_key_values.layers
-    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in layers])
-    with pytest.raises(ValueError, match="past_key_values: holds keys and values without the rows"):
-        model(words[:, -1:], past_key_values=rebuilt)
+    cache = model(words[:, :-2], use_cache=True).past_key_values
+    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    build("gpt2")(words[:, -2:-1], past_key_values=cache)  # a plain model goes on
+    for without_rows in (rebuilt, cache):
+        with pytest.raises(ValueError, match="past_key_values: holds keys and values without the rows"):
+            model(words[:, -1:], past_key_values=without_rows)
 
 
 @pytest.mark.parametrize(
