@@ -51,13 +51,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 
 
+#: the greatest whole number that C's int holds, and so pools of processes, bars of progress and fairseq do
+C_INT_MAX = 2**31 - 1
+
+
 def at_least(least: int, kind: Callable[[str], float] = int) -> Callable[[str], Any]:
-    """An argparse type: a number of this kind that is not below `least`."""
+    """An argparse type: a number of this kind that is not below `least`, nor a whole one above ``C_INT_MAX``."""
 
     def number(text: str) -> float:
         value = kind(text)
         if not value >= least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+        if kind is int and value > C_INT_MAX:
+            raise argparse.ArgumentTypeError(f"must be at most {C_INT_MAX}, not {text}")
         return value
 
     return number

@@ -38,6 +38,13 @@ def language(text: str) -> str:
     return text
 
 
+def prefix(text: str) -> str:
+    """An argparse type: what the names of two files begin with."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; is a variable of your shell unset?")
+    return text
+
+
 def folder_name(text: str) -> str:
     """An argparse type: the name of a folder below data/."""
     if not re.fullmatch(r"\w[\w.+-]*", text):
@@ -106,11 +113,20 @@ def add_custom_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source-lang", type=language, required=True, metavar="XX")
     add("--target-lang", type=language, required=True, metavar="YY")
-    add("--train", required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz")
+    add(
+        "--train", type=prefix, required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz"
+    )
     valid = parser.add_mutually_exclusive_group(required=True)
-    valid.add_argument("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
+    valid.add_argument("--valid", type=prefix, metavar="PREFIX", help="kept whole and aligned, as are tests")
     valid.add_argument("--valid-every", type=at_least(2), metavar="N", help="every N-th training pair is validation")
-    add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
+    add(
+        "--test",
+        type=prefix,
+        nargs="+",
+        default=[],
+        metavar="PREFIX",
+        help="for fairseq: test, test1, ... in this order",
+    )
     add("--name", type=folder_name, help="name of the data (default: that of --out, else custom-XX-YY)")
     none = "none: sentencepiece splits raw text (default: moses where it has rules for both languages, else none)"
     add("--tokenizer", choices=["moses", "none"], help=none)

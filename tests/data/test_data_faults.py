@@ -140,6 +140,8 @@ def test_a_line_of_100_000_tokens_is_dropped_in_training_and_kept_in_a_test(tmp_
     --source-lang en | --source-lang --target-lang en
     --source-lang de-AT | 'de_AT?'
     --valid-every 1 | --valid-every 'at least 2'
+    --merges 9999999999 | --merges 'at most 2147483647'
+    --test '' | --test empty
     --name ../../evil | --name ../../evil --out
     --tokenizer none --tokenised | --tokenizer --tokenised
     --bpe-given code | --bpe-given --tokenised
