@@ -27,10 +27,12 @@ class BidirectionalDecoderLayer(EADecoderLayer):
     """A decoder layer whose convolutions see both directions."""
 
     def evolution_of(self, settings: Settings, kind: Geometry) -> tuple[Geometry, dict[str, Any]]:
-        """All k x k taps, and the coefficients of decoders, which the encoder's rule of equation 4 has too."""
-        options = settings.attention(kind, self._first) | {"rule": "evolving"}
+        """All k x k taps, and the coefficients of decoders, which an encoder's rule has, too."""
+        options = settings.attention(kind, self._first)
+        if settings.rule == "evolving-from-second":  # in decoders it is equation 4
+            options |= {"rule": "evolving"}
         if not RULES[settings.rule].evolves_in(kind):  # ours for its scores or relative positions alone
-            options |= {"alpha": 0.0, "beta": 0.0, "learn_mix": False, "conv_layers": 1}
+            options |= {"rule": "evolving", "alpha": 0.0, "beta": 0.0, "learn_mix": False}
         return Geometry.ENCODER_SELF, options
 
 

@@ -8,7 +8,7 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from evolving_attention.evolution import RULES
+from evolving_attention.evolution import RULES, Geometry
 
 from .options import Settings, add_options, as_namespace
 from .transformer import EATransformerDecoder, EvolvingModel
@@ -34,9 +34,12 @@ class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
         """
         args = as_namespace(args)
         model = super().build_model(args, task)
-        rule = Settings.of(args).rule
-        if RULES[rule].decoder is None:
-            raise ValueError(f"--ea-rule {rule} evolves encoders only, and a language model has none: leave it out")
+        rule, alpha = (settings := Settings.of(args)).rule, settings.decoder_alpha
+        if not RULES[rule].changes(alpha, 1.0, Geometry.DECODER_SELF):
+            raise ValueError(
+                f"--ea-rule {rule} with --ea-decoder-alpha {alpha:g}: nothing evolves in decoders, and a "
+                "language model has no encoder; leave the rule out"
+            )
         cfg = TransformerConfig.from_namespace(args)
         embedding = model.decoder.embed_tokens
         model.decoder = EATransformerDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True)

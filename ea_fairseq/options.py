@@ -87,7 +87,8 @@ class Settings:
     decoder_alpha: float = _option(
         0.0,
         _fraction,
-        "share of the previous layer's map in decoder self-attention from the second layer on; the papers have none",
+        "share of the previous layer's map in decoder self-attention from the second layer on, or as --ea-alpha the "
+        "convolution's; the papers have none",
     )
     cross_alpha: float = _option(0.0, _fraction, "likewise in encoder-decoder attention")
     beta: float = _option(
@@ -101,7 +102,7 @@ class Settings:
     cross_beta: float | None = _option(None, _fraction, "in place of --ea-beta in encoder-decoder attention")
     kernel_size: int = _option(3, _odd, "the convolutions' kernel is as wide and as high as this odd number")
     rule: str = _option("evolving", _rule, f"how maps evolve: {', '.join(RULES)}")
-    conv_layers: int = _option(1, _few, "with --ea-rule predictive: 1 to 3 convolutions, one after the other")
+    conv_layers: int = _option(1, _few, "with --ea-rule predictive: 1 to 3 convolutions in encoders, one by one")
     conv: str = _option("dense", _convolution, f"the kind of the convolutions: {', '.join(CONVOLUTIONS)}")
     learn_mix: bool = _option(
         False, _switch, "make alpha and beta parameters of each layer, which start at the values given"
@@ -148,7 +149,8 @@ class Settings:
         if self.conv_branch and geometry == Geometry.ENCODER_SELF:
             return True
         rule = RULES[self.rule]
-        may_learn = self.learn_mix and rule.evolves_in(geometry)
+        later = self._takes_map(geometry)
+        may_learn = self.learn_mix and any(rule.depends_on(False, geometry) + rule.depends_on(later, geometry))
         return may_learn or rule.changes(self.alpha_of(geometry), self.beta_of(geometry), geometry)
 
     def _relative_positions_in(self, geometry: Geometry) -> int:
@@ -183,16 +185,20 @@ class Settings:
         others = (learnt, self.score, self._relative_positions_in(geometry), branch)
         if widest.c == 0:  # no convolution reads a and b
             return coefficients[3:], others
-        return coefficients, others, self.kernel_size, self.conv_layers, self.conv
+        return coefficients, others, self.kernel_size, self._conv_layers_in(geometry), self.conv
+
+    def _conv_layers_in(self, geometry: Geometry) -> int:
+        return self.conv_layers if geometry == Geometry.ENCODER_SELF else 1
 
     def attention(self, geometry: Geometry, first: bool = False) -> dict[str, Any]:
         """The keyword arguments of an attention of this kind. first: no layer before hands on a map."""
-        same = ("kernel_size", "rule", "conv_layers", "conv", "learn_mix", "score", "plain")
+        same = ("kernel_size", "rule", "conv", "learn_mix", "score", "plain")
         return {
             **{name: getattr(self, name) for name in same},
             "alpha": self.alpha_of(geometry),
             "beta": self.beta_of(geometry),
             "first": not self._takes_map(geometry, first),
+            "conv_layers": self._conv_layers_in(geometry),
             "relative_positions": self._relative_positions_in(geometry),
         }
 

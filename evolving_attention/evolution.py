@@ -80,9 +80,9 @@ class Rule:
     first: Callable[[Share, Share], Coefficients]
     #: (alpha, beta) -> the coefficients where there is one
     later: Callable[[Share, Share], Coefficients]
-    #: (alpha, beta) -> those in a decoder without one; None: a decoder's attention is the plain Transformer's
+    #: (alpha, beta) -> those in a decoder without one; None: a decoder's attention is the plain Transformer's always
     decoder: Callable[[Share, Share], Coefficients] | None = None
-    #: whether several convolutions may stand where one does: only where they read the previous map alone
+    #: whether several convolutions may stand where an encoder has one: only where they read the previous map alone
     stackable: bool = False
 
     def coefficients(
@@ -147,6 +147,7 @@ RULES = {
     "predictive": Rule(
         first=_logits_only,
         later=lambda alpha, beta: Coefficients(a=1.0, b=0.0, c=alpha, d=0.0, e=1.0),
+        decoder=_logits_only,
         stackable=True,
     ),
     # Predictive Attention Transformer, table 5
@@ -301,7 +302,8 @@ class Evolution(nn.Module):
         rule: a name in ``RULES``.
         first: whether this is the first layer, to which no layer hands a map. By default it is in decoders: the papers'
             hand on no maps.
-        conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive``.
+        conv_layers: how many convolutions there are, one after the other, a ReLU after each; for ``predictive`` in
+            encoders.
         conv: their kind, a name in ``CONVOLUTIONS``.
         learn_mix: whether alpha and beta are parameters of shape (1,), started at the values given, where the rule uses
             them.
@@ -340,6 +342,8 @@ class Evolution(nn.Module):
         #: whether a map of the layer before has any effect
         self.uses_previous = takes_map and RULES[rule].uses_previous(alpha, beta, geometry)
         convolves = RULES[rule].coefficients(alpha, beta, takes_map, geometry).c != 0
+        if convolves and conv_layers > 1 and geometry != Geometry.ENCODER_SELF:
+            raise ValueError(f"conv_layers {conv_layers}: {geometry.value} has one convolution at most")
         self.conv = MapConvolution(geometry, heads, kernel_size, conv) if convolves else None
         #: the convolutions that run before ``conv``, where there are several
         self.stacked = nn.ModuleList(

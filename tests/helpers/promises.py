@@ -23,7 +23,8 @@ MODELS = {
     "a skip in decoder self-attention, learnt": f"{BASE} --ea-decoder-alpha 0.4 --ea-learn-mix",
     "from the second, no skip": "ea_transformer_base --ea-rule evolving-from-second --ea-alpha 0 --ea-beta 0.5",
     "predictive": PREDICTIVE,
-    "predictive, 3 convolutions": f"{PREDICTIVE} --ea-conv-layers 3",
+    "predictive everywhere, 3 convolutions": f"{PREDICTIVE} --ea-conv-layers 3 --ea-decoder-alpha 0.4 "
+    "--ea-cross-alpha 0.3 --decoder-layers 3",
     "residual": "ea_transformer_base --ea-rule residual --ea-alpha 0.5",
     "realformer": "ea_transformer_base --ea-rule realformer",
     "multiplicative": f"{BASE} --ea-score multiplicative",

@@ -132,7 +132,9 @@ def attend(evolution, logits, value, kind, masked, hidden, previous=None):
 
     masked(i, j), hidden(i, j) -> bool
     """
-    rule = evolution.rule if kind == "encoder" else "evolving"  # those for decoders are equation 4 there
+    rule = evolution.rule
+    if kind != "encoder" and rule == "evolving-from-second":  # in decoders it is equation 4
+        rule = "evolving"
     convolutions = [] if evolution.conv is None else [*evolution.stacked, evolution.conv]
     shares = (x.squeeze() if isinstance(x, torch.Tensor) else x for x in (evolution.alpha, evolution.beta))
     coefficients = COEFFICIENTS[rule, previous is not None](*shares)

@@ -134,11 +134,18 @@ EVOLVED = {
     "--ea-rule predictive": {"encoder conv": 2},
     "--ea-rule predictive --ea-conv-layers 3": {"encoder conv": 2, "encoder stacked": 4},
     "--ea-rule predictive --ea-alpha 0": {},
+    "--ea-rule predictive --ea-alpha 0 --ea-decoder-alpha 0.2 --ea-conv-layers 2": {"decoder conv": 1},
     "--ea-rule residual": {},
     "--ea-rule realformer": {},
     # The first layer has nothing to mix in.
     "--ea-learn-mix": {**EVERYWHERE, "encoder alpha": 2, "encoder beta": 3, "decoder beta": 2, "cross beta": 2},
     "--ea-learn-mix --ea-rule predictive --ea-alpha 0": {"encoder conv": 2, "encoder alpha": 2},
+    "--ea-learn-mix --ea-rule predictive --ea-alpha 0 --ea-cross-alpha 0.2": {
+        "encoder conv": 2,
+        "encoder alpha": 2,
+        "cross conv": 1,
+        "cross alpha": 1,
+    },
     "--ea-learn-mix --ea-rule residual --ea-alpha 0": {"encoder alpha": 2},
 }
 
@@ -214,7 +221,9 @@ USELESS = [
     ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta"),
     ("ea_transformer_lm", "--ea-alpha 0.9", "--ea-alpha"),
     ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta"),
+    (BASE, "--ea-rule predictive --ea-decoder-alpha 0.2 --ea-decoder-beta 0.2", "--ea-decoder-beta"),
     (BASE, "--ea-alpha 1 --ea-rule predictive --ea-conv gated", None),
+    (BASE, "--ea-rule predictive --ea-decoder-alpha 0.2", None),
     (BASE, "--ea-beta 0 --ea-learn-mix --ea-kernel-size 5", None),
     (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
     (BASE, "--ea-rule residual --ea-plain", None),
@@ -290,7 +299,8 @@ def test_bad_values_are_refused_by_flag_and_value(flag, value, capsys):
         ),
         (BASE, {"cross_self_attention": True}, "--cross-self-attention: "),
         (LANGUAGE, {"decoder_attention_heads": 3}, "--decoder-attention-heads 3 .*--decoder-embed-dim 16"),
-        (LANGUAGE, {"ea_rule": "predictive"}, "--ea-rule predictive evolves encoders only"),
+        (LANGUAGE, {"ea_rule": "predictive"}, "--ea-rule predictive with --ea-decoder-alpha 0: nothing evolves"),
+        (LANGUAGE, {"ea_rule": "realformer", "ea_decoder_alpha": 0.5}, "--ea-rule realformer with .* 0.5: nothing"),
         (LANGUAGE, {"ea_conv_branch": True}, "--ea-conv-branch: .*encoder"),
         ("ea_roberta", {"encoder_attention_heads": 3}, "--encoder-attention-heads 3 .*--encoder-embed-dim 16"),
         ("ea_roberta", {"mha_heads_to_keep": 2}, "--mha-heads-to-keep 2: "),

@@ -55,7 +55,7 @@ def test_encoder_layers(options, padding):
         (SHORT_REACH, ENDS, None),
         *(({"score": score}, ENDS, None) for score in SCORED),
         *(({"score": score, **SHORT_REACH}, BEGINS, None) for score in SCORED),
-        *(({"rule": rule, "alpha": 0.4}, BEGINS, None) for rule in ("evolving", "evolving-from-second")),
+        *(({"rule": rule, "alpha": 0.4}, BEGINS, None) for rule in ("evolving", "evolving-from-second", "predictive")),
         ({"alpha": 0.4, "learn_mix": True}, ENDS, None),
         ({"alpha": 0.4, "beta": 0}, ENDS, None),
         ({"conv": "depthwise", "kernel_size": 5}, ENDS, None),
@@ -71,6 +71,7 @@ def test_encoder_layers(options, padding):
         ({"conv": "depthwise"}, BEGINS, RIGHT),
         ({"conv": "gated", "kernel_size": 5}, ENDS, LEFT),
         ({"alpha": 0.4, "learn_mix": True, "kernel_size": 5}, ENDS, LEFT),
+        ({"alpha": 0.4, "learn_mix": True, "rule": "predictive"}, BEGINS, LEFT),
     ],
     ids=str,
 )

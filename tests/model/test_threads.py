@@ -29,7 +29,7 @@ def check_threads(work, count):
     in_threads(turns)
 
 
-@each_model(["kernel 5", "predictive, 3 convolutions", "learnt", "relative, additive"])
+@each_model(["kernel 5", "predictive everywhere, 3 convolutions", "learnt", "relative, additive"])
 @torch.no_grad()
 def test_many_threads_get_the_scores_of_one(name, each_way):
     model = lively(name)
