@@ -149,7 +149,8 @@ def chosen(look: Look, args: argparse.Namespace) -> list[Row]:
             _must_have(look.baseline, f"--compare {look.baseline_name}", row)
         if "convolution" in parts and "convolution" not in look.maps[place].parts:
             raise UserError(
-                f"--part convolution: {look.name} has no convolution in {kind}; choose --kind, or --part map"
+                f"--part convolution: {look.name} has none in layer {row.layer} of {kind}; choose another --layer "
+                "or --kind, or --part map"
             )
         if "rollout" in parts and place not in look.rollouts["rollout"]:
             raise UserError(
