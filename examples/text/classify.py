@@ -2,6 +2,7 @@
 
     python -m examples.text.classify SST-2 --seeds 1 2 3
     python -m examples.text.classify DIR --glove glove.840B.300d.txt
+    python -m examples.text.classify SNLI --glove glove.840B.300d.txt --epochs 30 --steps 10 --alpha 0.5
 
 DIR has train.tsv and test.tsv without a header, in UTF-8: a class, a tab, a sentence, and for pairs a tab and another
 sentence. SST-2 is GLUE's, with its development set as the test, from the hub where --data does not give it.
@@ -21,12 +22,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from evolving_attention.evolution import check
 from examples.glue import tasks
 from examples.report import positive, report
-from examples.text.model import SYSTEMS, Classifier
+from examples.text.model import BLOCKS, SYSTEMS, WIDTH, Classifier, systems
 
 SIZE, BATCH, EPOCHS, RATE, LAST_RATE, DECAY = 300, 64, 10, 4e-4, 1e-6, 2e-6  # appendix B.2.1; SIZE is GloVe's
+WIDTHS = (256, 384, 512, 768)  # appendix C.1
 UNKNOWN = 1  # 0 is padding
+SEPARATOR = "<sep>"  # which TOKEN never gives
 TOKEN = re.compile(r"\w+|[^\w\s]")
 
 Row = tuple[list[list[str]], str]  # words of each sentence, class
@@ -49,12 +53,20 @@ def read(name: str, split: str) -> list[Row]:
     path, rows = Path(name) / f"{split}.tsv", []
     if not path.is_file():
         raise tasks.DataError(f"{path}: no such file; expected SST-2, or a folder with train.tsv and test.tsv")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        label, *sentences = line.split("\t")
-        if not any(map(str.strip, sentences)):
-            raise tasks.DataError(f"{path}, line {number}: expected a class, a tab and a sentence, found {line!r}")
-        rows.append(([TOKEN.findall(sentence.lower()) for sentence in sentences], label))
+    with path.open(encoding="utf-8") as file:  # str.splitlines would also split at a review's U+0085 and U+2028
+        for number, line in enumerate(file, 1):
+            label, *sentences = line.rstrip("\n").split("\t")
+            if not any(map(str.strip, sentences)):
+                raise tasks.DataError(f"{path}, line {number}: expected a class, a tab and a sentence, found {line!r}")
+            rows.append(([TOKEN.findall(sentence.lower()) for sentence in sentences], label))
     return rows
+
+
+def join(sentences: list[list[str]]) -> list[tuple[str, int]]:
+    """Words, each with its sentence's number; a separator ends every sentence but the last, as in BERT."""
+    last = len(sentences) - 1
+    ended = (words if number == last else [*words, SEPARATOR] for number, words in enumerate(sentences))
+    return [(word, number) for number, words in enumerate(ended) for word in words]
 
 
 def glove(path: Path, words: list[str]) -> Tensor:
@@ -72,21 +84,24 @@ class Batches:
     """Rows as tensors: words and their fields, B x T each, padded on the right, cut after ``longest``; classes, B."""
 
     def __init__(self, rows: list[Row], longest: int) -> None:
-        known = Counter(word for row, _ in rows for sentence in row for word in sentence)
+        known = Counter(word for row, _ in rows for word, _ in join(row))
         self.words, self.classes = ["<pad>", "<unk>", *known], sorted({label for _, label in rows})
         self.place, self.longest = {word: number for number, word in enumerate(self.words)}, longest
 
     def __call__(self, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-        rows_of_words = ([(w, field) for field, words in enumerate(row) for w in words] for row, _ in rows)
-        places = ([(self.place.get(w, UNKNOWN), field) for w, field in row[: self.longest]] for row in rows_of_words)
+        places = ([(self.place.get(w, UNKNOWN), field) for w, field in join(row)[: self.longest]] for row, _ in rows)
         padded = nn.utils.rnn.pad_sequence(list(map(torch.tensor, places)), batch_first=True)  # B x T x 2
         return padded[..., 0], padded[..., 1], torch.tensor([self.classes.index(label) for _, label in rows])
 
 
-def train(model: Classifier, rows: list[Row], batches: Batches, updates: int) -> Classifier:
-    """The model after Adam with a cosine schedule."""
+def train(model: Classifier, rows: list[Row], batches: Batches, updates: int, step: int | None = None) -> Classifier:
+    """The model after Adam. The rate falls along a cosine, or to a tenth after every ``step`` updates."""
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), RATE, weight_decay=DECAY)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates, LAST_RATE)
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    if step:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step, 0.1)
+    else:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates, LAST_RATE)
     loader = DataLoader(rows, BATCH, shuffle=True, collate_fn=batches)
     for words, fields, classes in tqdm(
         islice(chain.from_iterable(repeat(loader)), updates), total=updates, disable=None
@@ -114,11 +129,19 @@ def main(words: list[str] | None = None) -> None:
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME", help="(default: all)")
     add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
     add("--glove", type=Path, metavar="FILE", help="fixed vectors of words (default: they are learnt)")
-    add("--updates", type=positive, metavar="N", help=f"(default: {EPOCHS} epochs)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive, default=EPOCHS, metavar="N", help=f"(default: {EPOCHS})")
+    length.add_argument("--updates", type=positive, metavar="N", help="stop after so many")
+    add("--steps", type=positive, metavar="N", help="rate / 10 every N epochs (default: a cosine)")
+    add("--alpha", type=float, default=0.1, metavar="N", help="of Res, PA and EA (default: 0.1)")
+    add("--conv-layers", type=positive, default=1, metavar="N", help="convolutions of PA (default: 1)")
+    add("--blocks", type=positive, default=BLOCKS, metavar="N", help=f"(default: {BLOCKS})")
+    add("--width", type=int, choices=WIDTHS, default=WIDTH, help=f"of a block (default: {WIDTH})")
     add("--max-length", type=positive, default=64, metavar="N", help="words of a row (default: 64)")
     add("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     try:
+        check("predictive", 3, args.alpha, 0.0, args.conv_layers)
         if args.name == "SST-2":
             rows, test = sst2(args.data)
         else:
@@ -129,16 +152,18 @@ def main(words: list[str] | None = None) -> None:
         vectors = glove(args.glove, batches.words) if args.glove else None
     except (tasks.DataError, OSError, ValueError) as error:
         sys.exit(f"classify: {error}")
-    updates = args.updates or EPOCHS * math.ceil(len(rows) / BATCH)
-    scores, sizes = {}, {}
+    epoch = math.ceil(len(rows) / BATCH)
+    updates, step = args.updates or args.epochs * epoch, args.steps and args.steps * epoch
+    scores, sizes, chosen = {}, {}, systems(args.alpha, args.conv_layers)
     for name in args.systems:
         scores[name] = []
         for seed in args.seeds:
             torch.manual_seed(seed)
             of_words = torch.randn(len(batches.words), SIZE) if vectors is None else vectors.clone()
             shape = (len(batches.classes), len(rows[0][0]), args.max_length)
-            model = Classifier(SYSTEMS[name], of_words, vectors is not None, *shape)
-            scores[name].append(accuracy(train(model, rows, batches, updates), test, batches))
+            size = {"blocks": args.blocks, "width": args.width}
+            model = Classifier(chosen[name], of_words, vectors is not None, *shape, **size)
+            scores[name].append(accuracy(train(model, rows, batches, updates, step), test, batches))
             print(f"{name}, seed {seed}: {scores[name][-1]:.2f}", file=sys.stderr, flush=True)
         sizes[name] = sum(p.numel() for part, p in model.named_parameters() if not part.startswith("words."))
     report(scores, args.out, parameters=sizes, settings=vars(args))

@@ -3,7 +3,7 @@
 Three blocks of 256 values: attention, a convolution over time or both, then two feed-forward layers. A block reads the
 outputs of all blocks before it, as in DenseNet.
 
-Axes: B batch, T words, C = 256 values of a block. Masks: True = padded.
+Axes: B batch, T words, C values of a block. Masks: True = padded.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evolving_attention import EvolvingAttention, Geometry
 
-BLOCKS, WIDTH, FEED_FORWARD, HEADS, WINDOW = 3, 256, 1024, 8, 3
+BLOCKS, WIDTH, HEADS, WINDOW = 3, 256, 8, 3
 
 
 class System(NamedTuple):
@@ -24,13 +24,26 @@ class System(NamedTuple):
     evolution: dict[str, float | str]
 
 
-PLAIN, PA, EA = {"alpha": 0.0, "beta": 0.0}, {"rule": "predictive", "alpha": 0.1}, {"alpha": 0.1, "beta": 0.1}
-#: PA's alpha is the draft's for SST; EA's shares are our choice.
-SYSTEMS = {
-    "CNN": System(False, True, {}),
-    **{f"{kind}Transformer": System(True, False, rule) for kind, rule in (("", PLAIN), ("PA-", PA), ("EA-", EA))},
-    **{f"{kind}Conv-Transformer": System(True, True, rule) for kind, rule in (("", PLAIN), ("PA-", PA), ("EA-", EA))},
-}
+def systems(alpha: float = 0.1, conv_layers: int = 1) -> dict[str, System]:
+    """The draft's systems, with its alpha for SST, and evolving attention's, whose shares are our choice.
+
+    Args:
+        conv_layers: convolutions of a prediction (table 5).
+    """
+    rules: dict[str, dict[str, float | str]] = {
+        "": {"alpha": 0.0, "beta": 0.0},
+        "PA-": {"rule": "predictive", "alpha": alpha, "conv_layers": conv_layers},
+        "EA-": {"alpha": alpha, "beta": 0.1},
+    }
+    return {
+        "CNN": System(False, True, {}),
+        **{f"{kind}Transformer": System(True, False, rule) for kind, rule in rules.items()},
+        "Res-Transformer": System(True, False, {"rule": "residual", "alpha": alpha}),
+        **{f"{kind}Conv-Transformer": System(True, True, rule) for kind, rule in rules.items()},
+    }
+
+
+SYSTEMS = systems()
 
 
 class Block(nn.Module):
@@ -40,24 +53,23 @@ class Block(nn.Module):
     attention with half of the heads, and have none: by that reading the draft's parameters are 2.58 M.
     """
 
-    def __init__(self, system: System, longest: int, dropout: float, number: int) -> None:
+    def __init__(self, system: System, longest: int, dropout: float, number: int, width: int) -> None:
         super().__init__()
         both = system.attention and system.convolution
-        width = WIDTH // 2 if both else WIDTH
-        self.enter = nn.Linear((number + 1) * WIDTH, WIDTH) if number else nn.Identity()
+        part, heads = (width // 2, HEADS // 2) if both else (width, HEADS)
+        self.enter = nn.Linear((number + 1) * width, width) if number else nn.Identity()
         self.attention = None
         if system.attention:
-            shape = (Geometry.ENCODER_SELF, width, HEADS * width // WIDTH)
             options = {"relative_positions": longest - 1, "first": number == 0, **system.evolution}
-            self.attention = EvolvingAttention(*shape, **options)
+            self.attention = EvolvingAttention(Geometry.ENCODER_SELF, part, heads, **options)
             if both:
                 for name in ("q_proj", "k_proj", "v_proj"):
-                    setattr(self.attention, name, nn.Linear(WIDTH, width))
+                    setattr(self.attention, name, nn.Linear(width, part))
                 self.attention.out_proj = nn.Identity()
-        self.convolution = nn.Conv1d(WIDTH, width, WINDOW, padding="same") if system.convolution else None
-        self.output = nn.Identity() if system.attention else nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, FEED_FORWARD), nn.ReLU(), nn.Linear(FEED_FORWARD, WIDTH))
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.convolution = nn.Conv1d(width, part, WINDOW, padding="same") if system.convolution else None
+        self.output = nn.Identity() if system.attention else nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, outputs: list[Tensor], padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -92,13 +104,15 @@ class Classifier(nn.Module):
         fields: int,
         longest: int,
         dropout: float = 0.2,
+        blocks: int = BLOCKS,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding.from_pretrained(vectors, freeze=fixed, padding_idx=0)
-        self.enter = nn.Linear(vectors.size(1), WIDTH)
-        self.fields = nn.Embedding(fields, WIDTH) if fields > 1 else None
-        self.blocks = nn.ModuleList(Block(system, longest, dropout, number) for number in range(BLOCKS))
-        self.classes = nn.Linear(WIDTH, classes)
+        self.enter = nn.Linear(vectors.size(1), width)
+        self.fields = nn.Embedding(fields, width) if fields > 1 else None
+        self.blocks = nn.ModuleList(Block(system, longest, dropout, number, width) for number in range(blocks))
+        self.classes = nn.Linear(width, classes)
         self.dropout = nn.Dropout(0.4)
 
     def forward(self, words: Tensor, fields: Tensor) -> Tensor:

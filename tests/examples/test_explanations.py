@@ -1,6 +1,7 @@
 """Explanations: the measures against examples counted by hand, and the command on models of one update."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,9 +128,19 @@ DOCUMENTS = {
     "good.txt": ["a good film indeed ,", "so good"],
     "bad.txt": ["so bad a film .", "unbelievable"],
     "long.txt": ["a plot " * 300, "good"],
+    "1_hypothesis": ["a bad plot"],
+    "1_premise": ["a good film indeed"],
+    "2_hypothesis": ["bad"],
+    "2_premise": ["so good"],
 }
-#: documents, labels, and the first and last word of each piece of evidence
-ANNOTATIONS = [("good.txt", "POS", [(1, 2), (5, 7)]), ("bad.txt", "NEG", [(1, 3)]), ("long.txt", "POS", [(600, 601)])]
+#: annotation, label, and pieces of evidence: the end of the document's name, the first word, the one after the last
+ANNOTATIONS = [
+    ("good.txt", "POS", [("", 1, 2), ("", 5, 7)]),
+    ("bad.txt", "NEG", [("", 1, 3)]),
+    ("long.txt", "POS", [("", 600, 601)]),
+    ("1", "NEG", [("_hypothesis", 1, 2)]),
+    ("2", "NEG", []),
+]
 
 
 @pytest.fixture(params=["docs", "docs.jsonl"])
@@ -148,7 +159,7 @@ def corpus(request, tmp_path):
             "annotation_id": name,
             "query": "is it good ?" if request.param == "docs" else None,
             "classification": label,
-            "evidences": [[{"docid": name, "start_token": start, "end_token": end}] for start, end in pieces],
+            "evidences": [[{"docid": name + of, "start_token": at, "end_token": end}] for of, at, end in pieces],
         }
         for name, label, pieces in ANNOTATIONS
     ]
@@ -159,17 +170,59 @@ def corpus(request, tmp_path):
 
 def test_erasers_files_are_read(corpus):
     documents = eraser.read(corpus, "test")
-    assert [one.label for one in documents] == ["POS", "NEG", "POS"]
+    assert [one.label for one in documents] == ["POS", "NEG", "POS", "NEG", "NEG"]
     chosen = [[word for word, is_chosen in zip(one.words, one.chosen, strict=True) if is_chosen] for one in documents]
-    assert chosen == [["good", "so", "good"], ["bad", "a"], ["good"]]
+    assert chosen == [["good", "so", "good"], ["bad", "a"], ["good"], ["bad"], []]
+    # e-SNLI: both sentences, whether they have evidence or not.
+    assert [" ".join(one.words) for one in documents[3:]] == [
+        "a good film indeed [SEP] a bad plot",
+        "so good [SEP] bad",
+    ]
 
 
-def test_a_reader_is_trained_and_measured(corpus, folder, tmp_path, capsys):
+def test_evidence_in_two_other_documents_is_read_from_both(tmp_path):
+    """Their names do not follow from the annotation's; an annotation without evidence names them itself."""
+    rows = [
+        {
+            "annotation_id": "3",
+            "classification": "POS",
+            "docids": ["b", "a"],
+            "evidences": [[{"docid": name, "start_token": 0, "end_token": 1} for name in names]],
+        }
+        for names in ("ba", "b", "")
+    ]
+    texts = [{"docid": name, "document": f"{name} x"} for name in "abc"]
+    for name, lines in (("test", rows), ("docs", texts)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [" ".join(one.words) for one in eraser.read(tmp_path, "test")] == ["a x [SEP] b x", "b x", "b x [SEP] a x"]
+
+
+def test_f1_is_the_mean_over_classes():
+    """Of POS 2 * (2/3 * 1) / (2/3 + 1) = 0.8, of NEG 0: macro 0.4, weighted by documents 0.53."""
+    documents = [eraser.Document(["a"], "", label, [True]) for label in ("POS", "NEG", "POS")]
+    positive = SimpleNamespace(
+        labels=["NEG", "POS"], probabilities=lambda sentences, query: np.array([[0.0, 1.0]] * len(sentences))
+    )
+    found = eraser.measure(positive, documents, lambda document: [1.0])
+    assert (found["accuracy"], found["F1"]) == (pytest.approx(2 / 3), pytest.approx(0.4))
+
+
+ATTENTION = ["BERT+LSTM, attention", "BERT+LSTM, evolving, attention"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [([], ATTENTION), (["--lime", "3"], [ATTENTION[0], "BERT+LSTM, LIME", ATTENTION[1], "EA-BERT+LSTM, LIME"])],
+)
+def test_a_reader_is_trained_and_measured(options, expected, corpus, folder, tmp_path, capsys):
     words = ["--model", str(folder / "SST-2-stock-1"), "--epochs", "1", "--out", str(tmp_path / "out.json")]
-    eraser.main([str(corpus), *words])
+    eraser.main([str(corpus), *words, *options])
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert list(results) == ["attention", "evolving attention"]
+    assert list(results) == expected
     assert all(np.isfinite(list(result.values())).all() for result in results.values())
+    if options:  # one model, explained in two ways
+        first, second = (results[name] for name in expected[:2])
+        assert (first["accuracy"], first["F1"]) == (second["accuracy"], second["F1"])
 
 
 @torch.no_grad()
@@ -178,7 +231,7 @@ def test_a_readers_scores_are_its_last_layers_weights(corpus, folder):
     model = AutoModel.from_pretrained(folder / "SST-2-stock-1")
     tokenizer = AutoTokenizer.from_pretrained(folder / "SST-2-stock-1")
     reader = eraser.Reader(model, tokenizer, ["NEG", "POS"], alpha=0.5, beta=0.5).eval()
-    good, bad, long = eraser.read(corpus, "test")
+    good, bad, long, pair, _ = eraser.read(corpus, "test")
     alone = reader(reader.encoded([good.words], [good.query]))
     both = reader(reader.encoded([good.words, bad.words], [good.query, bad.query]))
     for one, other in zip(alone, both, strict=True):
@@ -188,3 +241,6 @@ def test_a_readers_scores_are_its_last_layers_weights(corpus, folder):
     of_words = sum(w for w, side in zip(alone[1][0].tolist(), inputs.sequence_ids(), strict=True) if side == 1)
     assert sum(reader.attention(good)) == pytest.approx(of_words, abs=1e-5)
     assert reader.attention(long)[-1] == 0, "cut off"
+    inputs = reader.encoded([pair.words], [pair.query])
+    assert inputs["input_ids"][0].tolist().count(tokenizer.sep_token_id) == 3, "one between the two documents"
+    assert len(reader.lime(pair, samples=5)) == len(pair.words)
