@@ -1,4 +1,4 @@
-"""Train AA-, EA-AA- or PA-AA-ResNet on ImageNet with the papers' recipe (ICML 2021, sections 4.1 and A.1).
+"""Train ResNet, AA-, EA-AA- or PA-AA-ResNet on ImageNet with the papers' recipe (ICML 2021, sections 4.1 and A.1).
 
     torchrun --nproc-per-node 8 -m examples.imagenet.train FOLDER --layers 34 --out runs/ea-aa-resnet34
 
@@ -33,7 +33,7 @@ from examples.images.resnet import EvolvingResNet
 from examples.report import positive, write
 
 SIDE = 224
-SETTINGS = ("layers", "alpha", "beta", "rule", "kernel_size", "batch")
+SETTINGS = ("layers", "alpha", "beta", "rule", "kernel_size", "conv_layers", "plain", "batch")
 #: layers -> kind of block and blocks of each stage
 DEPTHS = {
     34: ("basic", [3, 4, 6, 3]),
@@ -131,7 +131,7 @@ def fit(args: argparse.Namespace, data: DatasetDict) -> None:
     """Train, or go on from the state in ``args.out``; print the accuracies after each epoch.
 
     Raises:
-        ValueError: the state is of other settings.
+        ValueError: the state is of other settings, or no model has these.
     """
     options = TrainingArguments(
         str(args.out),
@@ -150,16 +150,16 @@ def fit(args: argparse.Namespace, data: DatasetDict) -> None:
         report_to="none",
         seed=0,
     )
+    classes = data["train"].features["label"].num_classes
+    torch.manual_seed(0)
+    config, evolution = configuration(args.layers, classes), (args.alpha, args.beta, args.rule, args.kernel_size)
+    model = EvolvingResNet(config, SIDE, *evolution, args.conv_layers, augment=not args.plain)
     settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": options.world_size}
     file = args.out / "settings.json"
     if file.exists() and (before := json.loads(file.read_text())) != settings:
         raise ValueError(f"--out {args.out}: is of a training with {before}, this one has {settings}")
     if options.process_index == 0:
         write(file, settings)
-    classes = data["train"].features["label"].num_classes
-    torch.manual_seed(0)
-    config = configuration(args.layers, classes)
-    model = EvolvingResNet(config, SIDE, args.alpha, args.beta, args.rule, args.kernel_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.128, momentum=0.9, weight_decay=1e-4)
     updates = math.ceil(len(data["train"]) / (args.batch * options.world_size))  # of an epoch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / updates))
@@ -184,6 +184,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
     parser.add_argument("--rule", choices=RULES, default="evolving-from-second", help="predictive: PA-AA-ResNet")
     parser.add_argument("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
+    parser.add_argument("--conv-layers", type=positive, default=1, metavar="N", help="PA-AA-ResNet's (default: 1)")
+    parser.add_argument("--plain", action="store_true", help="ResNet, without attention")
     parser.add_argument("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
     parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")

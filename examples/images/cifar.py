@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from evolving_attention import EvolvingAttention, Geometry
 from examples.images import digits
+from examples.images.resnet import RelativePositions2d
 from examples.report import positive, report
 
-HEADS, STAGES, LARGEST, CUTOUT = 8, 4, 8, 8
+HEADS, STAGES, LARGEST, CUTOUT = 4, 4, 8, 8
 #: system -> settings of ``Evolution``, or None: no attention. PA's alpha is the draft's, EA's shares are our choice.
 SYSTEMS = {
     "CNN": None,
@@ -33,18 +34,25 @@ SYSTEMS = {
 
 
 class Block(nn.Module):
-    """A 1 x 1 convolution to half of the width, a 3 x 3 one beside attention, and two feed-forward layers."""
+    """A 1 x 1 convolution to half of the width, a 3 x 3 one beside attention, and two feed-forward layers.
 
-    def __init__(self, channels: int, width: int, evolution: dict | None, first: bool, dropout: float) -> None:
+    Args:
+        channels, width: of the input and the output.
+        side: height and width of the picture.
+        attention: settings of ``EvolvingAttention``, or None: no attention.
+        dropout: of the 3 x 3 convolution and between the feed-forward layers.
+    """
+
+    def __init__(self, channels: int, width: int, side: int, attention: dict | None, dropout: float) -> None:
         super().__init__()
         half = width // 2
-        attended = 0 if evolution is None else half // 2
+        attended = 0 if attention is None else half // 2
         self.enter = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, half, 1, bias=False))
-        self.convolution = nn.Conv2d(half, half - attended, 3, padding=1)
+        self.convolution = nn.Sequential(nn.Conv2d(half, half - attended, 3, padding=1), nn.Dropout(dropout))
         self.attention = None
-        if evolution is not None:
-            options = {"dropout": dropout, "first": first, **evolution}
-            self.attention = EvolvingAttention(Geometry.ENCODER_SELF, attended, min(HEADS, attended), **options)
+        if attention is not None:
+            self.attention = EvolvingAttention(Geometry.ENCODER_SELF, attended, HEADS, **attention)
+            self.attention.relative_positions = RelativePositions2d(side, side, attended // HEADS)
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(self.attention, name, nn.Linear(half, attended))
         self.feed_forward = nn.Sequential(
@@ -70,12 +78,16 @@ class Classifier(nn.Module):
         super().__init__()
         self.enter, channels, self.stages = nn.Conv2d(3, width, 3, padding=1), width, nn.ModuleList()
         for stage in range(STAGES):
-            evolution = SYSTEMS[system] if side // 2**stage <= LARGEST else None
-            wide = width * 2**stage
-            inputs = [channels + number * wide for number in range(3)]
-            blocks = (Block(x, wide, evolution, number == 0, dropout) for number, x in enumerate(inputs))
-            self.stages.append(nn.ModuleList(blocks))
-            channels = wide
+            evolution = SYSTEMS[system] if side <= LARGEST else None
+            wide, blocks = width * 2**stage, nn.ModuleList()
+            for number in range(3):
+                attention = None
+                if evolution is not None:
+                    # CIFAR-100's attention has no dropout (appendix B.3.1).
+                    attention = {"dropout": 0.0 if classes == 100 else dropout, "first": number == 0, **evolution}
+                blocks.append(Block(channels + number * wide, wide, side, attention, dropout))
+            self.stages.append(blocks)
+            channels, side = wide, side // 2
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,6 +163,8 @@ def main(words: list[str] | None = None) -> None:
         some, others = digits.folds(classes, 1)[0]
         known, tests = (x[some], classes[some]), (x[others], classes[others])
     else:
+        if not any(Path(args.data).glob("*.bin")):
+            parser.error(f"{args.data}: expected data_batch_*.bin or train.bin, the binary version of CIFAR")
         known, tests = (read(Path(args.data), training) for training in (True, False))
     count = int(known[1].max()) + 1
     if count == 100:

@@ -44,12 +44,15 @@ def resnet(side: int = SIDE, **options: float | str | bool) -> Recipe:
 
 
 def vit(alpha: float | None = None, beta: float | None = None) -> Recipe:
-    """A ViT 64 wide with four heads; with alpha and beta its attention evolves."""
+    """A ViT 64 wide with four heads; with alpha and beta its attention evolves.
+
+    The first layer has no convolution: the FLOPs of the journal's table 10 fit 11 of 12 layers, and 23 of 24.
+    """
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
 
     def build() -> nn.Module:
         model = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=1, num_labels=10))
-        return model if alpha is None else evolve(model, alpha, beta)
+        return model if alpha is None else evolve(model, alpha, beta, "evolving-from-second")
 
     return Recipe(build, 8, epochs=20, rate=2e-3, decay=0.05)
 

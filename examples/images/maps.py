@@ -41,7 +41,7 @@ class DenseNet(nn.Sequential):
             channels = width + layers * growth
             self.extend([nn.BatchNorm2d(channels), nn.ReLU()])
             if number < 2:
-                self.extend([nn.Conv2d(channels, 2 * width, 1), nn.AvgPool2d(2)])
+                self.extend([nn.Conv2d(channels, 2 * width, 1), nn.AvgPool2d(2, ceil_mode=True)])
         self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)])
 
 

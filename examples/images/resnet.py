@@ -118,7 +118,8 @@ class EvolvingResNet(nn.Module):
     Args:
         config: of ``transformers``' ResNet.
         side: height and width of the pictures.
-        alpha, beta, rule, kernel_size: see ``Evolution``; by the default rule the first attention has no convolution.
+        alpha, beta, rule, kernel_size, conv_layers: see ``Evolution``; by the default rule the first attention has no
+            convolution.
         augment: without it, the plain ResNet.
     """
 
@@ -130,18 +131,19 @@ class EvolvingResNet(nn.Module):
         beta: float = 1.0,
         rule: str = "evolving-from-second",
         kernel_size: int = 3,
+        conv_layers: int = 1,
         augment: bool = True,
     ) -> None:
         super().__init__()
         self.resnet = ResNetForImageClassification(config)
         stages = list(enumerate(self.resnet.resnet.encoder.stages))[-3:] if augment else []
         shares, before = SHARES[config.layer_type], 0
+        evolution = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size, "conv_layers": conv_layers}
         for number, stage in stages:
             of_stage = side // (4 * 2**number)
             attended = min(of_stage, side // REDUCTION)
             layers = (block.layer[place] for block in stage.layers for place in AUGMENTED[config.layer_type])
             for layer in layers:
-                evolution = {"alpha": alpha, "beta": beta, "rule": rule, "kernel_size": kernel_size}
                 layer.convolution = AugmentedConvolution(
                     layer.convolution, shares, of_stage, attended, first=attended != before, **evolution
                 )

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 from examples.images import cifar, digits
@@ -22,6 +23,13 @@ def test_the_authors_binary_files_are_read(labels, tmp_path):
     assert pictures.shape[1:] == (3, 32, 32)
     assert pictures[0, 1, 2, 3].item() == pytest.approx(((labels + 1024 + 2 * 32 + 3) % 256) / 127.5 - 1)
     assert cifar.read(tmp_path, training=False)[1].tolist() == [29 + len(names)]
+
+
+def test_a_folder_of_another_version_is_refused(capsys, tmp_path):
+    (tmp_path / "data_batch_1").touch()
+    with pytest.raises(SystemExit):
+        cifar.main([str(tmp_path)])
+    assert f"{tmp_path}: expected data_batch_*.bin or train.bin" in capsys.readouterr().err
 
 
 def test_pictures_are_mirrored_moved_and_cut():
@@ -48,6 +56,18 @@ def test_maps_are_handed_on_within_a_stage_and_attention_waits_for_small_picture
     assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "alpha" not in name)
     read = [maps.previous is not None for maps in given]
     assert read == [system != "Conv-Transformer" and number % 3 > 0 for number in range(9)]
+
+
+@pytest.mark.parametrize(("classes", "of_maps"), [(10, 0.2), (100, 0.0)], ids=["CIFAR-10", "CIFAR-100"])
+def test_heads_dropout_and_positions_are_the_drafts(classes, of_maps):
+    """Four heads (appendix B.1), dropout of three kinds of layers (B.3.1), two tables of positions (section 3.2)."""
+    blocks = [block for stage in cifar.Classifier("PA-Conv-Transformer", classes).stages for block in stage]
+    attentions = [block.attention for block in blocks if block.attention is not None]
+    assert {(one.num_heads, one.dropout) for one in attentions} == {(4, of_maps)}
+    assert [len(one.relative_positions.rows) for one in attentions] == [2 * 8 - 1] * 3 + [2 * 4 - 1] * 3
+    for layers in ("convolution", "feed_forward"):
+        rates = [[one.p for one in getattr(block, layers) if isinstance(one, nn.Dropout)] for block in blocks]
+        assert rates == [[0.2]] * 12
 
 
 def test_the_command_compares_all_systems(tmp_path, monkeypatch):

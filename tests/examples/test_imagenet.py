@@ -12,8 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import EvalPrediction
 
+from evolving_attention.evolution import MapConvolution
 from examples.imagenet import train
-from examples.images.resnet import HEADS, EvolvingResNet
+from examples.images.resnet import HEADS, AugmentedConvolution, EvolvingResNet
 
 
 @pytest.fixture
@@ -92,6 +93,27 @@ def test_the_command_trains_and_goes_on_from_its_state(capsys, folder, monkeypat
     assert states[0]["resnet.classifier.1.weight"].shape == (2, 512)
     optimizer = torch.load(folder / "parts" / "checkpoint-4" / "optimizer.pt")
     assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.128 * 2 / 5)
+
+
+@pytest.mark.parametrize("words", [["--kernel-size", "2"], ["--conv-layers", "2"]], ids=" ".join)
+def test_settings_that_no_model_has_leave_no_state(capsys, folder, words):
+    with pytest.raises(SystemExit):
+        train.main([str(folder), "--out", str(folder / "out"), *words])
+    assert f"{words[0][2:].replace('-', '_')} 2" in capsys.readouterr().err
+    assert not (folder / "out" / "settings.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "attentions", "convolutions"),
+    [("--plain", 0, 0), ("--rule predictive --conv-layers 2", 26, 2 * 24)],
+    ids=["ResNet", "PA-AA-ResNet"],
+)
+def test_the_command_builds_the_other_systems(words, attentions, convolutions, folder, monkeypatch):
+    models = []
+    monkeypatch.setattr(train.PictureTrainer, "train", lambda trainer, **_: models.append(trainer.model))
+    train.main([str(folder), "--workers", "0", "--out", str(folder / "out"), *words.split()])
+    kinds = [type(module) for module in models[0].modules()]
+    assert (kinds.count(AugmentedConvolution), kinds.count(MapConvolution)) == (attentions, convolutions)
 
 
 def test_a_folder_of_another_shape_is_refused(capsys, folder, tmp_path):

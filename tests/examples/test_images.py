@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("transformers")
 from transformers import ResNetForImageClassification
 
+from evolving_attention.evolution import Evolution
 from examples.images import digits, maps, resnet
 from examples.images.resnet import AugmentedConvolution
 
@@ -76,6 +77,12 @@ def test_the_plain_network_is_that_of_transformers():
     torch.testing.assert_close(ours(x), plain(x).logits, rtol=0, atol=0)
 
 
+def test_the_first_layer_of_ea_vit_has_no_convolution():
+    model = digits.TABLES["systems"]["EA-ViT"].build()
+    evolutions = [module for module in model.modules() if isinstance(module, Evolution)]
+    assert [evolution.conv is None for evolution in evolutions] == [True, False, False, False]
+
+
 def test_the_chain_of_maps_breaks_where_the_shape_changes():
     """Two stages have maps of 4 x 4 pixels, one of them after pooling; the last has 2 x 2."""
     model = digits.resnet().build()
@@ -117,7 +124,11 @@ def test_the_densenet_has_twelve_layers_and_two_poolings():
     pools = [number for number, layer in enumerate(layers) if isinstance(layer, nn.AvgPool2d)]
     before = [sum(isinstance(layer, maps.Dense) for layer in layers[:number]) for number in (*pools, len(layers))]
     assert before == [4, 7, 12]
-    assert reader(torch.rand(2, 8, 8, 8)).shape == (2, 10)
+    sides = []
+    for pool in pools:
+        layers[pool].register_forward_hook(lambda module, inputs, output: sides.append(output.size(3)))
+    assert reader(torch.rand(2, 8, 8, 8)).shape == reader(torch.rand(2, 8, 14, 14)).shape == (2, 10)
+    assert sides == [4, 2, 7, 4], "of ImageNet's maps the paper makes 7 x 7 and 4 x 4"
 
 
 @pytest.fixture
