@@ -15,7 +15,7 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
-from evolving_attention.evolution import RULES, Geometry
+from evolving_attention.evolution import Geometry
 
 from .attention import IncrementalState
 from .layers import EADecoderLayer
@@ -28,12 +28,8 @@ class BidirectionalDecoderLayer(EADecoderLayer):
 
     def evolution_of(self, settings: Settings, kind: Geometry) -> tuple[Geometry, dict[str, Any]]:
         """All k x k taps, and the coefficients of decoders, which an encoder's rule has, too."""
-        options = settings.attention(kind, self._first)
-        if settings.rule == "evolving-from-second":  # in decoders it is equation 4
-            options |= {"rule": "evolving"}
-        if not RULES[settings.rule].evolves_in(kind):  # ours for its scores or relative positions alone
-            options |= {"rule": "evolving", "alpha": 0.0, "beta": 0.0, "learn_mix": False}
-        return Geometry.ENCODER_SELF, options
+        rule = "evolving" if settings.rule == "evolving-from-second" else settings.rule  # in decoders they are the same
+        return Geometry.ENCODER_SELF, {**settings.attention(kind, self._first), "rule": rule}
 
 
 class EACMLMEncoder(EATransformerEncoder):

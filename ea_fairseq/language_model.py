@@ -34,7 +34,8 @@ class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
         """
         args = as_namespace(args)
         model = super().build_model(args, task)
-        rule, alpha = (settings := Settings.of(args)).rule, settings.decoder_alpha
+        settings = Settings.of(args)
+        rule, alpha = settings.rule, settings.decoder_alpha
         if not RULES[rule].changes(alpha, 1.0, Geometry.DECODER_SELF):
             raise ValueError(
                 f"--ea-rule {rule} with --ea-decoder-alpha {alpha:g}: nothing evolves in decoders, and a "

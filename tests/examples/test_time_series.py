@@ -75,7 +75,7 @@ def test_padding_changes_nothing(kind):
 
 @pytest.mark.parametrize(("kind", "a_block"), [("GRU", 1632), ("LSTM", 2176), ("ResNet", 1632)])
 def test_a_baseline_has_a_layer_for_each_block_of_two(kind, a_block):
-    """Of width 16: gates' weights and two biases each, or two windows of 3 with biases and norms."""
+    """16 wide: a gate has weights and two biases, a block of ResNet two windows of 3 with biases and norms."""
     sizes = [sum(x.numel() for x in Network(3, 9, 2, kind, n, 16, 0.0).parameters()) for n in (4, 6)]
     assert sizes[1] - sizes[0] == a_block
 
