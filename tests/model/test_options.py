@@ -164,6 +164,8 @@ def test_rules_and_ablations_have_exactly_their_convolutions_and_shares(flags):
 @pytest.mark.parametrize("flags", ["--ea-rule predictive --ea-alpha 0", "--ea-rule residual --ea-alpha 0"])
 def test_where_nothing_evolves_every_attention_is_fairseqs(flags):
     assert not any(isinstance(module, Evolution) for module in build(BASE, *flags.split()).modules())
+    decoder = build(BASE, *flags.split(), "--ea-learn-mix").decoder  # the encoder alone has a share to learn
+    assert not any(isinstance(module, Evolution) for module in decoder.modules())
 
 
 @each_model()
