@@ -1,6 +1,5 @@
 """ea_fairseq.load: a run from Python translates raw text as scripts/translate.sh does."""
 
-import json
 import math
 import os
 import shutil
@@ -11,21 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPO
-from helpers.data_toy import sentences as awkward
 from helpers.toy import done
 
 import ea_fairseq
 from ea_artifacts.checkpoints import load
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
-from ea_data import rules as steps
-from ea_data.corpus import Rules
-from ea_data.subwords import Apply
-from ea_fairseq.translator import SEARCH_SETTINGS
 from ea_runtime.text import Text
 
 CHECKPOINT = "checkpoint3.pt"
-ODD = 'Der Arbeits\u00admarkt ist\u200b „gut“, 1\u00a0000 ,"x'
 SENTENCES = ["Hund, Katze, Haus.", "", "Haus.", "  ", "GARTEN, Vogel.", "Haus."]
 
 
@@ -55,36 +48,6 @@ def test_it_prints_nothing_and_leaves_the_logs_alone(kept):
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[] 30\n", "")
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {},
-        {"lowercase": False, "rules": {"split_dashes": True, "plain_apostrophes": True}},
-        {"source_lang": "eng", "rules": {"normalise": True}, "languages": {"eng": "en"}},
-        {"tokenizer": "none"},
-    ],
-)
-def test_text_becomes_what_data_preparation_makes_of_it(data, tmp_path, rules):
-    prep = {**json.loads((data / "PREP.json").read_text()), **rules}
-    shutil.copyfile(data / "code", tmp_path / "code")
-    (tmp_path / "PREP.json").write_text(json.dumps(prep))
-    stated, language = prep.get("rules", {}), prep.get("languages", {}).get(prep["source_lang"], "de")
-    about = {name: prep[name] for name in ("tokenizer", "lowercase", "bpe")}
-    chosen = Rules(**about, split_dashes=stated.get("split_dashes", False))
-    prepare = [
-        steps.compose,
-        *([steps.Normalise((language,))] if stated.get("normalise") else []),
-        *([steps.plain_apostrophes] if stated.get("plain_apostrophes") else []),
-        steps.Tokenise((language,), chosen),
-        Apply(data, "subword_nmt", ["de"]),
-    ]
-    lines = [*awkward(150), "He lives in the U.S.", "don’t", "foo-bar", "ÄÖÜ", "", 'a & "b"', ODD, "\U00011f02x"]
-    (made,) = steps.in_turn(prepare, ([f"{line}\n".encode() for line in lines],))
-    text = Text(tmp_path)
-    assert [text.subwords(line) for line in lines] == [line.decode().removesuffix("\n") for line in made]
-    assert text.subwords("Gru\u0308n") == text.subwords("Grün")
 
 
 def test_text_of_either_language_is_split_by_its_own_list_of_subwords(data, tmp_path):
@@ -144,20 +107,6 @@ def test_a_preparation_that_is_not_complete_is_not_read(data, kept, tmp_path):
 def test_settings_that_would_be_ignored_or_fail_are_named(translator, settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         translator.translate("Hund.", **settings)
-
-
-def test_beam_search_reads_the_settings_that_are_let_through(translator):
-    """fairseq's own list is longer: a setting that it reads and a name that it does not know would both be faults."""
-    read, settings = set(), translator.settings({})
-
-    class Settings:
-        def __getattr__(self, name):
-            read.add(name)
-            return getattr(settings, name)
-
-    translator.hub.task.build_generator(translator.hub.models, Settings())
-    ours_to_set = {"score_reference", "print_alignment", "constraints", "prefix_allowed_tokens_fn"}
-    assert set(SEARCH_SETTINGS) == read - ours_to_set
 
 
 def test_lines_of_a_file_and_other_iterables_are_sentences(translator):

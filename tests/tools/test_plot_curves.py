@@ -53,18 +53,6 @@ def test_every_form_of_log(lines):
     ]
 
 
-def test_lines_without_numbers():
-    for line in (
-        "", "2026-11-21 | INFO | fairseq_cli.train | {'_name': None, 'common': {'seed': 1}}", '{"time": 1, "tag": "tr',
-        "2026-11-21 13:48:36 | INFO | fairseq_cli.train | end of epoch 1 (average epoch stats below)", "[1, 2]",
-        "2026-11-21 | INFO | fairseq.trainer | begin training epoch 1", '{"tag": "valid"}', '{"loss": "x"}',
-    ):  # fmt: skip
-        assert parse_line(line) is None, line
-    tag, update, numbers = parse_line('{"tag": "train", "step": 7, "num_updates": 7.0, "loss": NaN}')
-    assert (tag, update) == ("train", 7)
-    assert np.isnan(numbers["loss"])
-
-
 def journal(updates, level=10.0, wps=100.0, wpb=200.0):
     """Lines of log.jsonl: every 10 updates a training loss, every 20 a validation, every 30 the end of an epoch."""
     for update in updates:
@@ -132,7 +120,8 @@ def test_points_and_axes(tmp_path):
 
 def test_a_log_of_plain_fairseq(tmp_path):
     log = tmp_path / "screen.log"
-    log.write_text("\n".join(["fairseq says hello", *SIMPLE]) + "\n")
+    others = ["| INFO | fairseq_cli.train | {'_name': None, 'common': {'seed': 1}}", '{"time": 1, "tag": "tr', "[1, 2]"]
+    log.write_text("".join(f"{line}\n" for line in [*others, *SIMPLE, "| INFO | train | end of epoch 1 (stats below)"]))
     run = plot_curves.read(log)
     assert run.points["train"][1].tolist() == [11.627]
     assert run.epoch == 129
@@ -197,13 +186,11 @@ def test_seeds_with_other_updates_are_compared_at_the_same_ones(tmp_path):
     np.testing.assert_allclose(highest, 10 - x * 3600 / 4 / 20)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf"])
-def test_picture_and_table(tmp_path, capsys, suffix):
+def test_picture_and_table(tmp_path, capsys):
     runs = [make(tmp_path / "runs" / str(seed), seed=seed, level=10 + seed) for seed in (1, 2)]
-    out = tmp_path / "new" / f"curves{suffix}"
+    out = tmp_path / "new" / "curves.png"
     plot_curves.main([*map(str, runs), "--out", str(out), "--x", "updates", "hours"])
-    magic = {".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
-    assert out.read_bytes().startswith(magic)
+    assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert re.search(r"runs/1 +60 +2\.0 +0\.03 +5\.000 +8\.000: 8\.000 @ 60 +15\.00: 15\.00 @ 60 +@ 60\n", printed)
     assert re.search(r"runs/2 .* -\n", printed)  # never as low as the first run

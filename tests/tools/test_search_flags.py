@@ -47,20 +47,6 @@ def test_a_flag_that_contradicts_the_record_is_refused(flag, capsys):
         assert f"-- {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], {}),
-        (["--sampling", "--sampling-topk", "10", "--seed", "3", "--cpu"], {"sampling": True, "sampling_topk": 10}),
-        (["--max-len-b=50", "--unnormalized"], {"max_len_b": 50, "unnormalized": True}),
-    ],
-)
-def test_flags_of_fairseq_are_settings_of_the_search(run, flags, expected):
-    _, settings = opened(run, "--lenpen", "1.5", "--", *flags)
-    assert {name: getattr(settings, name) for name in expected} == expected
-    assert (settings.beam, settings.lenpen) == (5, 1.5)
-
-
 @mistakes("""
     --constraints | '-- --constraints: '
     --max-len 5 | '-- --max-len: '

@@ -141,20 +141,12 @@ def test_lines_stay_in_step(run, tmp_path):
     assert (tmp_path / "out").read_text().split("\n")[:-1] == out
 
 
-@pytest.mark.slow
-def test_what_came_before_a_fault_is_kept(run, tmp_path):
-    flags = ["--run", str(run), "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    (tmp_path / "in").write_bytes(b"Hund.\nHaus.\nKa\xfftze.\n")
-    with pytest.raises(SystemExit, match=f"{tmp_path / 'in'}:3: not UTF-8"):
-        translate.main(flags)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").read_text().count("\n") == 2
-    (tmp_path / "in").write_text("Hund.\nHaus.\nKatze.\n")
-    with pytest.raises(SystemExit, match=r"out\.partial: holds 2 lines of an interrupted run; go on with --resume"):
-        translate.main(flags)
-    translate.main([*flags, "--resume"])
-    assert (tmp_path / "out").read_text().count("\n") == 3
-    assert not list(tmp_path.glob("out.*"))
+def test_lines_before_one_that_is_no_text_are_translated():
+    found = []
+    with pytest.raises(UserError, match="in:3: not UTF-8"):
+        for batch in translate.batches([b"a\n", b"b\n", b"\xff\n"], "in", 9):
+            found.append(batch)
+    assert found == [(1, ["a", "b"])]
 
 
 @mistakes("""
