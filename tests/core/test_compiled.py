@@ -149,14 +149,16 @@ def test_pytorch_accepts_dropout():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kernel_counts_the_operations_of_the_plain_composition(name):
+def test_the_kernel_gives_the_numbers_of_the_plain_composition_and_counts_its_operations(name):
     model_class, options = MODELS[name]
-    counts = []
+    counts, outputs = [], []
     for plain in (False, True):
+        torch.manual_seed(1)
         model, (x, padding) = model_class(plain=plain, **options), padded()
         with FlopCounterMode(display=False) as counter:
-            output = model(x, padding)
+            outputs.append(model(x, padding))
             forward = counter.get_total_flops()
-            output.sum().backward()
+            outputs[-1].sum().backward()
         counts.append((forward, counter.get_total_flops()))
     assert counts[0] == counts[1]
+    assert_close(*outputs, rtol=1e-5, atol=1e-5)

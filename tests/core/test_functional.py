@@ -1,6 +1,7 @@
 """The core's function and modules: their numbers, steps with a cache, refusals, and types of masks."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -32,8 +33,6 @@ def attend(geometry=ENCODER, cache=None, source=None, previous=None, attn_mask=N
     [
         (lambda: function(4), "kernel_size 4: must be "),
         (lambda: function(3, "evolve"), "rule 'evolve': must be "),
-        (lambda: attend(kernel_size=4), "kernel_size 4: must be "),
-        (lambda: attend(rule="evolve"), "rule 'evolve': must be "),
         (lambda: function(3, bias=False), "both or neither"),
         (lambda: evolving_attention(*torch.randn(4, 1, 2, 5, 4)), r"previous: .* \(1, 2, 5, 5\), .*\(1, 2, 5, 4\)"),
         (lambda: attend(previous=torch.randn(1, 1, 5, 5)), r"previous: must be \(1, 2, 5, 5\), not \(1, 1, 5, 5\)"),
@@ -82,11 +81,13 @@ def test_autocast_may_make_logits_of_another_type_than_the_map_before():
     assert_close(output.float(), evolving_attention(*arguments)[0], rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("own, other", itertools.permutations([torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("rule", RULES)
-def test_the_map_before_may_have_another_type(rule):
-    attention = EvolvingAttention(ENCODER, 8, 2, rule=rule).bfloat16()
-    x, previous = torch.randn(1, 5, 8).bfloat16(), torch.randn(1, 2, 5, 5).bfloat16()
-    assert_close(attention(x, previous=previous.float()), attention(x, previous=previous))
+def test_the_map_before_may_have_another_type(rule, own, other):
+    """As where a layer is computed again outside of autocast."""
+    attention, x = EvolvingAttention(ENCODER, 8, 2, rule=rule).to(own), torch.randn(1, 5, 8).to(own)
+    previous = torch.randn(1, 2, 5, 5).bfloat16()
+    assert_close(attention(x, previous=previous.to(other)), attention(x, previous=previous.to(own)))
 
 
 def test_help_shows_every_setting_with_its_default():
@@ -112,7 +113,7 @@ def test_logits_beyond_float16_stay_finite(rule):
         shares = {"alpha": share, "beta": share}
         for _ in range(3):
             output, previous = evolving_attention(q, q, q, previous, weight, torch.zeros(2).half(), rule=rule, **shares)
-            assert output.isfinite().all() and previous.isfinite().all()
+            assert output.isfinite().all() and previous.abs().max() <= torch.finfo(torch.float16).max / 2
 
 
 @pytest.mark.parametrize("geometry", [ENCODER, DECODER])
@@ -217,30 +218,6 @@ def test_weights_are_those_before_dropout(plain):
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
-def test_shares_learnt_from_zero_have_gradients(plain):
-    """A parameter of value 0 is not the constant 0: its gradient is that of a value nearby."""
-    attention = EvolvingAttention(ENCODER, 8, 2, alpha=0, beta=0, learn_mix=True, plain=plain)
-    x, previous = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5)
-    shares, gradients = [attention.evolution.alpha, attention.evolution.beta], []
-    for value in (0, 1e-4):
-        for share in shares:
-            torch.nn.init.constant_(share, value)
-        loss = attention(x, previous=previous).output.square().sum()
-        gradients.append(torch.autograd.grad(loss, shares))
-    assert_close(*gradients, rtol=1e-2, atol=1e-4)
-    assert all(gradients[0])
-
-
-def test_learnt_shares_have_an_axis_and_older_checkpoints_load():
-    """FSDP shards no scalars."""
-    evolution = EvolvingAttention(ENCODER, 8, 2, learn_mix=True).evolution
-    assert evolution.alpha.shape == evolution.beta.shape == (1,)
-    older = {**evolution.state_dict(), "alpha": torch.tensor(0.25), "beta": torch.tensor(0.75)}
-    evolution.load_state_dict(older)
-    assert (evolution.alpha.item(), evolution.beta.item()) == (0.25, 0.75)
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
 def test_a_result_may_be_changed_in_place_in_training(plain):
     gradients = []
     for change in (lambda x: x * 2, lambda x: x.mul_(2)):
@@ -276,27 +253,10 @@ def test_a_call_without_dropout_leaves_the_generator_alone():
     q, weight = torch.zeros(1, 2, 5, 4), torch.zeros(2, 2, 3, 3)
     evolving_attention(q, q, q, None, weight, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), before)
-    evolving_attention(q, q, q, None, weight, torch.zeros(2), dropout=0.5)
-    assert not torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (5,)])
-def test_a_mask_of_fewer_axes_broadcasts(shape):
+def test_a_mask_of_fewer_axes_broadcasts_and_hides_from_the_convolution(shape):
     q, weight, mask = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.rand(shape) < 0.3
     given, whole = (q, q, q, None, weight, torch.zeros(2)), mask.expand(1, 2, 5, 5)
-    assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=whole))
-
-
-def test_masked_places_are_hidden_from_the_convolution():
-    q, weight, mask = torch.randn(1, 2, 5, 4), torch.randn(2, 2, 3, 3), torch.rand(5, 5) < 0.3
-    given = q, q, q, None, weight, torch.zeros(2)
-    assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=mask, hidden=mask))
-
-
-def test_two_convolutions_by_kernel_are_the_plain_ones():
-    attention = EvolvingAttention(ENCODER, 8, 2, rule="predictive", alpha=0.5, conv_layers=2)
-    x, previous, padding = torch.randn(2, 5, 8), torch.randn(2, 2, 5, 5), torch.zeros(2, 5, dtype=torch.bool)
-    padding[0, -2:] = True
-    by_kernel = attention(x, padding=padding, previous=previous)
-    attention.plain = True
-    assert_close(by_kernel, attention(x, padding=padding, previous=previous), rtol=1e-5, atol=1e-5)
+    assert_close(evolving_attention(*given, mask=mask), evolving_attention(*given, mask=whole, hidden=whole))

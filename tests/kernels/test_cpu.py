@@ -71,6 +71,7 @@ CASES = [
     Case(ENCODER, 16, 3, 5, 5, "scattered", previous=False, learn=True),
     Case(ENCODER, 3, 3, 16, 16, "scattered", given=True, beta=1.0),
     Case(ENCODER, 4, 3, 5, 5, "", beta=0.0),
+    Case(ENCODER, 4, 3, 5, 5, "scattered", alpha=0.0, beta=0.0, learn=True),
     Case(ENCODER, 2, 3, 17, 17, "scattered rows all", rule=ANY, learn=True),
     Case(ENCODER, 5, 3, 5, 5, "", rule=ANY, width=1),
     Case(ENCODER, 4, 3, 5, 5, "scattered", rule=(0.2, 0.7, 0.0, 0.9, 1.1), learn=True),
@@ -179,19 +180,6 @@ def test_a_result_that_is_not_used_has_no_gradient():
     check_each_result(encoder(), kernel)
 
 
-def test_a_gradient_whose_memory_holds_its_opposite():
-    """Autograd may hand on such a view, as it does behind a complex number's conjugate."""
-    gradients = []
-    for change in (torch.clone, lambda x: torch._neg_view(-x)):
-        whole = encoder()
-        context = kernel(*whole)[0]
-        context.register_hook(change)
-        context.square().sum().backward()
-        gradients.append(whole.tensors["q"].grad)
-        torch.manual_seed(0)
-    assert torch.equal(*gradients)
-
-
 def test_vectors_may_lie_anywhere():
     whole = encoder()
     expected = kernel(*whole)
@@ -240,16 +228,6 @@ def test_what_is_left_out_changes_nothing_of_dropout(geometry, size):
     parts, all_of_it = (results(dropped, *whole, keep_map=keep) for keep in (False, True))
     for name, expected in all_of_it.items():
         assert_close(parts[name], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item(), msg=name)
-
-
-def test_dropout_repeats_with_the_seed_and_with_nothing_else():
-    whole = encoder(20)
-    contexts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        contexts += [cpu.attend(whole.call(dropout=0.5)).context for _ in range(2)]
-    assert torch.equal(contexts[0], contexts[2]) and torch.equal(contexts[1], contexts[3])
-    assert not torch.equal(contexts[0], contexts[1]) and not torch.equal(contexts[0], contexts[4])
 
 
 def test_dropping_everything_gives_zeros():
@@ -363,9 +341,7 @@ def half(x):
 REFUSED = {
     "queries of another type": {"q": half, "k": half, "v": half},
     "half-precision convolution weights": {"weight": half},
-    "a double map": {"previous": Tensor.double},
     "a convolution of fewer heads": {"weight": lambda x: x[:, :2]},
-    "fewer queries' heads than the convolution's": {name: lambda x: x[:, :2] for name in ("q", "k", "v", "previous")},
     "a mask of numbers": {"masked": Tensor.float},
     "a mask for each head": {"masked": lambda x: x.repeat(1, 4, 1, 1)},
     "a hidden mask for each head": {"hidden": lambda x: x.repeat(1, 4, 1, 1)},
@@ -377,7 +353,6 @@ REFUSED = {
     "no bias": {"bias": lambda x: None},
     "a bias of fewer heads": {"bias": lambda x: x[:2]},
     "values of fewer heads": {"v": lambda x: x[:, :2]},
-    "a kernel of another size": {"weight": lambda x: x[..., :1]},
     "given logits of another length": {"given": lambda x: torch.ones(BATCH, 4, 5, 4)},
     "a sparse map": {"previous": Tensor.to_sparse},
     "a tensor on another device": {"bias": lambda x: x.to("meta")},
