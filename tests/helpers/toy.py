@@ -81,6 +81,12 @@ def script(name, *arguments, cold=False, **options):
     )
 
 
+def runtime(folder, *flags, text=""):
+    """Run `python -m ea_runtime FOLDER` on a text, or on bytes; its output, of the same type, and its status."""
+    options = {"capture_output": True, "text": isinstance(text, str), "cwd": REPO, "env": ENVIRONMENT}
+    return subprocess.run([sys.executable, "-m", "ea_runtime", folder, *flags], input=text, check=False, **options)
+
+
 def done(name, *arguments, **options):
     """`script`, of a command that has to succeed."""
     result = script(name, *arguments, **options)

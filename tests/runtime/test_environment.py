@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers import REPO
+from helpers import PRETRAINED, REPO
 from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_it_is_small(site):
 
 def test_it_translates_soon_and_in_little_memory(site, tmp_path):
     # -S: nothing of the interpreter's own packages
-    command = [sys.executable, "-S", "-c", CODE, REPO / "pretrained/multi30k-de-en"]
+    command = [sys.executable, "-S", "-c", CODE, PRETRAINED]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

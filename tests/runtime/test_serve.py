@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import ANY
 
 import pytest
-from helpers import REPO, browser
+from helpers import PRETRAINED, REPO, browser
 from helpers.toy import ENVIRONMENT, sentences
 
 from ea_runtime import Translator, __version__
@@ -37,8 +37,6 @@ from ea_tools.bench.server_load import load  # noqa: E402
 pytestmark = pytest.mark.slow
 
 LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze."]
-#: the trained model that comes with the repository, in 8 bits
-TRAINED = REPO / "pretrained/multi30k-de-en"
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -247,7 +245,6 @@ REFUSED = {
     "subwords": ({"lines": ["a " * 40]}, 413, "line 1: 40 subwords, but the model reads at most 29"),
     "beam": ({"lines": ["a"], "beam": 21}, 422, "beam: at most 20, not 21"),
     "no beam": ({"lines": ["a"], "beam": 0}, 422, "beam: must be a whole number from 1 to 500, not 0"),
-    "true beam": ({"lines": ["a"], "beam": True}, 422, "beam: Input should be a valid integer"),
     "n-best": ({"lines": ["a"], "n_best": 4}, 422, "from 1 to 3, not 4"),
     "lenpen": ({"lines": ["a"], "lenpen": 1e300}, 422, "lenpen: must be a number from -10 to 10"),
     "line break": ({"lines": ["a", "a\nb"]}, 422, "line 2: it has a line break inside"),
@@ -256,7 +253,6 @@ REFUSED = {
     "unknown": ({"lines": ["a"], "bean": 5}, 422, "bean: Extra inputs are not permitted"),
     "no number": (b'{"lines": ["a"], "lenpen": NaN}', 422, "lenpen: must be a number from -10 to 10, not nan"),
     "half a letter": (rb'{"lines": ["\ud800"]}', 400, "Invalid JSON"),
-    "no UTF-8": (b'{"lines": ["\xff"]}', 400, "Invalid JSON"),
     "no JSON": (b"Haus.", 400, "Invalid JSON"),
     "deep": (b"[" * 100_000, 400, "Invalid JSON"),
     "large": (b" " * 5_000_000, 413, "the body has 5000000 bytes, but at most 250000"),
@@ -441,7 +437,7 @@ def test_docs_show_the_servers_answer():
     request, expected = (
         json.loads(re.search(f"{place}(.*)", page)[1].split("'")[0]) for place in ("--json '", "```json\n")
     )
-    with serving(Gated(TRAINED)) as client:
+    with serving(Gated(PRETRAINED)) as client:
         answer = client.post("/translate", json=request).json()
     found = [[{**one, "score": round(one["score"], 2)} for one in best] for best in answer["translations"]]
     assert {**answer, "translations": found, "seconds": expected["seconds"]} == expected
@@ -526,7 +522,7 @@ def test_a_well_behaved_client_is_answered_soon():
     """Headers never end in more connections than the process may have files; requests are as large as allowed."""
     large = {"lines": ["q" * 55], "beam": 20}
     with (
-        process(TRAINED, "--serve", "0", "--threads", "1", files=128) as (server, address),
+        process(PRETRAINED, "--serve", "0", "--threads", "1", files=128) as (server, address),
         connections(address, 160, b"POST /translate HTTP/1.1\r\nHost: x\r\nX: "),
         ThreadPoolExecutor(4) as pool,
     ):
@@ -573,12 +569,12 @@ def test_faults_of_the_command_are_one_line(folder, tmp_path):
             assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_2000_requests_by_32_clients(folder, capsys):
+def test_2000_requests_by_32_clients(folder):
     """None is lost, none is wrong."""
     lines = [line for line, _ in sentences(200, seed=3)] * 10
     expected = Translator(folder, threads=1).scored(lines, n_best=2)
     with process(folder, "--serve", "127.0.0.1:0", "--threads", "1") as (_, address):
-        answers, measured = load(address, lines, clients=32)
+        answers, _ = load(address, lines, clients=32)
     assert len(answers) == 2000
     same = 0
     for number, ((words, score), (_, second)) in enumerate(expected):
@@ -589,8 +585,6 @@ def test_2000_requests_by_32_clients(folder, capsys):
         same += answer["text"] == words
     assert same > 1900
     assert len({best[0] for best in expected}) > 100  # else a mistaken answer might look right
-    with capsys.disabled():
-        print(f"\n{measured}")
 
 
 # ---- the page
