@@ -52,6 +52,18 @@ def run(*arguments, **options):
         subprocess.Popen = cold
 
 
+def two_ranks(words):
+    """The outputs of two processes of distributed training. words: rank and "HOST:PORT" -> a process's command."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [Popen([*map(str, words(rank, address))], **options) for rank in (0, 1)]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0] + outputs[1]
+    return outputs
+
+
 def _warm_words(args, environment):
     """The command of the client for this command; the command itself where it must start coldly."""
     if isinstance(args, (str, os.PathLike)) or not _can_be_warm(words := [*map(os.fspath, args)], environment):

@@ -13,8 +13,8 @@ from evolving_attention.evolution import Geometry
 SIZE, HEADS, LENGTH, BATCH = 16, 4, 6, 2
 
 
-def autocast(enabled=True):
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def encoder(plain):
@@ -29,7 +29,7 @@ def encoder(plain):
     return modules, run
 
 
-def decoder(plain=False):
+def decoder(plain):
     module = DecoderAttention(Geometry.DECODER_SELF, SIZE, HEADS, beta=0.5, self_attention=True, plain=plain)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return module, lambda x: module(x, x, x, attn_mask=future)[0]
@@ -49,13 +49,14 @@ def steps(plain):
 @pytest.mark.parametrize("build", [encoder, decoder, steps])
 def test_values_and_gradients_are_float32s(build, plain):
     module, run = build(plain)
+    amplify_(module, 2)
     x = torch.randn(LENGTH, BATCH, SIZE)
     expected = run(x)
     gradients = torch.autograd.grad(expected.square().sum(), module.parameters(), allow_unused=True)
     with autocast():
         output = run(x)
     assert output.dtype == torch.bfloat16
-    assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+    assert (output.float() - expected).norm() < 0.02 * expected.norm()
     ours = torch.autograd.grad(output.float().square().sum(), module.parameters(), allow_unused=True)
     for (name, parameter), gradient, other in zip(module.named_parameters(), ours, gradients, strict=True):
         if other is not None:
@@ -78,31 +79,6 @@ def test_a_layer_may_be_computed_again_without_it(rule):
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for name, expected in gradients[0].items():
         assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05 * expected.abs().max().item() + 0.01, msg=name)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["inside", "again outside"])
-def test_the_map_of_the_layer_before_counts(again):
-    """In values and gradients; also where a layer is computed again, in float32, with the smaller type's map."""
-    module = amplify_(EncoderSelfAttention(16, 4, alpha=0.4, beta=0.5))
-    x, previous = torch.randn(6, 2, 16), (3 * torch.randn(2, 4, 6, 6)).requires_grad_()
-    expected = module(x, previous=previous)[0]
-    with autocast(enabled=not again):
-        output = module(x, previous=previous.bfloat16())[0]
-    assert (output.float() - expected).norm() < 0.02 * expected.norm()
-    assert (module(x)[0] - expected).norm() > 0.1 * expected.norm()
-    ours, theirs = (torch.autograd.grad(y.float().square().sum(), previous)[0] for y in (output, expected))
-    assert (ours - theirs).norm() < 0.05 * theirs.norm()
-
-
-@pytest.mark.parametrize("mixed_first", [True, False])
-@torch.no_grad()
-def test_a_search_may_change_its_precision_in_the_middle(mixed_first):
-    module, run = decoder()
-    x, state, outputs = torch.randn(LENGTH, BATCH, SIZE), {}, []
-    for step, row in enumerate(x.split(1)):
-        with autocast(enabled=(step < 3) == mixed_first):
-            outputs.append(module(row, row, row, incremental_state=state)[0].float())
-    assert_close(torch.cat(outputs), run(x), rtol=0.05, atol=0.02)
 
 
 def test_a_kernel_is_asked_about_convolutions_of_the_queries_type(monkeypatch):

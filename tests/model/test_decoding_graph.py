@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import amplify_, batch, build, dictionary
-from helpers.promises import check_steps, sample_of, sharp
+from helpers import promises
+from helpers.models import amplify_, batch, build
+from helpers.promises import check_steps, sharp
 from torch.testing import assert_close
 
 from ea_fairseq import decoding, graphs
@@ -27,8 +27,7 @@ def tapes(monkeypatch):
 
 def search(model, beam, graphs=True, prefix=None):
     model.decoder.graphs = graphs
-    generator = SequenceGenerator([model], dictionary(), beam_size=beam, max_len_b=24, max_len_a=0)
-    return generator.generate([model], sample_of(SOURCE), prefix_tokens=prefix)
+    return promises.search(model, SOURCE, beam, longest=24, prefix=prefix)
 
 
 def assert_same(ours, theirs, **limits):

@@ -89,14 +89,3 @@ def test_the_result_has_hidden_states_and_lengths_as_fairseqs():
     assert len(output["encoder_states"]) == 4
     assert_close(output["encoder_states"][-1], output["encoder_out"][0])
     assert output["src_lengths"][0].tolist() == [[5], [3], [1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-@torch.no_grad()
-def test_a_layers_mask_hides_every_place_that_is_not_zero(dtype):
-    """As in fairseq's layer."""
-    layer, seen = build().encoder.layers[0], []
-    layer.self_attn.observer = seen.append
-    masked = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    layer(torch.randn(5, 2, 16), None, attn_mask=masked.to(dtype))
-    assert torch.equal(seen[0].weights == 0, masked.expand(2, 4, 5, 5))

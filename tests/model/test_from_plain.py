@@ -1,14 +1,11 @@
 """A start from another model's checkpoint: new parameters start fresh and are logged; others must mean the same."""
 
 import argparse
-import json
 
 import pytest
 import torch
-from helpers.models import TINY, TRAINING, amplify_, batch, build, model_args
-from helpers.other_models import run
+from helpers.models import amplify_, batch, build, model_args
 from helpers.promises import outputs
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 
 BASE, OFF = "ea_transformer_base", ["--ea-alpha", 0, "--ea-beta", 0]
@@ -62,7 +59,7 @@ def test_learnt_mixes_at_zero_leave_the_plain_models_function_and_get_gradients(
     assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     scores.square().mean().backward()
     shares = [parameter for name, parameter in ours.named_parameters() if name.endswith(("alpha", "beta"))]
-    assert shares and all(share.grad != 0 for share in shares)
+    assert shares and all(share.grad is not None and share.grad != 0 for share in shares)
 
 
 LAYERS = "encoder.sentence_encoder.layers"
@@ -199,16 +196,3 @@ def test_the_keys_of_the_published_checkpoints_are_known(tmp_path):
     load(ours, tmp_path / "model.pt")
     tokens = batch([7, 4, 1])
     assert_close(ours(tokens)[0][tokens.ne(1)], stock(tokens)[0][tokens.ne(1)], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_learnt_mixes_are_in_the_log_and_in_tensorboard(corpus, tmp_path):
-    """The learning rate is so small that nothing has changed yet."""
-    folders = ["--save-dir", tmp_path / "run", "--tensorboard-logdir", tmp_path / "tensorboard"]
-    words = [*TRAINING, *TINY, "--arch", BASE, *LEARNT, "--max-update", 1, "--lr", 1e-12, *folders]
-    line = next(line for line in run("train", corpus, *words).splitlines() if '"valid_loss"' in line)
-    validated = json.loads(line[line.index("{") :])
-    assert float(validated["valid_alpha_encoder_2"]) == float(validated["valid_beta_cross_1"]) == 0
-    shown = EventAccumulator(str(tmp_path / "tensorboard" / "valid"))
-    shown.Reload()
-    assert [event.value for event in shown.Scalars("alpha_encoder_2")] == [0]

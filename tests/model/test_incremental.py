@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import amplify_, batch, build, dictionary
-from helpers.promises import DECODERS, check_steps, each_model, lively, sample_of, sharp
+from helpers.models import amplify_, batch, build
+from helpers.promises import DECODERS, check_steps, each_model, lively, search, sharp
 from torch.testing import assert_close
 
 
@@ -51,11 +50,6 @@ def test_attention_weights_and_gradients_equal_those_of_teacher_forcing(each_way
 
 
 SOURCE = batch([9, 2, 6, 1, 4])
-
-
-def search(model, source):
-    generator = SequenceGenerator([model], dictionary(), beam_size=5, max_len_b=14, max_len_a=0)
-    return generator.generate([model], sample_of(source))
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

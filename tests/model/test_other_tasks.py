@@ -112,12 +112,6 @@ def test_roberta_is_fine_tuned_resumed_averaged_and_used(tmp_path):
     assert hub.predict("sentence_classification_head", tokens).exp().sum(1).sub(1).abs().max() < 1e-5
 
 
-def test_barts_classification_reads_the_last_token_of_the_decoder():
-    model, tokens = build("ea_bart"), batch([6, 3])
-    model.register_classification_head("entailment", num_classes=3)
-    assert model(tokens, None, tokens.roll(1, 1), classification_head_name="entailment")[0].shape == (2, 3)
-
-
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
     """The folder of ea_bart, trained on denoising for a moment, with its data and data of translation."""

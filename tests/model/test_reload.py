@@ -8,10 +8,9 @@ import sys
 
 import pytest
 import torch
-from helpers import warm
 from helpers.models import TINY, TRAINING
 from helpers.other_models import run as run_here
-from helpers.promises import MODELS, lively, scored
+from helpers.promises import each_model, lively, scored
 from helpers.toy import Payload, fairseq
 
 from ea_artifacts.checkpoints import load, updates_of
@@ -60,29 +59,14 @@ def test_the_hub_loads_our_model_and_ensembles_of_it(corpus, run):
     assert torch.load(run[0] / "checkpoint_last.pt", weights_only=True)["cfg"]["model"].ea_beta == 0.4
 
 
-FRESH = """
-import sys, torch
-from helpers.promises import lively, scored
-saved = torch.load(sys.argv[1], weights_only=True)
-found = {}
-for name, weights in saved.items():
-    model = lively(name)
-    model.load_state_dict(weights)
-    found[name] = scored(name, model)
-torch.save(found, sys.argv[2])
-"""
-
-
-def test_a_fresh_process_decodes_as_this_one_for_every_model(tmp_path):
-    models = {name: lively(name) for name in MODELS}
-    torch.save({name: model.state_dict() for name, model in models.items()}, tmp_path / "saved.pt")
-    command = [sys.executable, "-c", FRESH, str(tmp_path / "saved.pt"), str(tmp_path / "found.pt")]
-    warm.run(command, check=True, timeout=600)
-    there = torch.load(tmp_path / "found.pt", weights_only=True)
-    for name, model in models.items():
-        (scores, tokens), (expected, expected_tokens) = there[name], scored(name, model.train())
-        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4, msg=name)
-        assert tokens == expected_tokens, name
+@each_model()
+def test_the_state_of_every_model_is_whole(name):
+    """Another model that loads it gives the same scores and hypotheses."""
+    model, other = lively(name), lively(name)
+    other.load_state_dict(model.state_dict())
+    (scores, tokens), (expected, expected_tokens) = scored(model.train()), scored(other)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+    assert tokens == expected_tokens
 
 
 def test_a_malicious_checkpoint_is_refused_and_runs_nothing(corpus, tmp_path):

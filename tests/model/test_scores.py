@@ -1,15 +1,14 @@
-"""Scores and relative positions: how they start, and their memory. test_oracle.py has their numbers."""
+"""Scores: how they start, and their memory. test_oracle.py has their numbers."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ea_fairseq.attention import EncoderSelfAttention
 from evolving_attention import scores
 from evolving_attention.scores import SCORES
 
-C, K, T, S = 6, 3, 5, 4
+K = 3
 in_pieces = pytest.mark.parametrize("score", ["additive", "concatenative"])
 
 
@@ -20,16 +19,6 @@ def test_each_head_starts_as_a_layer_of_one_head_would(score):
         rows, columns = (1, 64) if name == "vector" else weights.shape[1:]
         for weight in weights:
             assert weight.abs().max().item() == pytest.approx((6 / (rows + columns)) ** 0.5, rel=0.1), name
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{"score": "multiplicative"}, {"relative_positions": 2}], ids=str)
-def test_they_start_as_scaled_dot_products(options):
-    plain, module = EncoderSelfAttention(C, K, beta=0), EncoderSelfAttention(C, K, beta=0, **options)
-    missing, unexpected = module.load_state_dict(plain.state_dict(), strict=False)
-    assert missing and not unexpected
-    x = torch.randn(T, 2, C)
-    assert_close(module(x)[0], plain(x)[0], rtol=1e-5, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):

@@ -50,18 +50,12 @@ def test_weights_are_float32_at_least(dtype):
     assert module(x, need_weights=True)[2].dtype == torch.float32
 
 
-@pytest.mark.parametrize("conv_layers", [1, 2])
 @torch.no_grad()
-def test_sums_beyond_float16_stay_finite(conv_layers):
-    """Every sum is kept within half of the range: infinities less infinities would be NaN in the next convolution."""
-    options = {"rule": "predictive", "conv_layers": conv_layers, "alpha": 0.5}
-    evolution = Evolution(Geometry.ENCODER_SELF, 2, 3, **options).half()
+def test_sums_of_several_convolutions_stay_finite_in_float16():
+    """Infinities less infinities would be NaN in the next convolution."""
+    evolution = Evolution(Geometry.ENCODER_SELF, 2, rule="predictive", conv_layers=2, alpha=0.5).half()
     for parameter in evolution.parameters():
         parameter.fill_(10)
-    if evolution.stacked:
-        evolution.conv.weight[:, 1] = -10
+    evolution.conv.weight[:, 1] = -10
     logits, previous = (torch.full((1, 2, 4, 4), number).half() for number in (-60_000, 60_000))
-    a_logit = evolution(logits, None, previous)
-    assert a_logit.isfinite().all() and a_logit.abs().max() <= torch.finfo(torch.float16).max / 2
-    a_logit = Evolution(Geometry.ENCODER_SELF, 2, rule="realformer").half()(-logits, None, previous)
-    assert a_logit.isfinite().all()
+    assert evolution(logits, None, previous).isfinite().all()

@@ -264,14 +264,6 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(why, caplog, monk
     assert why != "table" or any("LanguagePairDataset" in line for line in said)
 
 
-def test_a_variant_that_a_capture_meets_before_its_trial_is_remembered(monkeypatch):
-    trial = pytest.importorskip("evolving_attention.kernels.gpu.trial")
-    monkeypatch.setattr(trial, "_capturing", lambda device: True)
-    monkeypatch.setattr(trial, "untried", [])
-    assert not trial.passed((torch.device("cpu"), torch.float32, 4, 3, 16, 1))
-    assert len(trial.untried) == 1
-
-
 def test_shapes_hold_all_batches_and_more_of_them_cost_less():
     chance = numpy.random.default_rng(1)
     source = numpy.exp(chance.normal(3, 0.6, 900)).astype(int) + 1

@@ -73,12 +73,14 @@ def test_an_attention_that_evolves_nothing_equals_fairseqs(geometry, each_way):
 )
 @torch.no_grad()
 def test_our_layers_equal_fairseqs(flags):
-    """Scores that start as dot products make every layer and attention ours. --ea-plain: the same random numbers."""
+    """Scores and relative positions that start without effect make all attention ours. --ea-plain: the same dropout."""
     stock = amplify_(build("transformer", *flags, train=True))
     for norm in (module for module in stock.modules() if isinstance(module, torch.nn.LayerNorm)):
         norm.bias.normal_()  # so that no norm can stand in for another
-    ours = build("ea_transformer_base", *OFF, "--ea-score", "multiplicative", "--ea-plain", *flags, train=True)
-    assert {key for key in ours.state_dict() if ".score." not in key} == stock.state_dict().keys()
+    scores = ["--ea-score", "multiplicative", "--ea-relative-positions", 2]
+    ours = build("ea_transformer_base", *OFF, *scores, "--ea-plain", *flags, train=True)
+    new = [key for key in ours.state_dict() if ".score." in key or ".relative_positions." in key]
+    assert ours.state_dict().keys() - new == stock.state_dict().keys()
     torch.nn.Module.load_state_dict(ours, stock.state_dict(), strict=False)
     source, target = batch([7, 4, 1]), batch([5, 2, 6], eos_first=True)
     scores = []

@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
-from fairseq.sequence_generator import SequenceGenerator
-from helpers.models import batch, build, dictionary, in_threads
-from helpers.promises import each_model, lively, outputs, sample_of
+from helpers.models import batch, build, in_threads
+from helpers.promises import each_model, lively, outputs, search
 
 #: sentences of many lengths, each batch with its own padding
 BATCHES = [
@@ -40,11 +39,10 @@ def test_many_threads_get_the_scores_of_one(name, each_way):
 @torch.no_grad()
 def test_many_threads_translate_as_one_does(each_way):
     """Beam search with its caches and reordering; each thread has its own generator."""
-    model, words = lively("kernel 5"), dictionary()
+    model = lively("kernel 5")
 
     def translate(place):
-        generator = SequenceGenerator([model], words, beam_size=3, max_len_b=12)
-        found = generator.generate([model], sample_of(BATCHES[place][0]))
+        found = search(model, BATCHES[place][0], beam=3)
         return [[hypothesis["tokens"].tolist() for hypothesis in beams] for beams in found]
 
     check_threads(translate, 4)

@@ -1,11 +1,9 @@
 """Maps survive what copies arguments or computes twice: activation checkpointing and FSDP around any module.
 
-Run as a program, ``test_wrapped.py RANK PORT``, it is one of two processes under FSDP.
+Run as a program, ``test_wrapped.py RANK HOST:PORT``, it is one of two processes under FSDP.
 """
 
 import re
-import socket
-import subprocess
 import sys
 from functools import partial
 
@@ -101,9 +99,8 @@ def whole_gradients(model):
 CASES = [(False, level) for level in LEVELS] + [(True, "both")]
 
 
-def worker(rank, port):
-    address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2}
-    distributed.init_process_group("gloo", **address)
+def worker(rank, address):
+    distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=2)
     for low_precision, level in CASES:
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low_precision else {}
         model, batches = model_and_batches()
@@ -123,15 +120,9 @@ def worker(rank, port):
 @pytest.mark.slow
 def test_two_processes_under_fsdp_equal_one():
     """FSDP of both versions, around layers and around attentions, in float32 and in bfloat16."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": warm.ENVIRONMENT}
-    ranks = [warm.Popen([sys.executable, __file__, str(rank), port], **options) for rank in range(2)]
-    logs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], logs[0]
-    assert logs[0].count("equal") == 2 * len(CASES)
+    log, _ = warm.two_ranks(lambda rank, address: [sys.executable, __file__, rank, address])
+    assert log.count("equal") == 2 * len(CASES)
 
 
 if __name__ == "__main__":
-    worker(*map(int, sys.argv[1:]))
+    worker(int(sys.argv[1]), sys.argv[2])
