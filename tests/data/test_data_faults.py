@@ -27,14 +27,6 @@ from ea_data import parallel as in_parallel
 from ea_data.text import checked_lines
 
 
-def bad_byte(lines):
-    return [*lines[:7], b"caf\xe9", *lines[8:]]
-
-
-def nul(lines):
-    return ["a\0b", *lines[1:]]
-
-
 def nothing(lines):
     return []
 
@@ -51,9 +43,8 @@ def nothing(lines):
         ({"train.en": lambda lines: [" "] * 200}, {}, r"train: no pair is left: 200 empty; give other text$"),
         ({}, {"filter_on": "subwords", "max_ratio": 0.1}, "200 length ratio; .*, or raise --max-ratio$"),
         ({"valid.de": None}, {}, r"raw: has no valid\.de and no valid\.de\.gz"),
-        ({"test.en": bad_byte}, {}, r"/test\.en, line 8: byte 4 \(hex e9\) is not UTF-8"),
-        ({"test.en": bad_byte, "train.de": nothing}, {}, r"/test\.en, line 8: "),  # the quick one first
-        ({"train.de": nul}, {}, r"/train\.de, line 1: a NUL byte"),
+        # the quick one first
+        ({"test.en": lambda lines: [*lines[:7], b"caf\xe9"], "train.de": nothing}, {}, r"/test\.en, line 8: byte 4"),
         ({"train.de": lambda lines: gzip.compress("".join(lines).encode())[:-20]}, {}, r"train\.de\.gz: truncated"),
         ({}, {"valid_every": 201, "filter_on": "subwords"}, "--valid-every 201 of 200 training pairs"),
     ],
@@ -77,7 +68,7 @@ def test_faulty_text_is_refused_by_file_and_line(tmp_path, faults, rules, messag
 
 def test_nul_bytes_are_removed_where_non_printing_characters_are(tmp_path):
     raw = corpus(tmp_path / "raw")
-    write(raw / "train.de", nul(read(raw / "train.de")))
+    write(raw / "train.de", ["a\0b", *read(raw / "train.de")[1:]])
     pipeline = text_only(recipe(normalise=True), raw, tmp_path / "out")
     assert read(pipeline.text("tokens", "train")[0])[0] == "a b"
 
@@ -199,9 +190,9 @@ def test_text_of_another_form_is_named_by_file_line_and_byte(content, message):
         list(checked_lines([line + b"\n" for line in content.split(b"\n")], "file"))
 
 
-@pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x1d"], ids=ascii)  # where str.splitlines breaks lines
-def test_only_newlines_end_lines(tmp_path, odd):
-    """One such character must not put the two sides out of step."""
+def test_only_newlines_end_lines(tmp_path):
+    """A character at which str.splitlines breaks lines must not put the two sides out of step."""
+    odd = "\u2028"
     raw = corpus(tmp_path / "raw")
     for split in ("train", "valid", "test"):
         lines = read(raw / f"{split}.de")
@@ -211,5 +202,5 @@ def test_only_newlines_end_lines(tmp_path, odd):
     for split, number in (("train", 200), ("valid", 20), ("test", 20)):
         german, english = (read(path) for path in pipeline.text("subwords", split))
         assert len(german) == len(english) == number
-        assert german[3].replace("@@ ", "") in ("eins zwei", "einszwei")
+        assert german[3].replace("@@ ", "") == "eins zwei"
     assert read(pipeline.text("subwords", "test", raw=True)[0])[3] == f"eins{odd}zwei"  # references stay as they were

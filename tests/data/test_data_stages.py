@@ -1,6 +1,5 @@
 """Stages: killed anywhere and run again gives the same data; nothing half-made ever has a final name."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -37,12 +36,6 @@ prepared(recipe(), Path({raw!r}), Path({out!r}), workers=2)
 """
 
 
-def run_killed(**names):
-    code = KILLED.format(**names)
-    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 128 + signal.SIGKILL, done.stderr  # as warm.run says it
-
-
 def contents(folder):
     """Relative path -> bytes, of the data itself: PREP.json is not meant to be the same twice."""
     files = (path for path in folder.rglob("*") if path.is_file())
@@ -64,7 +57,9 @@ def test_killed_in_every_stage_and_run_again_gives_the_same_data(undisturbed, tm
     raw, expected = undisturbed
     out, work = tmp_path / "out", tmp_path / "out.work"
     for number, stage in enumerate(stages.NAMES, 1):
-        run_killed(stage=stage, middle=middle, raw=str(raw), out=str(out))
+        code = KILLED.format(stage=stage, middle=middle, raw=str(raw), out=str(out))
+        done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 128 + signal.SIGKILL, done.stderr  # as warm.run says it
         finished = {f"{n}-{name}" for n, name in enumerate(stages.NAMES, 1) if n < number}
         assert {path.name for path in work.iterdir() if path.is_dir() and path.suffix != ".tmp"} == finished
         assert list(work.glob("*.tmp"))
@@ -106,22 +101,6 @@ print("starting", flush=True)
 for _ in parallel.ordered_map(len, iter([([b"a"], [b"b"])] * 10**6), 2):
     pass
 """
-
-
-@pytest.mark.parametrize("delay", [0, 0.005, 0.04])
-def test_ctrl_c_while_workers_start_leaves_none_behind(delay):
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=warm.ENVIRONMENT,
-        start_new_session=True,
-    )  # fmt: skip
-    process.stdout.readline()
-    time.sleep(delay)
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        assert process.wait(timeout=60) == -signal.SIGINT
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -185,10 +164,8 @@ def test_a_change_makes_the_stages_again_that_depend_on_it(tmp_path, made):
 
 def test_every_rule_makes_other_data(tmp_path):
     """Else the old data would be called finished."""
-    raw, changes = (
-        corpus(tmp_path / "raw"),
-        [{}, {"tokenizer": "none"}, {"vocabulary_threshold": 2}, {"valid_every": 5}],
-    )
+    raw = corpus(tmp_path / "raw")
+    changes = [{}, {"tokenizer": "none"}, {"vocabulary_threshold": 2}, {"valid_every": 5}]
     changes += [{name: True} for name in ("nfc", "drop_test_overlap", "separate_dictionaries")]
     keys = {Pipeline(recipe(**rules), raw, tmp_path / "out").chain[-1].key for rules in changes}
     assert len(keys) == len(changes)

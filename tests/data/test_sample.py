@@ -1,4 +1,4 @@
-"""The sample corpus: the same for the same seed, held-out text unseen but made of known words, grammar in order."""
+"""The sample corpus: the same for the same seed, held-out text unseen but made of known words."""
 
 import re
 
@@ -39,22 +39,6 @@ def test_the_seed_decides_the_text_and_the_german_decides_the_english(everything
     both = [pair for pairs in again.values() for pair in pairs if pair[0] in translation]
     assert len(both) > 20
     assert all(translation[german] == english for german, english in both)
-
-
-@pytest.mark.parametrize(
-    ("german", "english"),
-    [
-        (r"^(.*) (.*) in den Garten\.$", "into the garden"), (r" im Garten\.$", "in the garden"),
-        (r"^Sie hat\b", r"^She\b"), (r"^Sie haben\b", r"^They\b"), (r"\bholt\b.* ab\.$", r"\bpicks? up\b"),
-        (r"\bnicht\b", r"\bnot\b"), (r"\bkeine?n?\b", r"\bno\b"), (r"^Will\b.*\?$", r"^Do(es)? .* want to\b"),
-    ],
-)  # fmt: skip
-def test_german_forms_have_their_meaning(everything, german, english):
-    matching = [pair for pair in everything if re.search(german, pair[0])]
-    assert matching
-    for pair in matching:
-        if pair[0].count(",") == 0:
-            assert re.search(english, pair[1]), pair
 
 
 def test_the_command_takes_number_and_seed(tmp_path):

@@ -102,6 +102,7 @@ def test_a_language_is_prepared_alike_by_any_of_its_codes(tmp_path):
     assert prep["languages"] == {"deu_Latn": "de", "eng": "en"}
     of_test = evaluate.references(long / "raw/test.eng", Preparation.at(long))[1]
     assert of_test == read(short_tokens / "test.en")
+    assert [*map(Text(long).subwords, AWKWARD)] == read(tmp_path / "short/out.work/2-subwords/test.de")
 
 
 def test_spaces_of_any_kind_are_spaces():
@@ -127,8 +128,9 @@ def test_decomposed_text_is_composed_at_every_door(tmp_path):
     references, tokens = evaluate.references(data / "raw/test.en", Preparation.at(data))
     assert all(unicodedata.is_normalized("NFC", line) for line in references + tokens)
     assert read(data / "raw/test.en")[1] == DECOMPOSED, "raw text stays as it was given"
-    old = {key: value for key, value in prep.items() if key not in ("unicode", "round_trip")} | {"rules": {}}
+    old = {key: value for key, value in prep.items() if key not in ("unicode", "round_trip", "escape")} | {"rules": {}}
     (data / "PREP.json").write_text(json.dumps(old))  # as an earlier version wrote it
+    assert Preparation.at(data).escape
     assert Text(data).subwords(DECOMPOSED) == source(DECOMPOSED)
 
 

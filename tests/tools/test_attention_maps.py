@@ -7,7 +7,6 @@ from helpers.maps import inputs, maps_of
 from helpers.models import amplify_, build
 
 from ea_tools.maps.collect import collect
-from ea_tools.maps.models import load_model
 
 #: evolving or not, every combination that the flags allow in one attention
 MODELS = {
@@ -26,12 +25,6 @@ MODELS = {
 MODELS = {name: tuple(words.split()) for name, words in MODELS.items()}
 
 
-def mixed(maps):
-    """The map in use, from its parts."""
-    a_logit = sum(part.share * part.map for part in maps.parts.values())
-    return a_logit, a_logit.masked_fill(maps.masked, -torch.inf).softmax(dim=-1)
-
-
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
 def test_parts_add_up(flags):
     model = amplify_(build(*flags))
@@ -41,7 +34,8 @@ def test_parts_add_up(flags):
     assert [(maps.kind, maps.layer) for maps in layers] == order
     for maps in layers:
         shape = (3, 4, 9 if maps.kind == "encoder" else 7, 7 if maps.kind == "decoder" else 9)
-        a_logit, weights = mixed(maps)
+        a_logit = sum(part.share * part.map for part in maps.parts.values())
+        weights = a_logit.masked_fill(maps.masked, -torch.inf).softmax(dim=-1)
         seen = ~maps.masked.expand(shape)
         rows = seen.any(dim=3)
         assert maps.weights.shape == maps.a_logit.shape == shape
@@ -164,30 +158,3 @@ def test_nothing_is_left_behind(name):
         assert outer.layers and not inner.layers
         raise KeyError
     assert traces() == before
-
-
-def test_low_precision_is_collected_in_float32():
-    model = amplify_(build(dtype=torch.bfloat16))
-    for maps in maps_of(model, *inputs([9, 4], [3, 7])):
-        rows = ~maps.masked.expand_as(maps.weights).all(dim=3)
-        assert {maps.weights.dtype, *(part.map.dtype for part in maps.parts.values())} == {torch.float32}
-        torch.testing.assert_close(mixed(maps)[1][rows], maps.weights[rows], atol=0.05, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["evolving", "stock"])
-def test_raw_text_is_translated_and_forced(checkpoints, name):
-    loaded = load_model(getattr(checkpoints, name))
-    source = loaded.source("Hund, Katze.")
-    assert " ".join(source.labels).replace("@@ ", "") == "hund , katze . </s>"
-    assert source.ids[-1] == loaded.task.source_dictionary.eos()
-    for _ in range(2):  # the search for a translation leaves nothing behind
-        translation = loaded.translate(source, beam=3)
-        layers = loaded.force(source, translation)
-    assert len(translation.ids) == len(translation.labels)
-    places = [("encoder", 1), ("encoder", 2), ("decoder", 1), ("cross", 1)]
-    assert [(maps.kind, maps.layer) for maps in layers] == places
-    assert layers[-1].weights.shape == (1, 2, len(translation.ids), len(source.ids))
-    own = loaded.target("the dog, the cat.")
-    assert " ".join(own.labels).replace("@@ ", "") == "the dog , the cat . </s>"
-    assert loaded.force(source, own)[-1].weights.shape == (1, 2, len(own.ids), len(source.ids))
-    assert loaded.source("Hund 猫").labels[-2:] == ["⟨猫⟩", "</s>"], "a word that the model does not know"

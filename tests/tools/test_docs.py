@@ -10,9 +10,8 @@ import sys
 
 import pytest
 from fairseq import options
-from fairseq.models import ARCH_MODEL_REGISTRY
 from helpers import REPO
-from helpers.pages import FENCED, PAGES, blocks, commands, lines, spans
+from helpers.pages import FAIRSEQ, FENCED, PAGES, blocks, commands, lines, spans
 
 from ea_tools.training import recipes
 
@@ -21,116 +20,73 @@ LINKED = [*PAGES, *(REPO / name for name in ("CHANGELOG.md", "evolving_attention
 LINKED += sorted((REPO / "examples").glob("*/README.md"))
 #: commands that hand on unknown flags to fairseq-train
 HAND_ON = ("train.sh", "sweep.sh", "profile_model.sh", "reproduce.sh")
-PARSERS = {
-    "fairseq-train": options.get_training_parser,
-    "fairseq-generate": options.get_generation_parser,
-    "fairseq-interactive": options.get_interactive_generation_parser,
-    "fairseq-eval-lm": options.get_eval_lm_parser,
-    "fairseq-preprocess": options.get_preprocessing_parser,
-}
-#: what decides which flags fairseq-train has, and what that is where a command does not say
-DECIDES = {"task": "translation", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam",
-           "lr-scheduler": "inverse_sqrt"}  # fmt: skip
+#: fairseq's commands, with words that decide which flags they have
+PARSERS = [
+    (options.get_training_parser, "--arch ea_transformer_base --criterion label_smoothed_cross_entropy_with_rdrop"),
+    (options.get_training_parser, "--arch ea_transformer_base --optimizer adam --lr-scheduler inverse_sqrt"),
+    (options.get_training_parser, "--arch ea_roberta --task sentence_prediction --criterion sentence_prediction"),
+    (options.get_training_parser, "--arch ea_roberta --task masked_lm --criterion masked_lm"),
+    (options.get_training_parser, "--arch ea_transformer_lm --task language_modeling"),
+    (options.get_training_parser, "--arch ea_bart"),
+    (options.get_generation_parser, "--path x"),
+    (options.get_interactive_generation_parser, "--path x --bpe subword_nmt"),
+    (options.get_eval_lm_parser, "--path x"),
+]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def commands_of(text):
-    """The commands of ours, and of fairseq's, in a page, as words."""
-    code = [line for block in blocks(text) for line in lines(block)]
-    return [command for line in [*code, *spans(text)] for command in commands(line)]
+@functools.cache
+def fairseqs():
+    """The flags of fairseq's commands."""
+    known = {*options.get_preprocessing_parser()._option_string_actions}
+    for make, words in PARSERS:
+        parser = make()
+        options.parse_args_and_arch(parser, ["data", *words.split()], parse_known=True)  # adds flags to the parser
+        known.update(parser._option_string_actions)
+    return known
 
 
 @functools.cache
-def helped(script):
-    """The flags in the help of a script."""
-    result = subprocess.run(["bash", REPO / script, "--help"], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+def helped(*command):
+    """The flags in the help of a command."""
+    result = subprocess.run([*command, "--help"], cwd=REPO, capture_output=True, text=True, check=True)
     return {*FLAG.findall(result.stdout), "--help"}
-
-
-@functools.cache
-def fairseqs(name, *words):
-    """The flags of one of fairseq's commands, with what decides them."""
-    if name == "fairseq-preprocess":
-        return set(PARSERS[name]()._option_string_actions)
-    parser = PARSERS[name]()
-    options.parse_args_and_arch(parser, ["data", *words], parse_known=True)  # adds flags to the parser
-    return set(parser._option_string_actions)
-
-
-def known_to_fairseq(name, command):
-    given = dict(zip(command, [*command[1:], ""], strict=True))
-    if name != "fairseq-train":
-        task = given.get("--task", "language_modeling" if name == "fairseq-eval-lm" else "translation")
-        bpe = ("--bpe", given["--bpe"]) if "--bpe" in given else ()  # it has flags, too
-        return fairseqs(name, "--path", "x", "--task", task, *bpe)
-    arch = given.get("--arch") or next(
-        (word for word in command[1:] if re.match("(ea_|pa_|res_|conv_)?[a-z]+_", word)), ""
-    )
-    arch = arch if arch in ARCH_MODEL_REGISTRY else "ea_transformer_base"
-    decided = {name: given.get(f"--{name}", default) for name, default in DECIDES.items()}
-    if "roberta" in arch and "--task" not in given:
-        decided |= {"task": "sentence_prediction", "criterion": "sentence_prediction"}
-    return fairseqs(name, "--arch", arch, *(word for flag, value in decided.items() for word in (f"--{flag}", value)))
 
 
 def faults(command):
     """The mistakes in a command line, in words."""
     script, *rest = command
-    if "--" in rest:  # behind it are flags of fairseq's
-        behind = rest[rest.index("--") + 1 :]
-        program = "fairseq-interactive" if script.endswith("translate.sh") else "fairseq-generate"
-        return [*faults([script, *rest[: rest.index("--")]]), *faults([program, *behind])]
+    if missing := [word for word in (script, *rest) if word.startswith(FOLDERS) and not (REPO / word).exists()]:
+        return [f"{word} is not there" for word in missing if "NAME" not in word and "*" not in word]
+    if script not in FAIRSEQ and not os.access(REPO / script, os.X_OK):
+        return [f"{script} cannot be executed"]
     flags = [FLAG.match(word)[0] for word in rest if FLAG.match(word)]
     flags += [f"--{name}" for before, name in itertools.pairwise(rest) if before == "--grid"]
-    missing = [word for word in (script, *rest) if word.startswith(FOLDERS) and not (REPO / word).exists()]
-    if missing:
-        return [f"{word} is not there" for word in missing if "NAME" not in word and "*" not in word]
-    if script in PARSERS:
-        known = known_to_fairseq(script, command)
-    else:
-        if not os.access(REPO / script, os.X_OK):
-            return [f"{script} cannot be executed"]
-        known = helped(script)
-        if not known.issuperset(flags) and script.endswith(HAND_ON):
-            known = known | known_to_fairseq("fairseq-train", command)
+    known = set() if script in FAIRSEQ else helped("bash", script)
+    if script in FAIRSEQ or script.endswith(HAND_ON) or "--" in rest:  # behind it are flags of fairseq's
+        known = known | fairseqs()
     wrong = [f"{script} has no {flag}" for flag in flags if flag not in known]
-    names = recipes.names() if script.endswith(("/train.sh", "/sweep.sh")) else []
-    if names and rest and re.fullmatch(r"[a-z][\w-]*", rest[0]) and rest[0] not in names:
-        wrong.append(f"there is no recipe {rest[0]}")
-    return wrong
+    is_named = script.endswith(("/train.sh", "/sweep.sh")) and rest and re.fullmatch(r"[a-z][\w-]*", rest[0])
+    return [*wrong, f"there is no recipe {rest[0]}"] if is_named and rest[0] not in recipes.names() else wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.slow
-def test_commands_of_a_page_can_be_run(page):
-    found = [(shlex.join(command), faults(command)) for command in commands_of(page.read_text())]
-    assert not [(command, wrong) for command, wrong in found if wrong]
+def test_commands_and_flags_of_a_page_are_there(page):
+    """Commands in blocks and in lines; and each flag that stands alone in a line, `--like-this 3`: some command has it.
+
+    test_docs_run.py gives the flags of a block to their own command.
+    """
+    text = page.read_text()
+    code = [*(line for block in blocks(text) for line in lines(block)), *spans(text)]
+    found = [command for line in code for command in commands(line)]
+    assert not [(shlex.join(command), wrong) for command in found if (wrong := faults(command))]
     assert len(found) > 8 or page.name not in ("README.md", "training.md", "data.md")
-
-
-@functools.cache
-def all_flags():
-    """The flags of every script here and of fairseq's commands, with any architecture, task and so on."""
     scripts = [path for folder in ("scripts", "data-prep") for path in sorted((REPO / folder).glob("*.sh"))]
-    known = {flag for path in scripts if os.access(path, os.X_OK) and path.name != "lib.sh" for flag in helped(path)}
-    runtime = [sys.executable, "-m", "ea_runtime", "--help"]
-    known |= {*FLAG.findall(subprocess.run(runtime, cwd=REPO, capture_output=True, text=True, check=True).stdout)}
-    for arch in ("ea_transformer_base", "ea_roberta", "ea_transformer_lm", "ea_bart"):
-        known |= known_to_fairseq("fairseq-train", ["fairseq-train", "--arch", arch])
-    rdrop = ["--criterion", "label_smoothed_cross_entropy_with_rdrop"]
-    for chosen in (rdrop, ["--task", "masked_lm"]):
-        known |= known_to_fairseq("fairseq-train", ["fairseq-train", *chosen])
-    return known.union(*(known_to_fairseq(name, [name]) for name in PARSERS if name != "fairseq-train"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-@pytest.mark.slow
-def test_flags_in_the_text_of_a_page_are_there(page):
-    """`--like-this 3`, alone in a line of text or in a table: some command has it."""
-    text = re.sub(FENCED, "", page.read_text(), flags=re.M | re.S)
-    flags = {flag for span in re.findall(r"`(--[^`*]+)`", text) for flag in FLAG.findall(span)}
-    assert not flags - all_flags()
+    known = fairseqs() | helped(sys.executable, "-m", "ea_runtime")
+    known = known.union(*(helped("bash", str(path)) for path in scripts if os.access(path, os.X_OK)))
+    alone = re.findall(r"`(--[^`*]+)`", re.sub(FENCED, "", text, flags=re.M | re.S))
+    assert not {flag for span in alone for flag in FLAG.findall(span)} - known
 
 
 def anchors(page):

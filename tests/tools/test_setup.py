@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers import REPO
+from helpers.mistakes import fake_command
 
 
 @pytest.fixture
@@ -23,17 +24,13 @@ def setup(repo, *args, **environment):
     return subprocess.run(command, cwd="/", env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
-def interpreter(path, version):
-    """A stand-in for another version of Python."""
-    path.write_text(f"#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python {version}' && exit 0\nexit 1\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize(("version", "start"), [("3.10.13", "/"), ("3.14.0", ""), (None, "/")])
-def test_other_versions_of_python_are_refused(checkout, version, start):
+def test_other_versions_of_python_are_refused(checkout, monkeypatch, version, start):
     """Also one whose path begins at the folder that one is in, which is / here; and one that is not there."""
-    path = interpreter(checkout / "python", version) if version else str(checkout / "absent")
+    path = str(checkout / "bin/python")
+    if version:
+        program = f"[ $1 = --version ] && echo 'Python {version}' && exit 0\nexit 1\n"
+        fake_command(checkout, "python", program, monkeypatch)
     result = setup(checkout, PYTHON=start + path.removeprefix("/"))
     assert result.returncode == 1
     named = f"Python {version}" if version else path
@@ -41,12 +38,10 @@ def test_other_versions_of_python_are_refused(checkout, version, start):
     assert not (checkout / ".venv").exists()
 
 
-def test_packages_of_the_examples_come_with_a_set_up_that_has_nothing_else_to_do(checkout):
-    programs = checkout / ".venv" / "bin"
-    programs.mkdir(parents=True)
+def test_packages_of_the_examples_come_with_a_set_up_that_has_nothing_else_to_do(checkout, monkeypatch):
+    (checkout / ".venv").mkdir()
     shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
-    (programs / "python").write_text('#!/bin/sh\nfor word; do last=$word; done\necho "$last"\n')
-    (programs / "python").chmod(0o755)
+    fake_command(checkout / ".venv", "python", 'for word; do last=$word; done\necho "$last"\n', monkeypatch)
     files = [f"{checkout}/examples/requirements.txt", f"{checkout}/examples/time_series/requirements.txt"]
     assert setup(checkout, "--examples").stdout.splitlines() == files
     assert setup(checkout).stdout == ""
