@@ -22,9 +22,8 @@ echo "== data: German and English from a grammar"
 bash data-prep/sample.sh
 
 echo "== training: ea_transformer_lite, two to four minutes; the whole log is in runs/quickstart/train.log"
-# fairseq logs to standard output. On a terminal it draws its progress bar on standard error, and that is enough to see.
-bash scripts/train.sh sample ea_transformer_lite --run "$run" --log-format tqdm --no-tensorboard --gpus 0 \
-    | if [[ -t 2 ]]; then cat > /dev/null; else grep --line-buffered -oE '(train_inner|valid) .*epoch.*loss=?.*' || true; fi
+train=(bash scripts/train.sh sample ea_transformer_lite --run "$run" --no-tensorboard --gpus 0)
+if [[ -t 1 && -t 2 ]]; then "${train[@]}"; else "${train[@]}" | { grep --line-buffered -oE 'epoch [0-9]+(,| of) .*' || true; }; fi
 
 echo "== translation and scores: 500 held-out sentences, the average of the checkpoints, beam 5"
 bash scripts/evaluate.sh --data data/sample --run "$run"

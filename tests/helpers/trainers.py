@@ -88,6 +88,13 @@ def train(trainer, data, accumulated=1):
     return rows
 
 
+def save(trainer, path):
+    """A checkpoint in the middle of an epoch; returns its path."""
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1, "iterations_in_epoch": 6, "version": 2}})
+    return path
+
+
 def lines(caplog, name="ea_fairseq.trainer"):
     """What a logger said."""
     return [record.getMessage() for record in caplog.records if record.name == name and record.levelno >= logging.INFO]

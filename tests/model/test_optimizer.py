@@ -37,12 +37,6 @@ def test_the_rule_is_fairseqs(decay):
         assert (one - other).norm() <= 1e-5 * (other - start).norm()
 
 
-def saved(trainer, path):
-    trainer.consolidate_optimizer()
-    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1, "iterations_in_epoch": 6, "version": 2}})
-    return path
-
-
 def shapes(state):
     """A state dict with shapes in the place of tensors."""
     if isinstance(state, dict):
@@ -61,7 +55,7 @@ def test_it_trains_and_resumes_as_fairseqs_optimizer(precision, off, tmp_path):
         rows[first] = trainers.train(trainer, data[:12], 2)
         ways[first, ""] = trainers.weights(trainer) - start
         assert (type(trainer.optimizer).__module__ == optim.__name__) == (first == "flat")
-        path = saved(trainer, tmp_path / f"{first}.pt")
+        path = trainers.save(trainer, tmp_path / f"{first}.pt")
         states[first] = torch.load(path, weights_only=True)
         for then, build_again in kinds.items():
             goes_on = build_again(*flags, precision=precision)
@@ -86,7 +80,7 @@ def test_older_runs_whose_learnt_shares_have_no_axis_resume(build, precision, fl
     trainer = build("--ea-learn-mix", *flags, precision=precision)
     data, ways = trainers.batches(trainer, 4), []
     trainers.train(trainer, data[:2])
-    path = saved(trainer, tmp_path / "checkpoint.pt")
+    path = trainers.save(trainer, tmp_path / "checkpoint.pt")
     older = torch.load(path, weights_only=True)
     shares = [key for key in older["model"] if key.endswith(("evolution.alpha", "evolution.beta"))]
     older["model"].update({key: older["model"][key].squeeze(0) for key in shares})

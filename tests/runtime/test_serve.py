@@ -248,6 +248,7 @@ REFUSED = {
     "n-best": ({"lines": ["a"], "n_best": 4}, 422, "from 1 to 3, not 4"),
     "lenpen": ({"lines": ["a"], "lenpen": 1e300}, 422, "lenpen: must be a number from -10 to 10"),
     "line break": ({"lines": ["a", "a\nb"]}, 422, "line 2: it has a line break inside"),
+    "NUL": ({"lines": ["a\0b"]}, 422, "line 1: it has a NUL character"),
     "no text": ({"lines": [3]}, 422, "line 1: Input should be a valid string"),
     "no lines": ({}, 422, "lines: Field required"),
     "unknown": ({"lines": ["a"], "bean": 5}, 422, "bean: Extra inputs are not permitted"),

@@ -333,6 +333,9 @@ def test_what_to_type_next(tmp_path, monkeypatch):
     (tmp_path / "checkpoint_last.pt").touch()
     monkeypatch.chdir(REPO)
     command = f"scripts/evaluate.sh --data data/x --run {tmp_path}"
+    last = f"{command} --subset valid --checkpoint {tmp_path}/checkpoint_last.pt"
+    assert run_folder.next_command(REPO / "data/x", tmp_path) == last
+    (tmp_path / "checkpoint_best.pt").touch()
     assert run_folder.next_command(REPO / "data/x", tmp_path) == f"{command} --subset valid --best"
     (tmp_path / "checkpoint1.pt").touch()
     (tmp_path / "raw").mkdir()

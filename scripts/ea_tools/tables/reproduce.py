@@ -107,7 +107,7 @@ def parse_with(
         folder: in runs/, for the runs.
     """
     add = parser.add_argument
-    add("--average", type=positive, default=AVERAGED, metavar="N", help=f"checkpoints averaged (default: {AVERAGED})")
+    add("--average", type=positive, metavar="N", help=f"checkpoints averaged (default: the table's, or {AVERAGED})")
     add("--gpus-per-run", type=positive, metavar="N", help="run cells side by side on N free GPUs each")
     at_once = "runs at once: of one thread on the CPU (default: one per core), or on the same GPUs (default: 1)"
     add("--at-once", type=positive, metavar="N", help=at_once)
@@ -136,6 +136,7 @@ def fill(
 
     The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
     """
+    args.average = args.average or table.average
     cells = [
         Cell(
             name=f"{row.label}, {recipe}, seed {seed}",

@@ -45,7 +45,7 @@ def readme(folder: Path) -> list[str]:
     shown = []
     for label, (name, models) in rows.items():
         table = tables.read(name)
-        entries = gather(table, Records(folder), table.seeds, "beam5.average10")
+        entries = gather(table, Records(folder), table.seeds, f"beam5.average{table.average}")
         scores = (entries[model, table.columns[0].label].values for model in models)
         shown.append([label, *(spread(values) if values else "not run" for values in scores)])
     return markdown_table(["BLEU (Multi30k: test of 2016)", "Transformer", "EA", "Conv", "EA-Conv"], shown)

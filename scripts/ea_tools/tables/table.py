@@ -2,6 +2,7 @@
 
 title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
+average = 10         checkpoints averaged, where --average does not say otherwise (default: 10)
 [[column]]    recipe, label, metric (see Metric), subset (default: "test")
 [[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
@@ -16,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ea_artifacts.command import Flags, UserError, hint, parse_flags
 from ea_artifacts.preparation import Preparation
+from ea_artifacts.run import AVERAGED
 from ea_data.languages import base_language
 from ea_tools.forms import Form
 from ea_tools.training import flag_faults, recipes
@@ -100,6 +102,7 @@ class Table(Form):
     columns: list[Column] = Field(alias="column", min_length=1)
     rows: list[Row] = Field(alias="row", min_length=1)
     seeds: list[int] = Field(default_factory=lambda: [1], min_length=1)
+    average: PositiveInt = AVERAGED
 
     @model_validator(mode="after")
     def _has_names_once(self) -> Self:

@@ -276,6 +276,6 @@ def next_command(data: Path, run: Path) -> str:
     if not any((data / "raw").glob("test.*")):
         command += ["--subset", "valid"]
     if not Run(run).last(AVERAGED):
-        command += ["--best"]
+        command += ["--best"] if (run / BEST).exists() else ["--checkpoint", str(run.absolute() / LAST)]
     # Paths below the repository are shortened only where the command is typed there.
     return portable(command) if Path.cwd() == REPO else shlex.join(command)
