@@ -7,7 +7,6 @@ A row of maps, means over heads, is the attention of a model. Two rows below it,
 each after a softmax: the convolution, and the layer's own logits (self-attention). All panels have one scale.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ea_artifacts.command import Parser, positive
 from evolving_attention.evolution import Evolution, mix
-from examples.explanations.explain import Classifier, lime
-from examples.report import positive
+from examples.explanations.explain import Classifier
+from examples.explanations.measures import lime
 
 SENTENCE = "Mary tried John to go abroad ."
 
@@ -30,15 +30,12 @@ def draw(folders: list[Path], sentence: str) -> Figure:
     for folder in folders:
         classifier = Classifier(folder)
         inputs = classifier.tokenizer(sentence, return_tensors="pt")
-        parts: dict[str, list[Tensor]] = {"convolution": [], "self-attention": []}
+        parts: dict[str, list[Tensor]] = {"": [], ", convolution": [], ", self-attention": []}
         for module in classifier.model.modules():
             if isinstance(module, Evolution):
                 module.register_forward_hook(partial(_keep, parts))
-        maps = [
-            layer[0].mean(0) for layer in classifier.model(**inputs, output_attentions=True).attentions
-        ]  # T x T each
-        rows += [(folder.name, inputs.tokens(), maps)]
-        rows += [(f"{folder.name}, {part}", inputs.tokens(), layers) for part, layers in parts.items() if layers]
+        parts[""] = [layer[0].mean(0) for layer in classifier.model(**inputs, output_attentions=True).attentions]
+        rows += [(f"{folder.name}{part}", inputs.tokens(), layers) for part, layers in parts.items() if layers]
     layers = len(rows[0][2])
     largest = max(weights.max().item() for _, _, maps in rows for weights in maps)
     figure = Figure(figsize=(3.2 * layers, 3.2 * len(rows)), layout="constrained")
@@ -56,24 +53,23 @@ def _keep(parts: dict[str, list[Tensor]], evolution: Evolution, maps: tuple[Tens
     """A hook that keeps the parts of one sentence's map, T x T each, a mean over heads."""
     logits, hidden, previous, above = maps
     mixed = mix(evolution.coefficients(previous is not None), logits, hidden, previous)
-    convolved = evolution.convolve(mixed, above, hidden).relu() if evolution.conv is not None else logits * 0
-    for kept, part in zip(parts.values(), (convolved, logits), strict=True):
-        kept.append(part.softmax(-1)[0].mean(0))
+    convolved = logits * 0 if evolution.conv is None else evolution.convolve(mixed, above, hidden).relu()
+    parts[", convolution"].append(convolved.softmax(-1)[0].mean(0))
+    parts[", self-attention"].append(logits.softmax(-1)[0].mean(0))
 
 
 def rationales(folders: list[Path], sentence: str, layers: list[int], samples: int) -> Figure:
     """LIME's weights of the words for class 1, a row for each model and layer whose output the classifier reads."""
-    rows = {}
+    rows, words = {}, sentence.split()
     for folder in folders:
         classifier = Classifier(folder)
         for layer in layers:
             probabilities = partial(classifier.probabilities, layer=layer)
             sign = 1 if probabilities([sentence])[0].argmax() == 1 else -1  # LIME explains the likelier class
-            rows[f"{folder.name}, layer {layer}"] = [sign * weight for weight in lime(probabilities, sentence, samples)]
-    words, weights = sentence.split(), np.array(list(rows.values()))
+            rows[f"{folder.name}, layer {layer}"] = sign * np.array(lime(probabilities, words, samples))
     figure = Figure(figsize=(3 + 0.7 * len(words), 1.5 + 0.4 * len(rows)), layout="constrained")
-    axes, largest = figure.subplots(), np.abs(weights).max()
-    picture = axes.imshow(weights, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
+    axes, largest = figure.subplots(), np.abs(list(rows.values())).max()
+    picture = axes.imshow(list(rows.values()), cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
     axes.set_xticks(range(len(words)), words, rotation=45)
     axes.set_yticks(range(len(rows)), list(rows))
     figure.colorbar(picture, label="for class 1")
@@ -81,15 +77,13 @@ def rationales(folders: list[Path], sentence: str, layers: list[int], samples: i
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+", metavar="DIR", help="models of examples.glue.fine_tune --out")
-    parser.add_argument("--sentence", default=SENTENCE, metavar="TEXT", help=f"(default: {SENTENCE})")
-    parser.add_argument(
-        "--lime", type=positive, nargs="+", metavar="LAYER", help="draw LIME's rationales by these layers"
-    )
-    parser.add_argument("--samples", type=positive, default=1000, metavar="N", help="of LIME (default: 1000)")
-    parser.add_argument("--out", type=Path, default=Path("maps.png"), metavar="FILE", help="(default: maps.png)")
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("models", type=Path, nargs="+", metavar="DIR", help="models of examples.glue.fine_tune --out")
+    add("--sentence", default=SENTENCE, metavar="TEXT", help=f"(default: {SENTENCE})")
+    add("--lime", type=positive, nargs="+", metavar="LAYER", help="draw LIME's rationales by these layers")
+    add("--samples", type=positive, default=1000, metavar="N", help="of LIME (default: 1000)")
+    add("--out", type=Path, default=Path("maps.png"), metavar="FILE", help="(default: maps.png)")
     args = parser.parse_args(words)
     if args.lime:
         figure = rationales(args.models, args.sentence, args.lime, args.samples)

@@ -10,109 +10,78 @@ LIME explains the model with plain attention, and one whose BERT evolves.
 Axes: B batch, T subwords. Masks: True = padded.
 """
 
-import argparse
 import json
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
+from ea_artifacts.command import Parser, positive, reporting
+from ea_artifacts.files import read_lines, write_json
 from evolving_attention import EvolvingAttention, Geometry
 from evolving_attention.huggingface import evolve
-from examples.explanations.explain import lime
-from examples.explanations.measures import auprc, faithfulness
-from examples.report import positive, write
+from examples.common import fit, origin
+from examples.explanations.measures import Example, measure
 
 HEADS, SHARE = 4, 0.1  # SHARE: alpha and beta
 SEPARATOR = "[SEP]"
-
-
-class System(NamedTuple):
-    """A model of table 11, and whether attention and LIME explain it."""
-
-    bert: float  # alpha and beta in BERT; 0: plain
-    attention: float  # the same in the layers behind it
-    by_attention: bool
-    by_lime: bool
-
-
+#: a model of table 11 -> alpha and beta in BERT, the same in the layers behind it, and what explains it; 0: plain
 SYSTEMS = {
-    "BERT+LSTM": System(0.0, 0.0, True, True),
-    "BERT+LSTM, evolving": System(0.0, SHARE, True, False),
-    "EA-BERT+LSTM": System(SHARE, 0.0, False, True),
+    "BERT+LSTM": (0.0, 0.0, ["attention", "LIME"]),
+    "BERT+LSTM, evolving": (0.0, SHARE, ["attention"]),
+    "EA-BERT+LSTM": (SHARE, 0.0, ["LIME"]),
 }
 
 
-class Document(NamedTuple):
-    """One annotated example."""
-
-    words: list[str]
-    query: str  # "" where there is none
-    label: str
-    chosen: list[bool]  # the words that people chose
-
-
-def read(folder: Path, split: str) -> list[Document]:
+def read(folder: Path, split: str) -> list[Example]:
     """The examples of a split: their documents with evidence, joined by SEPARATOR.
 
     Both sentences of e-SNLI are always read: leaving out the one without evidence would give the label away.
     """
     path = folder / "docs.jsonl"
     if path.exists():
-        texts = {row["docid"]: row["document"] for row in map(json.loads, path.read_text().splitlines())}
+        texts = {row["docid"]: row["document"] for row in map(json.loads, read_lines(path))}
     else:
         texts = {file.name: file.read_text() for file in (folder / "docs").iterdir()}
     examples = []
-    for row in map(json.loads, (folder / f"{split}.jsonl").read_text().splitlines()):
+    for row in map(json.loads, read_lines(folder / f"{split}.jsonl")):
         name, evidence = row["annotation_id"], [one for group in row["evidences"] for one in group]
         pair = [document for document in (f"{name}_premise", f"{name}_hypothesis") if document in texts]
+        documents = pair or sorted({one["docid"] for one in evidence}) or row.get("docids") or [name]
+        marked = {(one["docid"], place) for one in evidence for place in range(one["start_token"], one["end_token"])}
         words: list[str] = []
         chosen: list[bool] = []
-        for document in pair or sorted({one["docid"] for one in evidence}) or row.get("docids") or [name]:
-            if words:
-                words.append(SEPARATOR)
-                chosen.append(False)
+        for document in documents:
             part = texts[document].split()
-            marks = [False] * len(part)
-            for one in evidence:
-                if one["docid"] == document:
-                    marks[one["start_token"] : one["end_token"]] = [True] * (one["end_token"] - one["start_token"])
-            words += part
-            chosen += marks
-        examples.append(Document(words, row.get("query") or "", row["classification"], chosen))
+            words += [*part, SEPARATOR]
+            chosen += [(document, place) in marked for place in range(len(part) + 1)]
+        examples.append(Example(words[:-1], row.get("query") or "", row["classification"], chosen[:-1]))
     return examples
 
 
 class Reader(nn.Module):
-    """BERT, a BiLSTM and two layers of attention; alpha = beta = 0: plain attention."""
+    """BERT, a BiLSTM and two layers of attention, whose alpha and beta are ``share``; 0: plain attention."""
 
-    def __init__(
-        self, bert: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, labels: list[str], alpha: float, beta: float
-    ) -> None:
+    def __init__(self, bert: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, labels: int, share: float) -> None:
         super().__init__()
-        self.bert, self.tokenizer, self.labels = bert, tokenizer, labels
-        width = bert.config.hidden_size
+        self.bert, self.tokenizer, width = bert, tokenizer, bert.config.hidden_size
         self.lstm = nn.LSTM(width, width // 2, bidirectional=True, batch_first=True)
         self.layers = nn.ModuleList(
-            EvolvingAttention(Geometry.ENCODER_SELF, width, HEADS, alpha=alpha, beta=beta, first=first)
+            EvolvingAttention(Geometry.ENCODER_SELF, width, HEADS, alpha=share, beta=share, first=first)
             for first in (True, False)
         )
-        self.head = nn.Linear(width, len(labels))
+        self.head = nn.Linear(width, labels)
 
-    def encoded(self, documents: list[list[str]], queries: list[str]) -> BatchEncoding:
+    def encoded(self, *examples: Example) -> BatchEncoding:
         """Queries and words as subwords; the end of a document that is too long is cut."""
-        pairs = [query.split() or ["."] for query in queries], [words or ["."] for words in documents]
+        queries, documents = zip(*((one.query.split() or ["."], one.words or ["."]) for one in examples), strict=True)
         longest = self.bert.config.max_position_embeddings - 2  # RoBERTa's first two stand for no place
         options = {"is_split_into_words": True, "truncation": "only_second", "padding": True, "max_length": longest}
-        return self.tokenizer(*pairs, return_tensors="pt", **options)
+        return self.tokenizer(queries, documents, return_tensors="pt", **options)
 
     def forward(self, inputs: BatchEncoding) -> tuple[Tensor, Tensor]:
         """The labels' scores, B x labels, and the subwords', B x T."""
@@ -127,96 +96,66 @@ class Reader(nn.Module):
     @torch.no_grad()
     def probabilities(self, sentences: list[str], query: str) -> np.ndarray:
         """N sentences, which are documents or parts of one -> N x labels."""
-        rows = [self(self.encoded([sentence.split()], [query]))[0].softmax(1) for sentence in sentences]
+        rows = [self(self.encoded(Example(sentence.split(), query)))[0].softmax(1) for sentence in sentences]
         return torch.cat(rows).numpy()
 
     @torch.no_grad()
-    def attention(self, document: Document) -> list[float]:
+    def attention(self, example: Example) -> list[float]:
         """A score for each word; 0 for those that are cut off."""
-        inputs = self.encoded([document.words], [document.query])
-        scores = [0.0] * len(document.words)
+        inputs = self.encoded(example)
+        scores = [0.0] * len(example.words)
         for place, side, score in zip(inputs.word_ids(), inputs.sequence_ids(), self(inputs)[1][0], strict=True):
             if side == 1:
                 scores[place] += float(score)
         return scores
 
-    def lime(self, document: Document, samples: int) -> list[float]:
-        """LIME's score for each word."""
-        return lime(partial(self.probabilities, query=document.query), " ".join(document.words), samples)
 
-
-def train(model: Reader, documents: list[Document], epochs: int, batch: int, rate: float) -> None:
+def train(model: Reader, examples: list[Example], epochs: int, batch: int, rate: float) -> None:
     """Train all parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    model.train()
-    for _ in range(epochs):
-        for rows in tqdm(torch.randperm(len(documents)).split(batch), disable=None):
-            part = [documents[row] for row in rows]
-            scores, _ = model(model.encoded([one.words for one in part], [one.query for one in part]))
-            optimizer.zero_grad()
-            F.cross_entropy(scores, torch.tensor([model.labels.index(one.label) for one in part])).backward()
-            optimizer.step()
-    model.eval()
 
+    def loss(rows: Tensor) -> Tensor:
+        part = [examples[row] for row in rows]
+        return F.cross_entropy(model(model.encoded(*part))[0], torch.tensor([one.label for one in part]))
 
-def measure(
-    model: Reader, documents: list[Document], explain: Callable[[Document], Sequence[float]]
-) -> dict[str, float]:
-    """Accuracy, macro F1, and the means over documents of AUPRC, comprehensiveness and sufficiency.
-
-    Args:
-        explain: a document -> a score for each word.
-    """
-    rows, predicted, expected = [], [], [document.label for document in documents]
-    for document in tqdm(documents, disable=None):
-        probabilities, sentence = partial(model.probabilities, query=document.query), " ".join(document.words)
-        scores = explain(document)
-        predicted.append(model.labels[probabilities([sentence])[0].argmax()])
-        agreement = auprc(document.chosen, scores) if len(set(document.chosen)) == 2 else np.nan
-        rows.append([agreement, *faithfulness(probabilities, sentence, scores)])
-    names = ("AUPRC", "comprehensiveness", "sufficiency")
-    return {
-        "accuracy": float(np.mean(np.array(predicted) == np.array(expected))),
-        "F1": float(f1_score(expected, predicted, average="macro")),
-        **dict(zip(names, np.nanmean(np.array(rows), axis=0).tolist(), strict=True)),
-    }
+    fit(model, loss, len(examples), batch, epochs, torch.optim.AdamW(model.parameters(), lr=rate))
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a corpus of ERASER")
-    parser.add_argument("--model", required=True, metavar="NAME", help="a BERT: its folder, or its name on the hub")
-    parser.add_argument("--lime", type=positive, metavar="N", help="LIME too, by N samples a document (ERASER: 1000)")
-    parser.add_argument("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="(default: 8)")
-    parser.add_argument("--lr", type=float, default=2e-5, metavar="N", help="(default: 2e-5)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="(default: 1)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the numbers here, as JSON")
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a corpus of ERASER")
+    add("--model", required=True, metavar="NAME", help="a BERT: its folder, or its name on the hub")
+    add("--lime", type=positive, metavar="N", help="LIME too, by N samples a document (ERASER: 1000)")
+    add("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
+    add("--batch-size", type=positive, default=8, metavar="N", help="(default: 8)")
+    add("--lr", type=float, default=2e-5, metavar="N", help="(default: 2e-5)")
+    add("--seed", type=int, default=1, metavar="N", help="(default: 1)")
+    add("--out", type=Path, metavar="FILE", help="also write the numbers here, as JSON")
     args = parser.parse_args(words)
-    documents, tests = read(args.folder, "train"), read(args.folder, "test")
-    labels, results = sorted({one.label for one in documents}), {}
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    for name, system in SYSTEMS.items():
-        if not (system.by_attention or args.lime):
+    with reporting("eraser"):
+        splits = [read(args.folder, split) for split in ("train", "test")]
+    labels, results = sorted({one.label for one in splits[0]}), {}
+    examples, tests = ([one._replace(label=labels.index(one.label)) for one in split] for split in splits)
+    for name, (in_bert, behind, methods) in SYSTEMS.items():
+        methods = [method for method in methods if method == "attention" or args.lime]
+        if not methods:
             continue
         torch.manual_seed(args.seed)
-        bert = AutoModel.from_pretrained(args.model)
-        if system.bert:
-            evolve(bert, system.bert, system.bert)
-        model = Reader(bert, tokenizer, labels, system.attention, system.attention)
-        train(model, documents, args.epochs, args.batch_size, args.lr)
-        methods: dict[str, Callable[[Document], Sequence[float]]] = {}
-        if system.by_attention:
-            methods["attention"] = model.attention
-        if system.by_lime and args.lime:
-            methods["LIME"] = partial(model.lime, samples=args.lime)
-        for method, explain in methods.items():
-            row = f"{name}, {method}"
-            results[row] = measure(model, tests, explain)
-            print(row, *(f"{measured} {value:.3f}" for measured, value in results[row].items()), flush=True)
+        bert, tokenizer = AutoModel.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+        if in_bert:
+            evolve(bert, in_bert, in_bert)
+        model = Reader(bert, tokenizer, len(labels), behind)
+        train(model, examples, args.epochs, args.batch_size, args.lr)
+        for method in methods:
+            results[f"{name}, {method}"] = row = judge(model, tests, args.lime if method == "LIME" else None)
+            print(f"{name}, {method}", *(f"{measured} {value:.3f}" for measured, value in row.items()), flush=True)
     if args.out:
-        write(args.out, {"settings": vars(args), "results": results})
+        write_json(args.out, {**origin(), "settings": vars(args), "results": results})
+
+
+def judge(model: Reader, examples: list[Example], samples: int | None) -> dict[str, float]:
+    """The measures of attention, or with samples of LIME."""
+    return measure(examples, lambda one: partial(model.probabilities, query=one.query), model.attention, samples)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,19 @@ subwords. LIME (Ribeiro et al., 2016) fits a linear model to the classifier's an
 """
 
 import argparse
-import math
-import sys
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from lime.lime_text import LimeTextExplainer
-from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
+from ea_artifacts.command import Parser, UserError, positive, reporting
+from ea_artifacts.files import write_json
 from evolving_attention import huggingface
-from examples.explanations.measures import Probabilities, auprc, faithfulness
-from examples.glue.tasks import DataError, load
-from examples.report import positive, write
+from examples.common import deviation, origin
+from examples.explanations.measures import Example, measure
+from examples.glue.tasks import load
 
 METHODS = ("attention", "LIME")
 MEASURES = ("accuracy", "AUPRC", "comprehensiveness", "sufficiency")
@@ -37,15 +33,13 @@ class Classifier:
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
         if config.is_encoder_decoder:
-            raise DataError(f"{folder}: {config.model_type} has an encoder and a decoder; expected an encoder, as BERT")
+            raise UserError(f"{folder}: {config.model_type} has an encoder and a decoder; expected an encoder, as BERT")
         model_class = getattr(transformers, config.architectures[0])
         if hasattr(config, huggingface.SETTINGS):
             model = huggingface.from_pretrained(model_class, folder)
-        else:
-            # Other implementations do not return weights.
+        else:  # other implementations do not return weights
             model = model_class.from_pretrained(folder, attn_implementation="eager")
-        self.model = model.eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model, self.tokenizer = model.eval(), AutoTokenizer.from_pretrained(folder)
 
     @torch.no_grad()
     def probabilities(self, sentences: list[str], layer: int = -1) -> np.ndarray:
@@ -59,52 +53,19 @@ class Classifier:
         return torch.cat(parts).numpy()
 
     @torch.no_grad()
-    def attention(self, sentence: str) -> list[float]:
+    def attention(self, example: Example) -> list[float]:
         """A score for each word."""
-        words = sentence.split()
-        inputs = self.tokenizer(words, is_split_into_words=True, truncation=True, return_tensors="pt")
+        inputs = self.tokenizer(example.words, is_split_into_words=True, truncation=True, return_tensors="pt")
         weights = self.model(**inputs, output_attentions=True).attentions[-1]  # 1 x K x T x T
-        scores = [0.0] * len(words)
+        scores = [0.0] * len(example.words)
         for place, weight in zip(inputs.word_ids(), weights[0, :, 0].mean(0).tolist(), strict=True):
             if place is not None:
                 scores[place] += weight
         return scores
 
 
-def lime(probabilities: Probabilities, sentence: str, samples: int) -> list[float]:
-    """A score for each word: its share in the probability of the class of the whole sentence."""
-    explainer = LimeTextExplainer(split_expression=str.split, bow=False, mask_string="", random_state=1)
-    options = {"top_labels": 1, "num_features": len(sentence.split()), "num_samples": samples}
-    (weights,) = explainer.explain_instance(sentence, probabilities, **options).as_map().values()
-    return [float(weight) for _, weight in sorted(weights)]
-
-
-def measure(
-    classifier: Classifier, rows: Iterable[dict], opinions: dict[str, int], samples: int
-) -> dict[str, dict[str, float]]:
-    """Method -> measure -> the mean over the rows."""
-    results: dict[str, dict[str, list[float]]] = {method: defaultdict(list) for method in METHODS}
-    for row in tqdm(rows, disable=None):
-        sentence, label = row["sentence"], row["label"]
-        correct = classifier.probabilities([sentence])[0].argmax() == label
-        chosen = [opinions.get(word) == label for word in sentence.split()]
-        explanations = (classifier.attention(sentence), lime(classifier.probabilities, sentence, samples))
-        for result, scores in zip(results.values(), explanations, strict=True):
-            comprehensiveness, sufficiency = faithfulness(classifier.probabilities, sentence, scores)
-            result["accuracy"].append(correct)
-            result["comprehensiveness"].append(comprehensiveness)
-            result["sufficiency"].append(sufficiency)
-            if len(set(chosen)) == 2:
-                result["AUPRC"].append(auprc(chosen, scores))
-    return {
-        method: {name: float(np.mean(result[name])) if result[name] else math.nan for name in MEASURES}
-        for method, result in results.items()
-    }
-
-
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="--out of examples.glue.fine_tune")
     parser.add_argument("--data", type=Path, metavar="DIR", help="SST-2's files (default: from the hub)")
     count = {"type": positive, "default": 100, "metavar": "N"}
@@ -112,40 +73,42 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--samples", **count, help="of LIME for a sentence (default: 100)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write all numbers here, as JSON")
     args = parser.parse_args(words)
-    try:
+    with reporting("explain"):
         compare(args)
-    except DataError as error:
-        print(f"explain: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 def compare(args: argparse.Namespace) -> None:
     """Print the table, and write the numbers."""
-    data = load("SST-2", args.data)
-    rows = data["dev"].take(min(args.sentences, len(data["dev"])))
     folders = {kind: sorted(args.models.glob(f"SST-2-{kind}-*/")) for kind in ("stock", "evolving")}
     if not all(folders.values()):
-        raise DataError(f"{args.models}: has no SST-2-stock-N and SST-2-evolving-N of examples.glue.fine_tune")
+        raise UserError(f"{args.models}: has no SST-2-stock-N and SST-2-evolving-N of examples.glue.fine_tune")
+    data, results = load("SST-2", args.data), {}
     # SST-2 has no rationales. Its annotators did judge single words, which stand among the training rows.
     train = zip(data["train"]["sentence"], data["train"]["label"], strict=True)
-    opinions = {sentence: label for sentence, label in train if len(sentence.split()) == 1}
+    opinions = {sentence.strip(): label for sentence, label in train}
+    examples = []
+    for row in data["dev"].take(min(args.sentences, len(data["dev"]))):
+        words = row["sentence"].split()
+        chosen = [opinions.get(word) == row["label"] for word in words]
+        examples.append(Example(words, label=row["label"], chosen=chosen))
     print(f"| model | method | {' | '.join(MEASURES)} |")
     print("|---" * (2 + len(MEASURES)) + "|")
-    record = {}
-    for kind, some in folders.items():
-        results = [measure(Classifier(folder), rows, opinions, args.samples) for folder in some]
-        record[kind] = results
+    for kind in folders:
+        results[kind] = [judge(Classifier(folder), examples, args.samples) for folder in folders[kind]]
         for method in METHODS:
-            cells = [_mean([result[method][name] for result in results]) for name in MEASURES]
+            columns = [[result[method][name] for result in results[kind]] for name in MEASURES]
+            cells = [f"{np.mean(values):.3f} ± {deviation(values):.3f}" for values in columns]
             print(f"| {kind} | {method} | {' | '.join(cells)} |", flush=True)
     if args.out:
-        write(args.out, {"settings": vars(args), "results": record})
+        write_json(args.out, {**origin(), "settings": vars(args), "results": results})
 
 
-def _mean(values: list[float]) -> str:
-    """Mean and standard deviation over seeds."""
-    spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.3f}{spread}"
+def judge(model: Classifier, examples: list[Example], samples: int) -> dict[str, dict[str, float]]:
+    """Method -> measure -> its mean over the examples."""
+    counts = zip(METHODS, (None, samples), strict=True)
+    return {
+        method: measure(examples, lambda _: model.probabilities, model.attention, count) for method, count in counts
+    }
 
 
 if __name__ == "__main__":

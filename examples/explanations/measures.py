@@ -11,9 +11,13 @@ The first two are means over the best 1, 5, 10, 20 and 50% of the words, at leas
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from sklearn.metrics import auc, precision_recall_curve
+import pandas
+from lime.lime_text import LimeTextExplainer
+from sklearn.metrics import accuracy_score, auc, f1_score, precision_recall_curve
+from tqdm import tqdm
 
 #: sentences -> probabilities, sentences x classes
 Probabilities = Callable[[list[str]], np.ndarray]
@@ -21,27 +25,71 @@ Probabilities = Callable[[list[str]], np.ndarray]
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
 
 
-def faithfulness(probabilities: Probabilities, sentence: str, scores: Sequence[float]) -> tuple[float, float]:
-    """Comprehensiveness and sufficiency of an explanation; ``scores`` has one number for each word."""
-    words = sentence.split()
+class Example(NamedTuple):
+    """A sentence or document that is explained."""
+
+    words: list[str]
+    query: str = ""
+    label: int | str = 0  # a model's class, by its number or its name
+    chosen: Sequence[bool] = ()  # the words that people chose
+
+
+def lime(probabilities: Probabilities, words: Sequence[str], samples: int) -> list[float]:
+    """A score for each word: its share in the probability of the class of the whole sentence."""
+    explainer = LimeTextExplainer(split_expression=str.split, bow=False, mask_string="", random_state=1)
+    options = {"top_labels": 1, "num_features": len(words), "num_samples": samples}
+    (weights,) = explainer.explain_instance(" ".join(words), probabilities, **options).as_map().values()
+    return [float(weight) for _, weight in sorted(weights)]
+
+
+def faithfulness(
+    probabilities: Probabilities, words: Sequence[str], scores: Sequence[float]
+) -> tuple[int, float, float]:
+    """The class, and the comprehensiveness and sufficiency of an explanation, which has a score for each word."""
+    order = np.argsort(-np.asarray(scores), kind="stable").tolist()  # the first of equal scores wins
     with_best, without_best = [], []
     for share in SHARES:
-        chosen = best(scores, share)
-        with_best.append(" ".join(word for place, word in enumerate(words) if place in chosen))
-        without_best.append(" ".join(word for place, word in enumerate(words) if place not in chosen))
-    whole, *others = probabilities([sentence, *without_best, *with_best])
+        best = order[: math.ceil(share * len(words))]
+        with_best.append(" ".join(word for place, word in enumerate(words) if place in best))
+        without_best.append(" ".join(word for place, word in enumerate(words) if place not in best))
+    whole, *others = probabilities([" ".join(words), *without_best, *with_best])
     changes = whole.max() - np.array(others)[:, whole.argmax()]
     without_change, with_change = changes.reshape(2, len(SHARES)).mean(1)
-    return float(without_change), float(with_change)
-
-
-def best(scores: Sequence[float], share: float) -> set[int]:
-    """The places of the highest scores: this share of them, rounded up. The first of equal scores wins."""
-    count = math.ceil(share * len(scores))
-    return set(np.argsort(-np.asarray(scores), kind="stable")[:count].tolist())
+    return int(whole.argmax()), float(without_change), float(with_change)
 
 
 def auprc(chosen: Sequence[bool], scores: Sequence[float]) -> float:
-    """The area of one sentence; ``chosen`` says which words people chose, some but not all."""
+    """The area of one sentence; nan where people chose all of its words, or none."""
+    if len(set(chosen)) == 1:
+        return math.nan
     precision, recall, _ = precision_recall_curve(chosen, scores)
     return float(auc(recall, precision))
+
+
+def measure(
+    examples: Sequence[Example],
+    probabilities: Callable[[Example], Probabilities],
+    attention: Callable[[Example], Sequence[float]],
+    samples: int | None = None,
+) -> dict[str, float]:
+    """Accuracy, macro F1, and the means of AUPRC, comprehensiveness and sufficiency over the examples that have them.
+
+    Args:
+        probabilities: an example -> the classifier of its parts.
+        attention: an example -> attention's score for each word.
+        samples: explain by LIME, with so many samples.
+    """
+    predicted, rows = [], []
+    for example in tqdm(examples, disable=None):
+        of_parts = probabilities(example)
+        scores = lime(of_parts, example.words, samples) if samples else attention(example)
+        label, *faithful = faithfulness(of_parts, example.words, scores)
+        predicted.append(label)
+        rows.append([auprc(example.chosen, scores), *faithful])
+    labels = [example.label for example in examples]
+    means = pandas.DataFrame(rows, columns=["AUPRC", "comprehensiveness", "sufficiency"]).mean()
+    return {
+        "accuracy": accuracy_score(labels, predicted),
+        "F1": f1_score(labels, predicted, average="macro"),
+        **means.to_dict(),
+    }

@@ -7,15 +7,14 @@ in one run, and each has the median of its steps. On a CPU the times are process
 other programs disturb the clock on the wall.
 """
 
-import argparse
-import statistics
 import time
 
+import numpy as np
 import torch
 from transformers import BertConfig, BertModel
 
+from ea_artifacts.command import Parser, positive
 from evolving_attention.huggingface import evolve
-from examples.report import positive
 
 SIZES = {
     "lite": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1024},
@@ -46,8 +45,7 @@ def step(model: BertModel, words: torch.Tensor) -> float:
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="lite", help="(default: lite)")
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="rows of 128 tokens (default: 8)")
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="of each way (default: 10)")
@@ -56,19 +54,12 @@ def main(words: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models = {way: build(args.size, way, args.dropout).to(device) for way in WAYS}
     rows = torch.randint(1000, (args.batch, 128), device=device)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    # The first round is warm-up.
-    for number in range(args.steps + 1):
-        for way, model in models.items():
-            seconds = step(model, rows)
-            if number:
-                times[way].append(seconds)
-    medians = {way: statistics.median(seconds) for way, seconds in times.items()}
-    print(
-        f"{args.size}, {args.batch} x 128 tokens, {device}, {torch.get_num_threads()} threads, dropout {args.dropout}"
-    )
-    for way, seconds in medians.items():
-        print(f"{way:9} {1000 * seconds:8.1f} ms  {seconds / medians['sdpa']:.2f} of sdpa")
+    times = np.array([[step(model, rows) for model in models.values()] for _ in range(args.steps + 1)])
+    medians = np.median(times[1:], axis=0)  # the first round is warm-up
+    machine = f"{device}, {torch.get_num_threads()} threads"
+    print(f"{args.size}, {args.batch} x 128 tokens, {machine}, dropout {args.dropout}")
+    for way, seconds in zip(WAYS, medians, strict=True):
+        print(f"{way:9} {1000 * seconds:8.1f} ms  {seconds / medians[0]:.2f} of sdpa")
 
 
 if __name__ == "__main__":

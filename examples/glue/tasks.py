@@ -5,26 +5,24 @@ Files are those of gluebenchmark.com: train.tsv and dev.tsv (MNLI: dev_matched.t
 """
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pandas
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from scipy import stats
 from sklearn import metrics
+
+from ea_artifacts.command import UserError
 
 HUB = "nyu-mll/glue"
 ENTAILS = ("entailment", "not_entailment")
 PAIR = ("sentence1", "sentence2")
 
 
-class DataError(Exception):
-    """Data that are not there, or are not those of the task: one line for the user."""
-
-
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A task's columns, classes and metrics."""
 
     #: columns of the hub
@@ -61,49 +59,40 @@ TASKS = {
 }
 
 
-def load(name: str, folder: Path | None) -> dict[str, Dataset]:
-    """train and each development set of a task: columns of sentences, and a label.
-
-    Args:
-        folder: of files; None: from the hub, kept in its cache.
-
-    Raises:
-        DataError: no network, no such file, a row without its columns, or a label that the task does not have.
-    """
+def load(name: str, folder: Path | None) -> DatasetDict:
+    """train and each development set of a task, from a folder's files or the hub: columns of sentences, and a label."""
     splits = ("train", *TASKS[name].dev)
     if folder is not None:
-        return {split: _read(folder, name, split) for split in splits}
+        return DatasetDict({split: _read(folder, name, split) for split in splits})
     try:
         hub = load_dataset(HUB, name.lower().replace("-", ""))
     except (OSError, DatasetsError) as error:
-        raise DataError(f"{HUB}: {error}; get the task's files elsewhere, and give --data DIR") from error
-    return {split: hub[split.replace("dev", "validation")] for split in splits}
+        raise UserError(f"{HUB}: {error}; get the task's files elsewhere, and give --data DIR") from error
+    return DatasetDict({split: hub[split.replace("dev", "validation")] for split in splits})
 
 
-def score(name: str, expected: list, predicted: list) -> list[float]:
-    """The task's metrics x 100, in the order of ``Task.metrics``."""
-    return [100 * METRICS[metric](expected, predicted) for metric in TASKS[name].metrics]
-
-
-def _correlation(name: str, expected: list, predicted: list) -> float:
-    """0 where one side is constant, which has no correlation."""
-    if len(set(expected)) == 1 or len(set(predicted)) == 1:
-        return 0.0
-    return float(getattr(stats, name)(expected, predicted).statistic)
-
-
+#: A constant side has no correlation, for which SciPy has "nan".
 METRICS = {
     "matthews": metrics.matthews_corrcoef,
     "accuracy": metrics.accuracy_score,
     "f1": metrics.f1_score,
-    "pearson": lambda expected, predicted: _correlation("pearsonr", expected, predicted),
-    "spearman": lambda expected, predicted: _correlation("spearmanr", expected, predicted),
+    "pearson": lambda expected, predicted: np.nan_to_num(stats.pearsonr(expected, predicted).statistic),
+    "spearman": lambda expected, predicted: np.nan_to_num(stats.spearmanr(expected, predicted).statistic),
 }
+
+
+def score(name: str, expected: list, predicted: list) -> dict[str, float]:
+    """The task's metrics x 100."""
+    return {metric: 100 * float(METRICS[metric](expected, predicted)) for metric in TASKS[name].metrics}
 
 
 def _read(folder: Path, name: str, split: str) -> Dataset:
     """A split's file. Quotation marks mean nothing there."""
-    task, path = TASKS[name], _find(folder, name, split)
+    task = TASKS[name]
+    paths = (folder / below / f"{split}.tsv{end}" for below in (name, ".") for end in ("", ".gz"))
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        raise UserError(f"{folder}: has no {split}.tsv and no {split}.tsv.gz, there or in {name}/")
     columns = list(task.columns or (*task.sentences, "label"))
     header = None if isinstance(columns[0], int) else 0
     # Words such as NA and null are words; only an empty field is missing.
@@ -111,28 +100,20 @@ def _read(folder: Path, name: str, split: str) -> Dataset:
     try:
         table = pandas.read_csv(path, sep="\t", header=header, usecols=columns, encoding="utf-8-sig", **words)[columns]
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected the task's columns in UTF-8, plain or in .gz") from error
+        raise UserError(f"{path}: {error}; expected the task's columns in UTF-8, plain or in .gz") from error
     table.columns = [*task.sentences, "label"]
     table = table.dropna() if task.drops_short_rows else table
     if table.empty:
-        raise DataError(f"{path}: has no rows")
+        raise UserError(f"{path}: has no rows")
     if (short := table.isna().any(axis=1)).any():
-        raise DataError(f"{path}, row {short.idxmax() + 1}: a column is empty or missing")
+        raise UserError(f"{path}, row {short.idxmax() + 1}: a column is empty or missing")
     table = table.apply(lambda column: column.str.strip())
     if task.labels is None:
-        numbers, expected = pandas.to_numeric(table.label, errors="coerce"), "a number"
+        labels, expected = pandas.to_numeric(table.label, errors="coerce").astype(float), "a number"
     else:
         places = {label: place for place, label in enumerate(task.labels)}
-        numbers, expected = table.label.map(places), f"one of {', '.join(task.labels)}"
-    if (wrong := numbers.isna()).any():
+        labels, expected = table.label.map(places), f"one of {', '.join(task.labels)}"
+    if (wrong := labels.isna()).any():
         row = wrong.idxmax()
-        raise DataError(f"{path}, row {row + 1}: the label is {table.label[row]!r}, expected {expected}")
-    numbers = numbers.astype(float if task.labels is None else int)
-    return Dataset.from_pandas(table.assign(label=numbers), preserve_index=False)
-
-
-def _find(folder: Path, name: str, split: str) -> Path:
-    for path in (folder / below / f"{split}.tsv{end}" for below in (name, ".") for end in ("", ".gz")):
-        if path.is_file():
-            return path
-    raise DataError(f"{folder}: has no {split}.tsv and no {split}.tsv.gz, there or in {name}/")
+        raise UserError(f"{path}, row {row + 1}: the label is {table.label[row]!r}, expected {expected}")
+    return Dataset.from_pandas(table.assign(label=labels), preserve_index=False)

@@ -6,7 +6,8 @@ heads, since the neighbours of a node have no order.
 Axes: N nodes, E edges, K heads, D values a head.
 """
 
-import torch
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv
@@ -14,41 +15,22 @@ from torch_geometric.utils import add_remaining_self_loops, softmax
 
 from evolving_attention import Evolution, Geometry
 
+LAYERS, HEADS, HIDDEN = 3, 8, 8  # HIDDEN: values of a head
+DROPOUT = 0.5  # of nodes' values and of attention weights
+
 
 class EvolvingGATConv(GATConv):
     """``GATConv`` whose attention logits evolve. Its parameters have the same names, plus ``evolution``.
 
     Args:
-        in_channels: values of a node that comes in.
-        out_channels: D.
-        heads: K.
-        alpha: share of the previous layer's map.
-        beta: share of the convolution.
-        first: whether this is the first layer, which no map enters.
-        kernel_size: 1.
-        concat: concatenate the heads' values, else average them.
-        dropout: of the attention weights.
-
-    Raises:
-        ValueError: another kernel size.
+        in_channels, out_channels, heads, options: of ``GATConv``.
+        alpha, beta, first: see ``Evolution``.
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        heads: int,
-        *,
-        alpha: float = 0.1,
-        beta: float = 0.1,
-        first: bool = False,
-        kernel_size: int = 1,
-        concat: bool = True,
-        dropout: float = 0.0,
+        self, in_channels: int, out_channels: int, heads: int, alpha: float, beta: float, first: bool, **options: Any
     ) -> None:
-        if kernel_size != 1:
-            raise ValueError(f"kernel_size {kernel_size}: neighbours in a graph have no order; expected 1")
-        super().__init__(in_channels, out_channels, heads, concat=concat, dropout=dropout, add_self_loops=False)
+        super().__init__(in_channels, out_channels, heads, add_self_loops=False, **options)
         self.evolution = Evolution(Geometry.ENCODER_SELF, heads, 1, alpha, beta, first=first)
 
     def forward(self, x: Tensor, edge_index: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -76,59 +58,22 @@ class EvolvingGATConv(GATConv):
 class EvolvingGAT(nn.Module):
     """Layers of ``EvolvingGATConv`` between which the maps are handed on. alpha = beta = 0: a plain GAT.
 
-    Args:
-        in_channels: values of a node.
-        hidden: D of all layers but the last.
-        classes: D of the last layer, whose heads are averaged.
-        layers: two or more.
-        heads: K.
-        alpha, beta: see ``EvolvingGATConv``.
-        dropout: of nodes' values and of attention weights.
+    The last layer's heads, which give a value for each class, are averaged.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        hidden: int,
-        classes: int,
-        layers: int = 3,
-        heads: int = 8,
-        alpha: float = 0.1,
-        beta: float = 0.1,
-        dropout: float = 0.5,
-    ) -> None:
+    def __init__(self, in_channels: int, classes: int, alpha: float, beta: float) -> None:
         super().__init__()
-        self.dropout = dropout
-        sizes = [in_channels, *[heads * hidden] * (layers - 1)]
-        self.layers = nn.ModuleList(
-            EvolvingGATConv(
-                *(size, classes if number == layers - 1 else hidden, heads),
-                alpha=alpha,
-                beta=beta,
-                first=number == 0,
-                concat=number < layers - 1,
-                dropout=dropout,
-            )
-            for number, size in enumerate(sizes)
-        )
+        self.layers, last = nn.ModuleList(), LAYERS - 1
+        for number in range(LAYERS):
+            sizes = (HEADS * HIDDEN if number else in_channels, HIDDEN if number < last else classes, HEADS)
+            options = {"concat": number < last, "dropout": DROPOUT}
+            self.layers.append(EvolvingGATConv(*sizes, alpha, beta, first=number == 0, **options))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """N x in_channels and 2 x E to the classes' scores, N x classes. Self-loops are added here, once."""
         edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=len(x))
         a_logit = None
         for number, layer in enumerate(self.layers):
-            x = F.dropout(F.elu(x) if number else x, self.dropout, self.training)
+            x = F.dropout(F.elu(x) if number else x, DROPOUT, self.training)
             x, a_logit = layer(x, edge_index, a_logit)
         return x
-
-
-def accuracy(scores: Tensor, labels: Tensor, chosen: Tensor) -> float:
-    """The share of the chosen nodes whose class has the highest score. chosen: N, bool."""
-    return (scores.argmax(1) == labels)[chosen].float().mean().item()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
-    """The classes' scores in evaluation mode, N x classes."""
-    model.eval()
-    return model(x, edge_index)

@@ -9,7 +9,6 @@ Axes: B pictures of a batch, H x W pixels.
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -20,20 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image, ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import EvalPrediction, ResNetConfig, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from ea_artifacts.command import Parser, UserError, positive, reporting
+from ea_artifacts.files import write_json
 from evolving_attention.evolution import RULES
+from examples.common import check_settings
 from examples.images.resnet import EvolvingResNet
-from examples.report import positive, write
 
 SIDE = 224
-SETTINGS = ("layers", "alpha", "beta", "rule", "kernel_size", "conv_layers", "plain", "batch")
+EVOLUTION = ("alpha", "beta", "rule", "kernel_size", "conv_layers")
 #: layers -> kind of block and blocks of each stage
 DEPTHS = {
     34: ("basic", [3, 4, 6, 3]),
@@ -53,18 +53,14 @@ def configuration(layers: int, classes: int) -> ResNetConfig:
 
 
 def read(folder: Path) -> DatasetDict:
-    """train and validation: pictures and their classes.
-
-    Raises:
-        ValueError: no such folder, or other classes in one part.
-    """
+    """train and validation: pictures and their classes."""
     expected = f"{folder}: expected pictures of the same classes in train/CLASS/ and val/CLASS/"
     try:
         data = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
     except (OSError, DatasetsError) as error:
-        raise ValueError(f"{expected} ({error})") from error
+        raise UserError(f"{expected} ({error})") from error
     if set(data) != {"train", "validation"} or len({frozenset(part.unique("label")) for part in data.values()}) > 1:
-        raise ValueError(expected)
+        raise UserError(expected)
     for name, part in data.items():
         part.set_transform(partial(tensors, training=name == "train"))
     return data
@@ -72,19 +68,17 @@ def read(folder: Path) -> DatasetDict:
 
 def tensors(rows: dict[str, list], training: bool) -> dict[str, list]:
     """Pixels, 3 x H x W each: for training a random part of a picture, mirrored at random; else its centre."""
-    return {"pixels": [_pixels(picture, training) for picture in rows["image"]], "labels": rows["label"]}
+    return {"pixel_values": [_pixels(picture, training) for picture in rows["image"]], "labels": rows["label"]}
 
 
 def _pixels(picture: Image.Image, training: bool) -> Tensor:
     picture = picture.convert("RGB")
     if training:
-        box = random_part(*picture.size)
-        picture = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
+        picture = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, random_part(*picture.size))
         picture = ImageOps.mirror(picture) if random.random() < 0.5 else picture
     else:
         # The centre of a picture whose shorter side has 256 / 224 of SIDE.
-        border = (1 - 224 / 256) / 2
-        picture = ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR, border)
+        picture = ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR, (1 - 224 / 256) / 2)
     return ((torch.from_numpy(np.array(picture)) / 255 - MEANS) / DEVIATIONS).permute(2, 0, 1)
 
 
@@ -103,18 +97,10 @@ def share_of_rate(epoch: float) -> float:
 
 
 class PictureTrainer(Trainer):
-    """Hugging Face's Trainer of a model that gives scores, B x classes."""
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """The cross entropy."""
-        scores = model(inputs["pixels"])
-        loss = F.cross_entropy(scores, inputs["labels"])
-        return (loss, {"scores": scores}) if return_outputs else loss
+    """Hugging Face's Trainer, which scores the model that it saves."""
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Score the model that is saved: its batch normalisation has the first process's statistics."""
+        """Score with the first process's statistics of batch normalisation, as they are saved."""
         if dist.is_initialized():
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
@@ -128,11 +114,7 @@ def accuracies(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def fit(args: argparse.Namespace, data: DatasetDict) -> None:
-    """Train, or go on from the state in ``args.out``; print the accuracies after each epoch.
-
-    Raises:
-        ValueError: the state is of other settings, or no model has these.
-    """
+    """Train, or go on from the state in ``args.out``; print the accuracies after each epoch."""
     options = TrainingArguments(
         str(args.out),
         num_train_epochs=args.epochs,
@@ -146,20 +128,21 @@ def fit(args: argparse.Namespace, data: DatasetDict) -> None:
         save_strategy="epoch",
         save_total_limit=1,
         remove_unused_columns=False,
-        label_names=["labels"],
         report_to="none",
         seed=0,
     )
     classes = data["train"].features["label"].num_classes
     torch.manual_seed(0)
-    config, evolution = configuration(args.layers, classes), (args.alpha, args.beta, args.rule, args.kernel_size)
-    model = EvolvingResNet(config, SIDE, *evolution, args.conv_layers, augment=not args.plain)
-    settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": options.world_size}
-    file = args.out / "settings.json"
-    if file.exists() and (before := json.loads(file.read_text())) != settings:
-        raise ValueError(f"--out {args.out}: is of a training with {before}, this one has {settings}")
+    evolution = {name: getattr(args, name) for name in EVOLUTION}
+    try:
+        model = EvolvingResNet(configuration(args.layers, classes), SIDE, augment=not args.plain, **evolution)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    others = {"layers": args.layers, "plain": args.plain, "batch": args.batch, "processes": options.world_size}
+    settings, file = {**others, **evolution}, args.out / "settings.json"
+    check_settings(file, settings)
     if options.process_index == 0:
-        write(file, settings)
+        write_json(file, {"settings": settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.128, momentum=0.9, weight_decay=1e-4)
     updates = math.ceil(len(data["train"]) / (args.batch * options.world_size))  # of an epoch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step / updates))
@@ -176,29 +159,27 @@ def fit(args: argparse.Namespace, data: DatasetDict) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, choices=DEPTHS, default=34, help="(default: 34)")
-    parser.add_argument("--alpha", type=float, metavar="A", help="(default: 0.5; evolving, 101 and 152 layers: 0.7)")
-    parser.add_argument("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
-    parser.add_argument("--rule", choices=RULES, default="evolving-from-second", help="predictive: PA-AA-ResNet")
-    parser.add_argument("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
-    parser.add_argument("--conv-layers", type=positive, default=1, metavar="N", help="PA-AA-ResNet's (default: 1)")
-    parser.add_argument("--plain", action="store_true", help="ResNet, without attention")
-    parser.add_argument("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
-    parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
-    parser.add_argument("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="keep the state here")
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path)
+    add("--layers", type=int, choices=DEPTHS, default=34, help="(default: 34)")
+    add("--alpha", type=float, metavar="A", help="(default: 0.5; evolving, 101 and 152 layers: 0.7)")
+    add("--beta", type=float, default=1.0, metavar="B", help="with --alpha 0 --beta 0: AA-ResNet")
+    add("--rule", choices=RULES, default="evolving-from-second", help="predictive: PA-AA-ResNet")
+    add("--kernel-size", type=positive, default=3, metavar="K", help="(default: 3)")
+    add("--conv-layers", type=positive, default=1, metavar="N", help="PA-AA-ResNet's (default: 1)")
+    add("--plain", action="store_true", help="ResNet, without attention")
+    add("--batch", type=positive, default=32, metavar="N", help="pictures of a process (default: 32)")
+    add("--epochs", type=positive, default=100, metavar="N", help="(default: 100)")
+    add("--workers", type=int, default=8, metavar="N", help="that read pictures (default: 8)")
+    add("--out", type=Path, required=True, metavar="DIR", help="keep the state here")
     args = parser.parse_args(words)
     if args.alpha is None:
         args.alpha = 0.7 if args.layers > 100 and args.rule != "predictive" else 0.5
     if torch.cuda.device_count() > 1 and "RANK" not in os.environ:
         parser.error("several GPUs need torchrun; see README.md")
-    try:
+    with reporting("train"):
         fit(args, read(args.folder))
-    except ValueError as error:
-        parser.error(str(error))
 
 
 if __name__ == "__main__":

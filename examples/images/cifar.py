@@ -9,21 +9,21 @@ where pictures have at most 8 x 8 pixels. A block reads all blocks of its stage 
 Axes: B pictures, C channels, H x W pixels, K heads.
 """
 
-import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from ea_artifacts.command import Parser, positive
 from evolving_attention import EvolvingAttention, Geometry
+from examples.common import accuracy, fit, report
 from examples.images import digits
 from examples.images.resnet import RelativePositions2d
-from examples.report import positive, report
 
-HEADS, STAGES, LARGEST, CUTOUT = 4, 4, 8, 8
+HEADS, STAGES, LARGEST = 4, 4, 8
 #: system -> settings of ``Evolution``, or None: no attention. PA's alpha is the draft's, EA's shares are our choice.
 SYSTEMS = {
     "CNN": None,
@@ -36,11 +36,7 @@ SYSTEMS = {
 class Block(nn.Module):
     """A 1 x 1 convolution to half of the width, a 3 x 3 one beside attention, and two feed-forward layers.
 
-    Args:
-        channels, width: of the input and the output.
-        side: height and width of the picture.
-        attention: settings of ``EvolvingAttention``, or None: no attention.
-        dropout: of the 3 x 3 convolution and between the feed-forward layers.
+    ``attention`` has settings of ``EvolvingAttention``, or is None: no attention.
     """
 
     def __init__(self, channels: int, width: int, side: int, attention: dict | None, dropout: float) -> None:
@@ -78,13 +74,12 @@ class Classifier(nn.Module):
         super().__init__()
         self.enter, channels, self.stages = nn.Conv2d(3, width, 3, padding=1), width, nn.ModuleList()
         for stage in range(STAGES):
-            evolution = SYSTEMS[system] if side <= LARGEST else None
+            attention = SYSTEMS[system] if side <= LARGEST else None
             wide, blocks = width * 2**stage, nn.ModuleList()
             for number in range(3):
-                attention = None
-                if evolution is not None:
+                if attention is not None:
                     # CIFAR-100's attention has no dropout (appendix B.3.1).
-                    attention = {"dropout": 0.0 if classes == 100 else dropout, "first": number == 0, **evolution}
+                    attention = {**attention, "dropout": 0.0 if classes == 100 else dropout, "first": number == 0}
                 blocks.append(Block(channels + number * wide, wide, side, attention, dropout))
             self.stages.append(blocks)
             channels, side = wide, side // 2
@@ -127,57 +122,45 @@ def changed(x: Tensor, cutout: int) -> Tensor:
     return moved.masked_fill((tall[:, :, None] & broad[:, None, :])[:, None], 0)
 
 
-def train(model: nn.Module, x: Tensor, classes: Tensor, epochs: int, cycle: int, cutout: int) -> nn.Module:
+def train(model: nn.Module, x: Tensor, classes: Tensor, epochs: int, cycle: int, cutout: int) -> None:
     """Train by SGD, its rate from 0.05 to 0.0001 along cosines of ``cycle``, 2 ``cycle``, ... epochs (equation 7)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, cycle, 2, eta_min=1e-4)
-    model.train()
-    for _ in tqdm(range(epochs), disable=None):
-        for chosen in torch.randperm(len(x)).split(50):
-            optimizer.zero_grad()
-            F.cross_entropy(model(changed(x[chosen], cutout)), classes[chosen]).backward()
-            optimizer.step()
-        schedule.step()
-    return model.eval()
 
+    def loss(rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(changed(x[rows], cutout)), classes[rows])
 
-@torch.no_grad()
-def accuracy(model: nn.Module, x: Tensor, classes: Tensor) -> float:
-    """Percent of the pictures whose class has the highest score."""
-    return 100 * torch.cat([model(part).argmax(1) for part in x.split(200)]).eq(classes).float().mean().item()
+    fit(model, loss, len(x), 50, epochs, optimizer, schedule)
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("data", metavar="DIR", help='the binary CIFAR-10 or CIFAR-100, or "digits"')
     parser.add_argument("--epochs", type=positive, metavar="N", help="(default: 630; CIFAR-100 620; digits 10)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="(default: 1)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
-    sizes, cycle, cutout = {}, 10, CUTOUT
+    folder, device = Path(args.data), "cuda" if torch.cuda.is_available() else "cpu"
     if args.data == "digits":
         x, classes = digits.pictures(16)
-        x, sizes, cutout = 2 * x.expand(-1, 3, -1, -1) - 1, {"side": 16, "width": 16}, 4
-        some, others = digits.folds(classes, 1)[0]
-        known, tests = (x[some], classes[some]), (x[others], classes[others])
+        x = 2 * x.expand(-1, 3, -1, -1) - 1
+        known, tests = ((x[rows], classes[rows]) for rows in digits.folds(classes, 1)[0])
+        epochs, cycle, cutout, sizes = 10, 10, 4, {"side": 16, "width": 16}
     else:
-        if not any(Path(args.data).glob("*.bin")):
-            parser.error(f"{args.data}: expected data_batch_*.bin or train.bin, the binary version of CIFAR")
-        known, tests = (read(Path(args.data), training) for training in (True, False))
+        if not any(folder.glob("*.bin")):
+            parser.error(f"{folder}: expected data_batch_*.bin or train.bin, the binary version of CIFAR")
+        known, tests = (read(folder, training) for training in (True, False))
+        epochs, cycle, cutout, sizes = 630, 10, 8, {}
     count = int(known[1].max()) + 1
     if count == 100:
-        cycle = 20
-    epochs = args.epochs or {"digits": 10}.get(args.data, 620 if count == 100 else 630)
-    scores, parameters = {}, {}
-    for system in SYSTEMS:
-        scores[system] = []
-        for seed in args.seeds:
-            torch.manual_seed(seed)
-            model = Classifier(system, count, **sizes).to(args.device)
-            model = train(model, *(one.to(args.device) for one in known), epochs, cycle, cutout)
-            scores[system].append(accuracy(model, *(one.to(args.device) for one in tests)))
+        epochs, cycle = 620, 20
+    scores: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    parameters = {}
+    for system, seed in itertools.product(SYSTEMS, args.seeds):
+        torch.manual_seed(seed)
+        model = Classifier(system, count, **sizes).to(device)
+        train(model, *(one.to(device) for one in known), args.epochs or epochs, cycle, cutout)
+        scores[system].append(accuracy(model, *(one.to(device) for one in tests)))
         parameters[system] = sum(one.numel() for one in model.parameters())
     report(scores, args.out, parameters=parameters)
 

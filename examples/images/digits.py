@@ -6,10 +6,10 @@
 Each fold trains on four fifths and tests on the rest after a fixed number of epochs: no choice is made on the test.
 """
 
-import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,31 +19,33 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import ResNetConfig, ViTConfig, ViTForImageClassification
 
+from ea_artifacts.command import Parser, positive
 from evolving_attention.huggingface import evolve
+from examples.common import accuracy, fit, logits, report
 from examples.images.resnet import EvolvingResNet
-from examples.report import positive, report
 
 SIDE, BATCH = 64, 64
 
 
 class Recipe(NamedTuple):
-    """A model and its training by AdamW with a cosine schedule."""
+    """A model and its training, in which the rate falls along a cosine."""
 
     build: Callable[[], nn.Module]
     side: int
     epochs: int
-    rate: float
-    decay: float
+    optimizer: Callable[..., torch.optim.Optimizer]
+    last_rate: float = 0.0
 
 
-def resnet(side: int = SIDE, **options: float | str | bool) -> Recipe:
+def resnet(side: int = SIDE, **options: Any) -> Recipe:
     """ResNet-34's chain in small: basic blocks, ten attentions, the first eight with maps of one shape."""
     sizes = {"embedding_size": 16, "hidden_sizes": [16, 16, 32, 64], "depths": [1, 2, 2, 1]}
     config = ResNetConfig(layer_type="basic", num_channels=1, num_labels=10, **sizes)
-    return Recipe(lambda: EvolvingResNet(config, side, **options), side, epochs=8, rate=3e-3, decay=0.01)
+    optimizer = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.01)
+    return Recipe(lambda: EvolvingResNet(config, side, **options), side, 8, optimizer)
 
 
-def vit(alpha: float | None = None, beta: float | None = None) -> Recipe:
+def vit(**shares: float) -> Recipe:
     """A ViT 64 wide with four heads; with alpha and beta its attention evolves.
 
     The first layer has no convolution: the FLOPs of the journal's table 10 fit 11 of 12 layers, and 23 of 24.
@@ -52,9 +54,9 @@ def vit(alpha: float | None = None, beta: float | None = None) -> Recipe:
 
     def build() -> nn.Module:
         model = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=1, num_labels=10))
-        return model if alpha is None else evolve(model, alpha, beta, "evolving-from-second")
+        return evolve(model, **shares, rule="evolving-from-second") if shares else model
 
-    return Recipe(build, 8, epochs=20, rate=2e-3, decay=0.05)
+    return Recipe(build, 8, 20, partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.05))
 
 
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -96,55 +98,34 @@ def folds(classes: Tensor, count: int) -> list:
 
 
 def train(recipe: Recipe, x: Tensor, classes: Tensor, seed: int) -> nn.Module:
-    """A model trained on pictures, B x 1 x side x side."""
+    """A model trained on pictures, B x channels x side x side."""
     torch.manual_seed(seed)
     model = recipe.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
-    return fit(model, x, classes, optimizer, recipe.epochs)
+    optimizer = recipe.optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs, recipe.last_rate)
 
+    def loss(rows: Tensor) -> Tensor:
+        return F.cross_entropy(logits(model, x[rows]), classes[rows])
 
-def fit(
-    model: nn.Module, x: Tensor, classes: Tensor, optimizer: torch.optim.Optimizer, epochs: int, last_rate: float = 0.0
-) -> nn.Module:
-    """The model after training in which the rate falls along a cosine."""
-    model.train()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, last_rate)
-    for _ in range(epochs):
-        for chosen in torch.randperm(len(x)).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(_scores(model, x[chosen]), classes[chosen]).backward()
-            optimizer.step()
-        schedule.step()
-    return model.eval()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, x: Tensor, classes: Tensor) -> float:
-    """Percent of the pictures whose class has the highest score."""
-    return 100 * (_scores(model, x).argmax(1) == classes).float().mean().item()
-
-
-def _scores(model: nn.Module, x: Tensor) -> Tensor:
-    output = model(x)
-    return output if isinstance(output, Tensor) else output.logits
+    fit(model, loss, len(x), BATCH, recipe.epochs, optimizer, schedule)
+    return model
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--table", choices=TABLES, default="systems", help="what is compared (default: systems)")
     parser.add_argument("--folds", type=positive, default=5, metavar="N", help="how many of the five (default: 5)")
     parser.add_argument("--epochs", type=positive, metavar="N", help="(default: 8 for ResNets, 20 for ViTs)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
-    scores, sizes = {}, {}
+    scores: dict[str, list[float]] = {}
+    sizes = {}
     for system, recipe in TABLES[args.table].items():
-        x, classes = pictures(recipe.side)
         recipe = recipe._replace(epochs=args.epochs or recipe.epochs)
-        scores[system] = []
+        x, classes = pictures(recipe.side)
         for seed, (some, others) in enumerate(tqdm(folds(classes, args.folds), system, disable=None)):
             model = train(recipe, x[some], classes[some], seed)
-            scores[system].append(accuracy(model, x[others], classes[others]))
+            scores.setdefault(system, []).append(accuracy(model, x[others], classes[others]))
         sizes[system] = sum(parameter.numel() for parameter in model.parameters())
     report(scores, args.out, parameters=sizes)
 

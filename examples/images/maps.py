@@ -8,8 +8,8 @@ then trained on one layer's maps alone: the attention of the centre pixel, in al
 apart, the more of their shape the maps hold. Training and test pictures are those of the fold.
 """
 
-import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,12 +17,13 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ea_artifacts.command import Parser, positive
+from examples.common import accuracy, report
 from examples.images import digits
 from examples.images.resnet import HEADS, EvolvingResNet
-from examples.report import positive, report
 
-SYSTEMS = {"AA-ResNet": (0.0, 0.0), "EA-AA-ResNet": (0.5, 1.0)}
 SIDE, MAP_SIDE, CLASSES = 128, 8, 10
+SYSTEMS = {"AA-ResNet": digits.resnet(SIDE, alpha=0.0, beta=0.0), "EA-AA-ResNet": digits.resnet(SIDE)}
 CHAIN = range(1, 9)
 LAYERS = (6, 7, 8)  # of ten, the last with maps of 8 x 8 pixels; the paper's are 16, 17 and 18 of 26
 #: A tenth of the paper's 256, and doubled at each pooling, as there.
@@ -45,22 +46,25 @@ class DenseNet(nn.Sequential):
         self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)])
 
 
-class Dense(nn.Module):
+class Dense(nn.Sequential):
     """A layer whose output stands beside its input: channels -> channels + growth."""
 
     def __init__(self, channels: int, growth: int) -> None:
-        super().__init__()
         convolution = nn.Conv2d(channels, growth, 3, padding=1, bias=False)
-        self.layers = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), convolution)
+        super().__init__(nn.BatchNorm2d(channels), nn.ReLU(), convolution)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.layers(x)], dim=1)
+        return torch.cat([x, super().forward(x)], dim=1)
+
+
+#: how a DenseNet is trained on one layer's maps
+RECIPE = digits.Recipe(DenseNet, MAP_SIDE, 30, partial(torch.optim.SGD, lr=0.05, momentum=0.9), last_rate=1e-4)
 
 
 @torch.no_grad()
 def centre_maps(model: EvolvingResNet, x: Tensor, layers: Sequence[int] = LAYERS) -> list[Tensor]:
     """The attention of the centre pixel in these layers, B x K x 8 x 8 each, a uniform one being 1."""
-    model(x, maps := [])
+    model(x, maps=(maps := []))
     centre = MAP_SIDE // 2 * (MAP_SIDE + 1)
     rows = (maps[layer - 1][:, :, centre].softmax(-1) for layer in layers)  # B x K x N
     return [row.unflatten(2, (MAP_SIDE, MAP_SIDE)) * MAP_SIDE**2 for row in rows]
@@ -84,17 +88,8 @@ def draw(models: dict[str, EvolvingResNet], x: Tensor) -> Figure:
     return figure
 
 
-def classify(maps: Tensor, classes: Tensor, epochs: int, seed: int) -> nn.Module:
-    """A DenseNet trained by SGD, its rate falling from 0.05 to 0.0001."""
-    torch.manual_seed(seed)
-    model = DenseNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return digits.fit(model, maps, classes, optimizer, epochs, last_rate=1e-4)
-
-
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--folds", type=positive, default=3, metavar="N", help="how many of five (default: 3)")
     parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="of the DenseNet (default: 30)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw three test digits of the first fold, and end")
@@ -103,18 +98,16 @@ def main(words: list[str] | None = None) -> None:
     x, classes = digits.pictures(SIDE)
     if args.draw:
         (some, others), *_ = digits.folds(classes, 1)
-        recipes = {system: digits.resnet(SIDE, alpha=alpha, beta=beta) for system, (alpha, beta) in SYSTEMS.items()}
-        models = {system: digits.train(recipe, x[some], classes[some], 0) for system, recipe in recipes.items()}
+        models = {system: digits.train(recipe, x[some], classes[some], 0) for system, recipe in SYSTEMS.items()}
         draw(models, x[others[:3]]).savefig(args.draw, dpi=100)
         return
-    scores: dict[str, list[float]] = {}
-    for system, (alpha, beta) in SYSTEMS.items():
-        recipe = digits.resnet(SIDE, alpha=alpha, beta=beta)
+    reader, scores = RECIPE._replace(epochs=args.epochs), {}
+    for system, recipe in SYSTEMS.items():
         for seed, (some, others) in enumerate(tqdm(digits.folds(classes, args.folds), system, disable=None)):
             model = digits.train(recipe, x[some], classes[some], seed)
             for layer, maps in zip(LAYERS, centre_maps(model, x), strict=True):
-                reader = classify(maps[some], classes[some], args.epochs, seed)
-                score = digits.accuracy(reader, maps[others], classes[others])
+                network = digits.train(reader, maps[some], classes[some], seed)
+                score = accuracy(network, maps[others], classes[others])
                 scores.setdefault(f"{system}, layer {layer}", []).append(score)
     report(scores, args.out)
 

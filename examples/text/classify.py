@@ -9,11 +9,9 @@ sentence. SST-2 is GLUE's, with its development set as the test, from the hub wh
 """
 
 import argparse
+import itertools
 import math
 import re
-import sys
-from collections import Counter
-from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -22,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ea_artifacts.command import Parser, UserError, positive, reporting, say
+from ea_artifacts.files import read_lines
 from evolving_attention.evolution import check
+from examples.common import report
 from examples.glue import tasks
-from examples.report import positive, report
 from examples.text.model import BLOCKS, SYSTEMS, WIDTH, Classifier, systems
 
 SIZE, BATCH, EPOCHS, RATE, LAST_RATE, DECAY = 300, 64, 10, 4e-4, 1e-6, 2e-6  # appendix B.2.1; SIZE is GloVe's
@@ -33,40 +33,30 @@ UNKNOWN = 1  # 0 is padding
 SEPARATOR = "<sep>"  # which TOKEN never gives
 TOKEN = re.compile(r"\w+|[^\w\s]")
 
-Row = tuple[list[list[str]], str]  # words of each sentence, class
+Row = tuple[list[tuple[str, int]], str]  # words, each with its sentence's number, and the class
+
+
+def make_row(sentences: list[str], label: str) -> Row:
+    """A row in which a separator ends every sentence but the last, as in BERT."""
+    split = ([*TOKEN.findall(sentence.lower()), SEPARATOR] for sentence in sentences)
+    return [(word, number) for number, words in enumerate(split) for word in words][:-1], label
 
 
 def sst2(data: Path | None) -> list[list[Row]]:
     """The rows of SST-2's training and development sets."""
-    return [
-        [([TOKEN.findall(row["sentence"].lower())], str(row["label"])) for row in split]
-        for split in tasks.load("SST-2", data).values()
-    ]
+    splits = tasks.load("SST-2", data).values()
+    return [[make_row([row["sentence"]], str(row["label"])) for row in split] for split in splits]
 
 
-def read(name: str, split: str) -> list[Row]:
-    """The rows of a folder's file.
-
-    Raises:
-        tasks.DataError: a file or a line that is none.
-    """
-    path, rows = Path(name) / f"{split}.tsv", []
-    if not path.is_file():
-        raise tasks.DataError(f"{path}: no such file; expected SST-2, or a folder with train.tsv and test.tsv")
-    with path.open(encoding="utf-8") as file:  # str.splitlines would also split at a review's U+0085 and U+2028
-        for number, line in enumerate(file, 1):
-            label, *sentences = line.rstrip("\n").split("\t")
-            if not any(map(str.strip, sentences)):
-                raise tasks.DataError(f"{path}, line {number}: expected a class, a tab and a sentence, found {line!r}")
-            rows.append(([TOKEN.findall(sentence.lower()) for sentence in sentences], label))
+def read(path: Path) -> list[Row]:
+    """The rows of a file; an error names a faulty line."""
+    rows = []
+    for number, line in enumerate(read_lines(path), 1):
+        label, *sentences = line.split("\t")
+        if not any(map(str.strip, sentences)):
+            raise UserError(f"{path}, line {number}: expected a class, a tab and a sentence, found {line!r}")
+        rows.append(make_row(sentences, label))
     return rows
-
-
-def join(sentences: list[list[str]]) -> list[tuple[str, int]]:
-    """Words, each with its sentence's number; a separator ends every sentence but the last, as in BERT."""
-    last = len(sentences) - 1
-    ended = (words if number == last else [*words, SEPARATOR] for number, words in enumerate(sentences))
-    return [(word, number) for number, words in enumerate(ended) for word in words]
 
 
 def glove(path: Path, words: list[str]) -> Tensor:
@@ -84,18 +74,18 @@ class Batches:
     """Rows as tensors: words and their fields, B x T each, padded on the right, cut after ``longest``; classes, B."""
 
     def __init__(self, rows: list[Row], longest: int) -> None:
-        known = Counter(word for row, _ in rows for word, _ in join(row))
+        known = dict.fromkeys(word for words, _ in rows for word, _ in words)
         self.words, self.classes = ["<pad>", "<unk>", *known], sorted({label for _, label in rows})
         self.place, self.longest = {word: number for number, word in enumerate(self.words)}, longest
 
     def __call__(self, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-        places = ([(self.place.get(w, UNKNOWN), field) for w, field in join(row)[: self.longest]] for row, _ in rows)
+        places = ([(self.place.get(w, UNKNOWN), field) for w, field in words[: self.longest]] for words, _ in rows)
         padded = nn.utils.rnn.pad_sequence(list(map(torch.tensor, places)), batch_first=True)  # B x T x 2
         return padded[..., 0], padded[..., 1], torch.tensor([self.classes.index(label) for _, label in rows])
 
 
-def train(model: Classifier, rows: list[Row], batches: Batches, updates: int, step: int | None = None) -> Classifier:
-    """The model after Adam. The rate falls along a cosine, or to a tenth after every ``step`` updates."""
+def train(model: Classifier, rows: list[Row], batches: Batches, updates: int, step: int | None = None) -> None:
+    """Train by Adam. The rate falls along a cosine, or to a tenth after every ``step`` updates."""
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), RATE, weight_decay=DECAY)
     schedule: torch.optim.lr_scheduler.LRScheduler
     if step:
@@ -103,14 +93,13 @@ def train(model: Classifier, rows: list[Row], batches: Batches, updates: int, st
     else:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates, LAST_RATE)
     loader = DataLoader(rows, BATCH, shuffle=True, collate_fn=batches)
-    for words, fields, classes in tqdm(
-        islice(chain.from_iterable(repeat(loader)), updates), total=updates, disable=None
-    ):
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
+    for words, fields, classes in tqdm(itertools.islice(endless, updates), total=updates, disable=None):
         optimizer.zero_grad()
         F.cross_entropy(model(words, fields), classes).backward()
         optimizer.step()
         schedule.step()
-    return model.eval()
+    model.eval()
 
 
 @torch.no_grad()
@@ -121,8 +110,7 @@ def accuracy(model: Classifier, rows: list[Row], batches: Batches) -> float:
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("name", metavar="SST-2 | DIR", help="what to classify")
     add("--data", type=Path, metavar="DIR", help="SST-2's files (default: from the hub)")
@@ -142,29 +130,38 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     try:
         check("predictive", 3, args.alpha, 0.0, args.conv_layers)
-        if args.name == "SST-2":
-            rows, test = sst2(args.data)
-        else:
-            rows, test = read(args.name, "train"), read(args.name, "test")
-        batches = Batches(rows, args.max_length)
-        if new := {label for _, label in test}.difference(batches.classes):
-            raise tasks.DataError(f"test: has the classes {', '.join(sorted(new))}, which the training rows have not")
-        vectors = glove(args.glove, batches.words) if args.glove else None
-    except (tasks.DataError, OSError, ValueError) as error:
-        sys.exit(f"classify: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    with reporting("classify"):
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train and score each system with each seed."""
+    if args.name == "SST-2":
+        rows, test = sst2(args.data)
+    elif not Path(args.name).is_dir():
+        raise UserError(f"{args.name}: expected SST-2, or a folder with train.tsv and test.tsv")
+    else:
+        rows, test = (read(Path(args.name) / f"{split}.tsv") for split in ("train", "test"))
+    batches = Batches(rows, args.max_length)
+    if new := {label for _, label in test}.difference(batches.classes):
+        raise UserError(f"test: has the classes {', '.join(sorted(new))}, which the training rows have not")
+    vectors = glove(args.glove, batches.words) if args.glove else None
     epoch = math.ceil(len(rows) / BATCH)
     updates, step = args.updates or args.epochs * epoch, args.steps and args.steps * epoch
-    scores, sizes, chosen = {}, {}, systems(args.alpha, args.conv_layers)
-    for name in args.systems:
-        scores[name] = []
-        for seed in args.seeds:
-            torch.manual_seed(seed)
-            of_words = torch.randn(len(batches.words), SIZE) if vectors is None else vectors.clone()
-            shape = (len(batches.classes), len(rows[0][0]), args.max_length)
-            size = {"blocks": args.blocks, "width": args.width}
-            model = Classifier(chosen[name], of_words, vectors is not None, *shape, **size)
-            scores[name].append(accuracy(train(model, rows, batches, updates, step), test, batches))
-            print(f"{name}, seed {seed}: {scores[name][-1]:.2f}", file=sys.stderr, flush=True)
+    fields = 1 + max(field for words, _ in rows for _, field in words)
+    shape = (len(batches.classes), fields, args.max_length, args.blocks, args.width)
+    scores: dict[str, list[float]] = {name: [] for name in args.systems}
+    sizes = {}
+    for name, seed in itertools.product(args.systems, args.seeds):
+        torch.manual_seed(seed)
+        of_words = torch.randn(len(batches.words), SIZE) if vectors is None else vectors
+        embedding = nn.Embedding.from_pretrained(of_words, freeze=vectors is not None, padding_idx=0)
+        model = Classifier(systems(args.alpha, args.conv_layers)[name], embedding, *shape)
+        train(model, rows, batches, updates, step)
+        scores[name].append(accuracy(model, test, batches))
+        say(f"{name}, seed {seed}: {scores[name][-1]:.2f}")
         sizes[name] = sum(p.numel() for part, p in model.named_parameters() if not part.startswith("words."))
     report(scores, args.out, parameters=sizes, settings=vars(args))
 

@@ -17,29 +17,26 @@ BLOCKS, WIDTH, HEADS, WINDOW = 3, 256, 8, 3
 
 
 class System(NamedTuple):
-    """The parts of a block that mix words; ``evolution``: see ``Evolution``."""
+    """What mixes words in a block."""
 
-    attention: bool
+    evolution: dict[str, float | str] | None  # of attention, see ``Evolution``; None: no attention
     convolution: bool
-    evolution: dict[str, float | str]
 
 
 def systems(alpha: float = 0.1, conv_layers: int = 1) -> dict[str, System]:
-    """The draft's systems, with its alpha for SST, and evolving attention's, whose shares are our choice.
-
-    Args:
-        conv_layers: convolutions of a prediction (table 5).
-    """
-    rules: dict[str, dict[str, float | str]] = {
-        "": {"alpha": 0.0, "beta": 0.0},
-        "PA-": {"rule": "predictive", "alpha": alpha, "conv_layers": conv_layers},
-        "EA-": {"alpha": alpha, "beta": 0.1},
-    }
+    """The draft's systems, with its alpha for SST and convolutions of PA, and evolving ones by shares of our choice."""
+    plain: dict[str, float | str] = {"alpha": 0.0, "beta": 0.0}
+    predictive: dict[str, float | str] = {"rule": "predictive", "alpha": alpha, "conv_layers": conv_layers}
+    evolving: dict[str, float | str] = {"alpha": alpha, "beta": 0.1}
     return {
-        "CNN": System(False, True, {}),
-        **{f"{kind}Transformer": System(True, False, rule) for kind, rule in rules.items()},
-        "Res-Transformer": System(True, False, {"rule": "residual", "alpha": alpha}),
-        **{f"{kind}Conv-Transformer": System(True, True, rule) for kind, rule in rules.items()},
+        "CNN": System(None, convolution=True),
+        "Transformer": System(plain, convolution=False),
+        "PA-Transformer": System(predictive, convolution=False),
+        "EA-Transformer": System(evolving, convolution=False),
+        "Res-Transformer": System({"rule": "residual", "alpha": alpha}, convolution=False),
+        "Conv-Transformer": System(plain, convolution=True),
+        "PA-Conv-Transformer": System(predictive, convolution=True),
+        "EA-Conv-Transformer": System(evolving, convolution=True),
     }
 
 
@@ -53,13 +50,13 @@ class Block(nn.Module):
     attention with half of the heads, and have none: by that reading the draft's parameters are 2.58 M.
     """
 
-    def __init__(self, system: System, longest: int, dropout: float, number: int, width: int) -> None:
+    def __init__(self, system: System, longest: int, number: int, width: int) -> None:
         super().__init__()
-        both = system.attention and system.convolution
+        both = system.evolution is not None and system.convolution
         part, heads = (width // 2, HEADS // 2) if both else (width, HEADS)
         self.enter = nn.Linear((number + 1) * width, width) if number else nn.Identity()
         self.attention = None
-        if system.attention:
+        if system.evolution is not None:
             options = {"relative_positions": longest - 1, "first": number == 0, **system.evolution}
             self.attention = EvolvingAttention(Geometry.ENCODER_SELF, part, heads, **options)
             if both:
@@ -67,16 +64,15 @@ class Block(nn.Module):
                     setattr(self.attention, name, nn.Linear(width, part))
                 self.attention.out_proj = nn.Identity()
         self.convolution = nn.Conv1d(width, part, WINDOW, padding="same") if system.convolution else None
-        self.output = nn.Identity() if system.attention else nn.Linear(width, width)
+        self.output = nn.Linear(width, width) if self.attention is None else nn.Identity()
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, outputs: list[Tensor], padded: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """outputs: of the blocks before, B x T x C each; padded: B x T -> B x T x C, and A_logit or None."""
         x, parts, a_logit = self.enter(torch.cat(outputs, dim=2)), [], None
         if self.attention is not None:
-            previous = previous if self.attention.evolution.uses_previous else None
             attended, a_logit, *_ = self.attention(x, padding=padded, previous=previous)
             parts.append(attended)
         if self.convolution is not None:
@@ -90,28 +86,17 @@ class Classifier(nn.Module):
     """Words to a number of classes.
 
     Args:
-        vectors: of the words, V x E; word 0 is padding.
-        fixed: whether they stay as they are, as the draft's GloVe vectors do.
+        words: the vectors of words; word 0 is padding.
         fields: sentences in a row, whose words get a vector each (appendix B.2.1).
     """
 
     def __init__(
-        self,
-        system: System,
-        vectors: Tensor,
-        fixed: bool,
-        classes: int,
-        fields: int,
-        longest: int,
-        dropout: float = 0.2,
-        blocks: int = BLOCKS,
-        width: int = WIDTH,
+        self, system: System, words: nn.Embedding, classes: int, fields: int, longest: int, blocks: int, width: int
     ) -> None:
         super().__init__()
-        self.words = nn.Embedding.from_pretrained(vectors, freeze=fixed, padding_idx=0)
-        self.enter = nn.Linear(vectors.size(1), width)
+        self.words, self.enter = words, nn.Linear(words.embedding_dim, width)
         self.fields = nn.Embedding(fields, width) if fields > 1 else None
-        self.blocks = nn.ModuleList(Block(system, longest, dropout, number, width) for number in range(blocks))
+        self.blocks = nn.ModuleList(Block(system, longest, number, width) for number in range(blocks))
         self.classes = nn.Linear(width, classes)
         self.dropout = nn.Dropout(0.4)
 

@@ -6,9 +6,7 @@ A system's settings are those with the best score on 30% of the training series,
 it is trained on all training series, once for each seed. Scores that are in the file already are not made again.
 """
 
-import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,9 @@ from scipy.stats import rankdata
 from sklearn.metrics import root_mean_squared_error
 from sklearn.model_selection import GridSearchCV, ParameterGrid, ShuffleSplit, StratifiedShuffleSplit
 
-from examples.report import deviation, draw_classes, origin, positive, write
+from ea_artifacts.command import Parser, positive
+from ea_artifacts.files import read_json, write_json
+from examples.common import deviation, draw_classes, origin
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 
 PLAIN = {"alpha": [0.0], "beta": [0.0]}
@@ -105,24 +105,22 @@ def table(results: dict[str, dict], names: list[str], systems: list[str]) -> str
 
 
 def main(words: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", nargs="+", help="names in aeon of data sets of one kind")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
-    parser.add_argument("--epochs", type=positive, default=50, metavar="N", help="(default: 50)")
-    parser.add_argument("--pretrain-epochs", type=int, default=0, metavar="N", help="of masked values (default: 0)")
-    parser.add_argument(
-        "--search", action="store_true", help="also choose layers, d and p: three to eight times as long"
-    )
-    parser.add_argument("--ablations", action="store_true", help="also the paper's ablation")
-    parser.add_argument("--tsne", type=Path, metavar="FILE", help="draw the representations of the first test set")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("data", nargs="+", help="names in aeon of data sets of one kind")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
+    add("--epochs", type=positive, default=50, metavar="N", help="(default: 50)")
+    add("--pretrain-epochs", type=int, default=0, metavar="N", help="of masked values (default: 0)")
+    add("--search", action="store_true", help="also choose layers, d and p: three to eight times as long")
+    add("--ablations", action="store_true", help="also the paper's ablation")
+    add("--tsne", type=Path, metavar="FILE", help="draw the representations of the first test set")
+    add("--out", type=Path, metavar="FILE", help="keep the scores here, as JSON")
     args = parser.parse_args(words)
     if len({name in REGRESSION for name in args.data}) > 1:
         parser.error("data: expected classification only, or regression only")
     if args.tsne and args.data[0] in REGRESSION:
         parser.error("--tsne: draws classes, and these data sets have none")
-    results = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    results = read_json(args.out) if args.out and args.out.exists() else {}
     common = {"epochs": args.epochs, "pretrain_epochs": args.pretrain_epochs}
     find = search if args.search else choose
     systems = {**SYSTEMS, **(ABLATIONS if args.ablations else {})}
@@ -141,7 +139,7 @@ def main(words: list[str] | None = None) -> None:
         known[system] = {"search": args.search, **measure(name, settings, common, args.seeds)}
         print(name, system, settings, *known[system]["scores"].values(), flush=True)
         if args.out:
-            write(args.out, results)
+            write_json(args.out, results)
     print(table(results, args.data, list(systems)))
     if args.tsne:
         name, (x, y) = args.data[0], load(args.data[0], "test")

@@ -15,6 +15,7 @@ from aeon.regression.base import BaseRegressor
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from examples.common import fit
 from examples.time_series.model import Network
 
 
@@ -60,19 +61,13 @@ class _Trained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(np.random.randint(2**31) if self.random_state is None else self.random_state)
             network = self.network_ = Network(x.size(2), self.length_, outputs, **options)
-            self._steps(self.pretrain_epochs, len(x), lambda rows: network.restoration_loss(x[rows], padded[rows]))
-            self._steps(self.epochs, len(x), lambda rows: loss(network(x[rows], padded[rows]), targets[rows]))
-        network.eval()
-
-    def _steps(self, epochs: int, count: int, loss: Callable[[Tensor], Tensor]) -> None:
-        optimizer = torch.optim.RAdam(self.network_.parameters(), lr=self.rate, betas=(0.9, 0.99))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs))
-        for _ in range(epochs):
-            for rows in torch.randperm(count).split(self.batch):
-                optimizer.zero_grad()
-                loss(rows).backward()
-                optimizer.step()
-            schedule.step()
+            for epochs, of_rows in (
+                (self.pretrain_epochs, lambda rows: network.restoration_loss(x[rows], padded[rows])),
+                (self.epochs, lambda rows: loss(network(x[rows], padded[rows]), targets[rows])),
+            ):
+                optimizer = torch.optim.RAdam(network.parameters(), lr=self.rate, betas=(0.9, 0.99))
+                schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs))
+                fit(network, of_rows, len(x), self.batch, epochs, optimizer, schedule)
 
     def _tensors(self, series: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Scaled series, n x T x C, and their padding, n x T. Series longer than the longest of `fit` are cut."""
@@ -82,16 +77,16 @@ class _Trained:
         return F.pad(x, (0, 0, 0, self.length_ - x.size(1))), torch.arange(self.length_) >= lengths
 
     @torch.no_grad()
-    def _in_batches(self, function: Callable[[Tensor, Tensor], Tensor], series: Sequence[np.ndarray]) -> Tensor:
+    def _outputs(
+        self, series: Sequence[np.ndarray], function: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """What the network, or a function of it, gives for the series."""
         parts = (self._tensors(series[start : start + self.batch]) for start in range(0, len(series), self.batch))
-        return torch.cat([function(*part) for part in parts])
-
-    def _outputs(self, series: Sequence[np.ndarray]) -> Tensor:
-        return self._in_batches(self.network_, series)
+        return torch.cat([(function or self.network_)(*part) for part in parts])
 
     def represent(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """The flattened representation Z of each series, n x (T d)."""
-        return self._in_batches(self.network_.represent, series).flatten(1).numpy()
+        return self._outputs(series, self.network_.represent).flatten(1).numpy()
 
 
 class EvolvingDCTransformerClassifier(_Trained, BaseClassifier):

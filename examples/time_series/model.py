@@ -27,15 +27,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class Layer(nn.Module):
-    """One layer.
-
-    Args:
-        d: values of a time.
-        p: attention's share of them.
-        dilation: of the convolution over time. Its window is 3.
-        dropout: of attention weights and of both summands.
-        evolution: see ``Evolution``.
-    """
+    """One layer of d values, of which attention gives the share p. ``evolution``: see ``Evolution``."""
 
     def __init__(self, d: int, p: float, dilation: int, dropout: float, **evolution: Any) -> None:
         super().__init__()
@@ -80,15 +72,12 @@ class ResNetBlock(nn.Module):
 
 
 class Network(nn.Module):
-    """Series to the outputs of a task.
+    """Series, the longest of ``length``, to the outputs of a task: classes, or 1 for regression.
 
     Args:
-        channels: C.
-        length: the longest series.
-        outputs: classes, or 1 for regression.
         kind: "attention", or a baseline: "ResNet", "GRU" or "LSTM".
         layers: of attention, two to a block. Their dilations are 1, 2, 4, .... Baselines have one for each block.
-        d, dropout, options: see ``Layer``.
+        options: see ``Layer``.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Explanations: the measures against examples counted by hand, and the command on models of one update."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,14 +8,15 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("lime")
+from helpers.mistakes import refusal
 from transformers import AutoModel, AutoTokenizer, T5Config
 
+from ea_artifacts.command import UserError
 from examples.explanations import draw, eraser, explain
-from examples.explanations.measures import auprc, faithfulness
+from examples.explanations.measures import Example, auprc, faithfulness, lime, measure
 from examples.glue import fine_tune
-from examples.glue.tasks import DataError
 
-SENTENCE = "a good film indeed"
+SENTENCE = ["a", "good", "film", "indeed"]
 SENTENCES = ("unbelievable film", "good", "bad", "a good film , and a good plot", "so bad a film")
 
 
@@ -28,27 +28,37 @@ def by_words(sentences):
 
 def test_faithfulness_counted_by_hand():
     """The best 1 to 20% of four words are one word, the first of equals, and the best 50% two."""
-    comprehensiveness, sufficiency = faithfulness(by_words, SENTENCE, [0.0, 0.9, 0.9, -1.0])
+    label, comprehensiveness, sufficiency = faithfulness(by_words, SENTENCE, [0.0, 0.9, 0.9, -1.0])
+    assert label == 1
     # Without "good" 0.4 stays, without "good film" 0.1; "good" alone has 0.6, "good film" 0.9.
     assert comprehensiveness == pytest.approx((4 * 0.5 + 0.8) / 5)
     assert sufficiency == pytest.approx((4 * 0.3 + 0.0) / 5)
     # The wrong words: without them nothing changes, and they alone change everything.
-    assert faithfulness(by_words, SENTENCE, [0.9, 0.0, -1.0, 0.5]) == (pytest.approx(0), pytest.approx(0.8))
+    assert faithfulness(by_words, SENTENCE, [0.9, 0.0, -1.0, 0.5])[1:] == (pytest.approx(0), pytest.approx(0.8))
     # Both are of the class of the whole sentence, which is the first here.
-    comprehensiveness, _ = faithfulness(lambda sentences: by_words(sentences)[:, ::-1], SENTENCE, [0.0, 0.9, 0.5, 0.0])
-    assert comprehensiveness == pytest.approx((4 * 0.5 + 0.8) / 5)
+    of_first = faithfulness(lambda sentences: by_words(sentences)[:, ::-1], SENTENCE, [0.0, 0.9, 0.5, 0.0])
+    assert of_first[:2] == (0, pytest.approx((4 * 0.5 + 0.8) / 5))
 
 
 def test_area_counted_by_hand():
     # Recall 1/2 at precision 1, then from precision 1/2 to 2/3 at recall 1.
     assert auprc([True, False, True, False], [0.9, 0.8, 0.7, 0.1]) == pytest.approx(1 / 2 + (1 / 2 + 2 / 3) / 4)
     assert auprc([True, False], [0.2, 0.1]) == 1
+    assert np.isnan([auprc([choice] * 2, [0.2, 0.1]) for choice in (True, False)]).all()
 
 
 def test_lime_finds_what_each_word_adds():
-    scores = explain.lime(by_words, SENTENCE, samples=200)
-    assert scores == pytest.approx([0, 0.5, 0.3, 0], abs=0.05)
-    assert len(explain.lime(by_words, "a good a", samples=20)) == 3
+    assert lime(by_words, SENTENCE, samples=200) == pytest.approx([0, 0.5, 0.3, 0], abs=0.05)
+    assert len(lime(by_words, ["a", "good", "a"], samples=20)) == 3
+
+
+def test_measures_are_means_over_the_examples_that_have_them():
+    """F1 of the second class: 2 * (2/3 * 1) / (2/3 + 1) = 0.8, of the first 0; macro 0.4, weighted by examples 0.53."""
+    choices = ([True, False], [True, True], [False, True])
+    examples = [Example(["good", "film"], "?", label, chosen) for label, chosen in zip((1, 0, 1), choices, strict=True)]
+    found = measure(examples, lambda example: {"?": by_words}[example.query], lambda _: [0.2, 0.1])
+    expected = {"accuracy": 2 / 3, "F1": 0.4, "AUPRC": (1 + auprc([False, True], [0.2, 0.1])) / 2}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -72,38 +82,30 @@ def test_attention_explains_by_the_last_layers_weights_from_cls(folder, kind):
     assert inputs.word_ids() == [None, 0, *([1] * (len(inputs.tokens()) - 3)), None]
     with torch.no_grad():
         weights = classifier.model(**inputs, output_attentions=True).attentions[-1][0, :, 0].mean(0)
-    scores = classifier.attention("unbelievable plotbad")
+    scores = classifier.attention(Example(["unbelievable", "plotbad"]))
     assert scores == pytest.approx([weights[1].item(), weights[2:-1].sum().item()])
 
 
-def test_the_command_compares_models_and_methods(folder, capsys):
-    out = folder / "results.json"
+def test_the_command_compares_models_and_methods(folder, capsys, monkeypatch):
+    """The hub's sentences end in a space."""
+    out, load = folder / "results.json", explain.load
+    monkeypatch.setattr(explain, "load", lambda *_: load(*_).map(lambda row: {"sentence": row["sentence"] + " "}))
     explain.main(["--models", str(folder), "--data", str(folder), "--samples", "5", "--out", str(out)])
     lines = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     assert lines == [[f"| {kind}", method] for kind in ("stock", "evolving") for method in explain.METHODS]
     results = json.loads(out.read_text())["results"]
-    assert all(len(seeds) == 2 and set(seeds[0]["LIME"]) == set(explain.MEASURES) for seeds in results.values())
-
-
-def test_a_measure_without_sentences_is_no_number(folder):
-    """No sentence has words that people chose beside others."""
-    model = explain.Classifier(next(folder.glob("SST-2-stock-*/")))
-    found = explain.measure(model, [{"sentence": "bad film", "label": 0}], {}, samples=2)
-    for method in explain.METHODS:
-        assert [name for name, value in found[method].items() if np.isnan(value)] == ["AUPRC"]
-    assert explain._mean([np.nan] * 2) == "nan ± nan"
+    assert all(len(seeds) == 2 and seeds[0]["LIME"]["AUPRC"] > 0 for seeds in results.values())
 
 
 def test_a_model_with_a_decoder_is_refused(tmp_path):
     T5Config().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="t5 has an encoder and a decoder"):
+    with pytest.raises(UserError, match="t5 has an encoder and a decoder"):
         explain.Classifier(tmp_path)
 
 
 def test_a_folder_without_models_is_named(folder, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        explain.main(["--models", str(tmp_path), "--data", str(folder)])
-    assert f"explain: {tmp_path}: has no SST-2-stock-N" in capsys.readouterr().err
+    message = refusal(capsys, explain.main, "--models", tmp_path, "--data", folder)
+    assert f"explain: {tmp_path}: has no SST-2-stock-N" in message
 
 
 def test_a_picture_has_a_panel_for_each_model_and_layer(folder, tmp_path):
@@ -197,16 +199,6 @@ def test_evidence_in_two_other_documents_is_read_from_both(tmp_path):
     assert [" ".join(one.words) for one in eraser.read(tmp_path, "test")] == ["a x [SEP] b x", "b x", "b x [SEP] a x"]
 
 
-def test_f1_is_the_mean_over_classes():
-    """Of POS 2 * (2/3 * 1) / (2/3 + 1) = 0.8, of NEG 0: macro 0.4, weighted by documents 0.53."""
-    documents = [eraser.Document(["a"], "", label, [True]) for label in ("POS", "NEG", "POS")]
-    positive = SimpleNamespace(
-        labels=["NEG", "POS"], probabilities=lambda sentences, query: np.array([[0.0, 1.0]] * len(sentences))
-    )
-    found = eraser.measure(positive, documents, lambda document: [1.0])
-    assert (found["accuracy"], found["F1"]) == (pytest.approx(2 / 3), pytest.approx(0.4))
-
-
 ATTENTION = ["BERT+LSTM, attention", "BERT+LSTM, evolving, attention"]
 
 
@@ -230,17 +222,16 @@ def test_a_readers_scores_are_its_last_layers_weights(corpus, folder):
     torch.manual_seed(1)
     model = AutoModel.from_pretrained(folder / "SST-2-stock-1")
     tokenizer = AutoTokenizer.from_pretrained(folder / "SST-2-stock-1")
-    reader = eraser.Reader(model, tokenizer, ["NEG", "POS"], alpha=0.5, beta=0.5).eval()
+    reader = eraser.Reader(model, tokenizer, labels=2, share=0.5).eval()
     good, bad, long, pair, _ = eraser.read(corpus, "test")
-    alone = reader(reader.encoded([good.words], [good.query]))
-    both = reader(reader.encoded([good.words, bad.words], [good.query, bad.query]))
+    alone, both = reader(reader.encoded(good)), reader(reader.encoded(good, bad))
     for one, other in zip(alone, both, strict=True):
         torch.testing.assert_close(other[:1, : one.size(1)], one, rtol=1e-4, atol=1e-5)
     assert alone[1].sum().item() == pytest.approx(1, abs=1e-5)
-    inputs = reader.encoded([good.words], [good.query])
+    inputs = reader.encoded(good)
     of_words = sum(w for w, side in zip(alone[1][0].tolist(), inputs.sequence_ids(), strict=True) if side == 1)
     assert sum(reader.attention(good)) == pytest.approx(of_words, abs=1e-5)
     assert reader.attention(long)[-1] == 0, "cut off"
-    inputs = reader.encoded([pair.words], [pair.query])
-    assert inputs["input_ids"][0].tolist().count(tokenizer.sep_token_id) == 3, "one between the two documents"
-    assert len(reader.lime(pair, samples=5)) == len(pair.words)
+    assert reader.encoded(pair)["input_ids"][0].tolist().count(tokenizer.sep_token_id) == 3, (
+        "one between the two documents"
+    )

@@ -54,9 +54,8 @@ def by_loop(layer, x, previous):
 def test_two_layers_equal_loops(alpha, beta, monkeypatch):
     monkeypatch.setattr(resnet, "HEADS", 2)
     torch.manual_seed(1)
-    shares, evolution = resnet.Shares(0.4, 0.2), {"alpha": alpha, "beta": beta}
     layers = [
-        AugmentedConvolution(nn.Conv2d(10, 10, 3), shares, SIDE, SIDE, first=first, **evolution)
+        AugmentedConvolution(nn.Conv2d(10, 10, 3), 4, 2, SIDE, SIDE, first=first, alpha=alpha, beta=beta)
         for first in (True, False)
     ]
     x, a_logit, maps = torch.randn(1, 10, SIDE, SIDE, dtype=torch.float64), None, None
@@ -71,10 +70,11 @@ def test_two_layers_equal_loops(alpha, beta, monkeypatch):
 def test_the_plain_network_is_that_of_transformers():
     torch.manual_seed(1)
     ours = digits.TABLES["systems"]["ResNet"].build().eval()
-    plain = ResNetForImageClassification(ours.resnet.config).eval()
-    plain.load_state_dict(ours.resnet.state_dict())
-    x = torch.randn(2, 1, 64, 64)
-    torch.testing.assert_close(ours(x), plain(x).logits, rtol=0, atol=0)
+    plain = ResNetForImageClassification(ours.config).eval()
+    plain.load_state_dict(ours.state_dict())
+    x, labels = torch.randn(2, 1, 64, 64), torch.tensor([3, 7])
+    for name, expected in plain(x, labels).items():
+        torch.testing.assert_close(ours(x, labels)[name], expected, rtol=0, atol=0)
 
 
 def test_the_first_layer_of_ea_vit_has_no_convolution():
@@ -90,14 +90,13 @@ def test_the_chain_of_maps_breaks_where_the_shape_changes():
     beginnings = [True, *[False] * 7, True, False]
     assert [not evolution.uses_previous for evolution in layers] == beginnings
     assert [evolution.conv is None for evolution in layers] == beginnings
-    a_logits = []
-    model(torch.randn(2, 1, 64, 64), a_logits)
+    model(torch.randn(2, 1, 64, 64), maps=(a_logits := []))
     assert [a_logit.size(2) for a_logit in a_logits] == [16] * 8 + [4] * 2
 
 
 def test_pooling_leaves_out_what_lies_outside():
     """As TensorFlow's 3 x 3 average of stride 2 with padding SAME, in the authors' code."""
-    layer = AugmentedConvolution(nn.Conv2d(1, 16, 3), resnet.Shares(0.5, 0.5), 4, 2, first=True)
+    layer = AugmentedConvolution(nn.Conv2d(1, 16, 3), 8, 8, 4, 2, first=True)
     seen = []
     layer.qkv.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     x = torch.arange(16.0).view(1, 1, 4, 4)
@@ -150,14 +149,14 @@ def test_the_command_reports_each_system(capsys, few, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_of_maps_reports_each_layer(capsys, few, monkeypatch):
-    monkeypatch.setattr(maps, "SYSTEMS", {"EA-AA-ResNet": (0.5, 1.0)})
+    monkeypatch.delitem(maps.SYSTEMS, "AA-ResNet")
     maps.main(["--folds", "1", "--epochs", "1"])
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| EA-AA-ResNet, layer {layer}" for layer in (6, 7, 8)]
 
 
 def test_a_picture_shows_the_centre_pixels_attention_through_a_chain():
-    models = {name: digits.resnet(maps.SIDE, alpha=a, beta=b).build().eval() for name, (a, b) in maps.SYSTEMS.items()}
+    models = {name: recipe.build().eval() for name, recipe in maps.SYSTEMS.items()}
     panels = maps.draw(models, torch.rand(1, 1, maps.SIDE, maps.SIDE)).axes
     assert [axes.get_title() for axes in panels[:: 1 + len(maps.CHAIN)]] == list(maps.SYSTEMS)
     shown = [axes.images[0].get_array() for axes in panels[1 : 1 + len(maps.CHAIN)]]

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from helpers.mistakes import check_refusal, mistakes
+from torch import nn
 
-from examples.glue.tasks import DataError
 from examples.text import classify
-from examples.text.model import SYSTEMS, Classifier, systems
+from examples.text.model import BLOCKS, SYSTEMS, WIDTH, Classifier, systems
 
 COUNTS = {
     "CNN": 2.77,
@@ -19,10 +20,9 @@ COUNTS = {
 }
 
 
-def build(name, words=20, fields=1, size=300):
-    torch.manual_seed(1)
-    vectors = torch.randn(words, size)
-    return Classifier(SYSTEMS[name], vectors, fixed=True, classes=5, fields=fields, longest=64).eval()
+def build(name, fields=1, blocks=BLOCKS, width=WIDTH, of=SYSTEMS):
+    words = nn.Embedding(20, 300, padding_idx=0).requires_grad_(False)
+    return Classifier(of[name], words, classes=5, fields=fields, longest=64, blocks=blocks, width=width).eval()
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -47,10 +47,10 @@ def test_the_first_block_does_not_predict_maps_and_later_ones_do():
 
 
 def test_flags_build_table_5_and_figure_6():
-    chosen, sizes = systems(alpha=0.5, conv_layers=3), {"blocks": 6, "width": 384}
+    chosen = systems(alpha=0.5, conv_layers=3)
     for name in ("PA-Transformer", "PA-Conv-Transformer", "CNN"):
-        model = Classifier(chosen[name], torch.randn(9, 30), True, classes=3, fields=2, longest=8, **sizes).eval()
-        assert model(torch.randint(1, 9, (2, 5)), torch.zeros(2, 5, dtype=torch.long)).shape == (2, 3)
+        model = build(name, blocks=6, width=384, of=chosen)
+        assert model(torch.randint(1, 9, (2, 5)), torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5)
         assert len(model.blocks) == 6 and model.classes.in_features == 384
     assert chosen["PA-Transformer"].evolution == {"rule": "predictive", "alpha": 0.5, "conv_layers": 3}
     assert chosen["Res-Transformer"].evolution == {"rule": "residual", "alpha": 0.5}
@@ -71,18 +71,17 @@ def test_the_rate_falls_along_a_cosine_or_in_steps(step, expected, monkeypatch):
             return super().step(*args, **kwargs)
 
     monkeypatch.setattr(torch.optim, "Adam", Adam)
-    rows = [([["a"]], "0"), ([["b"]], "1")]
-    batches = classify.Batches(rows, 8)
-    classify.train(Classifier(SYSTEMS["CNN"], torch.randn(4, 8), False, 2, 1, 8), rows, batches, 4, step)
+    rows = [classify.make_row(["a"], "0"), classify.make_row(["b"], "1")]
+    classify.train(build("CNN"), rows, classify.Batches(rows, 8), 4, step)
     assert rates == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_separator_stands_between_two_sentences_only():
-    pair, single = [["a", "b"], ["c"]], [["a", "b"]]
-    assert classify.join(pair) == [("a", 0), ("b", 0), ("<sep>", 0), ("c", 1)]
-    assert classify.join(single) == [("a", 0), ("b", 0)]
-    assert classify.Batches([(single, "0")], 8).words == ["<pad>", "<unk>", "a", "b"]
-    words, fields, _ = classify.Batches([(pair, "0")], 8)([(pair, "0")])
+    pair, single = classify.make_row(["A b", "c"], "0"), classify.make_row(["a b"], "0")
+    assert single == ([("a", 0), ("b", 0)], "0")
+    batches = classify.Batches([single, pair], 8)
+    assert batches.words == ["<pad>", "<unk>", "a", "b", "<sep>", "c"]
+    words, fields, _ = batches([pair])
     assert words.tolist() == [[2, 3, 4, 5]] and fields.tolist() == [[0, 0, 0, 1]]
 
 
@@ -104,19 +103,11 @@ def test_the_command_classifies_pairs(tmp_path, capsys):
     assert "PA-Conv-Transformer" in capsys.readouterr().out
 
 
-def test_a_line_ends_where_the_file_says_so(tmp_path):
-    (tmp_path / "train.tsv").write_text("5\tgood\u0085and\u2028cheap\n1\tbad\n", encoding="utf-8")
-    assert [row for row, _ in classify.read(str(tmp_path), "train")] == [[["good", "and", "cheap"]], [["bad"]]]
-
-
-def test_a_share_is_between_0_and_1(tmp_path):
-    with pytest.raises(SystemExit, match=r"alpha 2\.0"):
-        classify.main([str(tmp_path), "--alpha", "2"])
-
-
-def test_faulty_rows_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"train\.tsv: no such file"):
-        classify.read(str(tmp_path), "train")
+@mistakes("""
+    {tmp} --alpha 2 | 'alpha 2.0'
+    {tmp}/none | none: SST-2 train.tsv
+    {tmp} | 'train.tsv, line 2: '
+""")
+def test_mistakes_are_named(words, named, tmp_path, capsys):
     (tmp_path / "train.tsv").write_text("yes\ta cat\nno\n")
-    with pytest.raises(DataError, match=r"train\.tsv, line 2"):
-        classify.read(str(tmp_path), "train")
+    check_refusal(capsys, classify.main, words, named, writes_to=tmp_path, tmp=tmp_path)

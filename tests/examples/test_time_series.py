@@ -12,7 +12,7 @@ from helpers.mistakes import refusal
 pytest.importorskip("aeon")
 from aeon.testing.estimator_checking import parametrize_with_checks
 
-from examples.report import class_distance
+from examples.common import class_distance
 from examples.time_series import compare, model
 from examples.time_series.estimators import EvolvingDCTransformerClassifier, EvolvingDCTransformerRegressor
 from examples.time_series.model import Layer, Network
@@ -89,21 +89,11 @@ def noise(classes, lengths):
 SMALL = {"layers": 2, "d": 16, "epochs": 30, "rate": 0.01, "random_state": 0}
 
 
-@pytest.mark.parametrize("lengths", [[9] * 24, [7, 9, 4] * 8], ids=["equal", "unequal"])
-def test_classes_are_learnt(lengths):
+def test_classes_are_learnt_from_unequal_lengths_and_a_channel_that_is_constant_in_training():
     classes = np.array(["a", "b"] * 12)
-    x = noise(classes == "b", lengths)
+    x = [np.pad(one, ((0, 1), (0, 0)), constant_values=0.1) for one in noise(classes == "b", [7, 9, 4] * 8)]
     fitted = EvolvingDCTransformerClassifier(**SMALL).fit(x, classes)
     assert fitted.score(x, classes) == 1
-    chances = fitted.predict_proba(x)
-    np.testing.assert_allclose(chances.sum(1), 1)
-    assert (fitted.classes_[chances.argmax(1)] == fitted.predict(x)).all()
-
-
-def test_a_channel_that_was_constant_in_training_stays_small():
-    classes = np.arange(24) % 2
-    x = [np.concatenate([one, np.full((1, 9), 0.1)]) for one in noise(classes, [9] * 24)]
-    fitted = EvolvingDCTransformerClassifier(**SMALL).fit(x, classes)
     assert fitted.score([one + np.array([[0], [0], [0.1]]) for one in x], classes) == 1
 
 
@@ -163,7 +153,7 @@ def loaded(monkeypatch):
     return splits
 
 
-@pytest.mark.parametrize("epochs", [[1, 30], [30, 1], [12, 30], [30, 12]], ids=str)
+@pytest.mark.parametrize("epochs", [[12, 30], [30, 12]], ids=str)
 @pytest.mark.parametrize("name", ["ItalyPowerDemand", "CardanoSentiment"])
 def test_the_better_settings_are_chosen_without_the_test_series(epochs, loaded, name):
     """Also where the accuracies are equal, as they are after 12 epochs, by log loss."""

@@ -83,7 +83,7 @@ PACKAGES = {
     "ea_fairseq": ("evolving_attention", "ea_artifacts", "ea_runtime"),
     "data-prep/ea_data": ("ea_artifacts", "ea_runtime"),
     "scripts/ea_tools": ("evolving_attention", "ea_artifacts", "ea_runtime", "ea_fairseq", "ea_data"),
-    "examples": ("evolving_attention", "ea_runtime.text", "ea_fairseq", "ea_data"),
+    "examples": ("evolving_attention", "ea_artifacts"),
 }
 
 
