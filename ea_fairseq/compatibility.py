@@ -13,9 +13,9 @@ What worked before works as before, also for programs that use fairseq alone.
 | ``rdrop.duplicate_input`` | R-Drop with ``--eval-bleu`` | BLEU of a batch that is doubled |
 | ``FairseqOptimizer.load_state_dict`` | older runs with ``--ea-learn-mix`` | moments without the shares' axis |
 
-Other files add to fairseq and PyTorch. ``options`` shows our options in ``fairseq-train --help``. ``quantisation`` adds our
-convolution to those that ``--quant-noise-scalar`` knows. ``__init__`` lets ``torch.load`` read fairseq's configurations, and
-puts our trainer in the place of fairseq's in a command with ``flat_adam``.
+Other files add to fairseq and PyTorch. ``options`` shows our options in ``fairseq-train --help``. ``quantisation`` adds
+our convolution to those that ``--quant-noise-scalar`` knows. ``__init__`` lets ``torch.load`` read fairseq's
+configurations, and puts our trainer in the place of fairseq's in a command with ``flat_adam``.
 """
 
 import functools
