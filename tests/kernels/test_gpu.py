@@ -19,7 +19,6 @@ import pytest
 import torch
 from helpers import attentions, promises, warm
 from helpers.attentions import (
-    AnyShares,
     call_of,
     case_id,
     check_dropout,
@@ -28,13 +27,10 @@ from helpers.attentions import (
     check_steps,
     close,
     compare,
-    evolution_of,
-    masks_of,
     plain,
     probe,
     problem,
     results,
-    tensors_of,
 )
 from helpers.interpreter import import_kernels, interpret_quickly
 from helpers.models import amplify_, batch, build
@@ -134,11 +130,11 @@ def test_only_one_of_the_results_matters():
 @pytest.mark.parametrize("learn", [False, True])
 def test_removed_taps_have_no_effect_and_no_gradient(learn):
     case = Case(DECODER, 2, 3, 4, 4, "future", previous=False, learn=learn)
-    evolution, tensors = evolution_of(case), tensors_of(case)
+    evolution, tensors, masks = problem(case)
     upper = torch.ones(3, 3, device=DEVICE).triu(1).bool().expand_as(evolution.conv.weight)
     with torch.no_grad():
         evolution.conv.weight[upper] = torch.nan
-    found = results(kernel, evolution, tensors, masks_of(case))
+    found = results(kernel, evolution, tensors, masks)
     assert all(result.isfinite().all() for result in found.values())
     assert (found["gradient of conv.weight"][upper] == 0).all()
 
@@ -156,38 +152,34 @@ def test_what_has_no_share_is_not_read():
 
 def test_what_is_not_finite_shows():
     """Mixed precision needs infinities to find a loss scale that is too high."""
-    case = Case(previous=False)
-    evolution, tensors = evolution_of(case), tensors_of(case)
+    given = problem(Case(previous=False))
     with torch.no_grad():
-        tensors["q"][1, 2, 3] = torch.inf
-    context, *_ = kernel(evolution, tensors, masks_of(case))
+        given.tensors["q"][1, 2, 3] = torch.inf
+    context, *_ = kernel(*given)
     assert not context[1, :, 3:4].isfinite().any()
     assert context[0].isfinite().all()
 
 
 def test_float16_stays_finite():
     """A_logit is kept within half of the range; where it is cut off no gradient flows, as of torch.clamp."""
-    case = Case(ENCODER, 2, 3, 3, 4, "", HALF, previous=True, batch=1)
-    tensors = tensors_of(case)
+    given = problem(Case(ENCODER, 2, 3, 3, 4, "", HALF, rule=(0.0, 1.0, 0.5, 1.9, 1.0), batch=1))
     with torch.no_grad():
-        tensors["previous"][0, 0, 0, 0] = 60000
-    call = call_of(AnyShares(ENCODER, 2, 3, (0.0, 1.0, 0.5, 1.9, 1.0), False).to(DEVICE, HALF), tensors, masks_of(case))
-    a_logit = gpu.attend(call).a_logit
+        given.tensors["previous"][0, 0, 0, 0] = 60000
+    a_logit = gpu.attend(given.call()).a_logit
     assert a_logit[0, 0, 0, 0] == torch.finfo(HALF).max / 2
-    (gradient,) = torch.autograd.grad(a_logit.sum(), tensors["previous"])
+    (gradient,) = torch.autograd.grad(a_logit.sum(), given.tensors["previous"])
     assert gradient[0, 0, 0, 0] == 0
     assert gradient[0, 0, 0, 1] != 0
 
 
 def test_logits_beyond_float16_are_cut_off_before_they_are_mixed():
-    case = Case(ENCODER, 2, 3, 3, 4, "", HALF, previous=True, batch=1)
-    evolution, tensors = evolution_of(case), tensors_of(case)
+    given = problem(Case(ENCODER, 2, 3, 3, 4, "", HALF, batch=1))
     with torch.no_grad():
         for name in "qk":
-            tensors[name][0, 0, 0] = 300
-        evolution.conv.weight *= 0.01
-    call = call_of(evolution, tensors, masks_of(case))
-    found, expected = gpu.attend(call).a_logit, attend(call, evolution, plain=True).a_logit
+            given.tensors[name][0, 0, 0] = 300
+        given.evolution.conv.weight *= 0.01
+    call = given.call()
+    found, expected = gpu.attend(call).a_logit, attend(call, given.evolution, plain=True).a_logit
     assert expected.isfinite().all() and (expected.abs() > 1e4).any()
     torch.testing.assert_close(found, expected, rtol=0.01, atol=1)
 
@@ -215,8 +207,7 @@ def test_dropout_keeps_the_right_share_everywhere():
 
 
 def test_dropout_of_everything_gives_zeros():
-    case = Case(length=2, masks="padding")
-    found = results(kernel, evolution_of(case), tensors_of(case), masks_of(case), dropout=1.0)
+    found = results(kernel, *problem(Case(length=2, masks="padding")), dropout=1.0)
     assert (found["context"] == 0).all()
     assert (found["gradient of v"] == 0).all()
     assert all(x.isfinite().all() for x in found.values())
@@ -274,13 +265,11 @@ def test_twice_the_same_bits():
 @pytest.mark.parametrize("rule", ["evolving", "predictive", "realformer"])
 def test_no_map_is_kept_for_the_backward_pass(rule):
     """But for the inputs, which others keep anyway."""
-    case = Case(masks="padding", rule=rule)
-    evolution, tensors, masks = problem(case)
-    saved = []
+    given, saved = problem(Case(masks="padding", rule=rule)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        gpu.attend(call_of(evolution, tensors, masks, need_weights=False))
+        gpu.attend(given.call(need_weights=False))
     maps = [x for x in saved if x is not None and x.shape == (2, 3, 5, 6)]
-    assert [x.data_ptr() for x in maps] == [tensors["previous"].data_ptr()]
+    assert [x.data_ptr() for x in maps] == [given.tensors["previous"].data_ptr()]
 
 
 def test_saved_tensors_may_come_back_in_another_layout():
@@ -313,15 +302,13 @@ def test_in_a_model(monkeypatch):
 
 
 def test_float32_under_autocast():
-    case = Case(ENCODER, 2, 3)
-    torch.manual_seed(3)
-    evolution, tensors = evolution_of(case), tensors_of(case)
-    expected = gpu.attend(call_of(evolution, tensors, masks_of(case)))
+    given = problem(Case(ENCODER, 2, 3))
+    expected = gpu.attend(given.call())
     with torch.autocast(DEVICE, BFLOAT):
-        result = gpu.attend(call_of(evolution, tensors, masks_of(case)))
+        result = gpu.attend(given.call())
     assert torch.equal(result.context, expected.context)
     result.context.sum().backward()
-    assert tensors["q"].grad.isfinite().all()
+    assert given.tensors["q"].grad.isfinite().all()
 
 
 def test_later_launches_give_addresses(monkeypatch):
@@ -386,8 +373,7 @@ def test_the_operation_is_declared_rightly():
 def small_call(**options):
     """The quickest call: one head, k = 1, a sentence of two words."""
     case = Case(heads=1, k=1, length=2, columns=2, dtype=options.pop("dtype", SINGLE), previous=False, batch=1, width=1)
-    options = {"keep_map": False, "need_weights": False, **options}
-    return call_of(evolution_of(case), tensors_of(case), masks_of(case), **options)
+    return problem(case).call(**{"keep_map": False, "need_weights": False, **options})
 
 
 def test_refuses_what_it_does_not_know(monkeypatch, caplog):
