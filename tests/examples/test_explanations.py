@@ -200,13 +200,15 @@ def test_evidence_in_two_other_documents_is_read_from_both(tmp_path):
 
 
 ATTENTION = ["BERT+LSTM, attention", "BERT+LSTM, evolving, attention"]
+BOTH = [ATTENTION[0], "BERT+LSTM, LIME", ATTENTION[1], "EA-BERT+LSTM, LIME"]
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [([], ATTENTION), (["--lime", "3"], [ATTENTION[0], "BERT+LSTM, LIME", ATTENTION[1], "EA-BERT+LSTM, LIME"])],
+    ("corpus", "options", "expected"),
+    [("docs", ["--lime", "3"], BOTH), ("docs.jsonl", [], ATTENTION)],
+    indirect=["corpus"],
 )
-def test_a_reader_is_trained_and_measured(options, expected, corpus, folder, tmp_path, capsys):
+def test_a_reader_is_trained_and_measured(options, expected, corpus, folder, tmp_path):
     words = ["--model", str(folder / "SST-2-stock-1"), "--epochs", "1", "--out", str(tmp_path / "out.json")]
     eraser.main([str(corpus), *words, *options])
     results = json.loads((tmp_path / "out.json").read_text())["results"]
