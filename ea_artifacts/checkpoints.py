@@ -70,17 +70,6 @@ def allow_in_checkpoints() -> None:
     torch.serialization.add_safe_globals(safe_globals())
 
 
-@contextlib.contextmanager
-def checkpoints_allowed() -> Iterator[None]:
-    """Let ``torch.load(weights_only=True)`` read ``safe_globals`` inside the block."""
-    import torch
-
-    # Only the missing ones: at its end the context forbids all its types, even those allowed before.
-    missing = set(safe_globals()) - set(torch.serialization.get_safe_globals())
-    with torch.serialization.safe_globals(list(missing)):
-        yield
-
-
 def peek(path: Path | str) -> dict[str, Any]:
     """``load``, but tensors are read from the file only when they are used."""
     return load(path, mmap=zipfile.is_zipfile(path))
@@ -102,9 +91,9 @@ def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
         raise MissingError(f"{path}: {fault}; expected a checkpoint, such as RUN/checkpoint_best.pt")
     if path.stat().st_size == 0:
         raise DamagedError(f"{path}: the file is empty")
+    allow_in_checkpoints()
     try:
-        with checkpoints_allowed():
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         asked = re.search(r"(?:GLOBAL|unrecognized (?:function|class)) (\S+)", str(error))
         if not asked:

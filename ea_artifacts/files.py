@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,28 @@ def decode(line: bytes, path: Path | str, number: int) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     return text.removeprefix("\ufeff") if number == 1 else text  # a byte-order mark is no part of the text
+
+
+def batches(lines: Iterable[bytes], name: Path | str, size: int, done: int = 0) -> Iterator[tuple[int, list[str]]]:
+    """The lines after the first `done`, `size` at a time, with the number of the first of each batch, from 1.
+
+    The lines before one that is no text are given first.
+    """
+    first, batch = done + 1, []
+    try:
+        for number, line in enumerate(lines, 1):
+            if number <= done:
+                continue
+            batch.append(decode(line, name, number))
+            if len(batch) == size:
+                yield first, batch
+                first, batch = number + 1, []
+    except UserError:
+        if batch:
+            yield first, batch
+        raise
+    if batch:
+        yield first, batch
 
 
 def wide_encoding(line: bytes) -> str | None:

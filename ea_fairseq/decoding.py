@@ -71,18 +71,22 @@ def position_table(decoder: FairseqDecoder) -> Tensor | None:
     return positions.get_embedding(first + decoder.max_positions(), positions.embedding_dim, first - 1)[first:]
 
 
-def embed(decoder: FairseqDecoder, tokens: Tensor, table: Tensor | None, step: Tensor) -> Tensor:
-    """The first layer's input. tokens: R; table: see ``position_table``; step: of one number -> 1 x R x C."""
-    x = decoder.embed_scale * decoder.embed_tokens(tokens[:, None])  # R x 1 x C
+def embed(decoder: FairseqDecoder, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """The first layer's input before dropout, B x T x C. tokens: B x T; positions: their vectors, if they have any."""
+    x = decoder.embed_scale * decoder.embed_tokens(tokens)
     if decoder.quant_noise is not None:  # a linear layer of --quant-noise-pq
         x = decoder.quant_noise(x)
     if decoder.project_in_dim is not None:
         x = decoder.project_in_dim(x)
-    if table is not None:
-        x = x + table.index_select(0, step)
-    if decoder.layernorm_embedding is not None:
-        x = decoder.layernorm_embedding(x)
-    return x.transpose(0, 1)
+    if positions is not None:
+        x = x + positions
+    return x if decoder.layernorm_embedding is None else decoder.layernorm_embedding(x)
+
+
+def embed_step(decoder: FairseqDecoder, tokens: Tensor, table: Tensor | None, step: Tensor) -> Tensor:
+    """``embed`` for one step. tokens: R; table: see ``position_table``; step: of one number -> 1 x R x C."""
+    positions = None if table is None else table.index_select(0, step)
+    return embed(decoder, tokens[:, None], positions).transpose(0, 1)
 
 
 def features(decoder: FairseqDecoder, x: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ class DecoderStep:
             self._run()
 
     def _run(self) -> None:
-        decoder, x = self.decoder, embed(self.decoder, self.tokens, self.table, self.position)
+        decoder, x = self.decoder, embed_step(self.decoder, self.tokens, self.table, self.position)
         padded = self.tokens[:, None].eq(decoder.padding_idx)  # R x 1
         maps: list[Tensor | None] = [None, None]
         for number, (layer, own, source) in enumerate(zip(decoder.layers, self.own, self.source, strict=True), 1):

@@ -30,7 +30,7 @@ from evolving_attention.attention import EvolvingHeads
 from evolving_attention.cache import Cache
 
 from .attention import state_of
-from .decoding import embed, features, position_table
+from .decoding import embed_step, features, position_table
 from .transformer import EATransformerEncoder
 
 #: the operator set of the graphs
@@ -105,7 +105,7 @@ class ExportedStep(nn.Module):
             source_rows for the next step.
         """
         decoder, beams = self.decoder, tokens.size(1)
-        x = embed(decoder, tokens.reshape(-1), self.positions, step)
+        x = embed_step(decoder, tokens.reshape(-1), self.positions, step)
         _same_sizes(
             *(tokens, order, padding, source_keys or [], source_values or []),
             *(keys, values, rows or [], source_rows or []),

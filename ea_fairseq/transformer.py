@@ -186,15 +186,7 @@ class EATransformerDecoder(TransformerDecoderBase):
         positions = None if self.embed_positions is None else self.embed_positions(tokens, incremental_state=state)
         if state is not None:
             tokens, positions = tokens[:, -1:], None if positions is None else positions[:, -1:]
-        x = self.embed_scale * self.embed_tokens(tokens.contiguous())
-        if self.quant_noise is not None:
-            x = self.quant_noise(x)
-        if self.project_in_dim is not None:
-            x = self.project_in_dim(x)
-        if positions is not None:
-            x = x + positions
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
+        x = decoding.embed(self, tokens.contiguous(), positions)
         return self.dropout_module(x).transpose(0, 1), tokens.eq(self.padding_idx)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:

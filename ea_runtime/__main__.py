@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import itertools
 import math
 import os
 import signal
@@ -39,6 +38,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from ea_artifacts.command import UserError
     from ea_runtime import ExportError, LanguageModel
     from ea_runtime.folder import Export
     from ea_runtime.search import check_whole
@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> None:
         is_language = Export(Path(args.folder)).task == LanguageModel.TASK
         for line in (_score if is_language else _translate)(args):
             _print(line)
-    except (ExportError, ValueError) as error:
+    except (ExportError, UserError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
     except OSError as error:
         sys.exit(f"ea_runtime: {error.filename or 'standard input'}: {error.strerror}")
@@ -122,28 +122,17 @@ def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
 
     Progress goes to a terminal on which no translations appear.
     """
-    begin = time.monotonic()
+    from ea_artifacts.files import batches
+
+    begin, done = time.monotonic(), 0
     shown = sys.stderr is not None and sys.stderr.isatty() and not sys.stdout.isatty()
-    for first in itertools.count(1, size):
-        part = []
-        for number, line in enumerate(itertools.islice(sys.stdin.buffer, size), first):
-            try:
-                # a byte-order mark at the beginning is no part of the text
-                part.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
-            except UnicodeDecodeError as error:
-                yield first, part
-                raise ValueError(
-                    f"standard input, line {number}: no UTF-8 ({error.reason}); convert it first"
-                ) from None
-        if part:
-            yield first, part
-            done = first + len(part) - 1
-            if shown:
-                speed = done / (time.monotonic() - begin)
-                print(f"{done:,} lines, {speed:.1f} a second", end="\r", file=sys.stderr, flush=True)
-        if len(part) < size:
-            print(end="\n" if shown else "", file=sys.stderr)
-            return
+    for first, lines in batches(sys.stdin.buffer, "standard input", size):
+        yield first, lines
+        done += len(lines)
+        if shown:
+            speed = done / (time.monotonic() - begin)
+            print(f"{done:,} lines, {speed:.1f} a second", end="\r", file=sys.stderr, flush=True)
+    print(end="\n" if shown else "", file=sys.stderr)
 
 
 if __name__ == "__main__":

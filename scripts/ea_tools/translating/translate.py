@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 from tqdm import tqdm
 
 from ea_artifacts.command import Parser, UserError, positive, quiet, reporting, say
-from ea_artifacts.files import decode, replaceable, replacing
+from ea_artifacts.files import batches, replaceable, replacing
 from ea_artifacts.preparation import Preparation
 from ea_artifacts.run import Run
 from ea_tools.translating.model import add_search, open_model, parse_both
@@ -211,28 +211,6 @@ def translate(args: argparse.Namespace, lines: Iterable[bytes], write: Callable[
                     write(line)
             progress.update(len(sentences))
             prompt()
-
-
-def batches(lines: Iterable[bytes], name: Path | str, size: int, done: int = 0) -> Iterator[tuple[int, list[str]]]:
-    """The lines after the first `done`, `size` at a time, with the number of the first of each batch, from 1.
-
-    The lines before one that is no text are given first.
-    """
-    first, batch = done + 1, []
-    try:
-        for number, line in enumerate(lines, 1):
-            if number <= done:
-                continue
-            batch.append(decode(line, name, number))
-            if len(batch) == size:
-                yield first, batch
-                first, batch = number + 1, []
-    except UserError:
-        if batch:
-            yield first, batch
-        raise
-    if batch:
-        yield first, batch
 
 
 def _prompt(text: str = "") -> None:
