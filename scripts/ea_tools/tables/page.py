@@ -124,14 +124,15 @@ def pages(folder: Path) -> list[Path]:
 
 
 def show_in(page: Path, name: str, shown: str) -> bool:
-    """Put text between a page's comments <!-- NAME --> and <!-- end of NAME -->; says whether it has them."""
+    """Put text between a page's comments <!-- NAME --> and <!-- end of NAME -->; says whether the page changed."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, has_end, after = rest.partition(end)
-    if has_begin and has_end:
-        with replacing(page) as temporary:
-            temporary.write_text(f"{before}{begin}{shown}\n{end}{after}", encoding="utf-8")
-    return bool(has_begin and has_end)
+    old, has_end, after = rest.partition(end)
+    if not has_begin or not has_end or old == f"{shown}\n":
+        return False
+    with replacing(page) as temporary:
+        temporary.write_text(f"{before}{begin}{shown}\n{end}{after}", encoding="utf-8")
+    return True
 
 
 def markdown(table: Table, entries: Entries, picture: bool) -> str:

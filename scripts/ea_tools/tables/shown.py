@@ -36,11 +36,11 @@ def readme(folder: Path) -> list[str]:
     relative = [f"{system}, relative positions" for system in ("EA", "Conv", "EA-Conv")]
     rows = {
         "Multi30k De-En, small, 1,500 updates": ("multi30k-laptop-systems", lite),
-        "the same, relative positions": ("multi30k-laptop-systems", ["Relative positions alone", *relative]),
+        "the same, with relative positions": ("multi30k-laptop-systems", ["Relative positions alone", *relative]),
         "Multi30k En-De, a published recipe": ("multi30k-published", systems),
-        "the same, R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in systems]),
+        "the published recipe, with R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in systems]),
         "IWSLT'14 De-En, 42,373 of 160,239 pairs, small": ("iwslt14-subset", lite),
-        "the same pairs, relative positions": ("iwslt14-subset", ["Relative positions", *relative]),
+        "the same pairs, with relative positions": ("iwslt14-subset", ["Relative positions", *relative]),
     }
     shown = []
     for label, (name, models) in rows.items():
