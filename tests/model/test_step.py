@@ -13,6 +13,8 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import RdropLabelSmoothedCrossEntropyCriterion
+from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from helpers import trainers
 from helpers.models import batch, build, tiny_task
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -250,6 +252,14 @@ def counts_of_the_padded_batch(one, other, patch):
 
 
 FLAGS = "--checkpoint-activations", "--quant-noise-pq 0.1", "--report-accuracy", "--encoder-layerdrop 0.5", "--amp"
+
+
+def task_with_a_step_of_its_own(one, other, patch):
+    patch.setattr(
+        TranslationTask, "train_step", lambda task, *args, **options: FairseqTask.train_step(task, *args, **options)
+    )
+
+
 CHANGES = {
     "hook": lambda one, other, patch: one.model.encoder.register_forward_hook(lambda *_: None),
     # fairseq's own modules for --quant-noise-scalar need a GPU
@@ -258,6 +268,7 @@ CHANGES = {
     "criterion": lambda *given: [setattr(trainer._criterion, "__class__", Other) for trainer in given[:2]],
     "read": reads,
     "counts": counts_of_the_padded_batch,
+    "task": task_with_a_step_of_its_own,
     "untried": lambda one, other, patch: setattr(one, "graph", Untried),
 }
 

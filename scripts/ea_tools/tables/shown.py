@@ -5,6 +5,7 @@ scripts/reproduce.sh pages --collect writes them between their marks, from resul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -61,9 +62,14 @@ def pick(found: Iterable[Result], **wanted: Any) -> Result:
     return next(one for one in found if wanted.items() <= one.items())
 
 
-def ratio(result: Result) -> str:
+def quartiles(of: Mapping[str, float]) -> str:
     """0.97 (0.95 .. 0.98)"""
-    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**result["ratio"])
+    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**of)
+
+
+def ratio(result: Result) -> str:
+    """Ours against stock's."""
+    return quartiles(result["ratio"])
 
 
 def mebibytes(result: Result) -> str:
@@ -87,15 +93,17 @@ def decoding(folder: Path) -> Iterator[tuple[str, list[Result]]]:
 
 def speed(folder: Path) -> list[str]:
     """Ours against stock's in float32; of products in bfloat16 the ratio of medians of the same batches."""
+    candidates = {training: {"ours": ", fairseq's Adam", "ours, flat_adam": ", one call"}, decoding: {"ours": ""}}
     rows = []
-    for kind in (training, decoding):
-        for label, found in kind(folder):
+    for kind, names in candidates.items():
+        for (label, found), (name, said) in itertools.product(kind(folder), names.items()):
             plain, rounded = ([pick(found, precision=one, size=size) for size in SIZES] for one in ("fp32", "bf16"))
             medians = [
-                a["tokens_per_second"]["ours"]["median"] / b["tokens_per_second"]["stock"]["median"]
+                a["tokens_per_second"][name]["median"] / b["tokens_per_second"]["stock"]["median"]
                 for a, b in zip(rounded, plain, strict=True)
             ]
-            rows.append([f"{kind.__name__}, {label}", *map(ratio, plain), *(f"{median:.2f}" for median in medians)])
+            of_stock = (quartiles(one["ratios"][name]) for one in plain)
+            rows.append([f"{kind.__name__}, {label}{said}", *of_stock, *(f"{median:.2f}" for median in medians)])
     return markdown_table(["ours", "`lite`", "`base`", *(f"`{size}`, `--precision bf16`" for size in SIZES)], rows)
 
 
