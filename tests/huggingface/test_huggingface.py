@@ -106,7 +106,12 @@ def test_every_model_type_has_the_kinds_of_attention_that_its_layers_are(name):
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = torch.randint(3, 30, (2, 5))
     expected = model(**batch)[0]
-    assert_close(evolve(model, 0, 0, learn_mix=True)(**batch)[0], expected)
+    evolved = evolve(model, 0, 0, learn_mix=True)
+    actual = evolved(**batch)[0]
+    assert_close(actual, expected)
+    actual.square().sum().backward()
+    shares = {name: share.grad for name, share in evolved.named_parameters() if name.endswith((".alpha", ".beta"))}
+    assert shares and all(grad is not None and grad.abs() > 0 for grad in shares.values()), "a share of 0 can be learnt"
     assert any(name.endswith("evolution.beta") for name, _ in model.named_parameters())
     kinds = Counter(module.evolution.geometry for module in model.modules() if hasattr(module, "evolution"))
     if model.config.is_encoder_decoder:
