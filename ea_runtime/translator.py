@@ -252,6 +252,6 @@ def _subwords(line: str, where: str, text: Text) -> list[str]:
         raise ValueError(f"{where}: expected text, not {type(line).__name__}")
     if "\n" in line.rstrip("\r\n"):
         raise ValueError(f"{where}: it has a line break inside; give one sentence a line")
-    if "\0" in line:  # its words would be others, without a word about it
+    if "\0" in line:  # it would be translated as other words
         raise ValueError(f"{where}: it has a NUL character; if the text is UTF-16: iconv -f UTF-16LE -t UTF-8")
     return text.subwords(line.rstrip("\r\n")).split()
