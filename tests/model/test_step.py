@@ -251,7 +251,14 @@ def counts_of_the_padded_batch(one, other, patch):
     patch.setattr(step.GraphedStep, "counts", lambda self, target, _: counts(self, target, target.numel()))
 
 
-FLAGS = "--checkpoint-activations", "--quant-noise-pq 0.1", "--report-accuracy", "--encoder-layerdrop 0.5", "--amp"
+FLAGS = (
+    "--checkpoint-activations",
+    "--offload-activations",
+    "--quant-noise-pq 0.1",
+    "--report-accuracy",
+    "--encoder-layerdrop 0.5",
+    "--amp",
+)
 
 
 def task_with_a_step_of_its_own(one, other, patch):
@@ -260,7 +267,21 @@ def task_with_a_step_of_its_own(one, other, patch):
     )
 
 
+def several_processes(one, other, patch):
+    """As the optimizer sees them; the model is built before, since DDP would ask for the others."""
+    assert one.model is not one.criterion
+    with patch.context() as meanwhile:
+        meanwhile.setattr(FlatTrainer, "data_parallel_world_size", 2)
+        assert one.optimizer
+
+
 CHANGES = {
+    "processes": several_processes,
+    # fairseq's own needs a configuration of product quantisation
+    "quantizer": lambda *given: [setattr(trainer, "quantizer", mock.Mock()) for trainer in given[:2]],
+    "observer": lambda *given: [
+        setattr(trainer.model.encoder.layers[0].self_attn, "observer", lambda maps: None) for trainer in given[:2]
+    ],
     "hook": lambda one, other, patch: one.model.encoder.register_forward_hook(lambda *_: None),
     # fairseq's own modules for --quant-noise-scalar need a GPU
     "scalar": lambda one, other, patch: setattr(one.model.args, "quant_noise_scalar", 0.5),
