@@ -237,8 +237,8 @@ class GraphedStep:
             "LayerDrop draws its layers on the host": any(
                 isinstance(module, LayerDropModuleList) and module.p > 0 for module in modules
             ),
-            "activations are computed twice (--checkpoint-activations, --offload-activations)": any(
-                getattr(args, f"{name}_activations", False) for name in ("checkpoint", "offload")
+            "activations are computed twice (--checkpoint-activations, --offload-activations)": getattr(
+                args, "checkpoint_activations", False
             ),
             "--quant-noise-scalar counts its steps on the host": bool(getattr(args, "quant_noise_scalar", 0)),
             "a hook or an observer looks at the model": any(

@@ -252,8 +252,7 @@ def counts_of_the_padded_batch(one, other, patch):
 
 
 FLAGS = (
-    "--checkpoint-activations",
-    "--offload-activations",
+    "--offload-activations",  # which sets --checkpoint-activations, too
     "--quant-noise-pq 0.1",
     "--report-accuracy",
     "--encoder-layerdrop 0.5",
