@@ -463,7 +463,7 @@ def test_the_pages_show_what_the_records_say(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "records"),
     [
-        ("performance", ["training-[bl]*", "decoding", "growth", "training-systems"]),
+        ("performance", ["training-[bl]*", "decoding", "growth"]),
         ("kernels", ["attention"]),
         ("production", ["exported*"]),
         ("results", ["training-conv"]),
