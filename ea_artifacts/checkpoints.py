@@ -51,7 +51,7 @@ class DamagedError(UserError):
 def safe_globals() -> list[Any]:
     """The one list of what ``torch.load(weights_only=True)`` may read beside tensors and plain values."""
     import numpy
-    from numpy._core import multiarray
+    from numpy._core import multiarray  # private; NumPy pickles its arrays by these two functions
 
     return [
         argparse.Namespace,

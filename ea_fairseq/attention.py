@@ -49,7 +49,7 @@ class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
 
     Args:
         geometry: the kind of attention.
-        embed_dim, num_heads, **options: see fairseq's ``MultiheadAttention`` and ``EvolvingHeads.build_heads``.
+        embed_dim, num_heads, **options: see fairseq's ``MultiheadAttention`` and ``EvolvingHeads``.
 
     Raises:
         ValueError: for options of fairseq's attention whose maps have other shapes, or no maps at all.
@@ -70,11 +70,11 @@ class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
 
     def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **options: Any):
         of_fairseq = {name: options.pop(name) for name in _OF_FAIRSEQ & options.keys()}
-        super().__init__(embed_dim, num_heads, **of_fairseq)
+        MultiheadAttention.__init__(self, embed_dim, num_heads, **of_fairseq)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
             raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
         self.dropout_module.module_name = MultiheadAttention.__name__  # for --retain-dropout-modules, as with fairseq's
-        self.build_heads(geometry, num_heads, self.head_dim, **options)
+        EvolvingHeads.__init__(self, geometry, num_heads, self.head_dim, **options)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """T x B x C -> B x K x T x D"""
@@ -121,7 +121,13 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
         """
         q, k, v = (self.split_heads(project(query)) for project in (self.q_proj, self.k_proj, self.v_proj))
         call = self.call(
-            *(q, k, v, key_padding_mask, key_padding_mask, attn_mask, previous),
+            q,
+            k,
+            v,
+            padding=key_padding_mask,
+            query_padding=key_padding_mask,
+            attn_mask=attn_mask,
+            previous=previous,
             dropout=self.dropped,
             keep_map=keep_map,
             need_weights=need_weights,
@@ -176,7 +182,7 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if not isinstance(key_padding_mask, Padding):
             key_padding_mask = Padding(key_padding_mask, None)
         kept = None if incremental_state is None else self._kept(incremental_state)
-        cache = Cache(*map((kept or {}).get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
+        cache = cache_in(kept or {})
         beams = kept.get("beams", 1) if kept else 1
         # .size(0): torch.export takes len() for a number that never changes
         if cache.keys is not None and query.size(1) != (hypotheses := cache.keys.size(0) * beams):
@@ -201,7 +207,14 @@ class DecoderAttention(EvolvingMultiheadAttention):
         if kept is not None and rows is None:
             rows = self.first_rows(q, keys.size(2))
         call = self.call(
-            *(q, keys, values, cache.padding, query_padding, attn_mask, previous, rows),
+            q,
+            keys,
+            values,
+            padding=cache.padding,
+            query_padding=query_padding,
+            attn_mask=attn_mask,
+            previous=previous,
+            rows=rows,
             dropout=self.dropped,
             keep_map=keep_map,
             need_weights=need_weights or need_head_weights,
@@ -274,14 +287,18 @@ class DecoderAttention(EvolvingMultiheadAttention):
         return incremental_state
 
 
+#: a cache's fields -> fairseq's names
+_NAMES = {"keys": "prev_key", "values": "prev_value", "padding": "prev_key_padding_mask", "rows": "rows"}
+
+
 def state_of(cache: Cache) -> dict[str, Any]:
     """A cache by fairseq's names."""
-    return {
-        "prev_key": cache.keys,
-        "prev_value": cache.values,
-        "prev_key_padding_mask": cache.padding,
-        "rows": cache.rows,
-    }
+    return {name: getattr(cache, field) for field, name in _NAMES.items()}
+
+
+def cache_in(state: dict[str, Any]) -> Cache:
+    """The cache in a state by fairseq's names."""
+    return Cache(**{field: state.get(name) for field, name in _NAMES.items()})
 
 
 def averaged(weights: Tensor | None, need_weights: bool, need_head_weights: bool) -> Tensor | None:

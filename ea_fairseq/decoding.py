@@ -24,9 +24,10 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
 from evolving_attention.cache import Cache
+from evolving_attention.private import has_hooks
 
 from . import graphs
-from .attention import DecoderAttention, IncrementalState, state_of
+from .attention import DecoderAttention, IncrementalState, cache_in, state_of
 from .graphs import Graph
 from .layers import EADecoderLayer
 
@@ -138,7 +139,10 @@ class DecoderStep:
             layer.self_attn._set_input_buffer(state, {**state_of(own.reorder(self.order)), "steps": None})
             is_last = number == len(decoder.layers)
             x, weights, *maps = layer(
-                *(x, x, source.padding, state),
+                x,
+                encoder_out=x,
+                encoder_padding_mask=source.padding,
+                incremental_state=state,
                 self_attn_padding_mask=padded,
                 need_attn=is_last,
                 need_head_weights=is_last,
@@ -199,8 +203,8 @@ class Search:
         self.done = decoder.layers[0].self_attn._get_input_buffer(state)["prev_key"].size(2)  # positions
         for layer, own, source in zip(decoder.layers, self.static.own, self.static.source, strict=True):
             start = self.static.sizes.width - self.done
-            _place(own, _cache(layer.self_attn, state), start, len(self.active))
-            _place(source, _cache(layer.encoder_attn, state), 0, len(self.active))
+            _place(own, cache_in(layer.self_attn._get_input_buffer(state)), start, len(self.active))
+            _place(source, cache_in(layer.encoder_attn._get_input_buffer(state)), 0, len(self.active))
 
     def step(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """The next step, as fairseq's decoder gives it.
@@ -273,12 +277,6 @@ class Search:
     def __del__(self) -> None:
         if hasattr(self, "static"):
             _give(self.decoder, self.static)
-
-
-def _cache(attention: DecoderAttention, state: IncrementalState) -> Cache:
-    """An attention's cache in fairseq's state."""
-    kept = attention._get_input_buffer(state)
-    return Cache(*map(kept.get, ("prev_key", "prev_value", "prev_key_padding_mask", "rows")))
 
 
 def _tensors(static: Cache) -> tuple[Tensor, Tensor, Tensor]:
@@ -406,6 +404,6 @@ def _suits(decoder: FairseqDecoder, tokens: Tensor, state: IncrementalState) -> 
         and all(type(layer) is EADecoderLayer for layer in decoder.layers)
         and all(type(attention) is DecoderAttention for attention in attentions)
         and not any(attention.plain or attention.observer or attention.dropped for attention in attentions)
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
+        and not any(map(has_hooks, decoder.modules()))
         and all("prev_key" in attention._get_input_buffer(state) for attention in attentions)
     )

@@ -31,6 +31,7 @@ from evolving_attention.cache import Cache
 
 from .attention import state_of
 from .decoding import embed_step, features, position_table
+from .private import check
 from .transformer import EATransformerEncoder
 
 #: the operator set of the graphs
@@ -107,8 +108,13 @@ class ExportedStep(nn.Module):
         decoder, beams = self.decoder, tokens.size(1)
         x = embed_step(decoder, tokens.reshape(-1), self.positions, step)
         _same_sizes(
-            *(tokens, order, padding, source_keys or [], source_values or []),
-            *(keys, values, rows or [], source_rows or []),
+            tokens,
+            order,
+            padding,
+            of_source=[*(source_keys or []), *(source_values or [])],
+            of_steps=[*keys, *values],
+            rows=rows or [],
+            source_rows=source_rows or [],
         )
         caches = []
         for number, layer in enumerate(decoder.layers):
@@ -143,10 +149,8 @@ def _same_sizes(
     tokens: Tensor,
     order: Tensor,
     padding: Tensor | None,
-    source_keys: list[Tensor],
-    source_values: list[Tensor],
-    keys: list[Tensor],
-    values: list[Tensor],
+    of_source: list[Tensor],
+    of_steps: list[Tensor],
     rows: list[Tensor],
     source_rows: list[Tensor],
 ) -> None:
@@ -154,20 +158,20 @@ def _same_sizes(
 
     The caches hold more hypotheses than `order` where sentences have left the batch.
     """
-    (before, _, steps, _), sentences = keys[0].shape, tokens.size(0)
+    (before, _, steps, _), sentences = of_steps[0].shape, tokens.size(0)
     length = 0 if padding is None else padding.size(1)
     if padding is not None:
-        torch._check(padding.size(0) == sentences)
-    torch._check(order.size(0) == sentences * tokens.size(1))
-    for x in (*source_keys, *source_values):
-        torch._check(x.size(0) == sentences)
-        torch._check(x.size(2) == length)
-    for x, columns in (*((x, steps) for x in rows), *((x, length) for x in source_rows)):
-        torch._check(x.size(0) == before)
-        torch._check(x.size(3) == columns)
-    for x in (*keys, *values):
-        torch._check(x.size(0) == before)
-        torch._check(x.size(2) == steps)
+        check(padding.size(0) == sentences)
+    check(order.size(0) == sentences * tokens.size(1))
+    for tensors, first, axis, size in (
+        (of_source, sentences, 2, length),
+        (rows, before, 3, steps),
+        (source_rows, before, 3, length),
+        (of_steps, before, 2, steps),
+    ):
+        for x in tensors:
+            check(x.size(0) == first)
+            check(x.size(axis) == size)
 
 
 def _heads(x: Tensor, attention: nn.Module) -> Tensor:

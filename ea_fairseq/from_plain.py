@@ -39,13 +39,8 @@ HARMLESS = ("layerdrop", "layers_to_keep", "embed_path", "layers", "dim")
 
 def new_parameters(model: nn.Module) -> list[str]:
     """The state-dict keys that fairseq's own model does not have: convolutions, learnt shares, scores."""
-    return [
-        f"{module_name}.{key}"
-        for module_name, module in model.named_modules()
-        if isinstance(module, EvolvingHeads)
-        for key in module.state_dict()
-        if key.split(".")[0] not in PLAIN_PARTS
-    ]
+    ours = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, EvolvingHeads))
+    return [key for key in model.state_dict() if key.startswith(ours) and key.split(".")[-2] not in PLAIN_PARTS]
 
 
 def origin(model_cfg: Any) -> str | None:

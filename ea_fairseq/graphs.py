@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .private import TorchDispatchMode
 
 #: operations whose result the host waits for
 READS = frozenset(

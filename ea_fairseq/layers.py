@@ -199,8 +199,16 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
             encoder_padding_mask = Padding(encoder_padding_mask, self_attn_padding_mask)
         if not self.hands_on_maps:
             x, weights, _ = super().forward(
-                *(x, encoder_out, encoder_padding_mask, incremental_state, prev_self_attn_state, prev_attn_state),
-                *(self_attn_mask, self_attn_padding_mask, need_attn, need_head_weights),
+                x,
+                encoder_out=encoder_out,
+                encoder_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
+                prev_self_attn_state=prev_self_attn_state,
+                prev_attn_state=prev_attn_state,
+                self_attn_mask=self_attn_mask,
+                self_attn_padding_mask=self_attn_padding_mask,
+                need_attn=need_attn,
+                need_head_weights=need_head_weights,
             )
             return x, weights, None, None
         if prev_self_attn_state is not None or prev_attn_state is not None:
@@ -208,7 +216,14 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         maps = {"previous": previous_self_map, "keep_map": keep_maps} if self.hands_on_self else {}
         y = self.enter(self.self_attn_layer_norm, x)
         y, _, *self_map = self.self_attn(
-            *(y, y, y, self_attn_padding_mask, incremental_state), need_weights=False, attn_mask=self_attn_mask, **maps
+            y,
+            key=y,
+            value=y,
+            key_padding_mask=self_attn_padding_mask,
+            incremental_state=incremental_state,
+            need_weights=False,
+            attn_mask=self_attn_mask,
+            **maps,
         )
         if self.c_attn is not None:
             y = (y.unflatten(2, (self.nh, -1)) * self.c_attn[:, None]).flatten(2)
@@ -217,8 +232,11 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
         if self.encoder_attn is not None and encoder_out is not None:
             maps = {"previous": previous_cross_map, "keep_map": keep_maps} if self.hands_on_cross else {}
             y, weights, *cross_map = self.encoder_attn(
-                *(self.enter(self.encoder_attn_layer_norm, x), encoder_out, encoder_out),
-                *(encoder_padding_mask, incremental_state),
+                self.enter(self.encoder_attn_layer_norm, x),
+                key=encoder_out,
+                value=encoder_out,
+                key_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
                 need_weights=need_attn or need_head_weights or (not self.training and self.need_attn),
                 static_kv=True,
                 need_head_weights=need_head_weights,

@@ -17,6 +17,8 @@ from fairseq.optim import adam, fp16_optimizer
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from .private import fused_adamw
+
 #: the value of --optimizer
 NAME = "flat_adam"
 #: Each parameter begins at a multiple of so many numbers: products are slower on numbers that lie less evenly.
@@ -87,7 +89,7 @@ class Adam(torch.optim.Optimizer):
         self._step.fill_(self.count)
         # fill_ with a tensor of the device, or with a number: neither waits for a GPU
         self._scale.fill_(1.0 / self.factor)
-        torch._fused_adamw_(
+        fused_adamw(
             [self.weights],
             [self.gradients],
             [self.exp_avg],

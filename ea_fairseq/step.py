@@ -26,6 +26,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from evolving_attention.kernels import refusals
+from evolving_attention.private import has_hooks
 
 from .graphs import Graph, HostRead, NoReads
 from .optim import FairseqAdam
@@ -229,7 +230,6 @@ class GraphedStep:
     def _unsuited(self) -> str | None:
         """Why no step of this model can be captured."""
         modules, criterion = list(self.model.modules()), self.criterion
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         args = getattr(self.model, "args", None) or getattr(self.model, "cfg", None)
         reasons = {
             "no shapes are known: they are read from an epoch's batches of a LanguagePairDataset": self.shapes is None,
@@ -242,8 +242,7 @@ class GraphedStep:
             ),
             "--quant-noise-scalar counts its steps on the host": bool(getattr(args, "quant_noise_scalar", 0)),
             "a hook or an observer looks at the model": any(
-                getattr(module, "observer", None) is not None or any(getattr(module, name) for name in hooks)
-                for module in modules
+                getattr(module, "observer", None) is not None or has_hooks(module) for module in modules
             ),
             f"the criterion {type(criterion).__name__} is not known": type(criterion) not in CRITERIA,
             "--report-accuracy looks at the batch's numbers": getattr(criterion, "report_accuracy", False),

@@ -166,7 +166,10 @@ class EATransformerDecoder(TransformerDecoderBase):
         layers = list(self.layers)
         for number, layer in enumerate(layers):
             x, weights, *handed = layer(
-                *(x, source, source_padding, incremental_state),
+                x,
+                encoder_out=source,
+                encoder_padding_mask=source_padding,
+                incremental_state=incremental_state,
                 self_attn_mask=None if sees_all else self.buffered_future_mask(x),
                 self_attn_padding_mask=padding if any_padding else None,
                 need_attn=number == attended,

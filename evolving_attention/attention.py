@@ -35,14 +35,27 @@ class Maps(NamedTuple):
     weights: Tensor  # after mask and softmax, before dropout
 
 
-class EvolvingHeads(nn.Module):
+class EvolvingHeads:
     """From the heads' queries, keys and values to their context: the part that all attention modules here share.
 
     It holds ``evolution`` and, where they are asked for, ``score`` and ``relative_positions``. Set ``observer`` to be
     shown the :class:`Maps` of every call; it must not change them.
+
+    It stands before a kind of ``nn.Module`` among a class's bases. That class calls both constructors, the module's
+    first. Optimizers' states go by the order of parameters: projections come before these.
+
+    Args:
+        geometry: the kind of attention.
+        heads: K.
+        size: D.
+        score: a name in ``SCORES``, how logits are computed.
+        relative_positions: distances up to this one have logits of their own added; 0: none have, as in
+            encoder-decoder attention.
+        plain: use no kernel, as an oracle for the kernels and for second derivatives.
+        evolution: see :class:`Evolution`.
     """
 
-    def build_heads(
+    def __init__(
         self,
         geometry: Geometry,
         heads: int,
@@ -53,18 +66,6 @@ class EvolvingHeads(nn.Module):
         plain: bool = False,
         **evolution: Any,
     ) -> None:
-        """To be called by a subclass's ``__init__``.
-
-        Args:
-            geometry: the kind of attention.
-            heads: K.
-            size: D.
-            score: a name in ``SCORES``, how logits are computed.
-            relative_positions: distances up to this one have logits of their own added; 0: none have, as in
-                encoder-decoder attention.
-            plain: use no kernel, as an oracle for the kernels and for second derivatives.
-            evolution: see :class:`Evolution`.
-        """
         self.evolution = Evolution(geometry, heads, **evolution)
         geometry = self.evolution.geometry
         if score not in SCORES:
@@ -181,7 +182,7 @@ class Attended(NamedTuple):
     cache: Cache | None = None  # for the next step; None where none was given
 
 
-class EvolvingAttention(EvolvingHeads):
+class EvolvingAttention(EvolvingHeads, nn.Module):
     """Multi-head attention for a model of your own.
 
     An encoder's layer takes the map of the layer before, and gives its own::
@@ -199,7 +200,7 @@ class EvolvingAttention(EvolvingHeads):
         dropout: of attention weights, in training.
         bias: whether the four projections have one.
         kernel_size, alpha, beta, rule, first, conv_layers, learn_mix, conv: see :class:`Evolution`.
-        score, relative_positions, plain: see ``EvolvingHeads.build_heads``.
+        score, relative_positions, plain: see ``EvolvingHeads``.
     """
 
     def __init__(
@@ -222,12 +223,13 @@ class EvolvingAttention(EvolvingHeads):
         relative_positions: int = 0,
         plain: bool = False,
     ):
-        super().__init__()
+        nn.Module.__init__(self)
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
         self.num_heads, self.dropout = num_heads, dropout
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim, bias) for _ in range(4))
-        self.build_heads(
+        EvolvingHeads.__init__(
+            self,
             geometry,
             num_heads,
             embed_dim // num_heads,

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode  # whether something watches each operation
 
 __all__ = ["constant", "has_hooks", "is_batched", "is_in_torch_dispatch_mode", "is_transformed"]
 

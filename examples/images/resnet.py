@@ -59,7 +59,7 @@ class RelativePositions2d(nn.Module):
         return by_row.gather(3, rows) + by_column.gather(3, columns)
 
 
-class AugmentedConvolution(EvolvingHeads):
+class AugmentedConvolution(EvolvingHeads, nn.Module):
     """A 3x3 convolution beside attention over all pixels, in the place of a convolution with F channels.
 
     Args:
@@ -73,14 +73,14 @@ class AugmentedConvolution(EvolvingHeads):
     def __init__(
         self, convolution: nn.Conv2d, keys: int, values: int, side: int, attended: int, **evolution: Any
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.keys, self.values = keys, values
         enter, width, stride = convolution.in_channels, convolution.out_channels, convolution.stride[0]
         self.poolings = (stride == 2) + (attended < side)
         self.convolution = nn.Conv2d(enter, width - values, 3, stride=stride, padding=1, bias=False)
         self.qkv = nn.Conv2d(enter, 2 * keys + values, 1, bias=False)
         self.output = nn.Conv2d(values, values, 1, bias=False)
-        self.build_heads(Geometry.ENCODER_SELF, HEADS, keys // HEADS, **evolution)
+        EvolvingHeads.__init__(self, Geometry.ENCODER_SELF, HEADS, keys // HEADS, **evolution)
         self.relative_positions = RelativePositions2d(attended, attended, keys // HEADS)
 
     def forward(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def test_the_map_before_may_have_another_type(rule, own, other):
 def test_help_shows_every_setting_with_its_default():
     shown = inspect.signature(EvolvingAttention).parameters
     assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in shown.values())
-    for function in (Evolution, EvolvingHeads.build_heads):
+    for function in (Evolution, EvolvingHeads):
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.default is not parameter.empty:
                 assert shown[name].default == parameter.default, name
