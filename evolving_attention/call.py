@@ -109,15 +109,6 @@ class Result(NamedTuple):
     kept: Tensor | None = None  # B x K x rows_above x S, the rows above the next step's, where ``above``
 
 
-class Step(Protocol):
-    """A step of a search, of which nothing but these arguments changes; see :class:`Call`."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
-    ) -> Result:
-        """q: B x K x D. The result's context is 1 x B x C."""
-
-
 class Kernel(Protocol):
     """Computes the calls that it does not refuse, with the plain composition's numbers."""
 
@@ -126,6 +117,3 @@ class Kernel(Protocol):
 
     def attend(self, call: Call, seed: Tensor | None = None) -> Result:
         """The result of a call that it does not refuse. seed: see ``Call.reduced``."""
-
-    def prepare(self, first: Call) -> Step:
-        """The steps of a search after its first, whose call this is, reduced."""

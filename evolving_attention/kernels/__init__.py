@@ -13,7 +13,7 @@ from ..call import PLAIN, Call, Kernel
 from ..evolution import Evolution, Geometry, MapConvolution
 from ..private import has_hooks, is_transformed
 from . import cpu, gpu
-from .steps import Steps, is_readable
+from .cpu.steps import Steps, is_readable
 
 __all__ = ["Steps", "kernel_for", "sees", "stands_for", "steps_after"]
 
@@ -41,7 +41,7 @@ def _refused(reason: str) -> None:
 
 
 def steps_after(call: Call, evolution: Evolution, inner: list[nn.Linear], outer: nn.Linear) -> Steps | None:
-    """The steps that follow this one in a search, by a kernel that does it; None where there is none.
+    """The steps that follow this one in a search, by the CPU's kernel; None where it does not do them.
 
     Args:
         call: the search's first step.
@@ -58,9 +58,9 @@ def steps_after(call: Call, evolution: Evolution, inner: list[nn.Linear], outer:
         and all(_unchanged(layer, nn.Linear) and layer.weight.shape == (width, width) for layer in layers)
         and all(is_readable(x, call.v.dtype, call.v.device) for layer in layers for x in layer.parameters())
     )
-    if not alike or (kernel := kernel_for(call)) is None:
+    if not alike or kernel_for(call) is not cpu:
         return None
-    return Steps(kernel, call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias))
+    return Steps(call, [(layer.weight, layer.bias) for layer in inner], (outer.weight, outer.bias))
 
 
 def stands_for(evolution: Evolution | None) -> bool:

@@ -8,10 +8,10 @@ Axes: B batch, K heads, T target (query) length, S source (key) length, D head s
 import torch
 from torch import Tensor
 
-from ...call import DIFFERENTIABLE, Call, Result, Step
+from ...call import DIFFERENTIABLE, Call
 from ..operation import Gradients, Operation, Outputs, new_vectors
 from . import library
-from .structures import Problem, address, mask, vectors
+from .structures import Problem
 
 
 def refuses(call: Call) -> str | None:
@@ -20,11 +20,6 @@ def refuses(call: Call) -> str | None:
     if v.device.type != "cpu" or v.dtype != torch.float32 or v.size(3) == 0:
         return "CPU kernel: computes float32 on the CPU, and no empty heads"
     return None if library.is_there() else "CPU kernel: kernel.c could not be compiled"
-
-
-def _run(function: str, problem: Problem, maps: tuple[int, int, int, int]) -> None:
-    if library.call(function, problem):
-        raise MemoryError("not enough memory for attention maps of {1} x {2} x {3}".format(*maps))
 
 
 def new_outputs(x: Call) -> Outputs:
@@ -43,7 +38,7 @@ def forward(x: Call) -> Outputs:
     """The outputs of a reduced call."""
     outputs, problem = new_outputs(x), Problem.of(x)
     problem.enter(context=outputs.context, a_logit=outputs.a_logit, weights=outputs.weights, kept=outputs.kept)
-    _run("evolving_attention_forward", problem, x.maps)
+    problem.run("evolving_attention_forward")
     return outputs
 
 
@@ -65,7 +60,7 @@ def backward(of: Gradients, x: Call) -> list[Tensor]:
         parts["bias"] = problem.result("d_bias", (batch, x.maps[1]))
     if wanted[7]:
         parts["learnt"] = problem.result("d_shares", (batch, 5), torch.float64)
-    _run("evolving_attention_backward", problem, x.maps)
+    problem.run("evolving_attention_backward")
     found |= {name: part.sum(0).float() for name, part in parts.items()}
     names = Call._fields[:DIFFERENTIABLE]
     return [found[name] if want else of.context.new_empty(0) for name, want in zip(names, wanted, strict=True)]
@@ -76,34 +71,6 @@ def _fake_backward(of: Gradients, x: Call) -> list[Tensor]:
     optional = (x.given, x.previous, x.weight, x.bias, x.learnt)
     others = [x.v.new_empty(0 if y is None else y.shape) for y in optional]
     return [y if want else x.v.new_empty(0) for y, want in zip([*vectors, *others], of.wanted, strict=True)]
-
-
-def prepare(first: Call) -> Step:
-    """The steps of a search after its first: see ``Steps``."""
-    prepared, rows_above = Problem.of(first), max(0, first.kernel_size - 1)
-    prepared.tensors = first.weight, first.bias  # whose addresses are in there
-
-    def step(
-        q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
-    ) -> Result:
-        batch, heads, size = q.shape
-        maps = batch, heads, 1, k.size(2)
-        problem = Problem.from_buffer_copy(prepared)
-        problem.copies = copies = list[Tensor]()
-        problem.B, problem.S, problem.beams = batch, maps[3], batch // k.size(0)
-        problem.q = q.data_ptr(), q.stride(0), size, 0
-        problem.key, problem.v = vectors(k, copies), vectors(v, copies)
-        problem.hidden = problem.masked = mask(masked)
-        if above is not None:
-            problem.above, problem.before = address(above, copies), above.size(3)
-        weights = problem.result("weights", maps) if need_weights else None
-        rows = problem.result("kept", (batch, heads, rows_above, maps[3])) if rows_above else None
-        context = q.new_empty(1, batch, heads * size)
-        problem.context = context.data_ptr(), heads * size, size, 0
-        _run("evolving_attention_forward", problem, maps)
-        return Result(context, None, weights, rows)
-
-    return step
 
 
 attend = Operation("cpu", forward, backward, (new_outputs, _fake_backward), reads_context=False).attend

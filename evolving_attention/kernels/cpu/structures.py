@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...call import Call
 from ...evolution import Geometry, reach
+from . import library
 
 
 def threshold_of(probability: float) -> int:
@@ -82,6 +83,15 @@ class Problem(Structure):
             if x is not None and x.numel():
                 enter = vectors if isinstance(getattr(self, name), Vectors) else address
                 setattr(self, name, enter(x, self.copies))
+
+    def run(self, function: str) -> None:
+        """Call a C function.
+
+        Raises:
+            MemoryError: it had too little memory.
+        """
+        if library.call(function, self):
+            raise MemoryError(f"not enough memory for attention maps of {self.K} x {self.T} x {self.S}")
 
     def result(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a contiguous output of this shape, and enter its address in the field of this name."""

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...call import Call, Result, Step
+from ...call import Call, Result
 from ..refusals import summary
 
 logger = logging.getLogger(__name__)
@@ -52,26 +52,6 @@ def attend(call: Call, seed: Tensor | None = None) -> Result:
     from .operation import operation
 
     return operation.attend(call, seed)
-
-
-def prepare(first: Call) -> Step:
-    """The steps of a search after its first: see ``Steps``."""
-    from .operation import operation
-
-    nothing, convolved = first.v.new_empty(0), first.weight is not None
-    # Large tensors would stay in memory.
-    first = first._replace(q=nothing, k=nothing, v=nothing, hidden=None, masked=None, above=None)
-
-    def step(
-        q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, above: Tensor | None, need_weights: bool
-    ) -> Result:
-        hidden, above = (masked, above) if convolved else (None, None)
-        call = first._replace(q=q[:, :, None], k=k, v=v, hidden=hidden, masked=masked, above=above)
-        found = operation.run(call._replace(need_weights=need_weights))
-        context = found.context.permute(2, 0, 1, 3).flatten(2)
-        return Result(context, None, found.weights if need_weights else None, None if above is None else found.kept)
-
-    return step
 
 
 def _interpreted() -> bool:

@@ -2,30 +2,23 @@
 
 A compiler may break a kernel for one type, size or device among many. So a variant first does small problems, values
 and gradients, which the plain composition does in float64, too. If a result differs, or the kernel fails, a line is
-logged, and the plain composition does the calls of this variant from then on. The user's cache folder keeps the
-verdict of a comparison.
+logged, and the plain composition does this process's calls of this variant from then on.
 
 Axes: B batch, K heads, T target (query) length, S source (key) length, D head size. Masks: True = masked.
 """
 
-import contextlib
-import functools
-import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...call import Call, Result
 from ...evolution import Coefficients, Geometry, Share, is_always
 from ...plain import compose
 from ...private import constant
-from ..cpu.library import cache_folder
 from ..refusals import summary, untried
 from . import operation
 
@@ -37,8 +30,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 INPUTS = ("q", "k", "v", "given", "previous", "weight", "bias")
 #: rows and columns of the trial's problems: several bands of rows and blocks of columns
 SIZE = 35, 70
-#: the verdict on a right variant; any other verdict names a fault
-RIGHT = "right"
 
 _verdicts: dict["Variant", bool] = {}
 
@@ -84,39 +75,16 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _decide(variant: Variant) -> bool:
-    """Whether a variant is right, by an earlier process or a trial."""
-    path, verdict = None, ""
-    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or one that cannot be read
-        path = _path(variant)
-        verdict = path.read_text() if path.exists() else ""
-    if not verdict:
-        try:
-            # A new thread has no autocast, inference mode, or hooks on saved tensors.
-            with ThreadPoolExecutor(1) as thread:
-                verdict = thread.submit(find_difference, variant).result() or RIGHT
-            if path:
-                with contextlib.suppress(OSError):  # a folder that cannot be written
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(verdict)
-        except Exception as error:  # a later process tries again: memory may have been short
-            verdict = summary(error)
-    if verdict != RIGHT:
-        logger.warning("evolving attention falls back to slower PyTorch operations for %s: %s", variant, verdict)
-    return verdict == RIGHT
-
-
-def _path(variant: Variant) -> Path:
-    """The file of a variant's verdict; its name changes with device, libraries and source."""
-    device: object = "interpreter"
-    if variant.device.type == "cuda":
-        device = torch.cuda.get_device_name(variant.device), torch.cuda.get_device_capability(variant.device)
-    parts = device, torch.__version__, triton.__version__, _source(), *variant[1:]
-    return cache_folder() / "gpu" / hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _source() -> str:
-    return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """Whether a variant is right, by its trial."""
+    try:
+        # A new thread has no autocast, inference mode, or hooks on saved tensors.
+        with ThreadPoolExecutor(1) as thread:
+            fault = thread.submit(find_difference, variant).result()
+    except Exception as error:
+        fault = summary(error)
+    if fault:
+        logger.warning("evolving attention falls back to slower PyTorch operations for %s: %s", variant, fault)
+    return not fault
 
 
 def find_difference(variant: Variant) -> str:

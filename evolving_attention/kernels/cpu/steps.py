@@ -1,4 +1,4 @@
-"""Step-by-step decoding by a kernel: an attention with its projections, prepared once for a search.
+"""Step-by-step decoding by the CPU's kernel: an attention with its projections, prepared once for a search.
 
 Axes: B hypotheses, C channels, K heads, D = C / K, S key length. Masks: True = masked.
 """
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import Cache
-from ..call import PLAIN, Call, Kernel
+from ...cache import Cache
+from ...call import PLAIN, Call
+from .structures import Problem, address, mask, vectors
 
 #: a linear layer's weight and bias
 Projection = tuple[Tensor, Tensor | None]
@@ -22,14 +23,16 @@ class Steps:
     The rest is checked once, so a model must not change while a state of a search lives, which keeps this.
 
     Args:
-        kernel: the one that does the first step.
         call: the first step.
         inner: the projections of each step's input: queries', and keys' and values' where these grow.
         outer: the context's projection.
     """
 
-    def __init__(self, kernel: Kernel, call: Call, inner: list[Projection], outer: Projection):
-        self._step, self._outer = kernel.prepare(call.reduced()), outer
+    def __init__(self, call: Call, inner: list[Projection], outer: Projection):
+        call = call.reduced()
+        self._problem, self._rows_above = Problem.of(call), max(0, call.kernel_size - 1)
+        self._problem.tensors = call.weight, call.bias  # whose addresses are in there
+        self._outer = outer
         _, self._heads, _, self._size = call.q.shape
         self._type, self._device = call.v.dtype, call.v.device
         weights, biases = zip(*inner, strict=True)
@@ -65,15 +68,26 @@ class Steps:
             return None
         x = F.linear(query, *self._inner).view(batch, -1, heads, size)
         if x.size(1) == 3:
-            if x.is_cuda:  # there cat is faster where all tensors are contiguous
-                x = x.transpose(0, 1).contiguous().transpose(0, 1)
             keys, values = (
                 torch.cat([old.transpose(1, 2), x[:, number, None]], 1).transpose(1, 2)
                 for number, old in enumerate((keys, values), 1)
             )
-        masked = None if padding is None else padding[:, None, None, :]
-        result = self._step(x[:, 0], keys, values, masked, above, need_weights)
-        return F.linear(result.context, *self._outer), result.weights, Cache(keys, values, padding, result.kept)
+        maps = batch, heads, 1, keys.size(2)
+        problem = Problem.from_buffer_copy(self._problem)
+        problem.copies = copies = list[Tensor]()
+        problem.B, problem.S, problem.beams = batch, maps[3], batch // keys.size(0)
+        q = x[:, 0]
+        problem.q = q.data_ptr(), q.stride(0), size, 0
+        problem.key, problem.v = vectors(keys, copies), vectors(values, copies)
+        problem.hidden = problem.masked = mask(None if padding is None else padding[:, None, None, :])
+        if above is not None:
+            problem.above, problem.before = address(above, copies), above.size(3)
+        weights = problem.result("weights", maps) if need_weights else None
+        rows = problem.result("kept", (batch, heads, self._rows_above, maps[3])) if self._rows_above else None
+        context = q.new_empty(1, batch, heads * size)
+        problem.context = context.data_ptr(), heads * size, size, 0
+        problem.run("evolving_attention_forward")
+        return F.linear(context, *self._outer), weights, Cache(keys, values, padding, rows)
 
 
 def is_readable(x: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
