@@ -65,9 +65,9 @@ class EvolvingGAT(nn.Module):
         super().__init__()
         self.layers, last = nn.ModuleList(), LAYERS - 1
         for number in range(LAYERS):
-            sizes = (HEADS * HIDDEN if number else in_channels, HIDDEN if number < last else classes, HEADS)
+            enter, leave = HEADS * HIDDEN if number else in_channels, HIDDEN if number < last else classes
             options = {"concat": number < last, "dropout": DROPOUT}
-            self.layers.append(EvolvingGATConv(*sizes, alpha, beta, first=number == 0, **options))
+            self.layers.append(EvolvingGATConv(enter, leave, HEADS, alpha, beta, first=number == 0, **options))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """N x in_channels and 2 x E to the classes' scores, N x classes. Self-loops are added here, once."""

@@ -117,9 +117,10 @@ class EvolvingResNet(ResNetForImageClassification):
             of_stage = side // (4 * 2**number)
             attended = min(of_stage, side // REDUCTION)
             for layer in (block.layer[place] for block in stage.layers for place in AUGMENTED[config.layer_type]):
-                sizes = (*channels(config.layer_type, layer.convolution.out_channels), of_stage, attended)
-                first = attended != before
-                layer.convolution = AugmentedConvolution(layer.convolution, *sizes, first=first, **evolution)
+                keys, values = channels(config.layer_type, layer.convolution.out_channels)
+                layer.convolution = AugmentedConvolution(
+                    layer.convolution, keys, values, of_stage, attended, first=attended != before, **evolution
+                )
                 before = attended
 
     def forward(

@@ -151,14 +151,21 @@ def compare(args: argparse.Namespace) -> None:
     epoch = math.ceil(len(rows) / BATCH)
     updates, step = args.updates or args.epochs * epoch, args.steps and args.steps * epoch
     fields = 1 + max(field for words, _ in rows for _, field in words)
-    shape = (len(batches.classes), fields, args.max_length, args.blocks, args.width)
     scores: dict[str, list[float]] = {name: [] for name in args.systems}
     sizes = {}
     for name, seed in itertools.product(args.systems, args.seeds):
         torch.manual_seed(seed)
         of_words = torch.randn(len(batches.words), SIZE) if vectors is None else vectors
         embedding = nn.Embedding.from_pretrained(of_words, freeze=vectors is not None, padding_idx=0)
-        model = Classifier(systems(args.alpha, args.conv_layers)[name], embedding, *shape)
+        model = Classifier(
+            systems(args.alpha, args.conv_layers)[name],
+            embedding,
+            classes=len(batches.classes),
+            fields=fields,
+            longest=args.max_length,
+            blocks=args.blocks,
+            width=args.width,
+        )
         train(model, rows, batches, updates, step)
         scores[name].append(accuracy(model, test, batches))
         say(f"{name}, seed {seed}: {scores[name][-1]:.2f}")

@@ -11,7 +11,7 @@ from datasets import Dataset, config
 from helpers.mistakes import check_refusal, mistakes, refusal
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-from examples.glue import fine_tune, speed, tasks
+from examples.glue import fine_tune, tasks
 from examples.glue.tasks import TASKS
 
 SPLITS = {"SST-2": ("train", "validation"), "MNLI": ("train", "validation_matched", "validation_mismatched")}
@@ -98,7 +98,8 @@ def test_both_models_see_the_same_batches_in_every_epoch(tmp_path):
     tokenizer = BertTokenizerFast(vocab={"[PAD]": 0, "[UNK]": 1})
     for drawn in (1, 5):
         torch.rand(drawn)
-        model = BertForSequenceClassification(BertConfig(**speed.SIZES["lite"], vocab_size=8))
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+        model = BertForSequenceClassification(BertConfig(**sizes))
         learner = fine_tune.trainer(args, model, rows, tokenizer, seed=3)
         batches, words = learner.get_train_dataloader(), []
         for epoch in range(2):
@@ -168,10 +169,3 @@ def test_the_papers_settings_are_complete():
     for settings in fine_tune.PAPERS["settings"].values():
         assert list(settings) == list(TASKS)
     assert fine_tune.PAPERS["settings"]["BERT-Base"]["CoLA"] == [3, 8, 2e-5, 0.2, 0.1]
-
-
-def test_speed_prints_a_line_for_each_way(capsys, monkeypatch):
-    tiny = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    monkeypatch.setitem(speed.SIZES, "lite", tiny)
-    speed.main(["--batch", "1", "--steps", "1"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(speed.WAYS)
