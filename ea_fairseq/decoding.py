@@ -41,6 +41,8 @@ MOST_ROWS = 64
 LEAST_WIDTH = 16
 #: the largest difference of logits, as a share of the largest, between a graph's first step and the decoder's
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+#: What to do where a search asks for more than a graph gives.
+WITHOUT_GRAPHS = "on a GPU set decoder.graphs = False for that"
 #: How many steps of a decoder wait for the next search of their sizes.
 MOST_IDLE = 16
 
@@ -217,8 +219,8 @@ class Search:
         """
         if tokens.size() != (len(self.active), self.done + 1):
             raise ValueError(
-                f"prev_output_tokens: expected {len(self.active)} x {self.done + 1}, found {tuple(tokens.shape)}: on a "
-                "GPU an incremental_state cannot be continued twice; set decoder.graphs = False for that"
+                f"prev_output_tokens: expected {len(self.active)} x {self.done + 1}, found {tuple(tokens.shape)}: an "
+                f"incremental_state cannot be continued twice; {WITHOUT_GRAPHS}"
             )
         if self.done == self.static.sizes.width:  # the step would push the first position out
             self._widen()
@@ -231,12 +233,16 @@ class Search:
         logits, weights = (x.index_select(0, self.rows) for x in (static.logits, static.weights))
         return logits, {"attn": [weights[:, :, : self.source]], "inner_states": []}
 
-    def reorder(self, numbers: list[int]) -> bool:
-        """Hypothesis b continues hypothesis numbers[b]; False where rows of one sentence would be torn apart."""
+    def reorder(self, numbers: list[int]) -> None:
+        """Hypothesis b continues hypothesis numbers[b].
+
+        Raises:
+            ValueError: hypotheses of one sentence would be torn apart, or come twice, as in no search of fairseq.
+        """
         sentences = [number // self.beams for number in numbers]
         chosen = sentences[:: self.beams]
         if sentences != [one for one in chosen for _ in range(self.beams)] or len(set(chosen)) < len(chosen):
-            return False
+            raise ValueError(f"new_order {numbers}: mixes sentences of {self.beams} hypotheses; {WITHOUT_GRAPHS}")
         active = [self.active[one * self.beams + beam] for one in chosen for beam in range(self.beams)]
         order = list(range(len(self.static.same)))
         for row, number in zip(active, numbers, strict=True):
@@ -244,23 +250,6 @@ class Search:
         self.static.order.copy_(torch.tensor(order))
         if active != self.active:
             self.active, self.rows = active, torch.tensor(active, device=self.rows.device)
-        return True
-
-    def give_back(self, state: IncrementalState) -> None:
-        """Write the search's state where fairseq's decoder looks for it."""
-        static, sentences = self.static, [row // self.beams for row in self.active[:: self.beams]]
-        for layer, own, source in zip(self.decoder.layers, static.own, static.source, strict=True):
-            own = own.reorder(self.rows)
-            keys, values, padding = _tensors(own)
-            start = keys.size(2) - self.done
-            rows = None if own.rows is None else own.rows[..., start:]
-            own = Cache(keys[:, :, start:], values[:, :, start:], padding[:, start:], rows)
-            layer.self_attn._set_input_buffer(state, {**state_of(own), "steps": None})
-            *both, padding = _tensors(source)
-            keys, values = (x[sentences, :, : self.source] for x in both)
-            rows = None if source.rows is None else source.rows[self.rows][..., : self.source]
-            source = Cache(keys, values, padding[self.rows, : self.source], rows)
-            layer.encoder_attn._set_input_buffer(state, {**state_of(source), "beams": self.beams, "steps": None})
 
     def _widen(self) -> None:
         """Go on in a step of twice the width."""
@@ -334,10 +323,22 @@ def _memory(decoder: FairseqDecoder) -> tuple[int, ...]:
 
 
 def next_step(
-    decoder: FairseqDecoder, tokens: Tensor, encoder_out: dict[str, list[Tensor]] | None, state: IncrementalState | None
+    decoder: FairseqDecoder,
+    tokens: Tensor,
+    encoder_out: dict[str, list[Tensor]] | None,
+    state: IncrementalState | None,
+    asks_for_more: bool,
 ) -> tuple[Tensor, dict[str, Any]] | None:
-    """A search's next step by its graph; None where it has none, and the decoder takes the step itself."""
+    """A search's next step by its graph; None where it has none, and the decoder takes the step itself.
+
+    Raises:
+        ValueError: the step asks for more than the graph gives, which took the step before.
+    """
     if state is None or tokens.size(1) == 1:
+        return None
+    if asks_for_more:
+        if state.get(KEY, {}).get("search") is not None:
+            raise ValueError(f"a search's later step has other arguments than its first; {WITHOUT_GRAPHS}")
         return None
     if KEY not in state:
         search, new_graph = None, graphs.for_device(tokens.device)
@@ -375,20 +376,9 @@ def _begin(
 def reorder(state: IncrementalState, order: Tensor) -> bool:
     """Whether the search of this state has a graph that followed the order."""
     search = state.get(KEY, {}).get("search")
-    if search is None:
-        return False
-    if search.reorder(order.tolist()):
-        return True
-    leave(state)
-    return False
-
-
-def leave(state: IncrementalState | None) -> None:
-    """Let the decoder itself take the steps from now on."""
-    search = (state or {}).get(KEY, {}).get("search")
-    if state is not None and search is not None:
-        search.give_back(state)
-        state[KEY] = {"search": None}
+    if search is not None:
+        search.reorder(order.tolist())
+    return search is not None
 
 
 def _suits(decoder: FairseqDecoder, tokens: Tensor, state: IncrementalState) -> bool:

@@ -6,7 +6,6 @@ and ``check_options`` does not ask it for that side's sizes.
 
 import argparse
 import dataclasses
-import logging
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from omegaconf import OmegaConf
 from ea_artifacts.command import hint
 from evolving_attention.evolution import CONVOLUTIONS, RULES, Geometry
 from evolving_attention.scores import SCORES
-
-logger = logging.getLogger(__name__)
 
 Parse = Callable[[Any], Any]
 #: the values by which ``without_effect`` looks whether a setting matters
@@ -166,20 +163,16 @@ class Settings:
         """Whether a layer before hands on a map. In decoders no alpha is learnt that would start at 0."""
         return not first and (geometry == Geometry.ENCODER_SELF or self.alpha_of(geometry) > 0)
 
-    def function(self, geometry: Geometry, first: bool = False, weights: bool = False) -> Hashable:
+    def function(self, geometry: Geometry, first: bool = False) -> Hashable:
         """The function that an attention of this kind computes, to be compared; settings without effect leave it as is.
 
         Args:
             geometry: the kind of attention.
             first: no layer before hands on a map.
-            weights: whether learnt shares come with the weights, so that the values at their start do not matter.
         """
         rule, takes_map = RULES[self.rule], self._takes_map(geometry, first)
-        alpha, beta, learnt = self.alpha_of(geometry), self.beta_of(geometry), (False, False)
-        if self.learn_mix:
-            learnt = rule.depends_on(takes_map, geometry)
-            alpha, beta = (1.0 if weights and of else x for x, of in zip((alpha, beta), learnt, strict=True))
-        coefficients = rule.coefficients(alpha, beta, takes_map, geometry)
+        learnt = rule.depends_on(takes_map, geometry) if self.learn_mix else (False, False)
+        coefficients = rule.coefficients(self.alpha_of(geometry), self.beta_of(geometry), takes_map, geometry)
         widest = rule.coefficients(1.0, 1.0, takes_map, geometry) if self.learn_mix else coefficients
         branch = self.conv_branch and geometry == Geometry.ENCODER_SELF
         others = (learnt, self.score, self._relative_positions_in(geometry), branch)
@@ -295,7 +288,6 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
     if settings.conv_branch:
         _check_branch(args, sides)
     _check_effects(args, sides)
-    _note_lost_gradients(settings, kinds(args, sides))
     if getattr(args, "mha_heads_to_keep", -1) != -1 and settings.evolves(Geometry.ENCODER_SELF):
         raise ValueError(
             f"--mha-heads-to-keep {args.mha_heads_to_keep}: each layer would keep other heads, and hand their "
@@ -309,17 +301,16 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         )
 
 
-def functions(settings: Settings, args: Any, sides: tuple[str, ...], weights: bool = False) -> list[Hashable]:
+def functions(settings: Settings, args: Any, sides: tuple[str, ...]) -> list[Hashable]:
     """The functions of all attentions of a model, to be compared.
 
     Args:
         settings: of evolving attention.
         args: the other options: how many layers each side has, and whether there is encoder-decoder attention.
         sides: the sides that the model has.
-        weights: see ``Settings.function``.
     """
     return [
-        settings.function(geometry, first, weights)
+        settings.function(geometry, first)
         for geometry in kinds(args, sides)
         for first in (True, False)
         if first or getattr(args, f"{_side(geometry)}_layers", 2) > 1
@@ -367,19 +358,6 @@ def no_effect(name: str, args: Any) -> str:
     value = getattr(args, f"ea_{name}")
     shown = _flag(name) if value is True else f"{_flag(name)} {value}"
     return f"{shown}: changes nothing of this model, by its --ea-rule, betas and kinds of attention; leave it out"
-
-
-def _note_lost_gradients(settings: Settings, geometries: list[Geometry]) -> None:
-    """Log an alpha that stops gradients."""
-    for geometry in geometries:
-        alpha = settings.alpha_of(geometry)
-        _, b, c, _, e = RULES[settings.rule].coefficients(alpha, settings.beta_of(geometry), True, geometry)
-        if not settings.learn_mix and e == 0 and (b == 0 or c == 0):
-            logger.warning(
-                "--ea-%s %s: layers from the second on use the previous map alone; their queries get no gradient",
-                "alpha" if geometry == Geometry.ENCODER_SELF else f"{KINDS[geometry]}-alpha",
-                alpha,
-            )
 
 
 def _check_branch(args: argparse.Namespace, sides: tuple[str, ...]) -> None:

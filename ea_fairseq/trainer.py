@@ -91,8 +91,9 @@ class FlatTrainer(Trainer):
             )
             logger.warning("training steps are not captured: %s", reason)
             return None
-        parts = self.task, self.get_model(), self.get_criterion(), self._optimizer
-        self._step = self.task.train_step = step.GraphedStep(*parts, self._shapes, graph)
+        model, criterion = self.get_model(), self.get_criterion()
+        self._step = step.GraphedStep(self.task, model, criterion, self._optimizer, table=self._shapes, graph=graph)
+        self.task.train_step = self._step
         return None
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> EpochBatchIterating:

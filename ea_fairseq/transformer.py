@@ -19,7 +19,7 @@ from fairseq.models.transformer import (
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
-from evolving_attention.evolution import Geometry, refuse_script
+from evolving_attention.evolution import Geometry
 
 from . import decoding
 from .attention import DecoderAttention, IncrementalState
@@ -126,11 +126,9 @@ class EATransformerDecoder(TransformerDecoderBase):
         **options: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """As fairseq's; the steps of a search may be one CUDA graph."""
-        if more or options:
-            decoding.leave(incremental_state)
-        elif (stepped := decoding.next_step(self, prev_output_tokens, encoder_out, incremental_state)) is not None:
-            return stepped
-        return super().forward(prev_output_tokens, encoder_out, incremental_state, *more, **options)
+        state, asks_for_more = incremental_state, bool(more or options)
+        stepped = decoding.next_step(self, prev_output_tokens, encoder_out, state, asks_for_more)
+        return stepped or super().forward(prev_output_tokens, encoder_out, incremental_state, *more, **options)
 
     def extract_features_scriptable(
         self,
@@ -274,7 +272,6 @@ class EvolvingModel(BaseFairseqModel):
     SIDES: tuple[str, ...] = ("encoder", "decoder")
     #: whether alpha and beta are parameters
     learns_mix = False
-    __prepare_scriptable__ = refuse_script
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:

@@ -278,17 +278,6 @@ def mix(coefficients: Coefficients, logits: Tensor, hidden: Tensor | None, previ
     return _hide(_weighted(coefficients.a, previous, coefficients.b, logits), hidden)
 
 
-def refuse_script(module: nn.Module) -> NoReturn:
-    """Refuse ``torch.jit.script``, which calls this before it reads a module.
-
-    Raises:
-        NotImplementedError: always; scripting cannot read rules and optional maps.
-    """
-    raise NotImplementedError(
-        f"torch.jit.script cannot read {type(module).__name__}: use torch.export, torch.compile or torch.jit.trace"
-    )
-
-
 class Evolution(nn.Module):
     """Evolves the logits of one attention layer.
 
@@ -308,8 +297,6 @@ class Evolution(nn.Module):
         learn_mix: whether alpha and beta are parameters of shape (1,), started at the values given, where the rule uses
             them.
     """
-
-    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

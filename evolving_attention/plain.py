@@ -20,14 +20,15 @@ def compose(call: Call, evolution: Evolution | None = None) -> Result:
         evolution: the module whose convolutions these are, which is called; None: the call's weight and bias are all.
     """
     logits, above = logits_and_rows_above(call)
-    maps = logits, call.hidden, call.previous
+    hidden, previous = call.hidden, call.previous
     if evolution is None:
-        a_logit = evolve(call.coefficients, *maps, above, _convolution(call))
+        a_logit = evolve(call.coefficients, logits, hidden, previous, above, _convolution(call))
     else:
-        a_logit = evolution(*maps, above)
+        a_logit = evolution(logits, hidden, previous, above)
     kept = None
     if above is not None:
-        kept = torch.cat([above, mix(call.coefficients, *maps)], dim=2)[:, :, -above.size(2) :]
+        mixed = mix(call.coefficients, logits, hidden, previous)
+        kept = torch.cat([above, mixed], dim=2)[:, :, -above.size(2) :]
     weights = masked_softmax(a_logit, call.masked)
     dropped = F.dropout(weights.type_as(call.v), call.dropout) if call.dropout else weights.type_as(call.v)
     context = _product(dropped, call.v)

@@ -56,11 +56,11 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def logging_as_before():
-    """Commands that run in this process make its logs quiet; the next test needs them."""
-    fairseq_logs, disabled = logging.getLogger("fairseq"), logging.root.manager.disable
+    """Commands that run in this process, in fixtures of a module too, make its logs quiet; the next test needs them."""
+    fairseq_logs = logging.getLogger("fairseq")
     level = fairseq_logs.level
+    logging.disable(logging.NOTSET)
     yield
-    logging.disable(disabled)
     fairseq_logs.setLevel(level)
 
 

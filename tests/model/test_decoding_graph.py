@@ -98,25 +98,21 @@ def test_a_state_that_is_continued_twice_is_refused(tapes):
         model.decoder(words[:, :3], encoder_out=source, incremental_state=dict(state))
 
 
-ORDERS = {"one sentence": ([9], [1, 0]), "torn apart": ([6, 3], [3, 0, 1, 2]), "one twice": ([6, 3], [0, 1, 1, 0])}
-
-
-@pytest.mark.parametrize(("lengths", "order"), ORDERS.values(), ids=ORDERS)
-def test_an_order_is_followed_once_and_the_decoder_goes_on_where_it_mixes_sentences(tapes, lengths, order):
-    """Or where more is asked for. Hypotheses may share one sentence."""
-    model, order, state = amplify_(build("ea_transformer_base", "--ea-beta", 0.5)), torch.tensor(order), {}
-    source, mixes = model.encoder(batch(lengths)), len(lengths) > 1
-    if mixes:
-        source = model.encoder.reorder_encoder_out(source, torch.tensor([0, 0, 1, 1]))
-    words = torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5], [2, 8, 8, 5, 7, 7], [2, 4, 9, 9, 5, 6]])[: len(order)]
+def test_hypotheses_of_one_sentence_move_and_others_are_refused_as_is_a_step_that_asks_for_more(tapes):
+    model, state = amplify_(build("ea_transformer_base", "--ea-beta", 0.5)), {}
+    source, words = model.encoder(batch([9])), torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5]])
     for step in range(1, 7):
-        options = {"alignment_layer": 0} if step == 5 and mixes else {}
-        ours = model.decoder(words[:, :step], encoder_out=source, incremental_state=state, **options)[0]
+        ours = model.decoder(words[:, :step], encoder_out=source, incremental_state=state)[0]
         assert_close(ours[:, -1], model.decoder(words[:, :step], encoder_out=source)[0][:, -1], rtol=1e-5, atol=1e-5)
         if step == 3:
-            model.decoder.reorder_incremental_state_scripting(state, order)
-            source, words = model.encoder.reorder_encoder_out(source, order) if mixes else source, words[order]
+            model.decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 0]))
+            words = words[[1, 0]]
     assert any(tape.calls for tape in tapes)
+    with pytest.raises(ValueError, match=r"decoder\.graphs = False"):
+        model.decoder(words, encoder_out=source, incremental_state=state, alignment_layer=0)
+    for order in ([0, 0, 1, 1], [0], [1, 0, 0, 1]):
+        with pytest.raises(ValueError, match=r"new_order .*decoder\.graphs = False"):
+            model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
 
 
 @pytest.mark.parametrize("why", ["plain", "hook", "observer", "training", "rows", "predictive"])

@@ -212,16 +212,12 @@ USELESS = [
     (BASE, "--no-cross-attention --ea-cross-beta 0.2", "--ea-cross-beta"),
     (BASE, "--encoder-layers 1 --ea-alpha 0.2", "--ea-alpha"),
     (BASE, "--ea-rule residual --ea-decoder-alpha 0.2", "--ea-decoder-alpha"),
-    (BASE, "--ea-beta 0 --ea-conv gated", "--ea-conv"),
-    (BASE, "--decoder-layers 1 --ea-cross-alpha 0.2", "--ea-cross-alpha"),
     ("ea_transformer_lm", "--ea-cross-alpha 0.2", "--ea-cross-alpha"),
-    ("ea_transformer_lm", "--ea-encoder-beta 0.2", "--ea-encoder-beta"),
     ("ea_roberta", "--ea-cross-beta 0.2", "--ea-cross-beta"),
     (BASE, "--ea-rule predictive --ea-decoder-alpha 0.2 --ea-decoder-beta 0.2", "--ea-decoder-beta"),
     (BASE, "--ea-alpha 1 --ea-rule predictive --ea-conv gated", None),
     (BASE, "--ea-rule predictive --ea-decoder-alpha 0.2", None),
     (BASE, "--ea-beta 0 --ea-learn-mix --ea-kernel-size 5", None),
-    (BASE, "--ea-encoder-beta 0 --ea-decoder-beta 0.2 --ea-cross-beta 0.3", None),
     (BASE, "--ea-rule residual --ea-plain", None),
     ("ea_transformer_lm", "--ea-decoder-beta 0.2 --ea-score additive --ea-decoder-alpha 0.3", None),
 ]
@@ -239,12 +235,6 @@ def test_a_flag_that_changes_nothing_is_refused(arch, flags, useless, monkeypatc
                 build(arch, *flags.split())
     monkeypatch.setattr(sys, "argv", ["fairseq-generate"])
     build(arch, *flags.split())
-
-
-@pytest.mark.parametrize(("flags", "noted"), [("", True), ("--ea-rule predictive", False), ("--ea-learn-mix", False)])
-def test_an_alpha_that_stops_gradients_is_noted(flags, noted, caplog):
-    build(BASE, "--ea-alpha", 1, *flags.split())
-    assert ("--ea-alpha 1.0: layers from the second on use the previous map alone" in caplog.text) == noted
 
 
 @pytest.mark.parametrize("arch", [BASE, "ea_roberta", "ea_bart_base"])
@@ -368,14 +358,6 @@ def test_layers_of_one_side_may_be_left_out(side, kept, flags):
     layers = [fewer.get_submodule(side).layers, whole.get_submodule(side).layers]
     for layer, number in zip(layers[0], kept.split(","), strict=True):
         assert torch.equal(layer.fc1.weight, layers[1][int(number)].fc1.weight)
-
-
-def test_hydras_settings_reach_every_layer():
-    args = OmegaConf.create(vars(model_args(BASE, *TINY, "--ea-kernel-size", 5, "--ea-alpha", 0.7)))
-    model = ea_fairseq.EATransformerModel.build_model(args, tiny_task("translation"))
-    evolutions = [module for module in model.modules() if isinstance(module, Evolution)]
-    assert {evolution.conv.kernel_size for evolution in evolutions} == {(5, 5)}
-    assert {layer.self_attn.evolution.alpha for layer in model.encoder.layers} == {0.7}
 
 
 @pytest.mark.slow

@@ -100,12 +100,6 @@ def test_exported_steps_give_the_numbers():
     assert_close(exported(*others), step(*others), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", [[], ["--ea-alpha", 0, "--ea-beta", 0]], ids=["evolving", "plain"])
-def test_jit_script_is_refused_in_one_line(flags):
-    with pytest.raises(NotImplementedError, match=r"^torch\.jit\.script cannot read .*: use torch\.export.*$"):
-        torch.jit.script(build("ea_transformer_base", *flags))
-
-
 @pytest.mark.parametrize("gradients", [True, False], ids=["with gradients", "without"])
 def test_transforms_and_forward_mode_differentiate_the_plain_composition(gradients):
     module = EncoderSelfAttention(8, 2, alpha=0.5, beta=0.5).eval()

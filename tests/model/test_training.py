@@ -47,10 +47,10 @@ def load(folder):
     return torch.load(folder / "checkpoint_last.pt", map_location="cpu", weights_only=True)
 
 
-def generated(data, folder, *flags, program="generate"):
+def generated(data, folder, *flags):
     """The printed text. Hardly trained models find no end, so it has a limit."""
     words = ["--required-batch-size-multiple", 1, "--batch-size", 8, "--max-len-b", 15, *flags]
-    return run(program, data, "--path", folder / "checkpoint_last.pt", *words)
+    return run("generate", data, "--path", folder / "checkpoint_last.pt", *words)
 
 
 def texts(printed, kind="H"):
@@ -150,12 +150,6 @@ def test_searches_of_every_kind(corpus, trained, flags, holds):
     for number, hypotheses in found.items():
         assert len(hypotheses) == (2 if "nbest" in flags else 1)
         assert holds is None or all(holds(words, *targets[number]) for words in hypotheses)
-
-
-def test_interactive_translates(corpus, trained, tmp_path):
-    (tmp_path / "input").write_text("w1 w2 w3\nw4\n")
-    flags = ["--input", tmp_path / "input", "--buffer-size", 8, "--beam", 2]
-    assert len(texts(generated(corpus, trained, *flags, program="interactive"))) == 2
 
 
 def test_a_bidirectional_decoder_learns_and_translates(corpus, tmp_path):
