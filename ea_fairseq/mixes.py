@@ -2,9 +2,8 @@
 
 from collections import Counter
 
-import torch
 from fairseq.logging import metrics
-from torch import Tensor, nn
+from torch import nn
 
 from evolving_attention.evolution import Evolution
 
@@ -12,19 +11,15 @@ from evolving_attention.evolution import Evolution
 def learnt_mixes(model: nn.Module) -> dict[str, float]:
     """{"alpha_encoder_2": 0.1, ...}: alpha and beta where they are parameters, by kind of attention and layer."""
     layers: Counter[str] = Counter()
-    mixes: dict[str, Tensor] = {}
+    mixes: dict[str, float] = {}
     for place, module in model.named_modules():
         if isinstance(module, Evolution):
             # by its place: a bidirectional decoder's geometry is the encoder's
             kind = "cross" if "encoder_attn" in place else "decoder" if "decoder." in place else "encoder"
             layers[kind] += 1
-            for name in ("alpha", "beta"):
-                value = getattr(module, name)
-                if isinstance(value, Tensor):
-                    mixes[f"{name}_{kind}_{layers[kind]}"] = value.detach().float()
-    if not mixes:
-        return {}
-    return dict(zip(mixes, torch.cat(list(mixes.values())).tolist(), strict=True))  # one transfer from the GPU
+            for name, share in module.named_parameters(recurse=False):
+                mixes[f"{name}_{kind}_{layers[kind]}"] = share.item()
+    return mixes
 
 
 def log_mixes(model: nn.Module) -> None:

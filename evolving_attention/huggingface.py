@@ -87,7 +87,7 @@ def evolve(
         numbers = (*module.parameters(), *model.parameters())  # of a quantised layer, not all are floating
         module.evolution = evolution.to(next(x for x in numbers if x.is_floating_point()))
         module.hands_on_map = False
-        # Names, since DataParallel's copies of a layer share them, but are other modules.
+        # Names: copies of a layer, as DataParallel's, share them, but are other modules.
         module.map_name = name
         module.map_before = None
         if evolution.uses_previous and previous is not None:

@@ -440,18 +440,6 @@ def test_eight_threads_share_a_model():
         assert all(map(torch.equal, pool.map(logits, sizes), expected))
 
 
-def test_a_copy_of_DataParallel_gives_the_same():
-    """DataParallel copies every module for each GPU, and joins the copies anew."""
-    model, batch = build("t5", alpha=0.4, beta=0.3).eval(), inputs("t5")
-    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, copied in copies.items():
-        for name, child in module.named_children():
-            copied._modules[name] = copies[child]
-        for name, parameter in module._parameters.items():
-            setattr(copied, name, None if parameter is None else parameter.detach())
-    assert torch.equal(copies[model](**batch).logits, model(**batch).logits)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_checkpointing_gives_the_same_gradients(name):
     model = build(name, alpha=0.4, beta=0.3).train()
