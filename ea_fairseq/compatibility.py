@@ -9,6 +9,7 @@ What worked before works as before, also for programs that use fairseq alone.
 | ``TranslationFromPretrainedBARTTask.args`` | the task of mBART | AttributeError: it reads options by an old name |
 | ``DenoisingConfig.bpe`` | ``from_pretrained(bpe=...)`` of that task | a dictionary is refused |
 | ``EncDecBaseConfig.layers_to_keep`` | ``--encoder-layers-to-keep 0,2`` | a list that readers want to split |
+| ``prune_state_dict`` | ``--encoder-layers-to-keep 0,2`` alone | the decoder loses all its layers |
 | ``NGramRepeatBlock._no_repeat_ngram`` | ``--no-repeat-ngram-size`` | it looks at the buffer's empty end |
 | ``rdrop.duplicate_input`` | R-Drop with ``--eval-bleu`` | BLEU of a batch that is doubled |
 | ``FairseqOptimizer.load_state_dict`` | older runs with ``--ea-learn-mix`` | moments without the shares' axis |
@@ -18,14 +19,17 @@ our convolution to those that ``--quant-noise-scalar`` knows. ``__init__`` lets 
 configurations, and puts our trainer in the place of fairseq's in a command with ``flat_adam``.
 """
 
+import contextlib
 import functools
 import itertools
+import re
 import types
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy
 import torch
+from fairseq import checkpoint_utils
 from fairseq.criterions import label_smoothed_cross_entropy_with_rdrop as rdrop
 from fairseq.data import bucket_pad_length_dataset, language_pair_dataset, token_block_dataset
 from fairseq.models.transformer.transformer_config import EncDecBaseConfig
@@ -33,6 +37,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks.denoising import DenoisingConfig
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
+from omegaconf import OmegaConf, open_dict
 from torch import Tensor
 
 
@@ -52,14 +57,31 @@ def mend_fairseq() -> None:
     EncDecBaseConfig.__dataclass_fields__["layers_to_keep"].type = Optional[str]  # noqa: UP045  (fairseq reads this form)
     EncDecBaseConfig.__annotations__["layers_to_keep"] = Optional[str]  # noqa: UP045
 
+    checkpoint_utils.prune_state_dict = _prune_one_side
     NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
     rdrop.duplicate_input = _duplicate_copy
     FairseqOptimizer.load_state_dict = _load_with_axes
 
 
+_prune_both_sides = checkpoint_utils.prune_state_dict
 _duplicate_in_place = rdrop.duplicate_input
 _load_state_dict = FairseqOptimizer.load_state_dict
+
+
+def _prune_one_side(state_dict: dict[str, Tensor], model_cfg: Any) -> dict[str, Tensor]:
+    """A state dict without the layers that the options of either side leave out.
+
+    fairseq leaves out the whole other side, unless the options name its layers, too.
+    """
+    sides = {"encoder", "decoder"}
+    named = {side for side in sides if getattr(model_cfg, f"{side}_layers_to_keep", None)}
+    for other in sides - named if named else ():
+        numbers = {m[1] for key in state_dict if (m := re.match(rf"{other}\..*?layers\.(\d+)\.", key))}
+        if numbers:  # a language model has one side, and options of it alone
+            with open_dict(model_cfg) if OmegaConf.is_config(model_cfg) else contextlib.nullcontext():
+                setattr(model_cfg, f"{other}_layers_to_keep", ",".join(numbers))  # fairseq takes both out
+    return _prune_both_sides(state_dict, model_cfg)
 
 
 def _duplicate_copy(sample: dict[str, Any]) -> dict[str, Any]:

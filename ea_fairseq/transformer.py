@@ -253,18 +253,6 @@ def without_first_layers_evolution(state: dict[str, Tensor], model: nn.Module, m
     return state
 
 
-def keeping_the_other_side(state: dict[str, Tensor], model_cfg: Any) -> Any:
-    """Options by which fairseq leaves out layers of one side, with all layers of the other named: else it has none."""
-    options = as_namespace(model_cfg)
-    named = [side for side in ("encoder", "decoder") if getattr(options, f"{side}_layers_to_keep", None)]
-    if len(named) != 1:
-        return model_cfg
-    other = "decoder" if named == ["encoder"] else "encoder"
-    numbers = {m[1] for key in state if (m := re.match(rf"{other}\..*?layers\.(\d+)\.", key))}
-    arch = getattr(options, "arch", None) or getattr(options, "_name", None)
-    return argparse.Namespace(**{**vars(options), "arch": arch, f"{other}_layers_to_keep": ",".join(numbers)})
-
-
 class EvolvingModel(BaseFairseqModel):
     """The common part of all models with evolving attention. It stands before fairseq's class among the bases."""
 
@@ -308,7 +296,7 @@ class EvolvingModel(BaseFairseqModel):
             lambda model, keys: accept_first_model(model, given, model_cfg, keys)
         )
         try:
-            return super().load_state_dict(state_dict, strict, keeping_the_other_side(state_dict, model_cfg), args)
+            return super().load_state_dict(state_dict, strict, model_cfg, args)
         except (RuntimeError, ValueError) as error:
             logger.error(
                 "This checkpoint does not fit the model that the command line describes. Compare its architecture, "
