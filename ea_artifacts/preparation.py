@@ -129,7 +129,7 @@ class Preparation:
     def like(cls, place: Path) -> Preparation:
         """The complete preparation that a run of scripts/train.sh keeps, or that of a folder of prepared data."""
         preparation = cls.kept_by(place) or cls.at(place)
-        preparation.words()  # a missing file is reported now and not after hours
+        preparation.check_dictionaries()  # now and not after hours
         return preparation
 
     @property
@@ -171,13 +171,8 @@ class Preparation:
             whole.update(path.name.encode() + b"\0" + bytes.fromhex(sha256(path)))
         return whole.hexdigest()[:16]
 
-    def words(self) -> list[list[str]]:
-        """The subwords of each side's dictionary, source first, in the order of their numbers.
-
-        Raises:
-            UserError: a dictionary or the codes are missing, the dictionaries differ where they should not, or a line
-                of theirs is not a subword and its count.
-        """
+    def check_dictionaries(self) -> None:
+        """Raise UserError unless the codes and dictionaries are there, equal where they should be, and fairseq's."""
         needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.bpe]]
         for name in needed:
             if not (self.folder / name).is_file():
@@ -185,7 +180,6 @@ class Preparation:
         sides = [_entries(self.folder / name) for name in needed[:2]]
         if sides[0] != sides[1] and not self.separate_dictionaries:
             raise UserError(f"{self.folder}: the dictionaries of its two languages differ; prepare that text again")
-        return [[line.rsplit(" ", 1)[0] for line in lines] for lines in sides]
 
     def settings(self) -> dict[str, Any]:
         """The way from text to subwords, by name; two preparations must agree in it."""
@@ -228,15 +222,20 @@ class Preparation:
 
 
 def _entries(dictionary: Path) -> list[str]:
-    """The lines of a dictionary; a UserError names the first that is not a subword and its count."""
-    entries = []
+    """The lines of a dictionary; a UserError names the first that fairseq would not take."""
+    entries, words = [], {"<s>", "<pad>", "</s>", "<unk>"}  # which fairseq adds itself
     for number, line in enumerate(dictionary.read_bytes().split(b"\n")[:-1], 1):
+        expected = "expected a subword and its count"
         try:
             entries.append(line.decode())
-            int(entries[-1].removesuffix(" #fairseq:overwrite").rsplit(" ", 1)[1])
-        except (ValueError, IndexError):
-            expected = "expected a subword and its count"
+            word, count = entries[-1].removesuffix(" #fairseq:overwrite").rsplit(" ", 1)
+            int(count)
+            if word in words and not entries[-1].endswith(" #fairseq:overwrite"):
+                expected = "expected each subword once"
+                raise ValueError
+        except ValueError:
             raise UserError(f"{dictionary}:{number}: {expected}, found {line!r}; prepare that text again") from None
+        words.add(word)
     return entries
 
 
