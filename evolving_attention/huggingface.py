@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from . import __version__
-from .call import Call
+from .call import PLAIN, Call
 from .evolution import Evolution, Geometry, check
 from .functional import attend
 from .kernels import sees
@@ -330,7 +330,7 @@ def _read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
         return ~mask, None
     masked = mask <= MASKED_FROM
     rest = mask.masked_fill(masked, 0)
-    unread = torch.compiler.is_compiling() or rest.is_meta or not sees(rest)
+    unread = type(rest) not in PLAIN or rest.is_meta or torch.compiler.is_compiling() or not sees(rest)
     return masked, rest if unread or bool(rest.any()) else None
 
 

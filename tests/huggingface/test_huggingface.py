@@ -1,5 +1,6 @@
 """Models of Hugging Face: their own numbers where nothing evolves, else those of the paper's loops."""
 
+import contextlib
 import copy
 import json
 from collections import Counter
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import reference
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 pytest.importorskip("transformers")
@@ -371,14 +373,18 @@ def test_zeros_that_are_added_leave_logits_to_the_kernel(attended):
     assert by_kernel == {Geometry.ENCODER_DECODER} < {call.geometry for call in attended}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_a_model_without_memory_is_called_as_a_plain_one_is(name):
-    """On the meta device, where FLOPs are counted and plans of memory made."""
-    batch = {key: x.to("meta") for key, x in inputs(name).items() if "mask" not in key}
-    models = [build(name, **settings).to("meta") for settings in ({}, {"alpha": 0.4})]
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("place", ["meta", FakeTensorMode(allow_non_fake_inputs=True)], ids=["meta", "fake"])
+def test_a_model_without_numbers_is_called_as_a_plain_one_is(name, place):
+    """Where FLOPs are counted and plans of memory made. On the meta device transformers itself reads masks."""
+    models, batch = [build(name, **settings) for settings in ({}, {"alpha": 0.4})], inputs(name)
     for model in models:
         model.config.pad_token_id = None  # else transformers reads the words
-    plain, evolving = (model(**batch).logits for model in models)
+    if place == "meta":
+        models = [model.to(place) for model in models]
+        batch = {key: x.to(place) for key, x in batch.items() if "mask" not in key}
+    with contextlib.nullcontext() if place == "meta" else place:
+        plain, evolving = (model(**batch).logits for model in models)
     assert evolving.shape == plain.shape
 
 
