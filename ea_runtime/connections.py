@@ -22,8 +22,8 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
     """The protocol for uvicorn's setting `http`.
 
     Args:
-        most: connections; fewer where the process may open few files. A further one takes the place of the one whose
-            time ends first, which is the one that has waited longest for a request, if any waits.
+        most: connections; fewer where the process may open few files. A further one takes the place of the one that
+            has waited longest for its client, if any waits.
         idle: seconds until the headers of a request are complete.
         busy: seconds from there until its answer has been sent.
     """
@@ -36,13 +36,13 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
 
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
-            self._deadline = self.loop.call_later(idle, self.end)
+            self._began, self._deadline = self.loop.time(), self.loop.call_later(idle, self.end)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most:
                 bounded = [one for one in self.connections if isinstance(one, Bounded)]
-                min(bounded, key=lambda one: one._deadline.when()).end()
+                min(bounded, key=lambda one: (one._is_served(), one._began)).end()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._deadline.cancel()
@@ -61,7 +61,11 @@ def protocol(most: int, idle: float, busy: float) -> type[asyncio.Protocol]:
 
         def _end_in(self, seconds: float) -> None:
             self._deadline.cancel()
-            self._deadline = self.loop.call_later(seconds, self.end)
+            self._began, self._deadline = self.loop.time(), self.loop.call_later(seconds, self.end)
+
+        def _is_served(self) -> bool:
+            """Whether its request is complete, and its answer is not; else the server waits for the client."""
+            return bool(self.cycle and not self.cycle.more_body and not self.cycle.response_complete)
 
         def end(self) -> None:
             """Close the connection without waiting for an answer to be sent."""
